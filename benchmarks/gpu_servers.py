@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Final
 
 from lab import free_ports, tiny_models, ttft_client
-from lab.guests import join_guest_paths
 from lab.injection import InjectionControl
 from lab.server_commands import HOST, ServerCommand
 from lab.ttft_client import TimedRequest, TimedResponse
+from lab.vllm_plugins import join_plugin_paths
 from ttft_otel.model.names import env_names, header_names
 
 RUNNERS: Final = {"v1": "0", "v2": "1"}
@@ -50,7 +50,7 @@ class ServeAnswer:
 def build_gpu_command(
     name: str, runner: str, plain_attention: bool, control: Path | None, *arguments: str
 ) -> ServerCommand:
-    """A vLLM server on the GPU. control: of the `inject` guest; None: tracing is off as well."""
+    """A vLLM server on the GPU. control: of the `inject` plugin; None: tracing is off as well."""
     port = free_ports.find_free_port()
     model = tiny_models.build_model(tiny_models.VISION_RECIPE)
     argv = (
@@ -70,8 +70,8 @@ def build_gpu_command(
         "VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner],
         "VLLM_GPU_SYNC_CHECK": "error",
     }
-    guests = join_guest_paths(*(["inject"] if control else []))
-    env["PYTHONPATH"] = ":".join(filter(None, (guests, os.environ.get("PYTHONPATH", ""))))
+    plugins = join_plugin_paths(*(["inject"] if control else []))
+    env["PYTHONPATH"] = ":".join(filter(None, (plugins, os.environ.get("PYTHONPATH", ""))))
     if control:
         env |= {env_names.TTFT_OTEL: "1", "TTFT_LAB_CONTROL": str(control)}
     return ServerCommand(name, argv, env, port)

@@ -47,7 +47,7 @@ from ttft_otel.model.stages import UNATTRIBUTED
 StageSample = dict[str, int]
 
 # Kind of request -> place of an injected delay -> stage in which it has to show.
-# Places are those of the `inject` guest; the encoder runs for images only.
+# Places are those of the `inject` plugin; the encoder runs for images only.
 PLACES_BY_KIND: Final[dict[str, dict[str, str]]] = {
     "text": {
         "receive": "receive",
@@ -391,7 +391,7 @@ class ReleaseProbe:
             plain.append(self.sample_stages_us(kind))
             with self.control.inject_delay(place, DELAY_MS):
                 delayed.append(self.sample_stages_us(kind))
-        # The guest logs each delay that took place: a function
+        # The plugin logs each delay that took place: a function
         # that this release lacks waits nowhere.
         if not any(delay.place == place for delay in self.control.read_delays()):
             return MatrixCell(STATE_NOT_TRIED, "the delay found nothing to wait in")

@@ -48,7 +48,8 @@ class ContainerEngine:
     """dockerd below `folder`. compose: the plugin `docker compose`, as a program; None: without it."""
 
     def __init__(self, folder: Path, compose: Path | None = None) -> None:
-        self.folder, self.compose = folder, compose
+        self.folder = folder
+        self.compose = compose
         self.namespace = f"ttft-{os.urandom(4).hex()}"
         self.process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
@@ -69,9 +70,9 @@ class ContainerEngine:
             self._prepare()
         self._log = (self.folder / "dockerd.log").open("ab")
         words = (
-            *("dockerd", "--data-root", self.folder / "data", "--exec-root", self.folder / "exec"),
-            *("-H", f"unix://{self.folder / 'docker.sock'}", "--pidfile", self.folder / "pid"),
-        )
+            "dockerd", "--data-root", self.folder / "data", "--exec-root", self.folder / "exec",
+            "-H", f"unix://{self.folder / 'docker.sock'}", "--pidfile", self.folder / "pid",
+        )  # fmt: skip
         self.process = subprocess.Popen(
             self.enter_network(words), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
         )
@@ -98,8 +99,8 @@ class ContainerEngine:
             timeout=COMMAND_TIMEOUT_S,
         )
         if check and done.returncode:
-            told = " ".join(map(str, words))
-            raise EngineError(f"{told} ended with {done.returncode}: {done.stdout}{done.stderr}")
+            command = " ".join(map(str, words))
+            raise EngineError(f"{command} ended with {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout
 
     def run_docker(self, *words: str, env: Mapping[str, str] | None = None) -> str:

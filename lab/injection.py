@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control the `inject` guest: write its control file, and read its log of delays."""
+"""Control the `inject` plugin: write its control file, and read its log of delays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ttft_otel.model.stages import STAGES
 
-# In the order of the stages; the guest has them in its INJECTION_POINTS and patches.
+# In the order of the stages; the plugin has them in its INJECTION_POINTS and patches.
 INJECTION_PLACES: Final = tuple(
     dict.fromkeys(place for stage in STAGES for place in stage.injected_at)
 )

@@ -80,7 +80,8 @@ class KubeCluster:
 
     def __init__(self, folder: Path, programs: Path, address: str = HOST) -> None:
         self.folder, self.programs, self.address = folder, programs, address
-        self.certificate, self.kubeconfig = folder / "tls.crt", folder / "kubeconfig"
+        self.certificate = folder / "tls.crt"
+        self.kubeconfig = folder / "kubeconfig"
         self.port, client_port, peer_port = (free_ports.find_free_port() for _ in range(3))
         self.etcd = LocalServer(
             build_etcd_command(programs, folder, client_port, peer_port), folder / "etcd.log"

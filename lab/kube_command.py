@@ -28,9 +28,9 @@ from lab.stack.go_builds import GoBuildError
 from lab.stack.program_pins import CHECKOUT, KUBERNETES_NODE_TOOL, KUBERNETES_TOOL
 
 STEPS: Final = (
-    *("service", "servers", "router", "request", "backend rollout", "router rollout"),
-    *("pod deleted", "pod killed"),
-)
+    "service", "servers", "router", "request", "backend rollout", "router rollout",
+    "pod deleted", "pod killed",
+)  # fmt: skip
 FAULT_CODE, CANNOT_RUN_CODE, INTERRUPTED_CODE = 1, 2, 130
 PROGRESS_PAUSE_S: Final = 10.0
 

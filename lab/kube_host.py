@@ -36,9 +36,9 @@ SETTINGS: Final = (
 )
 CONTROL_GROUPS: Final = Path("/sys/fs/cgroup")
 PROGRAMS: Final = (
-    *("containerd", "ctr", "runc", "dockerd", "docker", "iptables", "conntrack", "dnsmasq"),
-    *("debootstrap", "nsenter", "unshare", "setpriv", "ip", "openssl"),
-)
+    "containerd", "ctr", "runc", "dockerd", "docker", "iptables", "conntrack", "dnsmasq",
+    "debootstrap", "nsenter", "unshare", "setpriv", "ip", "openssl",
+)  # fmt: skip
 PACKAGES: Final = (
     "docker.io containerd containernetworking-plugins iptables conntrack dnsmasq-base debootstrap"
     " busybox-static util-linux iproute2 openssl"
@@ -178,9 +178,9 @@ def build_inside_command(host_name: str, words: Sequence[str]) -> tuple[str, ...
     """A command line that runs `words` in namespaces of their own, which end with this process."""
     spaces = ("--mount", "--net", "--pid", "--uts", "--ipc", "--fork", "--mount-proc")
     return (
-        *("setpriv", "--pdeathsig", "KILL", "unshare", *spaces, "--kill-child"),
-        *("--propagation", "private", "bash", "-c", FIRST_PROCESS, "bash", host_name, *words),
-    )
+        "setpriv", "--pdeathsig", "KILL", "unshare", *spaces, "--kill-child",
+        "--propagation", "private", "bash", "-c", FIRST_PROCESS, "bash", host_name, *words,
+    )  # fmt: skip
 
 
 @contextmanager

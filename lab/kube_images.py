@@ -29,10 +29,10 @@ VLLM_IMAGE: Final = "vllm/vllm-openai:v0.32.0"  # as deploy/kubernetes names it
 BUSYBOX_IMAGE, PYTHON_IMAGE, COLLECTOR_IMAGE = "busybox", "python", "otel/opentelemetry-collector"
 # What decides what is in the images, beside programs of the stack, whose pins have folders of their own.
 SOURCES: Final = (
-    *("ttft_otel", "deploy/inject", "deploy/inject.Dockerfile", "deploy/router.Dockerfile"),
-    *("pyproject.toml", "lab/kube_images.py"),
-)
-# Collects processes whose parents have ended, and ends when it is told to.
+    "ttft_otel", "deploy/inject", "deploy/inject.Dockerfile", "deploy/router.Dockerfile",
+    "pyproject.toml", "lab/kube_images.py",
+)  # fmt: skip
+# Collects processes whose parents have ended, and ends on SIGTERM.
 PAUSE_SCRIPT: Final = "trap 'exit 0' TERM INT; while :; do /bin/sleep 1000000 & wait $!; done"
 VLLM_START: Final = (
     'ENTRYPOINT ["/opt/vllm/bin/python", "-m", "vllm.entrypoints.cli.main", "serve"]'

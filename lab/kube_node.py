@@ -54,7 +54,8 @@ class KubeNode:
     """One node below `folder`. programs: control plane, node. group: its control group, which exists."""
 
     def __init__(self, folder: Path, group: str, programs: Path, node_programs: Path) -> None:
-        self.folder, self.group = folder, group
+        self.folder = folder
+        self.group = group
         self.node_programs = node_programs
         self.cluster = KubeCluster(folder, programs, NODE_ADDRESS)
         self.ctr = ("ctr", "--address", str(folder / "containerd.sock"), "-n", IMAGES_NAMESPACE)
@@ -85,10 +86,10 @@ class KubeNode:
 
     def publish_names(self) -> None:
         """Let pods find the Services that there are now by their names."""
-        told = json.loads(self.cluster.run_kubectl("get", "services", "-A", "-o", "json"))
+        services = json.loads(self.cluster.run_kubectl("get", "services", "-A", "-o", "json"))
         target = self.folder / "names" / "services"
         draft = self.folder / "services.new"
-        draft.write_text(kube_configs.render_hosts(told), "utf-8")
+        draft.write_text(kube_configs.render_hosts(services), "utf-8")
         draft.replace(target)
 
     def wait_for(self, what: str, holds: Callable[[], bool], timeout_s: float) -> float:
@@ -105,16 +106,16 @@ class KubeNode:
 
     def describe_pods(self) -> str:
         """Pods and the last events, for messages about what did not happen."""
-        told = []
+        texts = []
         for words in (
             ("get", "pods", "-A", "-o", "wide"),
             ("get", "events", "-A", "--sort-by=.lastTimestamp"),
         ):
             try:
-                told.append("\n".join(self.cluster.run_kubectl(*words).splitlines()[-25:]))
+                texts.append("\n".join(self.cluster.run_kubectl(*words).splitlines()[-25:]))
             except ClusterCommandError as error:
-                told.append(str(error))
-        return "\n".join(told)
+                texts.append(str(error))
+        return "\n".join(texts)
 
     def get_objects(self, *words: str) -> list[dict[str, Any]]:
         """What `kubectl get` finds."""
@@ -151,24 +152,24 @@ class KubeNode:
         path = {name: str(self.node_programs / name) for name in NODE_PARTS}
         return {
             "kube-controller-manager": (
-                *(path["kube-controller-manager"], access, bind, "--leader-elect=false"),
+                path["kube-controller-manager"], access, bind, "--leader-elect=false",
                 f"--service-account-private-key-file={self.folder / 'accounts.key'}",
                 f"--root-ca-file={self.cluster.certificate}",
             ),
             "kube-scheduler": (path["kube-scheduler"], access, bind, "--leader-elect=false"),
             "kube-proxy": (path["kube-proxy"], f"--config={self.folder / 'kube-proxy.yaml'}"),
             "dnsmasq": (
-                *("dnsmasq", "--keep-in-foreground", "--no-resolv", "--no-hosts", "--user=root"),
-                *(f"--listen-address={NODE_ADDRESS}", "--bind-interfaces", "--pid-file="),
+                "dnsmasq", "--keep-in-foreground", "--no-resolv", "--no-hosts", "--user=root",
+                f"--listen-address={NODE_ADDRESS}", "--bind-interfaces", "--pid-file=",
                 f"--hostsdir={self.folder / 'names'}",
                 f"--local=/{kube_configs.CLUSTER_DOMAIN}/",
             ),
             "kubelet": (
-                *(path["kubelet"], access, f"--config={self.folder / 'kubelet.yaml'}"),
-                *(f"--root-dir={self.folder / 'kubelet'}", f"--cert-dir={self.folder}"),
-                *(f"--hostname-override={NODE_NAME}", f"--node-ip={NODE_ADDRESS}"),
+                path["kubelet"], access, f"--config={self.folder / 'kubelet.yaml'}",
+                f"--root-dir={self.folder / 'kubelet'}", f"--cert-dir={self.folder}",
+                f"--hostname-override={NODE_NAME}", f"--node-ip={NODE_ADDRESS}",
             ),
-        }
+        }  # fmt: skip
 
     def _start_program(
         self, name: str, argv: Sequence[str], probe: Sequence[str] = ("true",)

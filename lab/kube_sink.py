@@ -24,7 +24,8 @@ class TraceArrivals(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Takes spans over gRPC and keeps for each trace the names of its spans and their pods."""
 
     def __init__(self, address: str, port: int) -> None:
-        self.address, self.port = address, port
+        self.address = address
+        self.port = port
         self._lock = threading.Lock()
         self._spans: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
         self._server = grpc.server(futures.ThreadPoolExecutor(2))

@@ -52,11 +52,11 @@ class PodQueries:
         """The first process of a vLLM container."""
         pod = self.get_pods("default", VLLM_SELECTOR)[0]
         container = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
-        told = subprocess.run(
+        tasks = subprocess.run(
             (*self.node.ctr, "tasks", "list"), capture_output=True, text=True, check=True
         )
         return next(
-            int(line.split()[1]) for line in told.stdout.splitlines() if line.startswith(container)
+            int(line.split()[1]) for line in tasks.stdout.splitlines() if line.startswith(container)
         )
 
     def wait_for_pods(self, namespace: str, selector: str, count: int, timeout_s: float) -> None:
@@ -186,9 +186,9 @@ class KubeTrial:
         values = self.node.folder / "values.yaml"
         values.write_text(yaml.safe_dump(kube_workload.build_chart_values()), "utf-8")
         done = self.node.cluster.run_helm(
-            *("install", RELEASE, str(CHART), "--namespace", NAMESPACE, "--create-namespace"),
-            *("-f", str(values)),
-        )
+            "install", RELEASE, str(CHART), "--namespace", NAMESPACE, "--create-namespace",
+            "-f", str(values),
+        )  # fmt: skip
         if done.returncode:
             raise ClusterCommandError(done.stderr)
         self.node.publish_names()

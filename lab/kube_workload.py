@@ -15,17 +15,17 @@ from typing import Any, Final
 import yaml
 
 from lab.fake_vllm import FAKE_VLLM_FOLDER
-from lab.guests import GUESTS_FOLDER
 from lab.kube_configs import NODE_ADDRESS
 from lab.kube_images import ROUTER_IMAGE
 from lab.stack.program_pins import CHECKOUT
+from lab.vllm_plugins import PLUGINS_FOLDER
 
 MANIFEST: Final = CHECKOUT / "deploy" / "kubernetes" / "mono.yaml"
 NAMESPACE, RELEASE = "observability", "ttft"  # as the manifest names the collector
 VLLM_SELECTOR: Final = "app=vllm"
 SPANS_PORT, METRICS_PORT = 4317, 9090  # of the trial's receivers, on the node
 VLLM_FOLDER: Final = "/opt/vllm"  # where the image's command expects its environment
-MODEL_FOLDER, GUEST_FOLDER, STAND_IN_FOLDER = "/models/tiny", "/opt/calm", "/opt/stand-in"
+MODEL_FOLDER, PLUGIN_FOLDER, STAND_IN_FOLDER = "/models/tiny", "/opt/no-spin", "/opt/stand-in"
 VLLM_ENV: Final = {
     # Two servers share two cores, so none is bound to one.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -38,9 +38,9 @@ VLLM_ENV: Final = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 VLLM_ARGS: Final = (
-    *(MODEL_FOLDER, "--served-model-name=tiny", "--port=8000", "--max-model-len=8192"),
-    *("--max-num-batched-tokens=2048", "--max-num-seqs=64", "--enforce-eager"),
-)
+    MODEL_FOLDER, "--served-model-name=tiny", "--port=8000", "--max-model-len=8192",
+    "--max-num-batched-tokens=2048", "--max-num-seqs=64", "--enforce-eager",
+)  # fmt: skip
 
 
 def mount_vllm(environment: Path, folder: Path) -> Path:
@@ -71,13 +71,13 @@ def build_vllm_objects(vllm: Path, model: Path) -> list[dict[str, Any]]:
     container["args"] = list(VLLM_ARGS)
     for variable in container["env"]:
         if variable["name"] == "PYTHONPATH":
-            variable["value"] += f":{GUEST_FOLDER}"
+            variable["value"] += f":{PLUGIN_FOLDER}"
     container["env"] += [{"name": name, "value": value} for name, value in VLLM_ENV.items()]
     for name, source, target in (
         ("vllm", vllm, VLLM_FOLDER),
         ("python", Path(sys.base_prefix), sys.base_prefix),
         ("model", model, MODEL_FOLDER),
-        ("calm", GUESTS_FOLDER / "calm", GUEST_FOLDER),
+        ("no-spin", PLUGINS_FOLDER / "no_spin", PLUGIN_FOLDER),
     ):
         pod["volumes"].append({"name": name, "hostPath": {"path": str(source)}})
         container["volumeMounts"].append({"name": name, "mountPath": target, "readOnly": True})

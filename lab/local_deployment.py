@@ -20,7 +20,7 @@ from lab.server_commands import ServerCommand, VllmOptions
 from ttft_otel.model.names import env_names
 
 # The test-only connector whose items can come late.
-WAITING_CONNECTOR_MODULE = "lab.guests.inject.ttft_inject.connector"
+WAITING_CONNECTOR_MODULE = "lab.vllm_plugins.inject.ttft_inject.connector"
 
 # The router's flag for the servers of a role.
 ROUTER_FLAG_BY_ROLE = {
@@ -36,7 +36,8 @@ ROUTER_FLAG_BY_ROLE = {
 class DeploymentPlan:
     """What to start; server_commands.VllmOptions has the options of the vLLM servers.
 
-    shape: "epd" (E, PD, router), "pd" (P, D over NIXL, router), "epd3" (E, P, D, router) or "mono".
+    shape: "epd" (encode, prefill_decode, router), "pd" (prefill and decode over NIXL, router), "epd3"
+        (encode, prefill, decode, router) or "mono".
     traced: whether the servers run with TTFT_OTEL=1. router_flags: more flags for the router.
     """
 
@@ -140,9 +141,9 @@ def build_receiver_command(database: Path, port: int = 0) -> ServerCommand:
     port = port or free_ports.find_free_port()
     # The gRPC port is chosen too: the default one may belong to a collector on this machine.
     argv = (
-        *(sys.executable, "-m", "ttft_otel.commands.main", "serve", "--db", str(database)),
-        *("--http-port", str(port), "--grpc-port", str(free_ports.find_free_port())),
-    )
+        sys.executable, "-m", "ttft_otel.commands.main", "serve", "--db", str(database),
+        "--http-port", str(port), "--grpc-port", str(free_ports.find_free_port()),
+    )  # fmt: skip
     return ServerCommand("receiver", argv, {}, port, health_path="/healthz")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lab import free_ports
-from lab.guests import join_guest_paths
+from lab.vllm_plugins import join_plugin_paths
 
 HOST = "127.0.0.1"
 EC_EXAMPLE_CONNECTOR = "ECExampleConnector"  # its aid for debugging: a shared folder
@@ -41,8 +41,8 @@ class VllmOptions:
     python: interpreter of the environment that holds the vLLM release.
     core: the CPU core its worker is bound to; two servers must not share one.
     runner: model runner; v2 needs Triton's interpreter and is slower.
-    async_scheduling: force what vLLM switches off on CPU, through the `inject` guest.
-    control: the JSON file of the `inject` guest; naming one loads the guest.
+    async_scheduling: force what vLLM switches off on CPU, through the `inject` plugin.
+    control: the JSON file of the `inject` plugin; naming one loads the plugin.
     connector: of the encoder cache; "ECCPUConnector" (here always over NIXL) needs runner v2.
     """
 
@@ -63,12 +63,12 @@ class VllmOptions:
 
 
 def build_mono_command(options: VllmOptions) -> ServerCommand:
-    """M: one server that encodes, prefills and decodes."""
+    """One server that encodes, prefills and decodes."""
     return build_vllm_command("mono", options)
 
 
 def build_encoder_command(options: VllmOptions, storage: Path) -> ServerCommand:
-    """E: encodes images; keeps embeddings in the folder `storage`, or in memory for NIXL."""
+    """An encode server; it keeps embeddings in the folder `storage`, or in memory for NIXL."""
     # As "ec_producer" the V2 runner leaves the language model's weights out, which vLLM's CPU
     # worker cannot do: its first image dies with "Cannot copy out of meta tensor".
     role = "ec_both" if options.connector == EC_CPU_CONNECTOR else "ec_producer"
@@ -77,14 +77,14 @@ def build_encoder_command(options: VllmOptions, storage: Path) -> ServerCommand:
 
 
 def build_prefill_decode_command(options: VllmOptions, storage: Path) -> ServerCommand:
-    """PD: takes embeddings from the folder `storage`, or over NIXL; prefills and decodes."""
+    """A server that prefills and decodes; it takes embeddings from the folder `storage`, or over NIXL."""
     return build_vllm_command(
         "prefill_decode", options, *build_ec_transfer_flag(options, storage, "ec_consumer")
     )
 
 
 def build_prefill_command(options: VllmOptions, storage: Path | None = None) -> ServerCommand:
-    """P: computes the KV cache for a decode server (NIXL).
+    """A prefill server; it computes the KV cache for a decode server (NIXL).
 
     storage: given when there is an encoder; ECCPUConnector does not use the folder itself.
     """
@@ -93,7 +93,7 @@ def build_prefill_command(options: VllmOptions, storage: Path | None = None) -> 
 
 
 def build_decode_command(options: VllmOptions) -> ServerCommand:
-    """D: takes the KV cache of a prefill server (NIXL) and decodes."""
+    """A decode server; it takes the KV cache of a prefill server (NIXL)."""
     return build_nixl_command("decode", options)
 
 
@@ -102,26 +102,26 @@ def build_vllm_command(name: str, options: VllmOptions, *arguments: str) -> Serv
     port = options.port or free_ports.find_free_port()
     argv = (
         # The `vllm serve` that users type, through the interpreter: a console script names its own.
-        *(options.python, "-m", "vllm.entrypoints.cli.main"),
-        *("serve", str(options.model)),
+        options.python, "-m", "vllm.entrypoints.cli.main",
+        "serve", str(options.model),
         # One name for all recipes, so that clients need not know the model's folder.
-        *("--served-model-name", "tiny"),
-        *("--host", HOST),
-        *("--port", str(port)),
-        *("--max-model-len", str(options.max_model_len)),
-        *("--max-num-batched-tokens", str(options.max_num_batched_tokens)),
-        *("--max-num-seqs", str(options.max_num_seqs)),
+        "--served-model-name", "tiny",
+        "--host", HOST,
+        "--port", str(port),
+        "--max-model-len", str(options.max_model_len),
+        "--max-num-batched-tokens", str(options.max_num_batched_tokens),
+        "--max-num-seqs", str(options.max_num_seqs),
         # No compilation, which takes minutes on a CPU; answers carry their x-request-id.
-        *("--enforce-eager", "--enable-request-id-headers"),
+        "--enforce-eager", "--enable-request-id-headers",
         *arguments,
         # Last: of a flag given twice vLLM takes the last one.
         *options.extra,
-    )
+    )  # fmt: skip
     return ServerCommand(name, argv, build_vllm_environment(options), port)
 
 
 def build_vllm_environment(options: VllmOptions) -> dict[str, str]:
-    """Environment of a vLLM server: one core, no downloads, no telemetry to vLLM, guests."""
+    """Environment of a vLLM server: one core, no downloads, no telemetry to vLLM, and our test plugins."""
     env = {
         # One thread on one core: more would wait for each other at every operator.
         "OMP_NUM_THREADS": "1",
@@ -137,26 +137,26 @@ def build_vllm_environment(options: VllmOptions) -> dict[str, str]:
         "VLLM_HOST_IP": HOST,
         "VLLM_USE_V2_MODEL_RUNNER": "1" if options.runner == "v2" else "0",
     }
-    # Guests are packages on PYTHONPATH with an entry point for vLLM's plugins.
-    guests = ["calm"]
+    # Packages on PYTHONPATH with an entry point for vLLM's plugins.
+    plugins = ["no_spin"]
     if options.runner == "v2":
         # The V2 runner's kernels are Triton's, which has no compiler for CPUs.
         env["TRITON_INTERPRET"] = "1"
-        guests.append("triton_cpu")
+        plugins.append("triton_cpu")
     if options.async_scheduling:
         env["TTFT_LAB_ASYNC"] = "1"
     if options.control:
         env["TTFT_LAB_CONTROL"] = str(options.control)
     over_nixl = options.connector == EC_CPU_CONNECTOR
     if options.async_scheduling or options.control or options.connector_module or over_nixl:
-        guests.append("inject")
+        plugins.append("inject")
     if over_nixl:
-        guests.append("ec_cpu")
+        plugins.append("ec_cpu")
         # A port for each server: the default one is the same for all.
         env["VLLM_EC_SIDE_CHANNEL_HOST"] = HOST
         env["VLLM_EC_SIDE_CHANNEL_PORT"] = str(free_ports.find_free_port())
-    paths = [options.env.get("PYTHONPATH", ""), join_guest_paths(*guests)]
-    # The caller's last, but for PYTHONPATH, which must still lead to the guests.
+    paths = [options.env.get("PYTHONPATH", ""), join_plugin_paths(*plugins)]
+    # The caller's last, but for PYTHONPATH, which must still lead to the plugins.
     env |= options.env
     env["PYTHONPATH"] = ":".join(filter(None, paths))
     return env

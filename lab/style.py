@@ -38,12 +38,12 @@ FILLED_TYPES = ("deque", "dict", "list", "set", "Counter", "OrderedDict", "defau
 
 
 def find_sources() -> list[Path]:
-    """All Python files that are measured; lab/guests are packages of their own."""
+    """All Python files that are measured; lab/vllm_plugins are packages of their own."""
     return [
         path
         for folder in FOLDERS
         for path in sorted((ROOT / folder).rglob("*.py"))
-        if "guests" not in path.parts
+        if "vllm_plugins" not in path.parts
     ]
 
 

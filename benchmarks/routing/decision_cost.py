@@ -22,8 +22,6 @@ import timeit
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import aiohttp
-
 from benchmarks.figures import Figure, build_figure, report_figures
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.router.routing.policies.block_index import BlockHolders
@@ -33,6 +31,7 @@ from ttft_otel.router.routing.policies.prefill_model import PrefillLine, Prefill
 from ttft_otel.router.routing.prompts.local_reader import LocalPromptReader
 from ttft_otel.router.types import Decision, RoutingRequest, parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.query_client import QueryClient
 
 PROMPT_TOKENS, BLOCK_TOKENS = 8192, 16
 # 1 000 is far beyond a usual fleet: it shows how the cost grows.
@@ -115,8 +114,8 @@ async def measure_tokenization(tokenizer: str) -> dict[str, float]:
     chance, wall_seconds, loop_seconds = random.Random(1), [], []
     # The tokenizer runs in a process of its own, which takes seconds to start: None until then.
     reader = LocalPromptReader(tokenizer, InstancePool({"mono": []}))
-    async with aiohttp.ClientSession() as session:
-        await reader.start(session)
+    async with QueryClient() as queries:
+        await reader.start(queries)
         while (
             await reader.read_prompt(COMPLETIONS_PATH, "m", b'{"prompt": "a"}', BLOCK_TOKENS)
             is None

@@ -22,7 +22,7 @@ END_NUMBER = (-1).to_bytes(8, "big", signed=True)
 
 @dataclass
 class FakePublisher:
-    """A PUB and a ROUTER socket. The former is an XPUB, which tells whom it has as a subscriber.
+    """A PUB and a ROUTER socket. The former is an XPUB, which reports its subscribers.
 
     omits_topic: send replays without topic. skipped_number: the message that one replay lacks.
     """

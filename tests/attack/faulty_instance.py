@@ -33,6 +33,10 @@ FAULTS: Final = (
     "content length too long",
     "content length too short",
     "closes kept connections",
+    "endless interim answers",
+    "status 000",
+    "status 600",
+    "status 304 with a length",
 )
 _KV_PARAMS: Final = {"do_remote_prefill": True, "remote_request_id": "r", "remote_host": "h"}
 _USAGE: Final = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
@@ -62,7 +66,7 @@ def build_stream_chunks() -> list[bytes]:
 
 def encode_head(status: int, kind: str, *more: str) -> bytes:
     """Status line and headers."""
-    lines = (f"HTTP/1.1 {status} X", f"Content-Type: {kind}", *more)
+    lines = (f"HTTP/1.1 {status:03} X", f"Content-Type: {kind}", *more)
     return "\r\n".join((*lines, "", "")).encode()
 
 
@@ -125,6 +129,13 @@ class FaultyInstance:
                     b"HTTP/1.1 200 X\r\nConte" if fault == "half head" else b"\0\xffwhat?\r\n"
                 )
             raise ConnectionResetError
+        if fault == "endless interim answers":
+            while True:
+                writer.write(b"HTTP/1.1 103 Early Hints\r\nlink: a\r\n\r\n" * 1000)
+                await writer.drain()
+        if fault == "status 304 with a length":
+            writer.write(encode_head(304, kind, "Content-Length: 9"))
+            return
         if fault.startswith("status"):
             self._write_plain(writer, b'{"error": {"message": "no"}}', int(fault[-3:]))
             return

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import aiohttp
 import pytest
 from aiohttp import web
 
@@ -19,6 +18,7 @@ from ttft_otel.router.routing.prefixes import PrefixSource, lmcache_source
 from ttft_otel.router.routing.prompts.prompt_reader import Prompt
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.query_client import QueryClient
 
 A, B = "http://127.0.0.1:1", "http://127.0.0.2:2"
 PROMPT_IDS = tuple(range(64))
@@ -71,11 +71,11 @@ async def run_controller(controller: HostileController) -> AsyncIterator[str]:
 @asynccontextmanager
 async def run_source(controller: HostileController, *names: str) -> AsyncIterator[PrefixSource]:
     """A source before this controller, for instances A and B; its loop is watched."""
-    async with run_controller(controller) as url, aiohttp.ClientSession() as session:
+    async with run_controller(controller) as url, QueryClient() as queries:
         source = prefixes.build_source("lmcache", lmcache_url=url, lmcache_instances=names)
         try:
             pool = InstancePool({"mono": [parse_instance_url(each, "mono") for each in (A, B)]})
-            await source.start(session, pool)
+            await source.start(queries, pool)
             async with watch_loop():
                 yield source
         finally:

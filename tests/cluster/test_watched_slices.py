@@ -37,14 +37,14 @@ def account(
     Gives the folder that kubelet would mount, with a token that the API server has signed.
     """
     done = cluster.run_helm(
-        *("install", "ttft", str(chart.CHART), "--namespace", namespace),
+        "install", "ttft", str(chart.CHART), "--namespace", namespace,
         *(
             "--set",
             f"router.discover={{k8s://{namespace}/app=vllm}}",
             "--set",
             "trial.enabled=true",
         ),
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     folder = cluster.write_account_folder(namespace, ACCOUNT, tmp_path / "account")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
@@ -193,10 +193,10 @@ def ask_rules(cluster: KubeCluster, namespace: str, token: str) -> set[tuple[str
     }
     told = json.loads(
         cluster.run_kubectl(
-            *("--token", token, "create", "--validate=false", "-f", "-", "-o", "json"),
+            "--token", token, "create", "--validate=false", "-f", "-", "-o", "json",
             stdin=json.dumps(review),
         )
-    )
+    )  # fmt: skip
     return {
         (group, resource, verb)
         for rule in told["status"]["resourceRules"]
@@ -221,14 +221,14 @@ def test_the_account_may_watch_and_nothing_else(
     for words in (("get", slices, "one"), ("get", "pods"), ("get", "secrets")):
         done = subprocess.run(
             (
-                *("curl", "-sS", "--cacert", str(cluster.certificate)),
-                *("-H", f"Authorization: Bearer {token}"),
+                "curl", "-sS", "--cacert", str(cluster.certificate),
+                "-H", f"Authorization: Bearer {token}",
                 f"{cluster.url}{build_path(namespace, *words[1:])}",
             ),
             capture_output=True,
             text=True,
             check=True,
-        )
+        )  # fmt: skip
         assert json.loads(done.stdout)["code"] == 403, words
 
 

@@ -142,9 +142,9 @@ class ContainerStack:
         now = int(time.time())
         told = self.fetch(
             f"{PROXY}/tempo/api/search",
-            *("-G", "--data-urlencode", f"q={query}"),
-            *("-d", f"start={now - 3600}", "-d", f"end={now + 60}"),
-        )
+            "-G", "--data-urlencode", f"q={query}",
+            "-d", f"start={now - 3600}", "-d", f"end={now + 60}",
+        )  # fmt: skip
         return {each["traceID"].zfill(32) for each in told.get("traces") or ()}
 
 

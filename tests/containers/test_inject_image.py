@@ -30,9 +30,9 @@ def injected(engine: ContainerEngine) -> Iterator[str]:
     """A volume that an init container has filled, as any user."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     engine.run_docker(
-        *("build", "-f", "deploy/inject.Dockerfile", "--build-arg", f"PYTHONS={version}"),
-        *("-t", IMAGE, "."),
-    )
+        "build", "-f", "deploy/inject.Dockerfile", "--build-arg", f"PYTHONS={version}",
+        "-t", IMAGE, ".",
+    )  # fmt: skip
     engine.run_docker("volume", "create", VOLUME)
     # emptyDir belongs to everybody; a volume of Docker to root.
     engine.run_docker(
@@ -48,9 +48,9 @@ def test_the_switch(engine: ContainerEngine, injected: str) -> None:
     (python,) = [name for name in list_named_images() if name.startswith("python:")]
     words = ("run", "--rm", "--read-only", "--tmpfs", "/tmp", "-v", f"{injected}:/ttft-otel:ro")
     told = engine.run_docker(
-        *(*words, "-e", "PYTHONPATH=/ttft-otel", "-e", "TTFT_OTEL=1", python),
-        *("python", "-c", LOAD_PLUGIN),
-    )
+        *words, "-e", "PYTHONPATH=/ttft-otel", "-e", "TTFT_OTEL=1", python,
+        "python", "-c", LOAD_PLUGIN,
+    )  # fmt: skip
     found = json.loads(told.splitlines()[-1])
 
     assert found["plugin"] == "ttft_otel"

@@ -58,10 +58,10 @@ def test_secure(stack: ContainerStack, secrets_env: dict[str, str], profile: str
     def send_span(token: str, certificate: str) -> str:
         body = {"resourceSpans": [{"scopeSpans": [{"spans": [SPAN]}]}]}
         return stack.engine.run_inside(
-            *("curl", "-sS", "-o", "/dev/null", "-w", "%{http_code}", *certificate.split()),
-            *("-H", f"Authorization: Bearer {token}", "-H", "Content-Type: application/json"),
-            *("-d", json.dumps(body), "https://127.0.0.1:4318/v1/traces"),
-        )
+            "curl", "-sS", "-o", "/dev/null", "-w", "%{http_code}", *certificate.split(),
+            "-H", f"Authorization: Bearer {token}", "-H", "Content-Type: application/json",
+            "-d", json.dumps(body), "https://127.0.0.1:4318/v1/traces",
+        )  # fmt: skip
 
     trusted = f"--cacert {secrets_env['TTFT_OTLP_CERT']}"
     assert wait_for(lambda: send_span(TOKEN, trusted)) == "200"
@@ -86,9 +86,9 @@ def test_admin(stack: ContainerStack, tmp_path: Path) -> None:
     def log_in(password: str) -> str:
         body = json.dumps({"user": "admin", "password": password})
         return stack.engine.run_inside(
-            *("curl", "-sS", "-o", "/dev/null", "-w", "%{http_code}", "-c", str(jar)),
-            *("-H", "Content-Type: application/json", "-d", body, f"{GRAFANA}/login"),
-        )
+            "curl", "-sS", "-o", "/dev/null", "-w", "%{http_code}", "-c", str(jar),
+            "-H", "Content-Type: application/json", "-d", body, f"{GRAFANA}/login",
+        )  # fmt: skip
 
     assert log_in("admin") == "401"
     assert log_in(PASSWORD) == "200"

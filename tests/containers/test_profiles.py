@@ -128,7 +128,7 @@ def test_demo(stack: ContainerStack, backend: str) -> None:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "hi"}]})
     stack.fetch(
         "http://127.0.0.1:8000/v1/chat/completions",
-        *("-H", "content-type: application/json", "-d", body),
-    )
+        "-H", "content-type: application/json", "-d", body,
+    )  # fmt: skip
 
     assert wait_for(lambda: stack.find_traces('{ resource.service.name = "ttft-otel-router" }'))

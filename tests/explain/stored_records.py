@@ -22,9 +22,8 @@ from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.store.span_store import SpanStore
 
 BEGIN_S = 1_790_000_000  # Unix seconds of the first request
-BEFORE_US = (
-    1500  # from a request's arrival to the scheduler, of requests that a Scheduler has served
-)
+# From a request's arrival to the scheduler, of requests that a Scheduler has served.
+BEFORE_US = 1500
 
 
 def build_record(number: int, start_us: int, lengths: dict[str, int], **more: Any) -> Record:

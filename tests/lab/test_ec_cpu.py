@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guest that lets ECCPUConnector run without a GPU: its copy, its events, what it patches."""
+"""The plugin that lets ECCPUConnector run without a GPU: its copy, its events, what it patches."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing import Any
 
 import pytest
 
-from lab.guests import join_guest_paths
+from lab.vllm_plugins import join_plugin_paths
 
 
 @pytest.fixture
-def guest(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The guest's module, imported from its folder as a server would."""
-    monkeypatch.syspath_prepend(join_guest_paths("ec_cpu"))
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The plugin's module, imported from its folder as a server would."""
+    monkeypatch.syspath_prepend(join_plugin_paths("ec_cpu"))
     yield importlib.import_module("ttft_ec_cpu")
     del sys.modules["ttft_ec_cpu"]
 
 
-def test_a_batch_of_blocks_is_copied_to_where_it_belongs(guest: Any) -> None:
+def test_a_batch_of_blocks_is_copied_to_where_it_belongs(plugin: Any) -> None:
     """Each size from its own address to its own address, and not a byte more."""
     source = ctypes.create_string_buffer(b"abcdefgh")
     target = ctypes.create_string_buffer(8)
     begin, end = ctypes.addressof(source), ctypes.addressof(target)
 
-    guest.copy_blocks(
+    plugin.copy_blocks(
         array("q", [begin, begin + 6]),
         array("q", [end + 4, end]),
         array("q", [3, 2]),
@@ -42,29 +42,29 @@ def test_a_batch_of_blocks_is_copied_to_where_it_belongs(guest: Any) -> None:
     assert target.raw == b"gh\0\0abc\0"
 
 
-def test_events_measure_host_time_and_return_to_the_pool(guest: Any) -> None:
+def test_events_measure_host_time_and_return_to_the_pool(plugin: Any) -> None:
     """Later minus earlier in milliseconds; an idle event is used again before one is made."""
     worker = SimpleNamespace(_event_pool=[])
-    start, end = guest.acquire_event(worker), guest.acquire_event(worker)
+    start, end = plugin.acquire_event(worker), plugin.acquire_event(worker)
     start.recorded_ns, end.recorded_ns = 1_000_000, 3_500_000
     worker._event_pool.append(start)
 
     assert end.query() and start.elapsed_time(end) == 2.5
-    assert guest.acquire_event(worker) is start
+    assert plugin.acquire_event(worker) is start
     assert worker._event_pool == []
 
 
 @pytest.mark.parametrize("producer", [False, True])
 @pytest.mark.parametrize("what", ["nothing", "waits", "holds", "asked"])
 def test_only_an_idle_engine_rests(
-    guest: Any, monkeypatch: pytest.MonkeyPatch, what: str, producer: bool
+    plugin: Any, monkeypatch: pytest.MonkeyPatch, what: str, producer: bool
 ) -> None:
     """With work under way or a peer's question the next step runs at once, else after a pause."""
     now = [100.0]
-    monkeypatch.setattr(guest, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(plugin, "time", SimpleNamespace(monotonic=lambda: now[0]))
     module: Any = ModuleType("scheduler")
     module.ECCPUScheduler = type("", (), {"build_connector_meta": lambda self, output: output})
-    guest.patch_scheduler(module)
+    plugin.patch_scheduler(module)
     scheduler = module.ECCPUScheduler()
     poller = SimpleNamespace(poll=lambda _: ["a request"] if what == "asked" else [])
     session = SimpleNamespace(_transport=SimpleNamespace(_poller=poller))
@@ -77,17 +77,17 @@ def test_only_an_idle_engine_rests(
         assert scheduler.build_connector_meta("output") == "output"
         now[0] += 1  # however long the step takes
         assert scheduler.has_pending_push_work() == busy
-        now[0] += 2 * guest.REST_S
+        now[0] += 2 * plugin.REST_S
         assert scheduler.has_pending_push_work()
 
 
-def test_a_waiting_engine_looks_up_and_takes_a_request_at_once(guest: Any) -> None:
+def test_a_waiting_engine_looks_up_and_takes_a_request_at_once(plugin: Any) -> None:
     """An idle engine's get() raises Empty after a while instead of blocking; a request is taken at once."""
 
     core = SimpleNamespace(input_queue=queue.Queue())
     module: Any = ModuleType("core")
     module.EngineCoreProc = type("", (), {"_process_input_queue": lambda core: None})
-    guest.patch_engine(module)
+    plugin.patch_engine(module)
     for _ in range(2):  # vLLM calls it again and again
         module.EngineCoreProc._process_input_queue(core)
     waiting: Any = core.input_queue
@@ -100,7 +100,7 @@ def test_a_waiting_engine_looks_up_and_takes_a_request_at_once(guest: Any) -> No
         waiting.get_nowait()
 
 
-def test_the_region_leaves_no_file_behind(guest: Any, tmp_path: Path) -> None:
+def test_the_region_leaves_no_file_behind(plugin: Any, tmp_path: Path) -> None:
     """Scheduler and worker share one memory region; its file is unlinked once both have it."""
     path = tmp_path / "region"
 
@@ -110,7 +110,7 @@ def test_the_region_leaves_no_file_behind(guest: Any, tmp_path: Path) -> None:
 
     module: Any = ModuleType("region")
     module.ECSharedRegion = type("", (), {"__init__": open_region})
-    guest.patch_region(module)
+    plugin.patch_region(module)
 
     module.ECSharedRegion()
     assert path.exists()

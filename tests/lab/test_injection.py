@@ -16,18 +16,20 @@ from typing import Any
 import pytest
 
 from lab import injection
-from lab.guests import join_guest_paths
+from lab.vllm_plugins import join_plugin_paths
 
 
-class InjectGuest:
-    """The guest's modules, imported from its folder as a server would."""
+class InjectPlugin:
+    """The plugin's modules, imported from its folder as a server would."""
 
     def __init__(self, control: injection.InjectionControl) -> None:
         """Import them anew, pointed at this control file."""
-        self.control: Any = importlib.import_module("lab.guests.inject.ttft_inject.control")
+        self.control: Any = importlib.import_module("lab.vllm_plugins.inject.ttft_inject.control")
         self.control.PATH = str(control.path)
-        self.places: Any = importlib.import_module("lab.guests.inject.ttft_inject.places")
-        self.importing: Any = importlib.import_module("lab.guests.inject.ttft_inject.importing")
+        self.places: Any = importlib.import_module("lab.vllm_plugins.inject.ttft_inject.places")
+        self.importing: Any = importlib.import_module(
+            "lab.vllm_plugins.inject.ttft_inject.importing"
+        )
 
 
 @pytest.fixture
@@ -37,22 +39,24 @@ def control(tmp_path: Path) -> injection.InjectionControl:
 
 
 @pytest.fixture
-def guest(
+def plugin(
     control: injection.InjectionControl, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[InjectGuest]:
-    """The guest for the length of a test."""
-    monkeypatch.syspath_prepend(join_guest_paths("inject"))
+) -> Iterator[InjectPlugin]:
+    """The plugin for the length of a test."""
+    monkeypatch.syspath_prepend(join_plugin_paths("inject"))
     before = list(sys.meta_path)
-    yield InjectGuest(control)
+    yield InjectPlugin(control)
     sys.meta_path[:] = before
     for name in [name for name in sys.modules if name.split(".")[0] in ("ttft_inject", "hosted")]:
         del sys.modules[name]
 
 
-def test_places(guest: InjectGuest) -> None:
+def test_places(plugin: InjectPlugin) -> None:
     """Both sides of the control file know the same places."""
-    assert set(injection.INJECTION_PLACES) == set(guest.places.PLACES)
-    assert {spot.place for spot in guest.places.INJECTION_POINTS} <= set(injection.INJECTION_PLACES)
+    assert set(injection.INJECTION_PLACES) == set(plugin.places.PLACES)
+    assert {spot.place for spot in plugin.places.INJECTION_POINTS} <= set(
+        injection.INJECTION_PLACES
+    )
 
 
 def test_unknown(control: injection.InjectionControl) -> None:
@@ -62,15 +66,15 @@ def test_unknown(control: injection.InjectionControl) -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_delay(control: injection.InjectionControl, guest: InjectGuest, busy: bool) -> None:
+def test_delay(control: injection.InjectionControl, plugin: InjectPlugin, busy: bool) -> None:
     """A delay holds from the next call on, ends with its block, and is logged as it happened."""
     before_ns = time.monotonic_ns()
     with control.inject_delay("forward", 30, busy=busy):
-        guest.control.delay("forward")
-        asyncio.run(guest.control.delay_async("forward"))
-        guest.control.delay("sample")
+        plugin.control.delay("forward")
+        asyncio.run(plugin.control.delay_async("forward"))
+        plugin.control.delay("sample")
     after_ns = time.monotonic_ns()
-    guest.control.delay("forward")
+    plugin.control.delay("forward")
     delays = control.read_delays()
 
     assert ["forward", "forward"] == [delay.place for delay in delays]
@@ -84,12 +88,12 @@ def test_delay(control: injection.InjectionControl, guest: InjectGuest, busy: bo
 
 
 def test_applied(
-    control: injection.InjectionControl, guest: InjectGuest, monkeypatch: pytest.MonkeyPatch
+    control: injection.InjectionControl, plugin: InjectPlugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A change has been applied when every living process with hooks has noted its number."""
     switched: list[tuple[set[str], set[str]]] = []
     hooks = SimpleNamespace(switch=lambda off, fail: switched.append((off, fail)))
-    module: Any = importlib.import_module("lab.guests.inject.ttft_inject.switch")
+    module: Any = importlib.import_module("lab.vllm_plugins.inject.ttft_inject.switch")
     switch = module.HookSwitch()
     control.set_injections(off=["a"])
 
@@ -113,26 +117,26 @@ def test_applied(
     assert switched[1:] == [(set(), {"b"})]
 
 
-def test_since(control: injection.InjectionControl, guest: InjectGuest) -> None:
+def test_since(control: injection.InjectionControl, plugin: InjectPlugin) -> None:
     """The log can be read from a moment on."""
     control.set_injections({"sample": 1})
-    guest.control.delay("sample")
+    plugin.control.delay("sample")
     middle = time.monotonic_ns()
-    guest.control.delay("sample")
+    plugin.control.delay("sample")
 
     assert (2, 1) == (len(control.read_delays()), len(control.read_delays(middle)))
 
 
-def test_broken(control: injection.InjectionControl, guest: InjectGuest) -> None:
+def test_broken(control: injection.InjectionControl, plugin: InjectPlugin) -> None:
     """An unreadable control file leaves the delays as they were."""
     control.set_injections({"sample": 4})
-    guest.control.read()
+    plugin.control.read()
     control.path.write_text("{", encoding="utf-8")
 
-    assert 0.004 == guest.control.read_delay_s("sample")
+    assert 0.004 == plugin.control.read_delay_s("sample")
 
 
-def test_import(guest: InjectGuest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import(plugin: InjectPlugin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module is patched once, after its own import and not before."""
     (tmp_path / "hosted.py").write_text("value = 1\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -142,32 +146,32 @@ def test_import(guest: InjectGuest, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         seen.append(module.value)
         module.value = 2
 
-    guest.importing.install({"hosted": patch})
+    plugin.importing.install({"hosted": patch})
     assert [] == seen
     hosted = importlib.import_module("hosted")
 
     assert ([1], 2) == (seen, hosted.value)
 
 
-def test_spots(control: injection.InjectionControl, guest: InjectGuest) -> None:
+def test_spots(control: injection.InjectionControl, plugin: InjectPlugin) -> None:
     """A delayed function still returns what it returned, plain or coroutine, before or after."""
-    spot = guest.places.InjectionPoint
+    spot = plugin.places.InjectionPoint
     control.set_injections({"output": 10})
 
     async def late(value: int | None) -> int | None:
         return value
 
-    plain = guest.places.wrap_with_delay(spot("output", "", "", ""), lambda value: value)
-    after = guest.places.wrap_with_delay(spot("output", "", "", "", after=True), late)
+    plain = plugin.places.wrap_with_delay(spot("output", "", "", ""), lambda value: value)
+    after = plugin.places.wrap_with_delay(spot("output", "", "", "", after=True), late)
 
     assert 1 == plain(1)
     assert (2, None) == (asyncio.run(after(2)), asyncio.run(after(None)))
     assert 2 == len(control.read_delays())
 
 
-def test_arrivals(control: injection.InjectionControl, guest: InjectGuest) -> None:
+def test_arrivals(control: injection.InjectionControl, plugin: InjectPlugin) -> None:
     """Finished transfers are told of late, each once; those that failed are told at once."""
-    arrivals: Any = importlib.import_module("lab.guests.inject.ttft_inject.arrivals")
+    arrivals: Any = importlib.import_module("lab.vllm_plugins.inject.ttft_inject.arrivals")
     answers = [({"a"}, set()), (set(), {"b"}), (set(), set()), (set(), set())]
     pop = arrivals.delay_finished_transfers(lambda worker, transfers: answers.pop(0))
     control.set_injections({"kv_wait": 20})
@@ -187,10 +191,10 @@ def check_logged_delay(control: injection.InjectionControl, place: str, least_ms
 
 
 def test_a_late_copy_is_reported_late_and_once(
-    control: injection.InjectionControl, guest: InjectGuest
+    control: injection.InjectionControl, plugin: InjectPlugin
 ) -> None:
     """Copies to host memory are held back, those to the device are not; the log has their length."""
-    encodings: Any = importlib.import_module("lab.guests.inject.ttft_inject.encodings")
+    encodings: Any = importlib.import_module("lab.vllm_plugins.inject.ttft_inject.encodings")
 
     def finish_all(_worker: Any, inflight: list[Any], _direction: str) -> list[str]:
         return [inflight.pop(0).name for _ in list(inflight)]
@@ -208,10 +212,10 @@ def test_a_late_copy_is_reported_late_and_once(
 
 
 def test_a_read_is_refused_until_its_delay_is_over(
-    control: injection.InjectionControl, guest: InjectGuest
+    control: injection.InjectionControl, plugin: InjectPlugin
 ) -> None:
     """Counted from its first refusal, each encoding for itself; the log has the length."""
-    encodings: Any = importlib.import_module("lab.guests.inject.ttft_inject.encodings")
+    encodings: Any = importlib.import_module("lab.vllm_plugins.inject.ttft_inject.encodings")
     grant = encodings.delay_grants(lambda session, request: "granted", lambda request: "refused")
     one, other = SimpleNamespace(mm_hash="one"), SimpleNamespace(mm_hash="other")
 
@@ -224,10 +228,10 @@ def test_a_read_is_refused_until_its_delay_is_over(
 
 
 def test_patience_follows_the_control_file(
-    control: injection.InjectionControl, guest: InjectGuest
+    control: injection.InjectionControl, plugin: InjectPlugin
 ) -> None:
     """A consumer's limit changes between two looks, and is vLLM's own again afterwards."""
-    encodings: Any = importlib.import_module("lab.guests.inject.ttft_inject.encodings")
+    encodings: Any = importlib.import_module("lab.vllm_plugins.inject.ttft_inject.encodings")
     module: Any = ModuleType("scheduler")
     module.ECCPUScheduler = type("", (), {"ensure_cache_available": lambda self: True})
     encodings.patch_scheduler(module)
@@ -241,9 +245,9 @@ def test_patience_follows_the_control_file(
     assert limits == [1.5, 60.0]
 
 
-def test_first_layer(guest: InjectGuest) -> None:
+def test_first_layer(plugin: InjectPlugin) -> None:
     """Of the files of a request's layers the first one waits; other files all do."""
-    first = guest.places.is_first_layer
+    first = plugin.places.is_first_layer
 
     assert first("/s/ab/encoder.safetensors") and first("/s/model.layers.0.attn.safetensors")
     assert not first("/s/model.layers.10.attn.safetensors")

@@ -51,9 +51,9 @@ def test_images_have_the_names_of_the_manifests(tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
     values.write_text(yaml.safe_dump(kube_workload.build_chart_values()), "utf-8")
     done = run_helm(
-        *("template", kube_workload.RELEASE, str(chart.CHART)),
-        *("--namespace", kube_workload.NAMESPACE, "-f", str(values)),
-    )
+        "template", kube_workload.RELEASE, str(chart.CHART),
+        "--namespace", kube_workload.NAMESPACE, "-f", str(values),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     objects = [each for each in yaml.safe_load_all(done.stdout) if each]
     objects += kube_workload.build_vllm_objects(VLLM, MODEL)
@@ -113,6 +113,6 @@ def test_a_stand_in_keeps_the_pod() -> None:
 
     (old,), (new,) = (each["spec"]["template"]["spec"]["containers"] for each in (server, small))
     assert {key for key in old | new if old.get(key) != new.get(key)} == {
-        *("image", "command", "args", "volumeMounts"),
-    }
+        "image", "command", "args", "volumeMounts",
+    }  # fmt: skip
     assert new["image"] in kube_images.list_image_names()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command lines and environments of local vLLM servers, and the guests they take along."""
+"""The command lines and environments of local vLLM servers, and the plugins they take along."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lab import server_commands
-from lab.guests import join_guest_paths
 from lab.server_commands import VllmOptions
+from lab.vllm_plugins import join_plugin_paths
 
 MODEL = Path("/models/tiny")
 
@@ -22,14 +22,14 @@ def get_flag(command: server_commands.ServerCommand, name: str) -> str:
 
 
 def test_mono() -> None:
-    """A server alone has no transfer, the V1 runner, one core and no guest."""
+    """A server alone has no transfer, the V1 runner, one core and no plugin."""
     command = server_commands.build_mono_command(VllmOptions(MODEL, core=1, port=8123))
 
     assert "--ec-transfer-config" not in command.argv
     assert "8123" == get_flag(command, "--port")
     assert "1" == command.env["VLLM_CPU_OMP_THREADS_BIND"]
     assert "0" == command.env["VLLM_USE_V2_MODEL_RUNNER"]
-    assert join_guest_paths("calm") == command.env["PYTHONPATH"]
+    assert join_plugin_paths("no_spin") == command.env["PYTHONPATH"]
 
 
 def test_pair() -> None:
@@ -60,40 +60,40 @@ def test_split() -> None:
 
 
 def test_v2() -> None:
-    """The V2 runner brings Triton's interpreter and the guest that makes it run."""
+    """The V2 runner brings Triton's interpreter and the plugin that makes it run."""
     env = server_commands.build_mono_command(VllmOptions(MODEL, runner="v2")).env
 
     assert ("1", "1") == (env["VLLM_USE_V2_MODEL_RUNNER"], env["TRITON_INTERPRET"])
-    assert join_guest_paths("calm", "triton_cpu") == env["PYTHONPATH"]
+    assert join_plugin_paths("no_spin", "triton_cpu") == env["PYTHONPATH"]
 
 
 def test_steered() -> None:
-    """A control file or forced async scheduling brings the injection guest; own paths come first."""
+    """A control file or forced async scheduling brings the injection plugin; own paths come first."""
     options = VllmOptions(
         MODEL, control=Path("/c.json"), async_scheduling=True, env={"PYTHONPATH": "/own"}
     )
     env = server_commands.build_mono_command(options).env
 
     assert ("/c.json", "1") == (env["TTFT_LAB_CONTROL"], env["TTFT_LAB_ASYNC"])
-    assert f"/own:{join_guest_paths('calm', 'inject')}" == env["PYTHONPATH"]
+    assert f"/own:{join_plugin_paths('no_spin', 'inject')}" == env["PYTHONPATH"]
 
 
 def test_connector() -> None:
-    """A connector of the tests is named by its module and brings the guest that holds it."""
+    """A connector of the tests is named by its module and brings the plugin that holds it."""
     options = VllmOptions(
         MODEL,
         connector="WaitingConnector",
-        connector_module="lab.guests.inject.ttft_inject.connector",
+        connector_module="lab.vllm_plugins.inject.ttft_inject.connector",
     )
     command = server_commands.build_prefill_decode_command(options, Path("/storage"))
     config = json.loads(get_flag(command, "--ec-transfer-config"))
 
-    assert "lab.guests.inject.ttft_inject.connector" == config["ec_connector_module_path"]
-    assert join_guest_paths("calm", "inject") == command.env["PYTHONPATH"]
+    assert "lab.vllm_plugins.inject.ttft_inject.connector" == config["ec_connector_module_path"]
+    assert join_plugin_paths("no_spin", "inject") == command.env["PYTHONPATH"]
 
 
 def test_connector_over_nixl() -> None:
-    """ECCPUConnector reads over NIXL: side channels of their own, no folder, and its guest."""
+    """ECCPUConnector reads over NIXL: side channels of their own, no folder, and its plugin."""
     options = VllmOptions(MODEL, runner="v2", connector=server_commands.EC_CPU_CONNECTOR)
     commands = [
         make(options, Path("/storage"))
@@ -110,23 +110,23 @@ def test_connector_over_nixl() -> None:
         expected = {"ec_cpu_bytes": 64 * 2**20, "ec_enable_nixl": True}
         assert expected == config["ec_connector_extra_config"]
     assert 3 == len({command.env["VLLM_EC_SIDE_CHANNEL_PORT"] for command in commands})
-    path = join_guest_paths("calm", "triton_cpu", "inject", "ec_cpu")
+    path = join_plugin_paths("no_spin", "triton_cpu", "inject", "ec_cpu")
     assert {path} == {command.env["PYTHONPATH"] for command in commands}
 
 
 @pytest.mark.parametrize(
-    ("guest", "group"),
+    ("plugin", "group"),
     [
         ("inject", "vllm.general_plugins"),
         ("ec_cpu", "vllm.general_plugins"),
         ("triton_cpu", "triton.backends"),
     ],
 )
-def test_guest(guest: str, group: str) -> None:
-    """A guest is found by its entry point, and only where its folder is on the path."""
+def test_plugin(plugin: str, group: str) -> None:
+    """A plugin is found by its entry point, and only where its folder is on the path."""
     found = [
         entry
-        for distribution in distributions(path=[join_guest_paths(guest)])
+        for distribution in distributions(path=[join_plugin_paths(plugin)])
         for entry in distribution.entry_points
     ]
 
@@ -134,6 +134,6 @@ def test_guest(guest: str, group: str) -> None:
 
 
 def test_unknown() -> None:
-    """A guest that does not exist is an error, not an empty path."""
-    with pytest.raises(LookupError, match="no guest named nobody"):
-        join_guest_paths("nobody")
+    """A plugin that does not exist is an error, not an empty path."""
+    with pytest.raises(LookupError, match="no plugin named nobody"):
+        join_plugin_paths("nobody")

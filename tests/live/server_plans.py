@@ -27,9 +27,9 @@ FEATURE_FLAGS = (
             }
         ),
     ),
-    *("--enable-lora", "--max-lora-rank", "8"),
-    *("--scheduling-policy", "priority"),
-)
+    "--enable-lora", "--max-lora-rank", "8",
+    "--scheduling-policy", "priority",
+)  # fmt: skip
 FEATURE_ENV = {
     "VLLM_SERVER_DEV_MODE": "1",  # /pause, /resume, /sleep
     "VLLM_ENABLE_RESPONSES_API_STORE": "1",  # background responses
@@ -85,11 +85,11 @@ def build_small_plan(folder: Path, control: InjectionControl) -> DeploymentPlan:
         "topic": "kv",
     }
     extra = (
-        *("--kv-events-config", json.dumps(events), "--enable-prompt-tokens-details"),
-        *("--num-gpu-blocks-override", str(CACHE_BLOCKS)),
-        *("--enable-lora", "--max-loras", "1", "--max-lora-rank", "8"),
+        "--kv-events-config", json.dumps(events), "--enable-prompt-tokens-details",
+        "--num-gpu-blocks-override", str(CACHE_BLOCKS),
+        "--enable-lora", "--max-loras", "1", "--max-lora-rank", "8",
         *("--lora-modules", *(f"{name}={adapter}" for name in SMALL_ADAPTERS)),
-    )
+    )  # fmt: skip
     options = VllmOptions(
         model=tiny_models.build_model(tiny_models.TEXT_RECIPE),
         core=1,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encodings over NIXL: no image is encoded twice, and waiting for an encoding is ec.transfer.
 
-ECCPUConnector on real vLLM, through our router; a guest replaces the copies between device and host.
+ECCPUConnector on real vLLM, through our router; a plugin replaces the copies between device and host.
 Not shown here because it needs a GPU: an encoder as `ec_producer`, and copies on streams of their own.
 """
 

@@ -54,7 +54,7 @@ def measure_delay(
 ) -> Sample:
     """Send one request with this delay; returns its stages and, as SLEPT, the time slept, in microseconds.
 
-    A sleep of 80 ms lasts a little longer; the guest logs how long, by its own clock.
+    A sleep of 80 ms lasts a little longer; the plugin logs how long, by its own clock.
     """
     bench.control.set_injections({injection.place: injection.delay_ms})
     sample, delays = bench.note_delays(injection.place, once)

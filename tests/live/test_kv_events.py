@@ -29,6 +29,7 @@ from ttft_otel.router.routing.policies.block_keys import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.query_client import QueryClient
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -93,9 +94,9 @@ async def compare_prompts(url: str) -> tuple[list[tuple[int, int]], dict[str, in
     """For each prompt the index's expectation and the engine's count; and the counts of the feed's events."""
     chance = random.Random(7)
     fleet = InstancePool({"mono": [parse_instance_url(url, "mono")]})
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession() as session, QueryClient() as queries:
         source = prefixes.build_source("kv-events")
-        await source.start(session, fleet)
+        await source.start(queries, fleet)
         try:
             asker = CacheComparer(url, session, source)
             pairs = []
@@ -107,7 +108,7 @@ async def compare_prompts(url: str) -> tuple[list[tuple[int, int]], dict[str, in
                 pairs.append((expected, both[0]))
                 await asker.wait_until_stored(ids)
             late = prefixes.build_source("kv-events")
-            await late.start(session, fleet)
+            await late.start(queries, fleet)
             second = CacheComparer(url, session, late)
             await second.wait_until_stored(ids)
             assert (

@@ -26,17 +26,18 @@ from ttft_otel.router.routing.prompts import Prompt, PromptReader, build_reader
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.health_monitor import HealthMonitor
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.query_client import QueryClient
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 BLOCK_TOKENS = 16
 REQUESTS = 80
 SLOW = 900  # seconds: a server starts within it
 PIECES = (
-    *("Hello", " world", "\n", "\n\n", "  ", "\t", "\r\n", "don't", "12345", "a" * 50, ""),
-    *("é", "e\u0301", "\u200b", "\u2028", "日本語", "العربية", "😀👩‍👩‍👧", "🇩🇪"),
+    "Hello", " world", "\n", "\n\n", "  ", "\t", "\r\n", "don't", "12345", "a" * 50, "",
+    "é", "e\u0301", "\u200b", "\u2028", "日本語", "العربية", "😀👩‍👩‍👧", "🇩🇪",
     *("<|im_end|>", "<|im_start|>", "<|image_pa", "<|endoftext|>", "{{ x }}", "{% if %}"),
     "x-anthropic-billing-header: cch=1\nrest",
-)
+)  # fmt: skip
 SIDES = ((1, 1), (28, 28), (30, 57), (500, 300), (1024, 768), (3, 400), (2000, 1500))
 ROLES = ("user", "user", "assistant", "tool", "developer", "system")
 # Prints all that it gets: what the tiny model's own template leaves out differs too.
@@ -158,15 +159,15 @@ def make_closing_connector() -> aiohttp.TCPConnector:
     return aiohttp.TCPConnector(force_close=True)
 
 
-async def load_reader(session: aiohttp.ClientSession, url: str, mode: Any) -> PromptReader:
+async def load_reader(queries: QueryClient, url: str, mode: Any) -> PromptReader:
     """A local prompt reader for this instance whose tokenizer is loaded."""
     fleet = InstancePool({"mono": [parse_instance_url(url, "mono")]})
     health = HealthMonitor(fleet)
-    health._session = session
+    health._queries = queries
     for each in fleet:
         assert await health.refresh_models(each) == 200
     found = build_reader(None, mode, fleet)
-    await found.start(session)
+    await found.start(queries)
     while await found.read_prompt(COMPLETION, "tiny", b'{"prompt": "x"}', BLOCK_TOKENS) is None:
         await asyncio.sleep(0.1)
     return found
@@ -181,8 +182,11 @@ def read_engine_tokens(path: str, answer: dict[str, Any]) -> tuple[int, list[int
 async def compare_token_ids(url: str) -> tuple[int, int]:
     """Compare each request's ids; returns the number of requests and of placeholder tokens of images."""
     requests, taken, pictures = RandomRequests(7), 0, 0
-    async with aiohttp.ClientSession(connector=make_closing_connector()) as session:
-        read = await load_reader(session, url, "local")
+    async with (
+        aiohttp.ClientSession(connector=make_closing_connector()) as session,
+        QueryClient() as queries,
+    ):
+        read = await load_reader(queries, url, "local")
         try:
             for _ in range(REQUESTS):
                 path, body = requests.make_request()
@@ -237,9 +241,9 @@ def render(tmp_path: Path) -> Iterator[LocalServer]:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     port = free_ports.find_free_port()
     argv = (
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "launch", "render", str(folder)),
-        *("--served-model-name", "tiny", "--host", HOST, "--port", str(port)),
-    )
+        sys.executable, "-m", "vllm.entrypoints.cli.main", "launch", "render", str(folder),
+        "--served-model-name", "tiny", "--host", HOST, "--port", str(port),
+    )  # fmt: skip
     env = {**build_vllm_environment(VllmOptions(model=folder)), "TTFT_OTEL": "0"}
     with LocalServer(ServerCommand("render", argv, env, port), tmp_path / "render.log") as server:
         yield server
@@ -248,10 +252,10 @@ def render(tmp_path: Path) -> Iterator[LocalServer]:
 async def compare_with_renderer(url: str) -> tuple[int, int]:
     """Render each request by vLLM and here; returns how many there were, and how many both refused."""
     requests, same, refused = RandomRequests(8), 0, 0
-    async with aiohttp.ClientSession(connector=make_closing_connector()) as session:
+    async with QueryClient() as queries:
         local, engine = (
-            await load_reader(session, url, "local"),
-            await load_reader(session, url, "engine"),
+            await load_reader(queries, url, "local"),
+            await load_reader(queries, url, "engine"),
         )
         try:
             for _ in range(REQUESTS):

@@ -17,7 +17,7 @@ from typing import Final
 import pytest
 
 from grafana.build import ttft_queries
-from lab.guests.inject.ttft_inject import places
+from lab.vllm_plugins.inject.ttft_inject import places
 from ttft_otel.explain.explain.cause_rules import RULES
 from ttft_otel.hooks.targets import TARGETS, patch_target
 from ttft_otel.model import breakdown, palette, stages
@@ -179,7 +179,7 @@ CONSUMERS: Final = (
         accounts_for=is_told_of_failures,
     ),
     Consumer(
-        file="lab/guests/inject/ttft_inject/places.py",
+        file="lab/vllm_plugins/inject/ttft_inject/places.py",
         remedy="add each place of injected_at to INJECTION_POINTS and PLACES",
         accounts_for=is_injected,
     ),

@@ -9,13 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import aiohttp
-
 from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions
 from ttft_otel.router.routing.prompts.prompt_reader import Prompt
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.query_client import QueryClient
 
 BLOCK_TOKENS = 16
 
@@ -30,7 +29,7 @@ class ScriptedReader:
         self.delay_s = delay_s
         self.counts: Counter[str] = Counter()
 
-    async def start(self, session: aiohttp.ClientSession) -> None:
+    async def start(self, queries: QueryClient) -> None:
         """Nothing to load."""
 
     async def close(self) -> None:
@@ -62,7 +61,7 @@ class ScriptedSource:
         self.index = SentHistory(BLOCK_TOKENS, 10_000)
         self.sync_count = 0
 
-    async def start(self, session: aiohttp.ClientSession, pool: InstancePool) -> None:
+    async def start(self, queries: QueryClient, pool: InstancePool) -> None:
         """Do nothing: there is no instance to ask."""
 
     async def close(self) -> None:

@@ -165,18 +165,18 @@ class TrafficShape:
 
 TRAFFIC_SHAPES: Final = (
     TrafficShape(
-        *("text", 640, "Qwen/Qwen3-8B", "mono", ("chat-1:101", "chat-2:102")),
+        "text", 640, "Qwen/Qwen3-8B", "mono", ("chat-1:101", "chat-2:102"),
         (("mono", TEXT_STAGES_MS, ()),),
     ),
     TrafficShape(
-        *("epd", 760, "Qwen/Qwen2.5-VL-7B-Instruct", "router", ("router-1:201",)),
+        "epd", 760, "Qwen/Qwen2.5-VL-7B-Instruct", "router", ("router-1:201",),
         (
             ("encode", ENCODE_STAGES_MS, ("10.0.0.11:8001", "10.0.0.12:8001")),
             ("prefill_decode", AFTER_ENCODE_STAGES_MS, ("10.0.0.21:8002", "10.0.0.22:8002")),
         ),
     ),
     TrafficShape(
-        *("pd", 540, "meta-llama/Llama-3.1-8B-Instruct", "router", ("router-2:202",)),
+        "pd", 540, "meta-llama/Llama-3.1-8B-Instruct", "router", ("router-2:202",),
         (
             ("prefill", PREFILL_STAGES_MS, ("10.0.0.31:8003", "10.0.0.32:8003")),
             ("decode", DECODE_STAGES_MS, ("10.0.0.41:8004",)),
@@ -184,10 +184,10 @@ TRAFFIC_SHAPES: Final = (
     ),
     # An `encode` span that is outermost, as a server of an older version has it: no TTFT.
     TrafficShape(
-        *("encode", 60, "Qwen/Qwen2.5-VL-7B-Instruct", "encode", ("10.0.0.11:8001",)),
+        "encode", 60, "Qwen/Qwen2.5-VL-7B-Instruct", "encode", ("10.0.0.11:8001",),
         (("encode", ENCODE_STAGES_MS, ()),),
     ),
-)
+)  # fmt: skip
 # What makes the slow ones slow, by kind: (rows, which leg, which stage).
 CAUSES: Final = {
     "text": (18, 0, "prefill.queue"),
@@ -313,19 +313,19 @@ def build_known_records(row: KnownRequest, end_ns: int) -> list[SourcedRecord]:
     at = sum(row.own.get(f"router.{name}", 0) for name in ("receive", "route", "retry"))
     if lost := row.own.get("router.retry", 0):
         gone = Call(
-            *(_draw_id(draw), "POST /v1/chat/completions", row.legs[0].role, at - lost, at, 503),
-            *(_get_server_attributes(row.legs[0]), "503"),
-        )
+            _draw_id(draw), "POST /v1/chat/completions", row.legs[0].role, at - lost, at, 503,
+            _get_server_attributes(row.legs[0]), "503",
+        )  # fmt: skip
         calls.append(gone)
     for leg in row.legs:
         for each in (leg, *(row.spare if leg.role == "encode" else ())):
             last = leg is row.legs[-1]
             call = Call(
-                *(_draw_id(draw), "POST /v1/chat/completions", leg.role, at),
+                _draw_id(draw), "POST /v1/chat/completions", leg.role, at,
                 at + each.hop + each.ttft + (response_us if last else 0),
                 200,
                 _get_server_attributes(each),
-            )
+            )  # fmt: skip
             calls.append(call)
             begin = start_ns + (at + each.hop // 2) * 1000
             sourced_records.append(
@@ -432,10 +432,10 @@ def _build_router_record(
     laid: list[tuple[str, int, Attributes]] = [
         (name, row.own.get(name, 0), {})
         for name in (
-            *("router.receive", "router.tokenize", "router.lookup"),
-            *("router.route", "router.retry"),
+            "router.receive", "router.tokenize", "router.lookup",
+            "router.route", "router.retry",
         )
-    ]
+    ]  # fmt: skip
     for leg in row.legs:
         where: Attributes = {keys.INSTANCE: leg.instance}
         laid.append((f"router.hop.{leg.role}", leg.hop, where))

@@ -498,7 +498,7 @@ OTHERS = {
     "openinference": ({}, (("First Token Stream Event", 7_000, {}),), 7),
     "chunks": ({}, (("gen_ai.content.chunk", 3_500, {}), ("gen_ai.content.chunk", 9_000, {})), 3),
     "attribute first": (
-        *({"gen_ai.latency.time_to_first_token": 0.5}, (("first_token", 1_000, {}),)),
+        {"gen_ai.latency.time_to_first_token": 0.5}, (("first_token", 1_000, {}),),
         500,
     ),
     "its own": ({"ttft_ms": 77}, (), 77),
@@ -510,7 +510,7 @@ OTHERS = {
     "before the start": ({}, (("first_token", -9_000, {}),), None),
     "another event": ({}, (("exception", 5_000, {}),), None),
     "nothing": ({}, (), None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OTHERS)
@@ -527,15 +527,15 @@ def test_others(front: CollectorFront, case: str) -> None:
 
 SECRET = "the secret of the day"
 SECRETS = (
-    *("gen_ai.prompt", "gen_ai.prompt.0.content", "gen_ai.completion", "gen_ai.input.messages"),
-    *("gen_ai.output.messages", "gen_ai.system_instructions", "gen_ai.tool.call.arguments"),
-    *("llm.prompts.0.content", "llm.input_messages.0.message.content", "input.value"),
-    *("output.value", "traceloop.entity.input", "langfuse.observation.output", "prompt"),
-    *("ai.prompt.messages", "ai.response.text", "llm.prompt_template.variables", "completion"),
-    *("http.request.header.authorization", "Authorization", "x-api-key", "OPENAI_API_KEY"),
-    *("http.request.header.cookie", "db.password", "client_secret", "access_token"),
-    *("http.response.body", "url.query", "aws.credentials"),
-)
+    "gen_ai.prompt", "gen_ai.prompt.0.content", "gen_ai.completion", "gen_ai.input.messages",
+    "gen_ai.output.messages", "gen_ai.system_instructions", "gen_ai.tool.call.arguments",
+    "llm.prompts.0.content", "llm.input_messages.0.message.content", "input.value",
+    "output.value", "traceloop.entity.input", "langfuse.observation.output", "prompt",
+    "ai.prompt.messages", "ai.response.text", "llm.prompt_template.variables", "completion",
+    "http.request.header.authorization", "Authorization", "x-api-key", "OPENAI_API_KEY",
+    "http.request.header.cookie", "db.password", "client_secret", "access_token",
+    "http.response.body", "url.query", "aws.credentials",
+)  # fmt: skip
 HARMLESS = {
     "gen_ai.usage.prompt_tokens": 12,
     "gen_ai.usage.completion_tokens": 3,

@@ -45,12 +45,12 @@ ASKED = [pytest.param(query, id=query.name) for query in QUERIES]
 LABELS = {
     *(ttft_queries.format_label(name) for name in (keys.MODEL, keys.ROLE, keys.LEG, keys.STAGE)),
     *(ttft_queries.format_label(name) for name in (keys.INSTANCE, keys.ERROR_TYPE)),
-    *(ttft_queries.NAMESPACE_LABEL, ttft_queries.POD_LABEL),
-    *(server_queries.REASON_LABEL, server_queries.HELD_LABEL),
-    *("job", "instance", "exported_instance", "le", "status_code"),
-    *("exporter", "data_type", "policy", "sampled", "leg", "state", "result", "hop"),
-    *("role", "server"),  # made by label_join
-}
+    ttft_queries.NAMESPACE_LABEL, ttft_queries.POD_LABEL,
+    server_queries.REASON_LABEL, server_queries.HELD_LABEL,
+    "job", "instance", "exported_instance", "le", "status_code",
+    "exporter", "data_type", "policy", "sampled", "leg", "state", "result", "hop",
+    "role", "server",  # made by label_join
+}  # fmt: skip
 # What the collector, Tempo and our own processes count: constants of pipeline_queries.py.
 COUNTED = {
     re.split(r"[{\s]", value)[0]
@@ -58,11 +58,11 @@ COUNTED = {
     if key.isupper() and isinstance(value, str)
 }
 FUNCTIONS = {
-    *("sum", "max", "min", "count", "topk", "sort_desc", "by", "on", "group_left", "or", "and"),
-    *("rate", "increase", "scalar", "vector", "label_join", "label_replace"),
-    *("absent_over_time", "end"),
-    *("histogram_quantile", "histogram_fraction", "histogram_sum", "histogram_count", "Inf"),
-}
+    "sum", "max", "min", "count", "topk", "sort_desc", "by", "on", "group_left", "or", "and",
+    "rate", "increase", "scalar", "vector", "label_join", "label_replace",
+    "absent_over_time", "end",
+    "histogram_quantile", "histogram_fraction", "histogram_sum", "histogram_count", "Inf",
+}  # fmt: skip
 
 
 def list_recorded_series() -> set[str]:

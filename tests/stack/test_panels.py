@@ -38,9 +38,9 @@ def build_asker(filled: FilledStack, **chosen: str) -> PanelAsker:
     trace = filled.truth.list_slow_rows()[0].trace_id
     stack = filled.stack
     return PanelAsker(
-        *(stack.prometheus.url, stack.tempo.url, filled.start - 30, filled.end),
+        stack.prometheus.url, stack.tempo.url, filled.start - 30, filled.end,
         {"trace": trace, **chosen},
-    )
+    )  # fmt: skip
 
 
 def get_query(title: str, ref: str = "A", board: str = "ttft") -> PanelQuery:

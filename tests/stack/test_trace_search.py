@@ -86,9 +86,9 @@ def build_asker(stack: RunningStack, **chosen: str) -> PanelAsker:
     """Asks for this module's requests; `chosen` filters them."""
     now = time.time()
     return PanelAsker(
-        *(stack.prometheus.url, stack.tempo.url, now - 300, now + 60),
+        stack.prometheus.url, stack.tempo.url, now - 300, now + 60,
         {"instance": INSTANCE, "slo": "1000", **chosen},
-    )
+    )  # fmt: skip
 
 
 def get_query(title: str) -> PanelQuery:

@@ -14,18 +14,23 @@ import click
 
 from ttft_otel.commands import source_options
 from ttft_otel.explain.diff import difference_text
-from ttft_otel.explain.diff.stage_difference import Difference, TooFewRequestsError, compare_windows
+from ttft_otel.explain.diff.stage_difference import Difference, compare_windows
 from ttft_otel.explain.window.lost_requests import LostRequests, collect_lost, count_lost
-from ttft_otel.explain.window.request_facts import RequestFacts, build_facts, read_facts
+from ttft_otel.explain.window.request_facts import (
+    CannotTellError,
+    RequestFacts,
+    build_facts,
+    read_facts,
+)
 from ttft_otel.explain.window.window_reading import (
     WINDOW_HELP,
+    filter_window,
     list_with_progress,
-    parse_window_option,
 )
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
 from ttft_otel.report.report_types import Request
-from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
+from ttft_otel.report.store.database_reader import MAX_REQUESTS
 
 
 @click.command(
@@ -54,7 +59,7 @@ def diff(
     # Without --by both windows have times already: a third one could only contradict them.
     if since and not by:
         raise click.UsageError("--since goes with --by; without it --a and --b are the windows")
-    with source_options.report_refusals(TooFewRequestsError, as_json=as_json):
+    with source_options.report_refusals(CannotTellError, as_json=as_json):
         with breakdown_source.open_source(source) as opened:
             sides = load_sides(opened, a, b, by, since, model)
         difference = compare_sides(*sides)
@@ -72,7 +77,7 @@ class ComparedSide:
 def load_sides(
     opened: BreakdownSource, a: str, b: str, by: str, since: str, model: str
 ) -> tuple[ComparedSide, ComparedSide]:
-    """A and B. Raises TooFewRequestsError, StoreError."""
+    """A and B. Raises CannotTellError, StoreError."""
     if not by:
         first, second = (load_window(opened, window, model, "") for window in (a, b))
         return ComparedSide(first[0], count_lost(first[1])), ComparedSide(
@@ -83,7 +88,7 @@ def load_sides(
     of_a, of_b = ([each for each in facts if each.group == value] for value in (a, b))
     # One value without requests is left to compare_windows(), which says how many it needs.
     if not of_a and not of_b:
-        raise TooFewRequestsError(describe_values(facts, by))
+        raise CannotTellError(describe_values(facts, by))
     groups = [build_facts(each, opened.find_trunks(each.trace_id), by).group for each in lost]
     lost_a, lost_b = (
         count_lost([each for each, group in zip(lost, groups, strict=True) if group == value])
@@ -93,16 +98,16 @@ def load_sides(
 
 
 def compare_sides(a: ComparedSide, b: ComparedSide) -> Difference:
-    """Compare them. Raises TooFewRequestsError, which also tells who has no first token."""
+    """Compare them. Raises CannotTellError, which also tells who has no first token."""
     try:
         found = compare_windows(a.facts, b.facts)
-    except TooFewRequestsError as error:
+    except CannotTellError as error:
         lost = " ".join(
             f"In {name} {side.lost.sentence}."
             for name, side in (("A", a), ("B", b))
             if side.lost.total
         )
-        raise TooFewRequestsError(f"{error}. {lost}" if lost else str(error)) from error
+        raise CannotTellError(f"{error}. {lost}" if lost else str(error)) from error
     return replace(found, lost_a=a.lost, lost_b=b.lost)
 
 
@@ -110,15 +115,9 @@ def load_window(
     opened: BreakdownSource, window: str, model: str, by: str
 ) -> tuple[list[RequestFacts], list[Request]]:
     """The newest MAX_REQUESTS requests of `window` ("" for all times), oldest first, and the lost ones."""
-    # 0 is "no bound" to the store's filter.
-    since_ns = until_ns = 0
-    if window:
-        found = parse_window_option(window)
-        since_ns, until_ns = found.since_ns, found.until_ns
-    wanted = RequestFilter(model=model, since_ns=since_ns, until_ns=until_ns, last=MAX_REQUESTS)
     requests = list_with_progress(
         opened,
-        wanted,
+        filter_window(window, model, MAX_REQUESTS),
         f"reading {window or 'requests'}",
         f"{window or 'all times'}: only the newest {MAX_REQUESTS} requests are compared",
     )

@@ -10,24 +10,22 @@ import json
 from dataclasses import replace
 
 import click
-from rich import progress
-from rich.console import Console
 
 from ttft_otel.commands import source_options
 from ttft_otel.explain.explain import explanation_text
 from ttft_otel.explain.explain.explanation import Explanation, explain_requests
 from ttft_otel.explain.explain.remedy_prediction import REPETITIONS, predict_remedy
-from ttft_otel.explain.explain.single_answer import add_holding, build_filter, explain_one
+from ttft_otel.explain.explain.single_answer import LIKE_LAST, add_holding, explain_one
 from ttft_otel.explain.whatif.replay_facts import read_recording
-from ttft_otel.explain.whatif.window_check import CannotTellError
-from ttft_otel.explain.window.late_requests import NoExplanationError, split_window
+from ttft_otel.explain.window.late_requests import split_window
 from ttft_otel.explain.window.lost_requests import collect_lost, count_lost
-from ttft_otel.explain.window.request_facts import RequestEvidence, read_evidence
+from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence, read_evidence
 from ttft_otel.explain.window.window_reading import (
     WINDOW_HELP,
+    filter_window,
     list_with_progress,
     make_span_finder,
-    parse_window_option,
+    track_replays,
 )
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
@@ -89,13 +87,13 @@ def explain(
     if is_single and predict:
         raise click.UsageError("--predict is for a window, which what-if replays")
     slo_us = round((slo or 0) * 1000)
-    window = parse_window_option(since) if since else None
-    refusals = source_options.report_refusals(NoExplanationError, as_json=as_json)
+    refusals = source_options.report_refusals(CannotTellError, as_json=as_json)
     with refusals, breakdown_source.open_source(source) as opened:
         if is_single:
-            explanation = explain_one(opened, request_id, trace_id, window, last, load_evidence)
+            like = filter_window(since, "", last or LIKE_LAST)
+            explanation = explain_one(opened, request_id, trace_id, like, load_evidence)
         else:
-            wanted = build_filter(window, model, last or MAX_REQUESTS)
+            wanted = filter_window(since, model, last or MAX_REQUESTS)
             explanation = add_holding(opened, explain_window(opened, wanted, slo_us))
             if predict:
                 explanation = add_prediction(opened, explanation, wanted)
@@ -106,17 +104,15 @@ def explain(
 
 
 def explain_window(opened: BreakdownSource, wanted: RequestFilter, slo_us: int) -> Explanation:
-    """Explain the late ones of a window. Raises NoExplanationError, StoreError."""
+    """Explain the late ones of a window. Raises CannotTellError, StoreError."""
     failed: list[Request] = []
     found = load_evidence(opened, wanted, failed)
     lost = count_lost(failed)
     try:
         return replace(explain_requests(split_window(found, slo_us), slo_us), lost=lost)
-    except NoExplanationError as error:
+    except CannotTellError as error:
         # Those are the reason, where a window has nothing but requests that timed out.
-        raise NoExplanationError(
-            f"{error}. {lost.sentence}" if lost.total else str(error)
-        ) from error
+        raise CannotTellError(f"{error}. {lost.sentence}" if lost.total else str(error)) from error
 
 
 def add_prediction(
@@ -126,18 +122,12 @@ def add_prediction(
     rule = explanation.rule
     if rule is None or not explanation.is_named:
         return explanation
-
-    console = Console(stderr=True)
-    with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("replaying", total=REPETITIONS)
+    with track_replays(REPETITIONS) as track:
         try:
             recording = read_recording(opened.list_latest(wanted), make_span_finder(opened))
-            predicted = predict_remedy(
-                rule, recording, track=lambda done: bar.update(task, advance=done)
-            )
+            return replace(explanation, prediction=predict_remedy(rule, recording, track=track))
         except CannotTellError as error:
             return replace(explanation, no_prediction=str(error))
-    return replace(explanation, prediction=predicted)
 
 
 def load_evidence(

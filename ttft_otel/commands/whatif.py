@@ -11,24 +11,23 @@ from collections.abc import Callable
 from typing import Any
 
 import click
-from rich import progress
-from rich.console import Console
 
 from ttft_otel.commands import source_options
 from ttft_otel.commands.command_options import OptionDecorator
 from ttft_otel.explain.whatif import planned_change, what_if, what_if_text
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import Recording, read_recording
-from ttft_otel.explain.whatif.window_check import CannotTellError
+from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.explain.window.window_reading import (
     WINDOW_HELP,
+    filter_window,
     list_with_progress,
     make_span_finder,
-    parse_window_option,
+    track_replays,
 )
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
-from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
+from ttft_otel.report.store.database_reader import MAX_REQUESTS
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 
 
@@ -149,7 +148,8 @@ def whatif(
     with source_options.report_refusals(CannotTellError, as_json=as_json):
         with breakdown_source.open_source(source) as opened:
             recording = load_recording(opened, since, model)
-        answer = replay_with_progress(recording, change, given, repetitions)
+        with track_replays(repetitions) as track:
+            answer = what_if.predict_change(recording, change, given, repetitions, track=track)
     if as_json:
         click.echo(json.dumps(what_if_text.describe_answer(answer), indent=2))
     else:
@@ -158,22 +158,7 @@ def whatif(
 
 def load_recording(opened: BreakdownSource, since: str, model: str) -> Recording:
     """The newest MAX_REQUESTS requests of the window. Raises click.UsageError, StoreError."""
-    found = parse_window_option(since)
-    wanted = RequestFilter(
-        model=model, since_ns=found.since_ns, until_ns=found.until_ns, last=MAX_REQUESTS
-    )
+    wanted = filter_window(since, model, MAX_REQUESTS)
     cut_note = f"{since}: only the newest {MAX_REQUESTS} requests are replayed"
     requests = list_with_progress(opened, wanted, f"reading {since}", cut_note)
     return read_recording(requests, make_span_finder(opened))
-
-
-def replay_with_progress(
-    recording: Recording, change: PlannedChange, given: PlannedChange, repetitions: int
-) -> what_if.Prediction:
-    """Predict, with a bar on a terminal. Raises CannotTellError."""
-    console = Console(stderr=True)
-    with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("replaying", total=repetitions)
-        return what_if.predict_change(
-            recording, change, given, repetitions, track=lambda done: bar.update(task, advance=done)
-        )

@@ -90,6 +90,10 @@ class InvalidAnswer(ValueError):
     """An encoder's response is unusable; the text is for the client."""
 
 
+class AnswerTooLong(ValueError):
+    """The answer to a question of the router's own has more bytes than the question allows."""
+
+
 class TransferParamsTooLarge(ValueError):
     """The parameters of one request exceed the limits, though no single response does."""
 

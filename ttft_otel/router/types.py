@@ -17,8 +17,6 @@ import msgspec
 from ttft_otel.router.circuit_breaker import CircuitBreaker, OwedAnswers
 
 if TYPE_CHECKING:
-    import aiohttp
-
     from ttft_otel.model.timing import ServerTiming
 
 # How the first token of a request with two legs reaches the client; docs/router.md.
@@ -195,38 +193,6 @@ class AttemptBooking(Protocol):
 
     def record_end(self) -> None:
         """The attempt is over, however it ended. Idempotent."""
-        ...
-
-
-class Chooser(Protocol):
-    """Chooses instances for the upstream client and is told of each attempt; RoutingService."""
-
-    async def start(self, session: aiohttp.ClientSession) -> None:
-        """Begin to learn what instances have cached."""
-        ...
-
-    async def close(self) -> None:
-        """End that."""
-        ...
-
-    def choose_instance(
-        self, request: RoutingRequest, candidates: Sequence[Instance], now_us: int, is_retry: bool
-    ) -> Decision:
-        """Pick one of `candidates` (never empty) for the leg of `request`. Raises SloUnreachable."""
-        ...
-
-    def get_policy_name(self, leg: str) -> str:
-        """The name of the policy that chooses for a leg."""
-        ...
-
-    def book_request(
-        self, request: RoutingRequest, decision: Decision, span_id: str, now_us: int
-    ) -> AttemptBooking | None:
-        """An attempt starts; None where the leg's policy does not track load."""
-        ...
-
-    def needs_timing(self, leg: str) -> bool:
-        """Whether the leg's policy learns from the Server-Timing of instances."""
         ...
 
 

@@ -14,7 +14,6 @@ from ttft_otel.explain.diff.difference_text import list_sentences
 from ttft_otel.explain.diff.stage_difference import (
     MIN_REQUESTS,
     MIX,
-    TooFewRequestsError,
     compare_windows,
 )
 from ttft_otel.explain.window.request_facts import (
@@ -22,6 +21,7 @@ from ttft_otel.explain.window.request_facts import (
     MIN_PER_WINDOW,
     TEXT,
     UNMATCHED,
+    CannotTellError,
     RequestFacts,
     assign_strata,
 )
@@ -146,7 +146,7 @@ def test_nothing_against_itself_often() -> None:
 
 def test_too_few() -> None:
     """A window that cannot tell is refused, and the sentence says which."""
-    with pytest.raises(TooFewRequestsError, match="window B has 5 requests"):
+    with pytest.raises(CannotTellError, match="window B has 5 requests"):
         compare_windows(make_window(1), make_window(2, 5))
     assert compare_windows(make_window(1, MIN_REQUESTS), make_window(2, MIN_REQUESTS))
 

@@ -59,7 +59,8 @@ def run_model(
     arrivals: list[Arrival], limits: EngineLimits, clock: Any = None
 ) -> tuple[list[QueuedPrompt], EngineModel]:
     events = Events()
-    model = EngineModel(limits, clock or LinearClock(), events.add)
+    clock = clock or LinearClock()
+    model = EngineModel(limits, clock.measure_step, clock.wake_us, events.add)
     prompts = [QueuedPrompt(each.tokens, output_tokens=each.answer) for each in arrivals]
     for arrival, prompt in zip(arrivals, prompts, strict=True):
         events.add(arrival.at_us, lambda now, prompt=prompt: model.add_prompt(prompt, now))
@@ -189,7 +190,8 @@ def test_held() -> None:
         for each, end, prompt in zip(arrivals, ends, known, strict=True)
     ]
     events = Events()
-    model = EngineModel(limits, LinearClock(), events.add)
+    clock = LinearClock()
+    model = EngineModel(limits, clock.measure_step, clock.wake_us, events.add)
     for arrival, prompt in zip(arrivals, held, strict=True):
         events.add(arrival.at_us, lambda now, prompt=prompt: model.add_prompt(prompt, now))
     events.run()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ttft_otel.explain.whatif.engine_model import EngineLimits
-from ttft_otel.explain.whatif.fleet_model import FleetModel, FleetPlan, PlannedEngine
+from ttft_otel.explain.whatif.fleet_model import FleetModel, FleetPlan
 from ttft_otel.explain.whatif.planned_change import parse_more, parse_rate, parse_share
 from ttft_otel.explain.whatif.replay_facts import EngineVisit, ReplayRequest, read_recording
 from ttft_otel.explain.whatif.step_fit import StepTimes
@@ -51,11 +51,10 @@ def replay(encoders: int, starts: list[int]) -> list[Any]:
     limits = EngineLimits(8, 512)
     one_item = EngineLimits(8, 512, max_items=1)
     plan = FleetPlan(
-        engines=[PlannedEngine("pd-1", limits, make_times(STEP_US, 0))],
-        encoders=[
-            PlannedEngine(f"enc-{number + 1}", one_item, make_times(0, ITEM_US))
-            for number in range(encoders)
-        ],
+        engines={"pd-1": (limits, make_times(STEP_US, 0))},
+        encoders={
+            f"enc-{number + 1}": (one_item, make_times(0, ITEM_US)) for number in range(encoders)
+        },
         cached=[0] * len(starts),
         outputs=[1] * len(starts),
         encoder_policy="least_requests" if encoders > 1 else "",
@@ -86,7 +85,7 @@ def test_main_engine() -> None:
         )
         for number, at in enumerate([0, 5 * MS, 8 * MS])
     ]
-    plan = FleetPlan([PlannedEngine("chat", limits, times)], [], [0, 0, 0], [1, 1, 1])
+    plan = FleetPlan({"chat": (limits, times)}, {}, [0, 0, 0], [1, 1, 1])
     replayed = FleetModel(requests, plan).run().replayed
 
     assert [each.stages["prefill.queue"] for each in replayed[1:]] == [15 * MS, 12 * MS]

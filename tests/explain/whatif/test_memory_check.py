@@ -10,7 +10,7 @@ import pytest
 from tests.explain.recorded_window import SMALL, find_truth, predict, record
 from tests.explain.whatif.scheduler_truth import draw_arrivals
 from ttft_otel.explain.whatif.planned_change import PlannedChange
-from ttft_otel.explain.whatif.window_check import CannotTellError
+from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.model.names import keys
 
 pytestmark = pytest.mark.filterwarnings("ignore")

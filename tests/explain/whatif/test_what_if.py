@@ -30,7 +30,7 @@ from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import ReplayRequest
 from ttft_otel.explain.whatif.step_fit import fit_steps
 from ttft_otel.explain.whatif.what_if_figures import TTFT
-from ttft_otel.explain.whatif.window_check import CannotTellError
+from ttft_otel.explain.window.request_facts import CannotTellError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

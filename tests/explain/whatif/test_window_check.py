@@ -15,7 +15,7 @@ from ttft_otel.explain.whatif import window_check
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import Recording
 from ttft_otel.explain.whatif.step_fit import fit_steps
-from ttft_otel.explain.whatif.window_check import CannotTellError
+from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.model.names import keys
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -12,11 +12,12 @@ import pytest
 from tests.commands.test_explain import COUNT, EXPLAIN, make_record
 from tests.explain.stored_records import build_spans, store_spans
 from tests.fake_tempo import FakeTempo
-from ttft_otel.explain.window.holding_work import HoldingRequest, list_holders
+from ttft_otel.explain.window.holding_work import list_holders
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import HeldBy, Record
 from ttft_otel.report.breakdown_source import SourceChoice, open_source
 from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.report.store.span_conversion import StoredHolder
 
 LONG = HeldBy(150_000, 4096, "prefill", "long-1", "ab" * 16, "cd" * 8)
 HIDDEN = HeldBy(50_000, 300, "decode", "hidden")  # not sampled: no span to link to
@@ -124,5 +125,5 @@ def test_scope() -> None:
     told = json.dumps([{"us": 1, "tokens": 2, "kind": "k", "request_id": "r", "trace_id": ""}])
     attributes = {keys.HELD_BY: told}
     own = StoredSpan("a", "b", "", "x", 0, 0, 1, scope=span_names.SCOPE, attributes=attributes)
-    assert list_holders(own) == [HoldingRequest("r", "", "k", 1, 2)]
+    assert list_holders(own) == [StoredHolder(us=1, tokens=2, kind="k", request_id="r")]
     assert list_holders(StoredSpan("a", "b", "", "x", 0, 0, 1, attributes=attributes)) == []

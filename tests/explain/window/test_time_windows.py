@@ -14,10 +14,7 @@ NOW = datetime(2026, 3, 29, 14, 30, tzinfo=timezone(timedelta(hours=2)))
 
 def describe_window(text: str) -> tuple[str, str]:
     """Both ends, as clock times of the same zone."""
-    window = parse_window(text, NOW)
-    ends = (
-        datetime.fromtimestamp(ns / 1e9, NOW.tzinfo) for ns in (window.since_ns, window.until_ns)
-    )
+    ends = (datetime.fromtimestamp(ns / 1e9, NOW.tzinfo) for ns in parse_window(text, NOW))
     first, last = (end.strftime("%d %H:%M:%S") for end in ends)
     return first, last
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hooks.process import PATCHER, WORKER, put_back_classes, wrap_ec_connector
-from lab.guests import join_guest_paths
+from lab.vllm_plugins import join_plugin_paths
 from ttft_otel import testing
 from ttft_otel.hooks.worker import model_runners
 from ttft_otel.hooks.worker.device import HostClock
@@ -40,16 +40,16 @@ def runner(
 
     from hooks.ec_cpu import make_vllm_config
 
-    monkeypatch.syspath_prepend(join_guest_paths("ec_cpu"))
-    guest: Any = importlib.import_module("ttft_ec_cpu")
+    monkeypatch.syspath_prepend(join_plugin_paths("ec_cpu"))
+    plugin: Any = importlib.import_module("ttft_ec_cpu")
 
     def copy_slowly(*args: Any, **kwargs: Any) -> None:
         clock.tick(COPY_US)
-        guest.copy_blocks(*args, **kwargs)
+        plugin.copy_blocks(*args, **kwargs)
 
     monkeypatch.setattr(module, "swap_blocks_batch", copy_slowly)
-    monkeypatch.setattr(module.ECCPUWorker, "_acquire_event", guest.acquire_event)
-    monkeypatch.setattr(torch.Tensor, "record_stream", guest.ignore_stream)
+    monkeypatch.setattr(module.ECCPUWorker, "_acquire_event", plugin.acquire_event)
+    monkeypatch.setattr(torch.Tensor, "record_stream", plugin.ignore_stream)
     monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(module, "get_pcp_group", lambda: SimpleNamespace(rank_in_group=0))
     active_connector: Any = object.__new__(ActiveECConnector)

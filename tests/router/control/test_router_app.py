@@ -191,7 +191,7 @@ async def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
     assert said[0]["type"] == "lifespan.startup.failed" and len(said) == 1
     assert "--lmcache-instances" in said[0]["message"] and "\n" not in said[0]["message"]
     with pytest.raises(RuntimeError):
-        assert legs.session
+        assert legs.queries
     assert asyncio.all_tasks() == before
 
 

@@ -53,9 +53,8 @@ async def run_pool(
     scheme = "https" if certificate else "http"
     url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     instance = parse_instance_url(url, MONO)
-    connector = aiohttp.TCPConnector(ssl=trusting or True)
-    async with aiohttp.ClientSession(connector=connector) as session:
-        pool = ConnectionPool(session, 4.0, 10.0, total_timeout_s, 1024)
+    async with aiohttp.TCPConnector(ssl=trusting or True) as connector:
+        pool = ConnectionPool(connector, 4.0, 10.0, total_timeout_s, 1024)
         try:
             yield pool, lambda: Attempt(MONO, "/v1/x", instance, "0" * 16, 0)
         finally:

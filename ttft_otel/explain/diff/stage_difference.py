@@ -23,6 +23,7 @@ from ttft_otel.explain.window.request_facts import (
     MEDIA,
     TEXT,
     UNMATCHED,
+    CannotTellError,
     RequestFacts,
     assign_strata,
 )
@@ -41,20 +42,14 @@ Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 MIN_REQUESTS: Final = 20  # of a window
 # Enough for the 97 % quantile: some 30 draws lie beyond it.
 RESAMPLES: Final = 1000
-LEVEL: Final = (
-    0.97  # of all intervals together; a bootstrap of skewed times falls short of its level
-)
+# Of all intervals together; a bootstrap of skewed times falls short of its level.
+LEVEL: Final = 0.97
 MIX: Final = "mix of requests"
 MAIN_SHARE: Final = 0.8  # of a change, from which on it is said to be one kind's
 MIN_SIDE: Final = 10  # requests before and after the split
-MIN_T: Final = (
-    5.0  # difference of the sides in standard errors; the best of many splits reaches 3 by chance
-)
+# Difference of the sides in standard errors; the best of many splits reaches 3 by chance.
+MIN_T: Final = 5.0
 MAX_BEFORE: Final = 0.25  # excess before the split, as a share of that after it
-
-
-class TooFewRequestsError(ValueError):
-    """A window cannot be compared; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +131,14 @@ class Window:
 def compare_windows(
     a: Sequence[RequestFacts], b: Sequence[RequestFacts], seed: int = 0
 ) -> Difference:
-    """Compare the requests of two windows. Raises TooFewRequestsError.
+    """Compare the requests of two windows. Raises CannotTellError.
 
     seed: of the bootstrap; the same requests and seed give the same intervals.
     """
     for name, window in (("A", a), ("B", b)):
         # Refused, not answered with wide intervals: "nothing changed" would be read as good news.
         if len(window) < MIN_REQUESTS:
-            raise TooFewRequestsError(
+            raise CannotTellError(
                 f"window {name} has {len(window)} requests with a first token; "
                 f"{MIN_REQUESTS} are needed to tell a change from chance"
             )

@@ -17,8 +17,14 @@ from typing import Any, Final
 import numpy
 
 from ttft_otel.explain.diff.stage_difference import LEVEL, RESAMPLES
-from ttft_otel.explain.window.late_requests import ComparedRequests, NoExplanationError
-from ttft_otel.explain.window.request_facts import COUNTS, HOP, MEDIA, RequestEvidence
+from ttft_otel.explain.window.late_requests import ComparedRequests
+from ttft_otel.explain.window.request_facts import (
+    COUNTS,
+    HOP,
+    MEDIA,
+    CannotTellError,
+    RequestEvidence,
+)
 from ttft_otel.model import stages
 from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.model.statistics import average_draws, draw_weights, find_interval
@@ -90,7 +96,7 @@ class LateDifference:
 
 
 def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifference:
-    """Compare both sides. Raises NoExplanationError where nothing can be named.
+    """Compare both sides. Raises CannotTellError where nothing can be named.
 
     seed: of the bootstrap; the same requests and seed give the same intervals.
     """
@@ -113,7 +119,7 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
     drawn = drawn_late - drawn_typical
     total = drawn.sum(1)
     if total[0] <= 0:
-        raise NoExplanationError(
+        raise CannotTellError(
             f"nothing to explain: {fmean(each.facts.ttft_us for each in late) / 1000:.1f} ms are no longer "
             f"than usual ({fmean(each.facts.ttft_us for each in typical) / 1000:.1f} ms)"
         )
@@ -159,15 +165,15 @@ def compute_first_share(drawn: Array, words: Sequence[str]) -> float:
 
 
 def check_parts(parts: Sequence[StagePart], top: StagePart) -> None:
-    """Raise NoExplanationError where unattributed time, or chance, has the difference."""
+    """Raise CannotTellError where unattributed time, or chance, has the difference."""
     (lost,) = [part.share for part in parts if part.name == UNATTRIBUTED] or [0.0]
     if lost >= MAX_UNATTRIBUTED:
-        raise NoExplanationError(
+        raise CannotTellError(
             f"{lost:.0%} of what the late requests took longer is unattributed: no stage can be blamed. "
             "`ttft-otel doctor --url` says which measurement is missing"
         )
     if top.low <= 0:
-        raise NoExplanationError(
+        raise CannotTellError(
             f"no stage is longer by more than chance makes: of the largest, {top.name}, the share is "
             f"{top.low:.0%} to {top.high:.0%}. Take a longer window"
         )

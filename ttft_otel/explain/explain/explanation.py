@@ -8,7 +8,7 @@ explanation_text.py prints it, commands/explain.py asks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -64,39 +64,28 @@ class ModelShare:
 
 
 @dataclass(frozen=True, slots=True)
-class SloShare:
-    """What one stage has of the lateness, the time beyond the objective, of all late requests."""
-
-    name: str
-    us: float
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why requests were late. rule: None where the largest stage has none.
-
-    is_unusual: False for a request that took as long as its like, which has no cause.
-    slo: by stage, largest first; they add up to the lateness. Empty without an objective.
-    examples: late requests with most time in the largest stage. holding: who held them, for a stage that
-    waits. prediction: what the remedy would bring, where it was asked for; no_prediction: why that is not
-    known. lost: requests of the window that have no first token.
-    """
+    """Why requests were late."""
 
     difference: LateDifference
-    rule: CauseRule | None
+    rule: CauseRule | None  #: None where the largest stage has none
     confidence: str
     alternatives: tuple[Alternative, ...]
-    examples: tuple[RequestEvidence, ...]
-    is_unusual: bool
+    examples: tuple[RequestEvidence, ...]  #: late requests with most time in the largest stage
+    is_unusual: bool  #: False for a request that took as long as its like, which has no cause
     slo_us: int
-    slo: tuple[SloShare, ...]
+    #: Lateness in microseconds by stage, largest first; empty without an objective.
+    slo: Mapping[str, float]
     p50_us: float
     p99_us: float
-    holding: HoldingWork | None = None
-    prediction: RemedyPrediction | None = None
-    no_prediction: str = ""
-    lost: LostRequests = field(default_factory=LostRequests)
+    holding: HoldingWork | None = None  #: who held them, for a stage that waits
+    prediction: RemedyPrediction | None = (
+        None  #: what the remedy would bring, where it was asked for
+    )
+    no_prediction: str = ""  #: why that is not known
+    lost: LostRequests = field(
+        default_factory=LostRequests
+    )  #: of the window, without a first token
 
     @property
     def top(self) -> StagePart:
@@ -120,7 +109,7 @@ class Explanation:
 
 
 def explain_requests(compared: ComparedRequests, slo_us: int = 0) -> Explanation:
-    """Explain the late side of `compared`. Raises late_requests.NoExplanationError."""
+    """Explain the late side of `compared`. Raises CannotTellError."""
     difference = divide_difference(compared)
     stage = difference.finding.stage
     examples = sorted(compared.late, key=lambda each: -each.facts.stages.get(stage, 0))
@@ -132,13 +121,13 @@ def explain_requests(compared: ComparedRequests, slo_us: int = 0) -> Explanation
         examples=tuple(examples[:MAX_EXAMPLES]),
         is_unusual=compared.rank >= UNUSUAL_RANK,
         slo_us=slo_us,
-        slo=divide_lateness(compared, slo_us) if slo_us else (),
+        slo=divide_lateness(compared, slo_us) if slo_us else {},
         p50_us=compute_ttft(compared.window, 0.5),
         p99_us=compute_ttft(compared.window, 0.99),
     )
 
 
-def divide_lateness(compared: ComparedRequests, slo_us: int) -> tuple[SloShare, ...]:
+def divide_lateness(compared: ComparedRequests, slo_us: int) -> dict[str, float]:
     """The time beyond the objective by stage, over all late requests; the parts add up to it.
 
     A request's lateness is divided among the stages in proportion to what each took longer than in typical
@@ -157,9 +146,8 @@ def divide_lateness(compared: ComparedRequests, slo_us: int) -> tuple[SloShare, 
         whole = sum(excess.values())
         for name, value in excess.items():
             eaten[name] += (each.facts.ttft_us - slo_us) * value / whole
-    total = sum(eaten.values())
-    shares = [SloShare(name, us, us / total) for name, us in eaten.items() if us > 0]
-    return tuple(sorted(shares, key=lambda part: (-part.us, part.name)))
+    found = [(name, us) for name, us in eaten.items() if us > 0]
+    return dict(sorted(found, key=lambda part: (-part[1], part[0])))
 
 
 def find_model(compared: ComparedRequests) -> ModelShare:

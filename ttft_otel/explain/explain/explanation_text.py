@@ -26,7 +26,10 @@ def list_explanation(explanation: Explanation) -> list[str]:
     if explanation.holding is not None:
         sentences += describe_holding(explanation.holding)
     if explanation.slo:
-        eaten = ", ".join(f"{part.share:.0%} {part.name}" for part in explanation.slo[:4])
+        total = sum(explanation.slo.values())
+        eaten = ", ".join(
+            f"{us / total:.0%} {name}" for name, us in list(explanation.slo.items())[:4]
+        )
         sentences.append(f"What ate the {explanation.slo_us / 1000:g} ms: {eaten}.")
     rule = explanation.rule
     if explanation.is_named and rule is not None:
@@ -132,6 +135,7 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
     difference = explanation.difference
     compared, finding, rule = difference.compared, difference.finding, explanation.rule
     prediction = explanation.prediction
+    late_us = sum(explanation.slo.values())
     has_price = prediction is not None and prediction.token_time is not None
     return {
         "answered": True,
@@ -189,8 +193,8 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
         "slo": {
             "ms": explanation.slo_us / 1000,
             "stages": [
-                {"name": part.name, "ms": to_rounded_ms(part.us), "share": round(part.share, 4)}
-                for part in explanation.slo
+                {"name": name, "ms": to_rounded_ms(us), "share": round(us / late_us, 4)}
+                for name, us in explanation.slo.items()
             ],
         }
         if explanation.slo_us

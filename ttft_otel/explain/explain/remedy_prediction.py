@@ -15,7 +15,7 @@ from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import Recording
 from ttft_otel.explain.whatif.what_if import predict_change
 from ttft_otel.explain.whatif.what_if_figures import LEVEL, QUANTILES, TTFT, PredictedFigure
-from ttft_otel.explain.whatif.window_check import CannotTellError
+from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.model.names import keys
 
 KV_CACHE: Final = "KV cache"  # no flag of its own: memory and data type decide

@@ -11,15 +11,16 @@ from typing import Final
 from ttft_otel.explain.explain.explanation import Explanation, explain_requests
 from ttft_otel.explain.explain.explanation_text import list_explanation
 from ttft_otel.explain.window.holding_work import read_holding
-from ttft_otel.explain.window.late_requests import NoExplanationError, choose_like
-from ttft_otel.explain.window.request_facts import RequestEvidence, read_evidence
-from ttft_otel.explain.window.window_reading import TimeWindow
+from ttft_otel.explain.window.late_requests import choose_like
+from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence, read_evidence
 from ttft_otel.model.wait_reasons import WAIT_STAGES
 from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice, open_source
 from ttft_otel.report.report_types import Request
 from ttft_otel.report.store.database_reader import RequestFilter
 
 LIKE_LAST: Final = 1000  # requests among which those like a single one are looked for
+# Where like requests are looked for, by default.
+AROUND: Final = RequestFilter(last=LIKE_LAST)
 AFTER_NS: Final = 600 * 10**9  # how long after a single request these may have begun
 
 EvidenceReader = Callable[[BreakdownSource, RequestFilter], list[RequestEvidence]]
@@ -30,7 +31,7 @@ def list_page_answer(database: Path, request_id: str) -> list[str]:
     with open_source(SourceChoice(db=database)) as opened:
         try:
             return list_explanation(explain_one(opened, request_id, None))
-        except NoExplanationError as error:
+        except CannotTellError as error:
             return [str(error)]
 
 
@@ -50,30 +51,29 @@ def explain_one(
     opened: BreakdownSource,
     request_id: str | None,
     trace_id: str | None,
-    window: TimeWindow | None = None,
-    last: int | None = None,
+    like: RequestFilter = AROUND,
     read: EvidenceReader = read_window,
 ) -> Explanation:
-    """Explain one request, by either ID, against its like. Raises NoExplanationError, StoreError.
+    """Explain one request, by either ID, against its like. Raises CannotTellError, StoreError.
 
-    window, last: where its like are looked for; without them around the request's own time.
+    like: where its like are looked for; without a window around the request's own time.
     read: reads them, for a command with a bar.
     """
     request = find_request(opened, request_id, trace_id)
     if request.error or request.pending:
         what = f"failed ({request.error})" if request.error else "is not complete yet"
-        raise NoExplanationError(
+        raise CannotTellError(
             f"{request.request_id} {what}: it has no first token to explain; its stages: "
             f"ttft-otel report --trace {request.trace_id}"
         )
-    around = window or TimeWindow(0, request.start_ns + AFTER_NS)
-    others = read(opened, build_filter(around, request.model, last or LIKE_LAST))
+    until_ns = like.until_ns or request.start_ns + AFTER_NS
+    others = read(opened, replace(like, model=request.model, until_ns=until_ns))
     (own,) = read_evidence(opened, [request])
     return add_holding(opened, explain_requests(choose_like(own, others)))
 
 
 def find_request(opened: BreakdownSource, request_id: str | None, trace_id: str | None) -> Request:
-    """The request by either ID. Raises NoExplanationError where there is none."""
+    """The request by either ID. Raises CannotTellError where there is none."""
     if request_id is not None:
         request = opened.find_request(request_id)
     else:
@@ -82,14 +82,8 @@ def find_request(opened: BreakdownSource, request_id: str | None, trace_id: str 
         request = max(trace.requests if trace else (), key=lambda each: each.ttft_us, default=None)
     if request is None:
         name = trace_id if request_id is None else request_id
-        raise NoExplanationError(
+        raise CannotTellError(
             f"nothing is stored for {name!r}: it was not traced, has not arrived yet, or was removed; "
             "`ttft-otel report --last 20 --json` lists what is"
         )
     return request
-
-
-def build_filter(window: TimeWindow | None, model: str, last: int) -> RequestFilter:
-    """The conditions for a window's requests."""
-    since_ns, until_ns = (window.since_ns, window.until_ns) if window else (0, 0)
-    return RequestFilter(model=model, since_ns=since_ns, until_ns=until_ns, last=last)

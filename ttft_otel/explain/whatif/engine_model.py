@@ -18,7 +18,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 BLOCK_TOKENS: Final = 16  # of a KV block, where servers do not tell: vLLM's own default
 
@@ -120,16 +120,6 @@ class StepLength:
     forward: int
     sample: int
     gap: int
-
-
-class StepTimer(Protocol):
-    """Says how long steps take; step_time.StepTimes, or a test's."""
-
-    wake_us: int  # from an arrival at an idle engine to its first schedule()
-
-    def measure_step(self, step: Step) -> StepLength:
-        """The length of a step that has been composed."""
-        ...
 
 
 class KvMemory:
@@ -253,8 +243,17 @@ class EngineModel:
     blocked_us: that requests waited for it, all together.
     """
 
-    def __init__(self, limits: EngineLimits, clock: StepTimer, schedule_event: Schedule) -> None:
-        self.limits, self.clock, self._schedule_event = limits, clock, schedule_event
+    def __init__(
+        self,
+        limits: EngineLimits,
+        measure_step: Callable[[Step], StepLength],
+        wake_us: int,
+        schedule_event: Schedule,
+    ) -> None:
+        self.limits = limits
+        self._measure_step = measure_step
+        self._wake_us = wake_us
+        self._schedule_event = schedule_event
         self.waiting: deque[QueuedPrompt] = deque()
         is_known = limits.kv_tokens and not limits.shares_blocks
         self.memory = KvMemory(limits) if is_known else None
@@ -280,7 +279,7 @@ class EngineModel:
         self.waiting.append(prompt)
         # While a step runs the engine core waits for it, or has looked for the next one already.
         if not self._in_flight:
-            self._look_at(max(now + self.clock.wake_us, self._host_free))
+            self._look_at(max(now + self._wake_us, self._host_free))
 
     def _look_at(self, when: int) -> None:
         if self._asked_for < 0 or when < self._asked_for:
@@ -299,7 +298,7 @@ class EngineModel:
         if not step.tokens and not step.items:
             return
         self._in_flight += 1
-        length = self.clock.measure_step(step)
+        length = self._measure_step(step)
         begun = max(now + length.lead, self._device_free)
         end = begun + length.encoder + length.forward + length.sample
         self._device_free = end

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -30,33 +30,21 @@ BLIND_POLICIES: Final = ("session", "prefix", "kvaware")
 MODEL_NAME: Final = "model"
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedEngine:
-    """One engine of the fleet that is simulated.
-
-    name: of the recorded instance; "+1", "+2" of those that are added.
-    """
-
-    name: str
-    limits: EngineLimits
-    times: StepTimes
+# Limits and step times by the name of an engine: that of the recorded instance; "+1", "+2" of those added.
+PlannedEngines = Mapping[str, tuple[EngineLimits, StepTimes]]
 
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What is replayed. policy, encoder_policy: "" where requests go to the engine that they went to.
+    """What is replayed."""
 
-    rate: arrivals come so many times as fast. cached: tokens in the prefix cache, by request.
-    outputs: tokens that each request generates; 0 where it leaves after as long as it did.
-    """
-
-    engines: Sequence[PlannedEngine]
-    encoders: Sequence[PlannedEngine]
-    cached: Sequence[int]
-    outputs: Sequence[int]
-    policy: str = ""
-    encoder_policy: str = ""
-    rate: float = 1.0
+    engines: PlannedEngines
+    encoders: PlannedEngines
+    cached: Sequence[int]  #: tokens in the prefix cache, by request
+    outputs: Sequence[int]  #: tokens that each generates; 0 where it leaves after as long as it did
+    policy: str = ""  #: "" where requests go to the engine that they went to
+    encoder_policy: str = ""  #: likewise
+    rate: float = 1.0  #: arrivals come so many times as fast
 
 
 @dataclass(slots=True)
@@ -114,17 +102,19 @@ class FleetModel:
     """One replay. `replayed` has the requests in the order of the recording after run()."""
 
     def __init__(self, requests: Sequence[ReplayRequest], plan: FleetPlan, seed: int = 0) -> None:
-        self.requests, self.plan = requests, plan
+        self.requests = requests
+        self.plan = plan
         self._events: list[tuple[int, int, Callable[[int], None]]] = []
         self._order = itertools.count()
-        self.engines = [
-            EngineModel(each.limits, each.times, self._add_event) for each in plan.engines
-        ]
-        self.encoders = [
-            EngineModel(each.limits, each.times, self._add_event) for each in plan.encoders
-        ]
-        self._numbers = {each.name: number for number, each in enumerate(plan.engines)}
-        self._encoder_numbers = {each.name: number for number, each in enumerate(plan.encoders)}
+        self.engines, self.encoders = (
+            [
+                EngineModel(limits, times.measure_step, times.wake_us, self._add_event)
+                for limits, times in planned.values()
+            ]
+            for planned in (plan.engines, plan.encoders)
+        )
+        self._numbers = {name: number for number, name in enumerate(plan.engines)}
+        self._encoder_numbers = {name: number for number, name in enumerate(plan.encoders)}
         self._router = PolicyRouter(plan.policy, len(plan.engines), seed) if plan.policy else None
         self._encoder_router = (
             PolicyRouter(plan.encoder_policy, len(plan.encoders), seed)

@@ -27,24 +27,20 @@ from ttft_otel.explain.whatif.replay_facts import EngineVisit
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 
 ERROR_FLOOR_US: Final = 500.0  # below it, relative errors of short steps would count for nothing
-HUBER: Final = (
-    1.345  # in standard deviations: 95 % as good as least squares where errors are normal
-)
+# In standard deviations: 95 % as good as least squares where errors are normal.
+HUBER: Final = 1.345
 ROUNDS: Final = 12  # of reweighting; the weights have settled by then
 MAX_RATIO: Final = 3.0  # of a measured step to the line; what is beyond it counts as this
-USUAL_SHARE: Final = (
-    0.95  # of `dispatch` and `sample`: MAX_RATIO times that is the most that counts
-)
+# Of `dispatch` and `sample`: MAX_RATIO times that is the most that counts.
+USUAL_SHARE: Final = 0.95
 NEAR_SAMPLES: Final = 8  # of the same part of the window, from which a step's noise is drawn
-MIN_CHUNKED: Final = (
-    5  # prompts with several chunks that are needed to tell the gap between two steps
-)
+# Prompts with several chunks that are needed to tell the gap between two steps.
+MIN_CHUNKED: Final = 5
 CALM_SHARE: Final = 0.25  # of all steps, which are shorter than a calm one
 MAX_WAKE_US: Final = 2000  # of an engine that is idle; a longer wait has another cause
 WAKE_SHARE: Final = 0.05  # the shortest waits are those of prompts that found an idle engine
-ASYNC_LEAD_SHARE: Final = (
-    0.1  # under async scheduling most of `dispatch` is the rest of another step
-)
+# Under async scheduling most of `dispatch` is the rest of another step.
+ASYNC_LEAD_SHARE: Final = 0.1
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from typing import Final
 
 from ttft_otel.explain.whatif import what_if_figures, window_check
 from ttft_otel.explain.whatif.engine_model import BLOCK_TOKENS, EngineLimits
-from ttft_otel.explain.whatif.fleet_model import FleetModel, FleetPlan, PlannedEngine
+from ttft_otel.explain.whatif.fleet_model import FleetModel, FleetPlan, PlannedEngines
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import EngineVisit, Recording, ReplayRequest
 from ttft_otel.explain.whatif.step_fit import StepFit, fit_steps
@@ -57,7 +57,7 @@ class Fleet:
     """The recorded fleet. limits: of each main engine. is_calm: steps take what their work takes."""
 
     requests: Sequence[ReplayRequest]
-    limits: Mapping[str, EngineLimits]
+    limits: dict[str, EngineLimits]
     encoder_names: tuple[str, ...]
     outputs: tuple[int, ...]
     policy: str
@@ -95,7 +95,7 @@ def predict_change(
     seed: int = 0,
     track: Callable[[int], None] = lambda _: None,
 ) -> Prediction:
-    """Predict `change` from `recording`. Raises window_check.CannotTellError, which says why not.
+    """Predict `change` from `recording`. Raises CannotTellError, which says why not.
 
     given: settings of the recorded servers, where their spans do not tell them. repetitions: replays,
     each with its own noise and its own draw of the requests from which the steps' times are learned.
@@ -170,7 +170,7 @@ def settle_memory(fleet: Fleet) -> Fleet:
     return replace(fleet, limits=limits)
 
 
-def build_fleet(recording: Recording, limits: Mapping[str, EngineLimits]) -> Fleet:
+def build_fleet(recording: Recording, limits: dict[str, EngineLimits]) -> Fleet:
     """The recorded fleet, of which answers' lengths are known as far as spans tell them."""
     requests = recording.requests
     encoders = sorted({visit.instance for each in requests for visit in each.encodes})
@@ -225,20 +225,13 @@ def replay(
     main = fit_steps(draw_visits(fleet.main_visits, chance), is_async(fleet))
     times = main.times.build_calm() if fleet.is_calm else main.times
     main = replace(main, times=replace(times, decode_factor=fleet.decode_factor))
-    engines = [
-        PlannedEngine(
-            name, change_limits(limits, change), main.build_times(name, chance, change.rate)
-        )
-        for name, limits in fleet.limits.items()
-    ]
     like = next(iter(fleet.limits.values()))
-    engines += [
-        PlannedEngine(
-            f"+{number}", change_limits(like, change), main.build_times("", chance, change.rate)
-        )
-        for number in range(1, change.instances + 1)
-    ]
-    encoders: list[PlannedEngine] = []
+    added = {f"+{number}": like for number in range(1, change.instances + 1)}
+    engines = {
+        name: (change_limits(limits, change), main.build_times(name, chance, change.rate))
+        for name, limits in (fleet.limits | added).items()
+    }
+    encoders: PlannedEngines = {}
     if fleet.encoder_names:
         fit = fit_steps(draw_visits(fleet.encode_visits, chance), False)
         encoders = plan_encoders(fleet, fit, change, chance)
@@ -257,15 +250,15 @@ def replay(
 
 def plan_encoders(
     fleet: Fleet, fit: StepFit, change: PlannedChange, chance: random.Random | None
-) -> list[PlannedEngine]:
+) -> PlannedEngines:
     """Encoder engines: a step takes as many items as the window's largest one had, if any had to wait."""
     is_full = any(each.reasons.get("encoder_budget") for each in fleet.encode_visits)
     limits = EngineLimits(1 << 20, 1 << 20, max_items=fit.seen_items if is_full else 0)
     added = [f"+{number}" for number in range(1, change.encoders + 1)]
-    return [
-        PlannedEngine(name, limits, fit.build_times(name, chance, change.rate))
+    return {
+        name: (limits, fit.build_times(name, chance, change.rate))
         for name in (*fleet.encoder_names, *added)
-    ]
+    }
 
 
 def draw_visits(visits: list[EngineVisit], chance: random.Random | None) -> list[EngineVisit]:

@@ -18,6 +18,7 @@ from ttft_otel.explain.whatif.fleet_model import BLIND_POLICIES, FleetModel
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import RANK_MARK, Recording, ReplayRequest
 from ttft_otel.explain.whatif.step_fit import StepFit
+from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 
@@ -39,10 +40,6 @@ NOTABLE_UNEXPLAINED: Final = 0.05  # of a step's length, on average
 MAX_BLOCK_WAIT: Final = 0.05  # share of all waiting that is for KV blocks, without a model of them
 MAX_PREEMPTED: Final = 0.01  # share of preempted requests, likewise
 MAX_BLOCK_ERROR: Final = 0.2  # of that share, as recorded to as replayed
-
-
-class CannotTellError(ValueError):
-    """The window cannot answer; the text says why, and what to do."""
 
 
 def check_window(recording: Recording, limits: Mapping[str, EngineLimits]) -> None:

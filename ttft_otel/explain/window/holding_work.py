@@ -8,33 +8,19 @@ an attribute. single_answer.py and commands/explain.py ask.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
+
+from msgspec.structs import replace
 
 from ttft_otel.explain.window.request_facts import RequestEvidence
 from ttft_otel.model.names import span_names
 from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.store.span_conversion import read_holders
+from ttft_otel.report.store.span_conversion import StoredHolder, read_holders
 
 MAX_READ: Final = 50  # late requests whose spans are read for their holders, the longest first
 MAX_HOLDERS: Final = 5
-
-
-@dataclass(frozen=True, slots=True)
-class HoldingRequest:
-    """A request whose work late requests waited for.
-
-    trace_id: "" when it was not sampled. kind: of its work, see stages.HOLDING_KIND_NAMES.
-    us, tokens: of that work, over all requests that it held. delayed: how many late requests it held.
-    """
-
-    request_id: str
-    trace_id: str
-    kind: str
-    us: int
-    tokens: int
-    delayed: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +31,7 @@ class HoldingWork:
     """
 
     kinds: Mapping[str, float]
-    holders: tuple[HoldingRequest, ...]
+    holders: tuple[StoredHolder, ...]
     requests: int
 
 
@@ -59,7 +45,7 @@ def read_holding(opened: BreakdownSource, late: Sequence[RequestEvidence]) -> Ho
     if not total:
         return None
     longest = sorted(late, key=lambda each: -sum(each.held.values()))[:MAX_READ]
-    found: list[HoldingRequest] = []
+    found: list[StoredHolder] = []
     for each in longest:
         trace = opened.find_trace(each.trace_id)
         # A client's trace may have many requests: only the queues of this one.
@@ -71,19 +57,14 @@ def read_holding(opened: BreakdownSource, late: Sequence[RequestEvidence]) -> Ho
     return HoldingWork(kinds, join_holders(found)[:MAX_HOLDERS], len(longest))
 
 
-def list_holders(span: StoredSpan) -> list[HoldingRequest]:
+def list_holders(span: StoredSpan) -> list[StoredHolder]:
     """The holders that a queue's span names; [] for others, and for text that is not ours."""
-    if span.scope != span_names.SCOPE:
-        return []
-    return [
-        HoldingRequest(each.request_id, each.trace_id, each.kind, each.us, each.tokens)
-        for each in read_holders(span.attributes)
-    ]
+    return read_holders(span.attributes) if span.scope == span_names.SCOPE else []
 
 
-def join_holders(found: Iterable[HoldingRequest]) -> tuple[HoldingRequest, ...]:
+def join_holders(found: Iterable[StoredHolder]) -> tuple[StoredHolder, ...]:
     """Each holder once, with the sum of its times, the longest first."""
-    joined: dict[tuple[str, str, str], HoldingRequest] = {}
+    joined: dict[tuple[str, str, str], StoredHolder] = {}
     for each in found:
         key = (each.trace_id, each.request_id, each.kind)
         known = joined.get(key)

@@ -11,7 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ttft_otel.explain.window.request_facts import RequestEvidence, describe_request
+from ttft_otel.explain.window.request_facts import (
+    CannotTellError,
+    RequestEvidence,
+    describe_request,
+)
 from ttft_otel.model.statistics import compute_quantile
 
 MIN_WINDOW: Final = 20  # requests; with fewer there is no p99, and no usual length of a stage
@@ -26,10 +30,6 @@ LIKENESS: Final = (
     (1, "same kind"),
 )
 MAX_UNCLOSED_SHARE: Final = 0.01  # of requests whose stages do not add up
-
-
-class NoExplanationError(ValueError):
-    """The requests cannot tell why; the text says what is missing and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ComparedRequests:
 
 
 def split_window(window: Sequence[RequestEvidence], slo_us: int = 0) -> ComparedRequests:
-    """The late requests, and the middle half of the others. Raises NoExplanationError.
+    """The late requests, and the middle half of the others. Raises CannotTellError.
 
     slo_us: from which TTFT on a request is late; 0: the slowest hundredth, at least MIN_LATE.
     """
@@ -57,13 +57,13 @@ def split_window(window: Sequence[RequestEvidence], slo_us: int = 0) -> Compared
     if slo_us:
         late = [each for each in ordered if each.facts.ttft_us > slo_us]
         if not late:
-            raise NoExplanationError(
+            raise CannotTellError(
                 f"none of {len(window)} requests took longer than {slo_us / 1000:g} ms; "
                 "leave --slo out to explain the slowest hundredth"
             )
         if len(late) < MIN_LATE:
             names = ", ".join(each.facts.request_id for each in late)
-            raise NoExplanationError(
+            raise CannotTellError(
                 f"only {len(late)} of {len(window)} requests were late, {MIN_LATE} are needed to find what "
                 f"they have in common; explain each by itself, with --request: {names}"
             )
@@ -71,7 +71,7 @@ def split_window(window: Sequence[RequestEvidence], slo_us: int = 0) -> Compared
         late = ordered[-max(MIN_LATE, round(LATE_SHARE * len(ordered))) :]
     others = ordered[: len(ordered) - len(late)]
     if len(others) < MIN_WINDOW // 2:
-        raise NoExplanationError(
+        raise CannotTellError(
             f"{len(late)} of {len(window)} requests were late: too few others to say what is usual. "
             "Compare with a better time: ttft-otel diff"
         )
@@ -79,7 +79,7 @@ def split_window(window: Sequence[RequestEvidence], slo_us: int = 0) -> Compared
 
 
 def choose_like(request: RequestEvidence, window: Sequence[RequestEvidence]) -> ComparedRequests:
-    """One request, and the middle half of the most like requests. Raises NoExplanationError."""
+    """One request, and the middle half of the most like requests. Raises CannotTellError."""
     # Not by its ID alone: some clients send the same one with every request.
     own = (request.trace_id, request.facts.request_id, request.facts.start_ns)
     others = [
@@ -93,7 +93,7 @@ def choose_like(request: RequestEvidence, window: Sequence[RequestEvidence]) -> 
         like = [each for each in others if describe_request(each.facts, detail) == label]
         if len(like) >= MIN_LIKE:
             return compare_like(request, like, words)
-    raise NoExplanationError(
+    raise CannotTellError(
         f"only {len(like)} other requests of its kind ({request.facts.kind}) are stored, {MIN_LIKE} are "
         f"needed to say what is usual; its stages: ttft-otel report --request {request.facts.request_id}"
     )
@@ -114,15 +114,15 @@ def take_middle(ordered: Sequence[RequestEvidence]) -> Sequence[RequestEvidence]
 
 
 def check_window(window: Sequence[RequestEvidence]) -> None:
-    """Raise NoExplanationError for a window with too few requests, or sums that are wrong."""
+    """Raise CannotTellError for a window with too few requests, or sums that are wrong."""
     if len(window) < MIN_WINDOW:
-        raise NoExplanationError(
+        raise CannotTellError(
             f"{len(window)} requests with a first token, {MIN_WINDOW} are needed to say what is usual; "
             "take a longer window"
         )
     unclosed = [each for each in window if not each.closed]
     if len(unclosed) > MAX_UNCLOSED_SHARE * len(window):
-        raise NoExplanationError(
+        raise CannotTellError(
             f"in {len(unclosed)} of {len(window)} requests the stages do not add up to the TTFT, for "
             f"example in {unclosed[0].facts.request_id}: an explanation would be wrong. "
             "`ttft-otel doctor --url` says which measurement is missing"

@@ -32,6 +32,10 @@ MIN_PER_WINDOW: Final = 5  # requests of each window in a stratum; with fewer a 
 UNMATCHED: Final = "unmatched"  # the stratum of requests whose kind a window has too few of
 
 
+class CannotTellError(ValueError):
+    """The stored requests cannot answer; the text says why, and what to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
     """One request that got its first token.

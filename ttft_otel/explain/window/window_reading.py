@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -27,16 +27,8 @@ WINDOW_HELP: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TimeWindow:
-    """Requests that began in [since_ns, until_ns), Unix nanoseconds."""
-
-    since_ns: int
-    until_ns: int
-
-
-def parse_window(text: str, now: datetime) -> TimeWindow:
-    """The window that `text` names, see WINDOW_HELP.
+def parse_window(text: str, now: datetime) -> tuple[int, int]:
+    """The Unix nanoseconds between which `text` lies, the end excluded; see WINDOW_HELP.
 
     now: with its time zone, in which clock times are read. Raises ValueError with a sentence.
     """
@@ -47,7 +39,7 @@ def parse_window(text: str, now: datetime) -> TimeWindow:
     until = parse_moment(until_text, now) if dots and until_text else now
     if since >= until:
         raise ValueError(f"{text!r} ends before it begins")
-    return TimeWindow(to_ns(since), to_ns(until))
+    return to_ns(since), to_ns(until)
 
 
 def parse_moment(text: str, now: datetime) -> datetime:
@@ -76,12 +68,18 @@ def to_ns(moment: datetime) -> int:
     return (moment - epoch) // timedelta(microseconds=1) * 1000
 
 
-def parse_window_option(text: str) -> TimeWindow:
-    """The window that an option names, clock times in the local zone. Raises click.UsageError."""
-    try:
-        return parse_window(text, datetime.now().astimezone())
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
+def filter_window(text: str, model: str, last: int) -> RequestFilter:
+    """The conditions for the newest `last` requests of a window. Raises click.UsageError.
+
+    text: an option's value, clock times in the local zone; "" for all times. model: "" for all models.
+    """
+    since_ns = until_ns = 0
+    if text:
+        try:
+            since_ns, until_ns = parse_window(text, datetime.now().astimezone())
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+    return RequestFilter(model=model, since_ns=since_ns, until_ns=until_ns, last=last)
 
 
 def list_with_progress(
@@ -100,6 +98,15 @@ def list_with_progress(
     return progress.track(
         requests, label, console=console, transient=True, disable=not console.is_terminal
     )
+
+
+@contextmanager
+def track_replays(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of `total` replays on a terminal; what it gives is called with the number of further ones."""
+    console = Console(stderr=True)
+    with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("replaying", total=total)
+        yield lambda done: bar.update(task, advance=done)
 
 
 def make_span_finder(opened: BreakdownSource) -> FindSpans:

@@ -11,7 +11,6 @@ the first one until the batch is stored, and a body is decompressed within a lim
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
@@ -27,15 +26,13 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2, status_pb2  # type: ignore[import-untyped]
 from starlette.requests import ClientDisconnect
 
+from ttft_otel.http.body_decoding import BodyTooLargeError, unpack_body
 from ttft_otel.http.byte_budget import ByteBudget
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.store.span_store import SpanStore, StoreUnavailableError
 
 # Of one export, compressed or not: gRPC's own default. The SDK's largest have 1 MB.
 MAX_BODY_BYTES: Final = 4 << 20
-MAX_GZIP_MEMBERS: Final = 64  # each of them copies the rest of the body
-# zlib's wbits: 15 is the largest window; 16 more selects gzip's header.
-_BITS: Final = {"gzip": 31, "deflate": 15}
 MAX_BODIES_BYTES: Final = 64 << 20  # of all bodies together
 PROTOBUF_TYPE: Final = "application/x-protobuf"
 JSON_TYPE: Final = "application/json"
@@ -47,46 +44,6 @@ MAX_DECODING: Final = 2  # bodies decoded at once; a decoded batch takes many ti
 MAX_ARRIVING_RPCS: Final = 32  # gRPC messages awaited at once: the oldest one gives way to the next
 MAX_GRPC_CONNECTIONS: Final = 256
 RETRY_AFTER_S: Final = "2"  # header value
-
-
-class BodyTooLargeError(Exception):
-    """A body with more bytes than the limit."""
-
-
-def unpack_body(data: bytes, encoding: str, limit: int = MAX_BODY_BYTES) -> bytes:
-    """Decompress a body. Raises BodyTooLargeError or OtlpDecodeError.
-
-    encoding: Content-Encoding; "" and "identity" are uncompressed. limit: bytes of the result.
-    """
-    coding = encoding.strip().lower()
-    if coding in ("", "identity"):
-        if len(data) > limit:
-            raise BodyTooLargeError(f"more than {limit} bytes")
-        return data
-    # OTLP names gzip only; deflate costs nothing more.
-    if coding not in _BITS:
-        raise otlp_decoder.OtlpDecodeError(
-            f"Content-Encoding {coding!r} is not supported; use gzip, deflate or none"
-        )
-    plain = bytearray()
-    members = 0
-    while data:  # a gzip body may consist of several members
-        members += 1
-        if members > MAX_GZIP_MEMBERS:
-            raise otlp_decoder.OtlpDecodeError(f"{coding} has more than {MAX_GZIP_MEMBERS} members")
-        stream = zlib.decompressobj(_BITS[coding])
-        try:
-            # One byte more than allowed tells that there is more, without unpacking it.
-            plain += stream.decompress(data, limit + 1 - len(plain))
-        except zlib.error as error:
-            raise otlp_decoder.OtlpDecodeError(f"not {coding}: {error}") from error
-        if len(plain) > limit:
-            raise BodyTooLargeError(f"more than {limit} bytes when unpacked")
-        # Cut off in transit: half of a batch must not be confirmed as all of it.
-        if not stream.eof:
-            raise otlp_decoder.OtlpDecodeError(f"{coding} ends too early")
-        data = stream.unused_data
-    return bytes(plain)
 
 
 class ArrivingBody:
@@ -280,7 +237,11 @@ class Receiver:
 
         Runs in a thread.
         """
-        batch = otlp_decoder.chunk_export(unpack_body(data, encoding), as_json)
+        try:
+            plain = unpack_body(data, encoding, MAX_BODY_BYTES)
+        except ValueError as error:
+            raise otlp_decoder.OtlpDecodeError(str(error)) from error
+        batch = otlp_decoder.chunk_export(plain, as_json)
         self.counts["received"] += batch.accepted + batch.refused
         self.counts["refused"] += batch.refused
         return batch, self.store.add_chunks(batch.chunks)

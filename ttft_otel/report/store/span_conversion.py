@@ -130,14 +130,16 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 42)]
 
 
 class StoredHolder(msgspec.Struct, frozen=True):
-    """A request that held another one; trace_id and span_id of its server span, "" without one."""
+    """A request whose work another one waited for."""
 
-    us: Count
+    us: Count  #: of that work; of several waiting requests their sum
     tokens: Count
-    kind: str
+    kind: str  #: see stages.HOLDING_KINDS
     request_id: str
+    # Of its server span, "" when it was not sampled.
     trace_id: str = ""
     span_id: str = ""
+    delayed: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1  #: how many requests it held
 
 
 def write_holders(raw: trace_pb2.Span) -> str:

@@ -25,9 +25,8 @@ from ttft_otel.tracing.guard import Guard
 
 MAX_WAITING_BATCHES: Final = 64  # batches in the writer's queue; more are refused with 503
 MAX_TRANSACTION_SPANS: Final = 4096  # spans in one transaction, so that no commit takes long
-RETENTION_INTERVAL_S: Final = (
-    1.0  # seconds between two looks for expired traces while nothing arrives
-)
+# Seconds between two looks for expired traces while nothing arrives.
+RETENTION_INTERVAL_S: Final = 1.0
 RETENTION_TROUBLE: Final = "retention: "  # begins last_error when old traces could not be removed
 
 QueuedBatch = tuple[Sequence[SpanChunk], "Future[int]"]

@@ -44,9 +44,8 @@ MAX_LOOKBACK_S: Final = 14 * 86_400
 Answer = TypeVar("Answer")
 # (what is done, how many are done, of how many; 0 where that is not known)
 ProgressReporter = Callable[[str, int, int], None]
-FIRST_WINDOW_S: Final = (
-    900  # of the search backwards from now; each further window is twice as long
-)
+# Of the search backwards from now; each further window is twice as long.
+FIRST_WINDOW_S: Final = 900
 MAX_WINDOW_S: Final = 86_400  # of one search
 
 

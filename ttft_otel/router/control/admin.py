@@ -27,7 +27,7 @@ from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.types import JSON_ERRORS, Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.instance_queries import build_authorization
+from ttft_otel.router.upstream.query_client import build_authorization
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 
 # Loopback: orders decide where clients' requests go, and need no token there by default.

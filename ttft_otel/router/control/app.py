@@ -6,7 +6,6 @@ command.py builds the application and runs it under uvicorn.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections import Counter
@@ -199,30 +198,26 @@ def _add_model_routes(app: FastAPI, endpoint: ProxyEndpoint) -> None:
         """The models of all instances that answer, each ID once."""
         _check_api_key(endpoint, request)
         upstream = endpoint.upstream
-        instances = upstream.pool.get(endpoint.answering_leg)
         # the client's key is the instances' one unless we have keys of our own
         authorization = (
             "" if endpoint.admission.client_keys else request.headers.get("authorization", "")
         )
         # Asked anew: an adapter may have been loaded a moment ago.
-        statuses = await asyncio.gather(
-            *(
-                upstream.health_monitor.refresh_models(instance, authorization)
-                for instance in instances
-            )
+        statuses = await upstream.health_monitor.refresh_leg_models(
+            endpoint.answering_leg, authorization
         )
-        any_answered = 200 in statuses
+        any_answered = 200 in statuses.values()
         if not any_answered and (
-            refused_status := next((instance for instance in statuses if instance in (401, 403)), 0)
+            refused_status := next((each for each in statuses.values() if each in (401, 403)), 0)
         ):
             raise RequestRejected(
                 refused_status, "The instances do not take this key.", "AuthenticationError"
             )
         merged: dict[str, Any] = {}
-        for instance, status in zip(instances, statuses, strict=True):
+        for instance, status in statuses.items():
             if status == 200 or not any_answered:  # with nobody there, what they said before
                 for card in instance.model_cards:
-                    merged.setdefault(str(card.get("id")), card)
+                    merged.setdefault(card["id"], card)
         if not merged and not any_answered:
             raise RequestRejected(
                 502, "No instance answered /v1/models; see /readyz.", "UpstreamError"

@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import Mapping
 from typing import Final
 
-import aiohttp
 import msgspec
 from msgspec import Raw
 
@@ -20,12 +19,12 @@ from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.model.names import header_names
 from ttft_otel.model.stages import DECODE
 from ttft_otel.router.types import Instance
-from ttft_otel.router.upstream.instance_queries import QUERY_ERRORS
+from ttft_otel.router.upstream.query_client import QUERY_ERRORS
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import context
 
 UNKNOWN_MODEL: Final = "ttft-otel-nobody"  # no model has this name
-RELEASE_TIMEOUT: Final = aiohttp.ClientTimeout(total=10.0)
+RELEASE_TIMEOUT_S: Final = 10.0
 SHUTDOWN_WAIT_S: Final = 2.0  # seconds to wait for running releases at shutdown
 _AUTH_HEADERS: Final = ("authorization",)
 MAX_PENDING_RELEASES: Final = 256  # in flight; further ones are left to P's time-out
@@ -68,16 +67,11 @@ class KvReleases:
         headers = {name: client_headers[name] for name in _AUTH_HEADERS if name in client_headers}
         traceparent = f"00-{context.new_span_id() * 2}-{context.new_span_id()}-00"
         try:
-            async with self._upstream.session.post(
+            await self._upstream.queries.ask(
                 f"{instance.url}{COMPLETIONS_PATH}",
-                data=msgspec.json.encode(fields),
-                headers={
-                    **headers,
-                    "content-type": "application/json",
-                    header_names.TRACEPARENT: traceparent,
-                },
-                timeout=RELEASE_TIMEOUT,
-            ) as response:
-                await response.read()
+                body=msgspec.json.encode(fields),
+                headers={**headers, header_names.TRACEPARENT: traceparent},
+                timeout_s=RELEASE_TIMEOUT_S,
+            )
         except QUERY_ERRORS:
             return  # P's time-out frees the blocks

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """List and watch EndpointSlices over HTTP, with a pod's own rights; kubernetes_source.py keeps what it says.
 
-Own code over aiohttp, which the router has anyway: the generated clients import for seconds and keep 80 MB,
+Own code over the router's client: the generated clients import for seconds and keep 80 MB,
 and leave to their callers what is hard here, listing again after 410 (docs/adr/014-discovery.md).
 """
 
@@ -11,18 +11,19 @@ import asyncio
 import os
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
-import aiohttp
 import msgspec
 
 from ttft_otel.router.errors import SourceUnreachable, WatchExpired
+from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import JSON_ERRORS
-from ttft_otel.router.upstream.bounded_body import read_bounded_body
+from ttft_otel.router.upstream.instance_answer import InstanceAnswer
+from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient, read_at_most
 
 # Where kubelet mounts a pod's token and the cluster's CA.
 ACCOUNT_FOLDER: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -85,10 +86,10 @@ class KubernetesApi:
         self._url = (
             f"{access.url}/apis/discovery.k8s.io/v1/namespaces/{quote(namespace)}/endpointslices"
         )
-        self._session: aiohttp.ClientSession | None = None
+        self._queries: QueryClient | None = None
 
     async def open(self) -> None:
-        """Make the session. Raises SourceUnreachable for a CA that cannot be read."""
+        """Make the client. Raises SourceUnreachable for a CA that cannot be read."""
         try:
             # The cluster's own CA has signed the API server's certificate, no public one.
             context = (
@@ -98,27 +99,26 @@ class KubernetesApi:
             )
         except (OSError, ssl.SSLError) as error:
             raise SourceUnreachable(f"no CA of the API server: {error}") from error
-        # True is aiohttp's default, the system's CAs: for https:// in --kubernetes-api.
-        connector = aiohttp.TCPConnector(ssl=context if context is not None else True)
-        self._session = aiohttp.ClientSession(connector=connector)
+        # None are the system's CAs: for https:// in --kubernetes-api.
+        self._queries = QueryClient(tls=context)
 
     async def close(self) -> None:
-        """Close the session; idempotent."""
-        if self._session is not None:
-            await self._session.close()
+        """Close the client; idempotent."""
+        if self._queries is not None:
+            await self._queries.close()
 
     async def list_slices(self) -> tuple[list[dict[str, Any]], str]:
         """All slices, and the version of the list, from which a watch goes on.
 
         Raises SourceUnreachable.
         """
-        timeout = aiohttp.ClientTimeout(total=LIST_TIMEOUT_S)
-        async with self._request({}, timeout) as response:
-            try:
-                listed = msgspec.json.decode(await read_bounded_body(response, MAX_LIST_BYTES))
-                return listed.get("items") or [], str(listed["metadata"]["resourceVersion"])
-            except (*JSON_ERRORS, ValueError, KeyError, AttributeError, TypeError) as error:
-                raise SourceUnreachable(f"its list cannot be read: {error!r}") from error
+        async with self._open_answer({}) as answer:
+            body = await wait_at_most(read_at_most(answer, MAX_LIST_BYTES), LIST_TIMEOUT_S)
+        try:
+            listed = msgspec.json.decode(body)
+            return listed.get("items") or [], str(listed["metadata"]["resourceVersion"])
+        except (*JSON_ERRORS, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise SourceUnreachable(f"its list cannot be read: {error!r}") from error
 
     async def watch_slices(self, version: str) -> AsyncGenerator[dict[str, Any], None]:
         """Events since `version`, until the API server ends the watch, which is normal.
@@ -132,10 +132,9 @@ class KubernetesApi:
             "resourceVersion": version,
             "timeoutSeconds": str(self.watch_s),
         }
-        # Silent beyond its end: the connection is dead.
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=self.watch_s + SILENCE_S)
-        async with self._request(query, timeout) as response:
-            async for line in split_lines(response):
+        async with self._open_answer(query) as answer:
+            # Silent beyond the watch's end: the connection is dead.
+            async for line in split_lines(answer, self.watch_s + SILENCE_S):
                 try:
                     event = msgspec.json.decode(line)
                     body, kind = event["object"], event["type"]
@@ -147,22 +146,21 @@ class KubernetesApi:
                 yield event
 
     @asynccontextmanager
-    async def _request(
-        self, query: dict[str, str], timeout: aiohttp.ClientTimeout
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        assert self._session is not None, "open() first"
-        parameters = {"labelSelector": self.selector, **query}
+    async def _open_answer(self, query: dict[str, str]) -> AsyncIterator[InstanceAnswer]:
+        assert self._queries is not None, "open() first"
+        parameters = urlencode({"labelSelector": self.selector, **query})
         headers = self.access.read_headers()
         try:
-            async with self._session.get(
-                self._url, params=parameters, headers=headers, timeout=timeout
-            ) as response:
-                if response.status != 200:
-                    raise build_error(response.status, (await response.content.read(500)).decode())
-                yield response
+            async with AsyncExitStack() as stack:
+                opening = self._queries.open_answer(f"{self._url}?{parameters}", headers=headers)
+                answer = await wait_at_most(stack.enter_async_context(opening), LIST_TIMEOUT_S)
+                if answer.status != 200:
+                    reason = await wait_at_most(answer.readany(), LIST_TIMEOUT_S)
+                    raise build_error(answer.status, reason[:500].decode())
+                yield answer
         except asyncio.TimeoutError as error:
             raise SourceUnreachable(f"{self.access.url} does not answer") from error
-        except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
+        except (*QUERY_ERRORS, UnicodeDecodeError) as error:
             raise SourceUnreachable(
                 f"{self.access.url}: {error or type(error).__name__}"
             ) from error
@@ -178,10 +176,10 @@ def build_error(status: int, message: str) -> SourceUnreachable | WatchExpired:
     return SourceUnreachable(f"the API server answered {status}: {message[:400]}")
 
 
-async def split_lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Lines of a stream; aiohttp's readline() refuses those beyond its buffer, and a slice may be longer."""
+async def split_lines(answer: InstanceAnswer, silence_s: float) -> AsyncIterator[bytes]:
+    """Lines of a stream. Raises TimeoutError when nothing comes for `silence_s` seconds."""
     rest = bytearray()
-    async for chunk in response.content.iter_any():
+    while chunk := await wait_at_most(answer.readany(), silence_s):
         rest += chunk
         # Looked for in the chunk: a long event would be searched again with each one.
         if b"\n" in chunk:

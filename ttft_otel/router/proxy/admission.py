@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import re
 from collections import Counter
@@ -15,7 +14,7 @@ from ttft_otel.router.disagg.request_body import RequestBody
 from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.types import AsgiScope
 from ttft_otel.router.upstream.http_headers import ClientHeaders
-from ttft_otel.router.upstream.instance_queries import build_authorization
+from ttft_otel.router.upstream.query_client import build_authorization
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import clock
 
@@ -138,12 +137,7 @@ class AdmissionGate:
         ):  # the model may have been loaded a moment ago
             # Before the wait, so that requests that come meanwhile do not ask, too.
             self._refreshed_us = now_us
-            await asyncio.gather(
-                *(
-                    self.upstream.health_monitor.refresh_models(instance, authorization)
-                    for instance in pool.get(leg)
-                )
-            )
+            await self.upstream.health_monitor.refresh_leg_models(leg, authorization, kept_s=0)
         if not pool.knows_model(leg, model):
             # Cut: a client chooses its length.
             message = f"The model `{model[:256]}` does not exist."

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import aiohttp
 from msgspec.structs import replace
 
 from ttft_otel.model.stages import ENCODE
@@ -34,6 +33,7 @@ from ttft_otel.router.types import (
     RoutingRequest,
 )
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.query_client import QueryClient
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.guard import Guard
 
@@ -156,12 +156,12 @@ class RoutingService:
             else (self.prefilling_leg,)
         )
 
-    async def start(self, session: aiohttp.ClientSession) -> None:
-        """Start the prompt reader and the prefix source with this `session`."""
+    async def start(self, queries: QueryClient) -> None:
+        """Start the prompt reader and the prefix source with these `queries`."""
         if self.prompt_reader is not None:
-            await self.prompt_reader.start(session)
+            await self.prompt_reader.start(queries)
         if self.prefix_source is not None:
-            await self.prefix_source.start(session, self.pool)
+            await self.prefix_source.start(queries, self.pool)
         self._remove_listener = self.pool.change_listeners.add(self.sync_instances)
 
     async def close(self) -> None:

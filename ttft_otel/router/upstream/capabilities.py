@@ -10,11 +10,9 @@ import asyncio
 import functools
 from typing import Final
 
-import aiohttp
-
 from ttft_otel.router.types import Instance
-from ttft_otel.router.upstream.instance_queries import QUERY_ERRORS
 from ttft_otel.router.upstream.metrics_parser import InstanceCapabilities, parse_capabilities
+from ttft_otel.router.upstream.query_client import QUERY_ERRORS
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import clock
 
@@ -22,7 +20,7 @@ MAX_AGE_US: Final = (
     60_000_000  # microseconds; an instance may be restarted with another configuration
 )
 RETRY_DELAY_US: Final = 5_000_000  # microseconds before a failed query is repeated
-CAPABILITY_TIMEOUT: Final = aiohttp.ClientTimeout(total=2.0)
+CAPABILITY_TIMEOUT_S: Final = 2.0  # seconds for each page
 
 
 # When to ask again (0: at once), and what is known until then.
@@ -80,5 +78,5 @@ class CapabilityCache:
         )
 
     async def _fetch_page(self, url: str) -> bytes:
-        async with self._upstream.session.get(url, timeout=CAPABILITY_TIMEOUT) as response:
-            return await response.read()
+        answer = await self._upstream.queries.ask(url, timeout_s=CAPABILITY_TIMEOUT_S)
+        return answer.body

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kept connections to instances, and the heads of requests on them; upstream_client.py sends by it.
+"""Kept connections, and the heads of requests on them; upstream_client.py and query_client.py send by it.
 
 aiohttp's connector opens them (names, both address families, TLS). Its session would cost a request as
 much as all the rest of the router.
@@ -30,13 +30,11 @@ class InstanceOrigin:
 
     __slots__ = ("request", "path_prefix", "host", "idle")
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str) -> None:
         # encoded: a path prefix is sent as the operator wrote it, without yarl's normalisation.
         parsed = URL(url, encoded=True)
         # only its address is used, to open connections
-        self.request = aiohttp.ClientRequest(
-            "POST", parsed, loop=asyncio.get_running_loop(), session=session
-        )
+        self.request = aiohttp.ClientRequest("POST", parsed, loop=asyncio.get_running_loop())
         self.path_prefix = parsed.raw_path.rstrip("/")
         self.host = parsed.host_port_subcomponent
         self.idle: list[InstanceConnection] = []  # the one used last at the end
@@ -45,19 +43,24 @@ class InstanceOrigin:
 class ConnectionPool:
     """Connections to all instances; all of it runs on the event loop.
 
-    keepalive_s: seconds for which idle ones stay open. connect_timeout_s, total_timeout_s: seconds to
-    connect, and for a whole answer (0: any time). max_header_bytes: of one header of an answer.
+    Args:
+        connector: Opens the connections; whoever made it closes it.
+        keepalive_s: Seconds for which idle connections stay open.
+        connect_timeout_s: Seconds to connect.
+        total_timeout_s: Seconds for a whole answer, 0 for any time.
+        max_header_bytes: Bytes of one header of an answer.
     """
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        connector: aiohttp.TCPConnector,
         keepalive_s: float,
         connect_timeout_s: float,
         total_timeout_s: float,
         max_header_bytes: int,
     ) -> None:
-        self._session, self._max_header_bytes = session, max_header_bytes
+        self._connector = connector
+        self._max_header_bytes = max_header_bytes
         self._origins: dict[str, InstanceOrigin] = {}
         self._idle_since: DeadlineQueue[InstanceConnection] = DeadlineQueue(keepalive_s)
         self._total_timeout_s = total_timeout_s
@@ -74,17 +77,46 @@ class ConnectionPool:
         target: path and query. body: its parts. Notes in `attempt` when it was sent: when its connection
         was requested or, if an open one is used, obtained. Raises UPSTREAM_ERRORS.
         """
-        url = attempt.instance.url
-        origin = self._origins.get(url)
-        if origin is None:
-            origin = self._origins[url] = InstanceOrigin(url, self._session)
+        origin = self._get_origin(attempt.instance.url)
         length = sum(map(len, body))
-        head = _encode_head(origin, target, headers, length)
+        head = _encode_head(origin, "POST", target, headers, length)
         connection = self._take_idle(origin)
         # Before it is opened, so that the time which that takes counts to the hop.
         attempt.record_sent(is_new_connection=connection is None)
         if connection is None:
             connection = await self._open_connection(origin)
+        return await self._exchange(connection, head, body, length)
+
+    async def send_query(
+        self, method: str, url: URL, headers: Mapping[str, str], body: bytes | None
+    ) -> InstanceAnswer:
+        """Send a question to `url`, and wait for the head of its answer. Raises UPSTREAM_ERRORS.
+
+        A kept connection that its server has closed is replaced: questions may be asked twice.
+        """
+        origin = self._get_origin(str(url.origin()))
+        length = None if body is None else len(body)
+        head = _encode_head(origin, method, url.raw_path_qs, headers, length)
+        while True:
+            kept = self._take_idle(origin)
+            connection = kept or await self._open_connection(origin)
+            try:
+                return await self._exchange(connection, head, (body or b"",), length or 0)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                # Ends: there is one kept connection less after each turn.
+                if kept is None:
+                    raise
+
+    def _get_origin(self, url: str) -> InstanceOrigin:
+        origin = self._origins.get(url)
+        if origin is None:
+            origin = self._origins[url] = InstanceOrigin(url)
+        return origin
+
+    async def _exchange(
+        self, connection: InstanceConnection, head: bytes, body: Sequence[bytes], length: int
+    ) -> InstanceAnswer:
+        """Send `head` and `body`, of so many bytes, and wait for the head of the answer."""
         # A small body leaves with its head, in one write; a large one gives others their turn.
         is_large = length > PIECE_BYTES
         answer = connection.send_request((head,) if is_large else (head, *body))
@@ -101,7 +133,7 @@ class ConnectionPool:
         return answer
 
     def close(self) -> None:
-        """Close the connections that are idle; the session closes the others."""
+        """Close the connections that are idle; the connector closes the others."""
         for origin in self._origins.values():
             for connection in origin.idle:
                 self._idle_since.forget(connection)
@@ -119,11 +151,8 @@ class ConnectionPool:
         return None
 
     async def _open_connection(self, origin: InstanceOrigin) -> InstanceConnection:
-        connector = self._session.connector
-        if connector is None:
-            raise aiohttp.ClientConnectionError("The session is closed.")
         try:
-            lease = await connector.connect(origin.request, [], self._timeout)
+            lease = await self._connector.connect(origin.request, [], self._timeout)
         except asyncio.TimeoutError as error:
             # As aiohttp's session would raise it: retry.py knows then that nothing was sent.
             raise aiohttp.ConnectionTimeoutError(
@@ -140,13 +169,21 @@ class ConnectionPool:
 
 
 def _encode_head(
-    origin: InstanceOrigin, target: str, headers: Mapping[str, str], length: int
+    origin: InstanceOrigin,
+    method: str,
+    target: str,
+    headers: Mapping[str, str],
+    length: int | None,
 ) -> bytes:
-    """The head of a POST. Raises ValueError for what would be more than a header."""
+    """The head of a request; `length`: of its body, None for none.
+
+    Raises ValueError for what would be more than a header.
+    """
     lines = [f"{name}: {value}" for name, value in headers.items()]
-    lines.append(f"Content-Length: {length}")
+    if length is not None:
+        lines.append(f"Content-Length: {length}")
     # Clients choose both: a line break in them would begin a header, or a request, of their own.
     if _CONTROL_CHARACTER.search("".join(lines)) or " " in target:
         raise ValueError("control characters in the headers of a request")
-    start = f"POST {origin.path_prefix}{target} HTTP/1.1\r\nHost: {origin.host}\r\n"
+    start = f"{method} {origin.path_prefix}{target} HTTP/1.1\r\nHost: {origin.host}\r\n"
     return (start + "\r\n".join(lines) + "\r\n\r\n").encode()

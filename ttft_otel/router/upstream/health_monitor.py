@@ -4,20 +4,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import Any, Final
 
-import aiohttp
+import msgspec
 
 from ttft_otel.model.endpoints import MODELS_PATH
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.failures import describe_error, is_resource_shortage
-from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.instance_queries import (
+from ttft_otel.router.upstream.instance_pool import InstancePool, describe_instance
+from ttft_otel.router.upstream.query_client import (
     QUERY_ERRORS,
-    QUERY_TIMEOUT,
+    QueryClient,
     build_authorization,
 )
 
@@ -25,6 +27,13 @@ PROBE_INTERVAL_S: Final = 5.0  # seconds between two probes of a healthy instanc
 FAILED_PROBE_INTERVAL_S: Final = 1.0  # seconds between two probes of a failed instance
 MAX_MISSED_PROBES: Final = 2  # consecutive time-outs; a busy server may miss one
 PROBES_PER_MODEL_CHECK: Final = 6  # probes between two requests for its models
+# Of one instance's list of models: one that has more, or longer names, is not read.
+MAX_MODELS_BYTES: Final = 1 << 20
+MAX_MODELS: Final = 1024
+MAX_MODEL_NAME_CHARS: Final = 256
+MODELS_KEPT_S: Final = 1.0  # seconds for which what the instances have said of their models is kept
+MAX_MODEL_ROUNDS: Final = 64  # of callers with different keys, the oldest is forgotten
+log: Final = logging.getLogger("ttft_otel")
 
 
 class HealthMonitor:
@@ -38,15 +47,20 @@ class HealthMonitor:
     ) -> None:
         self.pool, self.interval_s = pool, interval_s
         self.authorization = build_authorization(api_key)
-        self._session: aiohttp.ClientSession | None = None
+        self._queries: QueryClient | None = None
         self._tasks: dict[Instance, asyncio.Task[None]] = {}
         self._wake_events: dict[Instance, asyncio.Event] = {}
         self._ending_tasks: set[asyncio.Task[None]] = set()  # cancelled, and not over yet
         self._remove_listeners: list[Callable[[], None]] = []
+        self._unreadable: set[Instance] = set()  # whose list of models could not be read
+        # By instances and authorization, the oldest first: when the round began, and its statuses.
+        self._model_rounds: dict[
+            tuple[tuple[Instance, ...], str], tuple[float, asyncio.Task[dict[Instance, int]]]
+        ] = {}
 
-    async def start(self, session: aiohttp.ClientSession) -> None:
+    async def start(self, queries: QueryClient) -> None:
         """Begin to watch whoever is in the pool, and whoever comes."""
-        self._session = session
+        self._queries = queries
         self._remove_listeners = [
             self.pool.failure_listeners.add(self.request_probe),
             self.pool.change_listeners.add(self.sync_instances),
@@ -64,6 +78,7 @@ class HealthMonitor:
     def sync_instances(self) -> None:
         """Watch the instances that are in the pool now, and no others."""
         current = set(self.pool)
+        self._unreadable &= current
         self._stop_watching([instance for instance in self._tasks if instance not in current])
         for instance in current - set(self._tasks):
             self._wake_events[instance] = asyncio.Event()
@@ -119,12 +134,10 @@ class HealthMonitor:
         """Probe /health of `instance` and set its state; a status below 500 is success. Returns success."""
         reason, has_timed_out = "", False
         try:
-            async with self.session.get(
-                f"{instance.url}/health", timeout=QUERY_TIMEOUT
-            ) as response:
-                # Below 500 it lives: it may not know /health (404), or want a key (401).
-                if response.status >= 500:
-                    reason = f"its /health responded with status {response.status}"
+            answer = await self.queries.ask(f"{instance.url}/health", max_bytes=0)
+            # Below 500 it lives: it may not know /health (404), or want a key (401).
+            if answer.status >= 500:
+                reason = f"its /health responded with status {answer.status}"
         except asyncio.TimeoutError:
             reason, has_timed_out = "its /health probe timed out", True
         except QUERY_ERRORS as error:
@@ -139,6 +152,33 @@ class HealthMonitor:
             self.pool.mark_failed(instance, reason)
         return not reason
 
+    async def refresh_leg_models(
+        self, leg: str, authorization: str = "", kept_s: float = MODELS_KEPT_S
+    ) -> Mapping[Instance, int]:
+        """Read /v1/models of all instances of `leg`; what `refresh_models` gives, by instance.
+
+        However many callers ask with the same authorization, instances are asked once at a time, and not
+        again for `kept_s` seconds.
+        """
+        # The router's own key hides the client's, so all clients are one caller.
+        key = (self.pool.get(leg), self.authorization or authorization)
+        now_s = monotonic()
+        since_s, task = self._model_rounds.get(key, (0.0, None))
+        if task is None or (task.done() and now_s - since_s > kept_s):
+            task = asyncio.create_task(self._ask_models(*key))
+            self._model_rounds.pop(key, None)
+            if len(self._model_rounds) >= MAX_MODEL_ROUNDS:
+                del self._model_rounds[next(iter(self._model_rounds))]
+            self._model_rounds[key] = (now_s, task)
+        # Shielded: a caller that leaves must not take the answer from the others.
+        return await asyncio.shield(task)
+
+    async def _ask_models(
+        self, instances: tuple[Instance, ...], authorization: str
+    ) -> dict[Instance, int]:
+        asking = (self.refresh_models(each, authorization) for each in instances)
+        return dict(zip(instances, await asyncio.gather(*asking), strict=True))
+
     async def refresh_models(self, instance: Instance, authorization: str = "") -> int:
         """Read /v1/models of `instance`. Returns the status, 0 without a valid response.
 
@@ -147,7 +187,7 @@ class HealthMonitor:
         status, model_cards = await self._fetch_models(instance, authorization)
         if model_cards is None:
             return status
-        models = frozenset(str(card.get("id")) for card in model_cards)
+        models = frozenset(card["id"] for card in model_cards)
         # Candidates were computed by the models; without a change they stay.
         if models != instance.models:
             instance.models = models
@@ -162,20 +202,48 @@ class HealthMonitor:
         own_or_client = self.authorization or authorization
         headers = {"Authorization": own_or_client} if own_or_client else {}
         try:
-            async with self.session.get(url, timeout=QUERY_TIMEOUT, headers=headers) as response:
-                if response.status != 200:
-                    return response.status, None
-                body = await response.json()
-        except (*QUERY_ERRORS, ValueError):
+            answer = await self.queries.ask(url, headers=headers, max_bytes=MAX_MODELS_BYTES)
+            if answer.status != 200:
+                return answer.status, None
+            return 200, parse_model_cards(answer.body)
+        except ValueError as error:
+            # Once for each instance: the list is asked for again and again.
+            if instance not in self._unreadable:
+                self._unreadable.add(instance)
+                log.warning(
+                    "ttft-otel: the list of models of %s cannot be read, requests for any model go to it: %s",
+                    describe_instance(instance),
+                    describe_error(error),
+                )
             return 0, None
-        data = body.get("data") if isinstance(body, dict) else None
-        if not isinstance(data, list):
+        except QUERY_ERRORS:
             return 0, None
-        return 200, tuple(card for card in data if isinstance(card, dict))
 
     @property
-    def session(self) -> aiohttp.ClientSession:
-        """The upstream client's session; RuntimeError before `start`."""
-        if self._session is None:
+    def queries(self) -> QueryClient:
+        """The upstream client's client for questions; RuntimeError before `start`."""
+        if self._queries is None:
             raise RuntimeError("HealthMonitor is not started; serve the app with its lifespan on")
-        return self._session
+        return self._queries
+
+
+def parse_model_cards(body: bytes) -> tuple[dict[str, Any], ...]:
+    """The cards of an answer to /v1/models.
+
+    Raises ValueError for what is no list of models, or one with too many or with a name that is too long.
+    """
+    try:
+        fields = msgspec.json.decode(body)
+    except RecursionError as error:
+        raise ValueError("lists in lists") from error
+    data = fields.get("data") if isinstance(fields, dict) else None
+    if not isinstance(data, list):
+        raise ValueError("no list of models")
+    cards = tuple(
+        card for card in data if isinstance(card, dict) and isinstance(card.get("id"), str)
+    )
+    if len(cards) > MAX_MODELS:
+        raise ValueError(f"more than {MAX_MODELS} models")
+    if any(len(card["id"]) > MAX_MODEL_NAME_CHARS for card in cards):
+        raise ValueError(f"a model's name of more than {MAX_MODEL_NAME_CHARS} characters")
+    return cards

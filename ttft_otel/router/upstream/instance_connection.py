@@ -19,10 +19,14 @@ from ttft_otel.router.types import HeaderList
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 
 MAX_ANSWER_HEADERS: Final = 128
+# Heads before the answer's own, 100 Continue or 103 Early Hints, and the bytes of all their headers.
+MAX_INTERIM_HEADS: Final = 16
+MAX_INTERIM_BYTES: Final = 65_536
 # Written in one turn of the event loop: all of 60 MB at once holds it for 100 ms while the instance reads.
 PIECE_BYTES: Final = 1 << 20
 _SWITCHING_PROTOCOLS: Final = 101
 _BODILESS_STATUSES: Final = (204, 304)
+_MAX_STATUS: Final = 599
 
 
 class InstanceConnection(asyncio.Protocol):
@@ -49,6 +53,8 @@ class InstanceConnection(asyncio.Protocol):
         self._answer: InstanceAnswer | None = None
         self._headers: HeaderList = []
         self._idle_bytes = 0  # received since the last header or part of a body
+        self._interim_heads = 0  # of this answer
+        self._interim_bytes = 0
         self._is_complete = self._keeps_alive = False
         self._is_sending = self._is_full = False
         self._sender: asyncio.Future[None] | None = None  # waits until more can be written
@@ -70,6 +76,8 @@ class InstanceConnection(asyncio.Protocol):
         self._headers = []
         self._is_complete = False
         self._idle_bytes = 0
+        self._interim_heads = 0
+        self._interim_bytes = 0
         # In one call, so that a head and a small body can leave in one segment.
         self.transport.writelines(parts)
         return answer
@@ -147,7 +155,7 @@ class InstanceConnection(asyncio.Protocol):
             parser.feed_data(data)
         except httptools.HttpParserError as error:
             # What one of the callbacks below raised is the context of the parser's error.
-            self._end_unreadable(answer, had_head, str(error.__context__ or error))
+            self._end_unreadable(answer, had_head, error.__context__ or error)
             return
         parts = self._body_parts
         if parts:
@@ -159,7 +167,7 @@ class InstanceConnection(asyncio.Protocol):
             self._finish(answer)
         # The parser holds an unfinished header: without a bound it could grow for ever.
         elif self._idle_bytes > self._max_header_bytes:
-            self._end_unreadable(answer, bool(answer.status), "a header is too long")
+            self._end_unreadable(answer, bool(answer.status), ValueError("a header is too long"))
         elif not answer.is_pushed:
             answer.wake_reader()
 
@@ -199,17 +207,23 @@ class InstanceConnection(asyncio.Protocol):
         else:
             self.close()
 
-    def _end_unreadable(self, answer: InstanceAnswer, had_head: bool, reason: str) -> None:
-        """End the connection: what came is no answer, or more than one.
+    def _end_unreadable(self, answer: InstanceAnswer, had_head: bool, cause: BaseException) -> None:
+        """End the connection: what came is no answer, or more than one, as `cause` says.
 
         A head that came together with it is not trusted either: what is behind an answer shows that its
         length is wrong.
         """
         self.close()
-        error = aiohttp.ClientResponseError(
-            self._request.request_info, (), status=400, message=reason
-        )
-        answer.fail(aiohttp.ClientPayloadError(reason) if had_head else error, not had_head)
+        reason = str(cause)
+        error: aiohttp.ClientError
+        # A payload error counts against the instance, the other one does not (failures.py).
+        if had_head or isinstance(cause, aiohttp.ClientPayloadError):
+            error = aiohttp.ClientPayloadError(reason)
+        else:
+            error = aiohttp.ClientResponseError(
+                self._request.request_info, (), status=400, message=reason
+            )
+        answer.fail(error, not had_head)
 
     # Events of the parser; exceptions end the parsing.
 
@@ -234,16 +248,33 @@ class InstanceConnection(asyncio.Protocol):
         assert self._parser is not None and self._answer is not None
         status = self._parser.get_status_code()
         headers, self._headers = self._headers, []
-        # Below 200 are interim answers, 100 Continue or 103 Early Hints: the answer follows.
-        if status >= 200:
+        if 200 <= status <= _MAX_STATUS:
+            if status in _BODILESS_STATUSES and _announces_body(headers):
+                raise aiohttp.ClientPayloadError(f"a length with status {status}")
             self._answer.begin(status, headers)
             self._keeps_alive = self._parser.should_keep_alive()
-        elif status == _SWITCHING_PROTOCOLS:
-            raise ValueError("another protocol")
+        else:
+            self._take_interim_head(status, headers)
+
+    def _take_interim_head(self, status: int, headers: HeaderList) -> None:
+        """Count the head of an interim answer. Raises ClientPayloadError for too many, and for other heads.
+
+        No client can provoke these, so that they count against the instance.
+        """
+        if not 100 <= status < 200 or status == _SWITCHING_PROTOCOLS:
+            raise aiohttp.ClientPayloadError(f"status {status}")
+        self._interim_heads += 1
+        self._interim_bytes += sum(len(name) + len(value) for name, value in headers)
+        if self._interim_heads > MAX_INTERIM_HEADS or self._interim_bytes > MAX_INTERIM_BYTES:
+            raise aiohttp.ClientPayloadError("too many interim answers")
 
     def on_message_complete(self) -> None:
         """The answer is complete."""
         self._is_complete = self._answer is not None and bool(self._answer.status)
+
+
+def _announces_body(headers: HeaderList) -> bool:
+    return any(name == b"content-length" and value.strip(b" 0") for name, value in headers)
 
 
 def _ends_with_connection(answer: InstanceAnswer) -> bool:

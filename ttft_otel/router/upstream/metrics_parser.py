@@ -11,7 +11,8 @@ from typing import Final
 _CACHE_INFO_PATTERN: Final = re.compile(rb"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _VERSION_PATTERN: Final = re.compile(rb'"version":\s*"(\d+)\.(\d+)')
 # Escaped quotes are not understood: the values that are read here have none.
-_LABEL_PATTERN: Final = re.compile(rb'(\w+)="([^"]*)"')
+# \b: a long word is looked through once, not once from each of its letters.
+_LABEL_PATTERN: Final = re.compile(rb'\b(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True)

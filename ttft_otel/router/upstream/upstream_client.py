@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import aiohttp
 
@@ -22,24 +22,56 @@ from ttft_otel.router.upstream.first_byte_wait import FirstByteWait
 from ttft_otel.router.upstream.health_monitor import HealthMonitor
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.query_client import CONNECT_TIMEOUT_S, KEEPALIVE_S, QueryClient
 from ttft_otel.tracing import clock, context
 
-CONNECT_TIMEOUT_S: Final = 10.0  # seconds to connect; a response may take any time
-KEEPALIVE_S: Final = (
-    4.0  # seconds; vLLM closes idle connections after 5, and must not win that race
-)
 _SERVER_TIMING: Final = header_names.SERVER_TIMING.lower().encode()
 NOT_STARTED: Final = "UpstreamClient is not started; serve the app with its lifespan on"
-_SKIPPED_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+
+
+class Chooser(Protocol):
+    """Chooses instances for the upstream client and is told of each attempt; RoutingService."""
+
+    async def start(self, queries: QueryClient) -> None:
+        """Begin to learn what instances have cached."""
+        ...
+
+    async def close(self) -> None:
+        """End that."""
+        ...
+
+    def choose_instance(
+        self,
+        request: types.RoutingRequest,
+        candidates: Sequence[types.Instance],
+        now_us: int,
+        is_retry: bool,
+    ) -> types.Decision:
+        """Pick one of `candidates` (never empty) for the leg of `request`. Raises SloUnreachable."""
+        ...
+
+    def get_policy_name(self, leg: str) -> str:
+        """The name of the policy that chooses for a leg."""
+        ...
+
+    def book_request(
+        self, request: types.RoutingRequest, decision: types.Decision, span_id: str, now_us: int
+    ) -> types.AttemptBooking | None:
+        """An attempt starts; None where the leg's policy does not track load."""
+        ...
+
+    def needs_timing(self, leg: str) -> bool:
+        """Whether the leg's policy learns from the Server-Timing of instances."""
+        ...
 
 
 class UpstreamClient:
-    """The client session to all instances; started and closed on the event loop."""
+    """Requests and questions to all instances; started and closed on the event loop."""
 
     def __init__(
         self,
         pool: InstancePool,
-        chooser: types.Chooser,
+        chooser: Chooser,
         max_retries: int = retry.MAX_RETRIES,
         budget_ratio: float = retry.RETRY_BUDGET_RATIO,
         health_monitor: HealthMonitor | None = None,
@@ -51,51 +83,46 @@ class UpstreamClient:
         self.max_retries, self.retry_budget = max_retries, retry.RetryBudget(budget_ratio)
         self.health_monitor = health_monitor or HealthMonitor(self.pool)
         self.retry_counts: dict[str, int] = {}
-        self._session: aiohttp.ClientSession | None = None
+        self._queries: QueryClient | None = None
+        self._connector: aiohttp.TCPConnector | None = None
         self._connections: ConnectionPool | None = None
 
     async def start(self) -> None:
-        """Open the session, and start health probes and routing."""
-        self._session = aiohttp.ClientSession(
-            # the engines queue, not the router
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(
-                total=self.limits.total_timeout or None, sock_connect=CONNECT_TIMEOUT_S
-            ),
-            max_line_size=self.limits.max_answer_header_bytes,
-            max_field_size=self.limits.max_answer_header_bytes,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=_SKIPPED_HEADERS,
-        )
+        """Open the clients, and start health probes and routing."""
+        self._queries = QueryClient(self.limits.max_answer_header_bytes)
+        # No limit of connections: the engines queue, not the router.
+        self._connector = aiohttp.TCPConnector(limit=0)
         self._connections = ConnectionPool(
-            self._session,
+            self._connector,
             KEEPALIVE_S,
             CONNECT_TIMEOUT_S,
             self.limits.total_timeout,
             self.limits.max_answer_header_bytes,
         )
-        await self.health_monitor.start(self._session)
-        await self.chooser.start(self._session)
+        await self.health_monitor.start(self._queries)
+        await self.chooser.start(self._queries)
 
     async def close(self) -> None:
         """Close every connection."""
-        # In reverse order of start(): the session is closed when nobody uses it any more.
+        # In reverse order of start(): the clients are closed when nobody uses them any more.
         await self.chooser.close()
         await self.health_monitor.close()
         if self._connections is not None:
             self._connections.close()
             self._connections = None
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._connector is not None:
+            await self._connector.close()
+            self._connector = None
+        if self._queries is not None:
+            await self._queries.close()
+            self._queries = None
 
     @property
-    def session(self) -> aiohttp.ClientSession:
-        """The HTTP session for the router's own questions; RuntimeError before `start`."""
-        if self._session is None:
+    def queries(self) -> QueryClient:
+        """The client for the router's own questions; RuntimeError before `start`."""
+        if self._queries is None:
             raise RuntimeError(NOT_STARTED)
-        return self._session
+        return self._queries
 
     async def send_request(
         self,

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-import aiohttp
 import msgspec
 import uvloop
 
@@ -31,6 +30,7 @@ from ttft_otel.router.routing.prefixes.keeper_frames import (
 )
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.query_client import QueryClient
 from ttft_otel.tracing.guard import Guard
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ class IndexKeeper:
     async def _tell_forever(self) -> None:
         """Start the source once a worker has named its instances; then tell all workers how it goes."""
         await self._is_following.wait()
-        async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
-            await self.source.start(session, self.pool)
+        async with QueryClient() as queries:
+            await self.source.start(queries, self.pool)
             self._is_started = True
             try:
                 while True:

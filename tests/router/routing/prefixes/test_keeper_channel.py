@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from lab.fake_vllm.kv_publisher import FakePublisher, run_publisher
@@ -25,6 +24,7 @@ from ttft_otel.router.routing.prefixes.kept_source import KeptPrefixSource
 from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
 from ttft_otel.router.routing.prompts.prompt_reader import Prompt
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.query_client import QueryClient
 from ttft_otel.router.workers.index_keeper import IndexKeeper
 
 BLOCK_TOKENS = 4
@@ -57,8 +57,8 @@ async def run_keeper(path: Path) -> AsyncIterator[IndexKeeper]:
 async def run_source(path: Path, *urls: str) -> AsyncIterator[KeptPrefixSource]:
     """A worker's source that asks the keeper at `path`."""
     source = KeptPrefixSource(BLOCK_TOKENS, 1000)
-    async with aiohttp.ClientSession() as session:
-        await source.start(session, build_fleet(*urls))
+    async with QueryClient() as queries:
+        await source.start(queries, build_fleet(*urls))
         source.join_keeper(path)
         try:
             yield source
@@ -157,7 +157,7 @@ async def test_a_keeper_that_cannot_follow(path: Path) -> None:
     """It ends with the error, so that the supervisor says so and starts another one."""
 
     class FailingSource(KvEventsSource):
-        async def start(self, session: aiohttp.ClientSession, pool: InstancePool) -> None:
+        async def start(self, queries: QueryClient, pool: InstancePool) -> None:
             raise OSError("no sockets left")
 
     read_fd, write_fd = os.pipe()

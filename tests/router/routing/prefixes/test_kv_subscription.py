@@ -12,7 +12,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import aiohttp
 import pytest
 import zmq.asyncio
 from aiohttp import web
@@ -34,6 +33,7 @@ from ttft_otel.router.routing.prefixes.reported_index import ReportedIndex
 from ttft_otel.router.routing.prefixes.time_slices import run_sliced
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.query_client import QueryClient
 
 BLOCK_TOKENS = 4
 PROMPT_IDS = [*range(5 * BLOCK_TOKENS)]
@@ -46,8 +46,8 @@ async def run_source(
 ) -> AsyncIterator[PrefixSource]:
     """A source that follows this fleet."""
     source = source or prefixes.build_source("kv-events")
-    async with aiohttp.ClientSession() as session:
-        await source.start(session, fleet)
+    async with QueryClient() as queries:
+        await source.start(queries, fleet)
         try:
             yield source
         finally:

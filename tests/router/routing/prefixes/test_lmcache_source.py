@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
@@ -21,6 +20,7 @@ from ttft_otel.router.routing.prefixes import PrefixSource, lmcache_source
 from ttft_otel.router.routing.prompts.prompt_reader import Prompt
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.query_client import QueryClient
 
 A, B = "http://127.0.0.1:1", "http://127.0.0.2:2"
 PROMPT_IDS = tuple(range(64))
@@ -62,11 +62,11 @@ async def run_source(controller: FakeController, *names: str) -> AsyncIterator[P
     app = web.Application()
     app.router.add_post("/lookup", controller.answer_lookup)
     app.router.add_post("/query_instance", controller.answer_query)
-    async with fake_instances.run_web_app(app) as url, aiohttp.ClientSession() as session:
+    async with fake_instances.run_web_app(app) as url, QueryClient() as queries:
         source = prefixes.build_source("lmcache", lmcache_url=f"{url}/", lmcache_instances=names)
         try:
             fleet = InstancePool({"mono": [parse_instance_url(each, "mono") for each in (A, B)]})
-            await source.start(session, fleet)
+            await source.start(queries, fleet)
             yield source
         finally:
             await source.close()
@@ -201,9 +201,9 @@ async def test_same_address() -> None:
     fleet = InstancePool(
         {"mono": [parse_instance_url(f"http://127.0.0.1:{at}", "mono") for at in (1, 2)]}
     )
-    async with aiohttp.ClientSession() as session:
+    async with QueryClient() as queries:
         try:
             with pytest.raises(ValueError, match="share an address.*--lmcache-instances"):
-                await source.start(session, fleet)
+                await source.start(queries, fleet)
         finally:
             await source.close()

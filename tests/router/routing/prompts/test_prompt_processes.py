@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
@@ -32,6 +31,7 @@ from ttft_otel.router.routing.prompts.child_frames import NO_TOKENIZER, Tokenize
 from ttft_otel.router.routing.prompts.tokenizer_worker import TokenizerWorker
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.query_client import QueryClient
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 HELLO_BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hello"}]}).encode()
@@ -70,9 +70,9 @@ async def wait_for_prompt(
 @asynccontextmanager
 async def run_reader(*reader_arguments: Any, **more: Any) -> AsyncIterator[PromptReader]:
     """A reader that is closed in the end."""
-    async with aiohttp.ClientSession() as session:
+    async with QueryClient() as queries:
         prompt_reader = build_reader(*reader_arguments, **more)
-        await prompt_reader.start(session)
+        await prompt_reader.start(queries)
         try:
             yield prompt_reader
         finally:

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
-import aiohttp
 import msgspec
 
 try:
@@ -31,9 +30,8 @@ from ttft_otel.router.routing.prefixes.kv_subscription import Subscription
 from ttft_otel.router.routing.prefixes.prefix_source import list_prefilling
 from ttft_otel.router.routing.prefixes.reported_index import ReportedIndex
 from ttft_otel.router.routing.prefixes.sent_prefixes import SentPrefixSource
-from ttft_otel.router.upstream.bounded_body import read_bounded_body
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.instance_queries import QUERY_TIMEOUT
+from ttft_otel.router.upstream.query_client import QueryClient
 
 MAX_ANSWER_BYTES: Final = 64 << 10  # of /kv_event_sources
 MAX_SOCKETS: Final = 16_384  # of all subscriptions: three for each rank; ZMQ's default is 1023
@@ -54,12 +52,12 @@ class KvEventsSource(SentPrefixSource):
         self._subscriptions: dict[str, Subscription] = {}
         self._context: zmq.asyncio.Context | None = None
 
-    async def start(self, session: aiohttp.ClientSession, pool: InstancePool) -> None:
+    async def start(self, queries: QueryClient, pool: InstancePool) -> None:
         """Subscribe to the instances of `pool` that prefill."""
         self._context = zmq.asyncio.Context()
         # Before the first socket: later it has no effect.
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        await super().start(session, pool)
+        await super().start(queries, pool)
         for url in self.configured_endpoints.keys() - self._subscriptions.keys():
             log.warning(
                 "ttft-otel: --kv-events-endpoint names %s, which is no instance that prefills: its "
@@ -95,19 +93,16 @@ class KvEventsSource(SentPrefixSource):
 
         Raises what the HTTP request or `parse_announced` raises.
         """
-        if self._session is None:
+        if self._queries is None:
             return {}
         if url in self.configured_endpoints:
             return dict(enumerate(self.configured_endpoints[url]))
-        async with self._session.get(
-            f"{url}/kv_event_sources", timeout=QUERY_TIMEOUT, allow_redirects=False
-        ) as response:
-            # A release without this endpoint (0.29 and older): not a failure.
-            if response.status == 404:
-                return {}
-            body = await read_bounded_body(response, MAX_ANSWER_BYTES)
+        answer = await self._queries.ask(f"{url}/kv_event_sources", max_bytes=MAX_ANSWER_BYTES)
+        # A release without this endpoint (0.29 and older): not a failure.
+        if answer.status == 404:
+            return {}
         try:
-            return parse_announced(msgspec.json.decode(body), url)
+            return parse_announced(msgspec.json.decode(answer.body), url)
         except RecursionError as error:
             raise ValueError("/kv_event_sources returned lists in lists") from error
 

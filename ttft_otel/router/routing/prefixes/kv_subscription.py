@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final
 
-import aiohttp
 import zmq.asyncio
 
 from ttft_otel.router.routing.prefixes.block_ledger import MAX_BLOCKS_PER_CACHE, BlockLedger
@@ -26,15 +25,13 @@ from ttft_otel.router.routing.prefixes.reported_index import MAX_REPORTED_BLOCKS
 from ttft_otel.router.routing.prefixes.time_slices import run_sliced
 from ttft_otel.router.routing.prefixes.zmq_sockets import receive_events, request_replay
 from ttft_otel.router.time_limits import wait_at_most
-from ttft_otel.router.upstream.instance_queries import QUERY_ERRORS
+from ttft_otel.router.upstream.query_client import QUERY_ERRORS
 
 REFRESH_INTERVAL_S: Final = 10.0  # seconds between two requests for the endpoints
 RECONNECT_DELAY_S: Final = 1.0  # seconds before asking again after a publisher disconnected
 # Seconds without any connection after which the reported blocks are dropped: it may have restarted.
 MAX_SILENCE_S: Final = 30.0
 log: Final = logging.getLogger("ttft_otel")
-# The instance responds, but not with endpoints: retrying does not help, so the remedy is logged.
-_PERMANENT_ERRORS: Final = (ValueError, aiohttp.ClientResponseError)
 _REFRESH_ERRORS: Final = (*QUERY_ERRORS, ValueError)
 
 
@@ -100,8 +97,9 @@ class Subscription:
                 # Asked again and again: a restarted instance may name other ports.
                 self._sync_ranks(await self._find_endpoints(self.url))
             except _REFRESH_ERRORS as error:
-                # After other errors the instance may just be starting.
-                remedy = f"; {ENDPOINT_REMEDY}" if isinstance(error, _PERMANENT_ERRORS) else ""
+                # ValueError: it responds, but not with endpoints, and retrying does not help. After other
+                # errors the instance may just be starting.
+                remedy = f"; {ENDPOINT_REMEDY}" if isinstance(error, ValueError) else ""
                 self._warn_once(
                     f"does not answer where it publishes KV events: {error!r:.200}{remedy}"
                 )

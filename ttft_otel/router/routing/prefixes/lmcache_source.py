@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-import aiohttp
 import msgspec
 
 from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.routing.prefixes.prefix_source import list_prefilling
 from ttft_otel.router.routing.prefixes.sent_prefixes import SentPrefixSource
 from ttft_otel.router.types import Instance
-from ttft_otel.router.upstream.bounded_body import read_bounded_body
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.instance_queries import QUERY_ERRORS
+from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient
 
 if TYPE_CHECKING:
     from ttft_otel.router.routing.prompts.prompt_reader import Prompt
@@ -38,7 +36,6 @@ MAX_ANSWER_BYTES: Final = (
     64 << 10
 )  # of an answer, which names one instance for each chunk at most once
 LOCATE_INTERVAL_S: Final = 10.0  # seconds between two requests for the ids of the instances
-JSON_HEADERS: Final = {"Content-Type": "application/json"}
 NAMES_REMEDY: Final = (
     "name them with --lmcache-instances, in the order of the instances or as ID=URL"
 )
@@ -83,7 +80,7 @@ class LMCacheSource(SentPrefixSource):
         self._last_warning = ""  # the last logged problem with the addresses
         self._locate_task: asyncio.Future[None] | None = None
 
-    async def start(self, session: aiohttp.ClientSession, pool: InstancePool) -> None:
+    async def start(self, queries: QueryClient, pool: InstancePool) -> None:
         """Map LMCache's ids to the instances of `pool`. Raises ValueError, with the remedy."""
         self._pool = pool
         if self.instance_ids:
@@ -93,7 +90,7 @@ class LMCacheSource(SentPrefixSource):
         else:
             # For what it raises: instances that share an address cannot be told apart.
             await self._resolve_addresses()
-        await super().start(session, pool)
+        await super().start(queries, pool)
         if not self.instance_ids:
             self._locate_task = asyncio.ensure_future(self._locate_forever())
 
@@ -166,18 +163,17 @@ class LMCacheSource(SentPrefixSource):
     async def _query_controller(
         self, path: str, payload: Mapping[str, Any], timeout_s: float
     ) -> Any:
-        if self._session is None:
+        if self._queries is None:
             raise ValueError("the source is not started")
-        async with self._session.post(
+        answer = await self._queries.ask(
             f"{self.url}/{path}",
-            data=msgspec.json.encode(payload),
-            headers=JSON_HEADERS,
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-            allow_redirects=False,  # prompts are sent to the controller and to nobody else
-        ) as response:
-            if response.status != 200:
-                raise ValueError(f"status {response.status}")
-            return msgspec.json.decode(await read_bounded_body(response, MAX_ANSWER_BYTES))
+            body=msgspec.json.encode(payload),
+            timeout_s=timeout_s,
+            max_bytes=MAX_ANSWER_BYTES,
+        )
+        if answer.status != 200:
+            raise ValueError(f"status {answer.status}")
+        return msgspec.json.decode(answer.body)
 
     def _record_failure(self, error: BaseException) -> None:
         self.counts["failed"] += 1

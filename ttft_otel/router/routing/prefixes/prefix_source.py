@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import aiohttp
-
 from ttft_otel.router.routing.policies.block_index import PrefixIndex
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.query_client import QueryClient
 
 if TYPE_CHECKING:
     from ttft_otel.router.routing.prompts.prompt_reader import Prompt
@@ -24,10 +23,10 @@ class PrefixSource(Protocol):
         """The index that policies read, on the event loop."""
         ...
 
-    async def start(self, session: aiohttp.ClientSession, pool: InstancePool) -> None:
+    async def start(self, queries: QueryClient, pool: InstancePool) -> None:
         """Start to follow the instances of `pool`. Raises ValueError, with the remedy, if misconfigured.
 
-        session: for requests to instances; the caller closes it.
+        queries: for questions to instances; the caller closes it.
         """
         ...
 

@@ -7,15 +7,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import aiohttp
-
 from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.routing.prefixes.prefix_source import list_prefilling
 from ttft_otel.router.routing.prefixes.time_slices import run_sliced
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.instance_queries import QUERY_ERRORS, QUERY_TIMEOUT
 from ttft_otel.router.upstream.metrics_parser import parse_capabilities
+from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient
 
 if TYPE_CHECKING:
     from ttft_otel.router.routing.prompts.prompt_reader import Prompt
@@ -34,17 +32,17 @@ class SentPrefixSource:
         self._max_blocks = index.max_blocks
         self._pool: InstancePool | None = None
         self._urls: set[str] = set()
-        self._session: aiohttp.ClientSession | None = None
+        self._queries: QueryClient | None = None
         self._size_task: asyncio.Future[None] | None = None
         self._free_task: asyncio.Future[None] | None = None
         self._remove_listener: Callable[[], None] | None = None
 
-    async def start(self, session: aiohttp.ClientSession, pool: InstancePool) -> None:
+    async def start(self, queries: QueryClient, pool: InstancePool) -> None:
         """Follow the instances of `pool`; they are only asked for their block size."""
-        self._pool, self._session = pool, session
+        self._pool, self._queries = pool, queries
         # A restarted instance has an empty cache, and cannot say so.
         self._remove_listener = pool.return_listeners.add(self._handle_return)
-        self._size_task = asyncio.ensure_future(self._learn_block_size(session))
+        self._size_task = asyncio.ensure_future(self._learn_block_size(queries))
         self.sync_instances()
 
     async def close(self) -> None:
@@ -76,17 +74,16 @@ class SentPrefixSource:
         if self._free_task is None or self._free_task.done():
             self._free_task = asyncio.ensure_future(run_sliced(self.index.free_retired()))
 
-    async def _learn_block_size(self, session: aiohttp.ClientSession) -> None:
+    async def _learn_block_size(self, queries: QueryClient) -> None:
         """Ask instances for their block size until one reports it; it holds for the index."""
         while True:
             # A copy, since instances may change while one is asked.
             for url in tuple(self._urls):
                 try:
-                    async with session.get(f"{url}/metrics", timeout=QUERY_TIMEOUT) as response:
-                        size = parse_capabilities(await response.read(), b"").block_size
+                    page = (await queries.ask(f"{url}/metrics")).body
                 except QUERY_ERRORS:
                     continue
-                if size:
+                if size := parse_capabilities(page, b"").block_size:
                     self.index.set_block_size(size)
                     return
             await asyncio.sleep(RETRY_INTERVAL_S)

@@ -10,14 +10,12 @@ import asyncio
 import contextlib
 from array import array
 from collections import Counter
-from io import BytesIO
 from typing import Any, Final
 
-import aiohttp
 import msgspec
 
 from ttft_otel.model.endpoints import MESSAGES_PATH, RESPONSES_PATH
-from ttft_otel.router.errors import UnreadablePrompt
+from ttft_otel.router.errors import AnswerTooLong, UnreadablePrompt
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
 from ttft_otel.router.routing.prompts.local_reader import PROMPT_KINDS, LocalPromptReader
 from ttft_otel.router.routing.prompts.placeholders import PlaceholderSpan, build_extra_keys
@@ -25,7 +23,12 @@ from ttft_otel.router.routing.prompts.prompt_reader import Prompt
 from ttft_otel.router.routing.prompts.tokenizer_worker import REQUEST_WAIT_S
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.instance_queries import build_authorization
+from ttft_otel.router.upstream.query_client import (
+    QUERY_ERRORS,
+    QueryAnswer,
+    QueryClient,
+    build_authorization,
+)
 
 RENDERED_PATHS: Final = (*PROMPT_KINDS, RESPONSES_PATH, MESSAGES_PATH)
 REFUSAL_PAUSE_S: Final = 60.0  # seconds before an instance that refused is asked again
@@ -66,16 +69,16 @@ class EnginePromptReader:
     def __init__(self, local: LocalPromptReader, pool: InstancePool, api_key: str = "") -> None:
         self.counts: Counter[str] = local.counts
         self._local, self._pool, self._api_key = local, pool, api_key
-        self._session: aiohttp.ClientSession | None = None
+        self._queries: QueryClient | None = None
         self._paused_until_s: dict[
             Instance, float
         ] = {}  # event-loop time until which an instance is not asked
         self._render_count = 0
 
-    async def start(self, session: aiohttp.ClientSession) -> None:
+    async def start(self, queries: QueryClient) -> None:
         """Start without loading tokenizers: the local reader loads them when no instance answers."""
-        self._session = session
-        await self._local.start(session, lazy=True)
+        self._queries = queries
+        await self._local.start(queries, lazy=True)
 
     async def close(self) -> None:
         """Close the local reader."""
@@ -104,7 +107,7 @@ class EnginePromptReader:
                 self._pause_instance(instance, FAILURE_PAUSE_S)
                 self.counts["failed-late"] += 1
                 return None
-            except (aiohttp.ClientError, OSError):
+            except QUERY_ERRORS:
                 self._pause_instance(instance, FAILURE_PAUSE_S)
                 self.counts["failed-unreachable"] += 1
             except UnreadablePrompt as error:
@@ -126,7 +129,7 @@ class EnginePromptReader:
     ) -> Prompt | None:
         """The prompt as `instance` renders it; None if it has no render endpoint.
 
-        Raises UnreadablePrompt, aiohttp's errors and TimeoutError.
+        Raises UnreadablePrompt and QUERY_ERRORS.
         """
         route = next(
             (path_suffix for path_suffix in RENDERED_PATHS if path.endswith(path_suffix)), ""
@@ -138,6 +141,8 @@ class EnginePromptReader:
         self._render_count += 1
         try:
             status, answer = await self._request_render(instance, route, body, remaining_s)
+        except AnswerTooLong as error:
+            raise UnreadablePrompt("refused") from error
         finally:
             self._render_count -= 1
         if status in _REFUSAL_STATUSES:
@@ -159,26 +164,16 @@ class EnginePromptReader:
 
     async def _request_render(
         self, instance: Instance, route: str, body: bytes, remaining_s: float
-    ) -> tuple[int, bytes]:
-        headers = {"Content-Type": "application/json"}
-        if self._api_key:
-            headers["Authorization"] = build_authorization(self._api_key)
-        if self._session is None:
+    ) -> QueryAnswer:
+        if self._queries is None:
             raise UnreadablePrompt("closed")
-        timeout = aiohttp.ClientTimeout(total=remaining_s)
-        # aiohttp sends a file object in chunks: long bodies do not block the event loop
-        payload = BytesIO(_omit_pixels(body))
-        async with self._session.post(
-            f"{instance.url}{route}/render", data=payload, headers=headers, timeout=timeout
-        ) as answer:
-            if answer.status != 200:
-                return answer.status, b""
-            received = bytearray()
-            async for chunk in answer.content.iter_any():
-                received += chunk
-                if len(received) > MAX_RENDER_BYTES:
-                    return 413, b""
-            return 200, bytes(received)
+        return await self._queries.ask(
+            f"{instance.url}{route}/render",
+            body=_omit_pixels(body),
+            headers={"Authorization": build_authorization(self._api_key)} if self._api_key else {},
+            timeout_s=remaining_s,
+            max_bytes=MAX_RENDER_BYTES,
+        )
 
     def _build_prompt(self, route: str, model: str, answer: bytes, block_size: int) -> Prompt:
         try:

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-import aiohttp
 import msgspec
 
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
@@ -31,9 +30,9 @@ from ttft_otel.router.routing.prompts.tokenizer_worker import REQUEST_WAIT_S, To
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import JSON_ERRORS, Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.instance_queries import (
+from ttft_otel.router.upstream.query_client import (
     QUERY_ERRORS,
-    QUERY_TIMEOUT,
+    QueryClient,
     build_authorization,
 )
 
@@ -99,13 +98,13 @@ class LocalPromptReader:
         self._api_key = api_key
         self._loads: dict[str, TokenizerLoad] = {}
         self._last_warnings: dict[str, str] = {}  # last logged problem by source
-        self._session: aiohttp.ClientSession | None = None
+        self._queries: QueryClient | None = None
         self._watch_task: asyncio.Task[None] | None = None
         self._closing_tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self, session: aiohttp.ClientSession, lazy: bool = False) -> None:
+    async def start(self, queries: QueryClient, lazy: bool = False) -> None:
         """Load each tokenizer once an instance names its model; `lazy`: at the first prompt for it."""
-        self._session = session
+        self._queries = queries
         self._watch_task = asyncio.create_task(self._watch_models(lazy))
 
     async def close(self) -> None:
@@ -235,20 +234,14 @@ class LocalPromptReader:
 
     async def _request_token_ids(self, url: str, body: bytes) -> list[int] | None:
         """Token ids of the chat in `body` from the instance's /tokenize; None if it does not answer so."""
-        headers = {"Content-Type": "application/json"}
-        if self._api_key:
-            headers["Authorization"] = build_authorization(self._api_key)
-        if self._session is None:
+        headers = {"Authorization": build_authorization(self._api_key)} if self._api_key else {}
+        if self._queries is None:
             return None
         try:
             # Rendered and tokenized by the server itself, so both can be compared at once.
-            async with self._session.post(
-                f"{url}/tokenize", data=body, headers=headers, timeout=QUERY_TIMEOUT
-            ) as answer:
-                if answer.status != 200:
-                    return None
-                fields = await answer.json()
-        except (*QUERY_ERRORS, ValueError):
+            answer = await self._queries.ask(f"{url}/tokenize", body=body, headers=headers)
+            fields = json.loads(answer.body) if answer.status == 200 else None
+        except (*QUERY_ERRORS, ValueError, RecursionError):
             return None
         tokens = fields.get("tokens") if isinstance(fields, dict) else None
         return tokens if isinstance(tokens, list) else None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import aiohttp
+from ttft_otel.router.upstream.query_client import QueryClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class PromptReader(Protocol):
         """
         ...
 
-    async def start(self, session: aiohttp.ClientSession) -> None:
-        """Start loading what the models of the instances need; `session` is for requests to instances."""
+    async def start(self, queries: QueryClient) -> None:
+        """Start loading what the models of the instances need; `queries` is for questions to instances."""
         ...
 
     async def close(self) -> None:

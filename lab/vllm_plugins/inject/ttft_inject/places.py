@@ -111,10 +111,10 @@ FILE_CONNECTOR_PLACES = {
 }
 # All places of the points above and of the patches below, in the order in which a request passes.
 PLACES = (
-    *("receive", "media", "tokenize", "multimodal", "ipc", "ec_wait", "ec_asked", "queue"),
-    *("kv_wait", "dispatch", "ec_load", "encoder", "ec_save", "ec_copy", "kv_load", "forward"),
-    *("sample", "output", "egress"),
-)
+    "receive", "media", "tokenize", "multimodal", "ipc", "ec_wait", "ec_asked", "queue",
+    "kv_wait", "dispatch", "ec_load", "encoder", "ec_save", "ec_copy", "kv_load", "forward",
+    "sample", "output", "egress",
+)  # fmt: skip
 
 
 def build_patches() -> dict[str, Patch]:

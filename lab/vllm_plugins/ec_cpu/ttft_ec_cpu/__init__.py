@@ -4,7 +4,7 @@
 The connector copies encodings between device memory and a shared host region with CUDA streams and
 events. vLLM's CPU build has none of the three that patch_worker replaces; all else (scheduler,
 shared region, side channel, NIXL) is vLLM's own. Two more patches make it fit for a small machine: an
-idle engine rests, and a server that is gone leaves no file. The `inject` guest has to be on the same
+idle engine rests, and a server that is gone leaves no file. The `inject` plugin has to be on the same
 PYTHONPATH.
 """
 
@@ -51,7 +51,7 @@ class HostEvent:
 def register() -> None:
     """Patch the connector's modules after their import; other processes never import them."""
     # Imported here: a broken path must show as this plugin's failure, not as a missing entry point.
-    from lab.guests.inject.ttft_inject import importing
+    from lab.vllm_plugins.inject.ttft_inject import importing
 
     importing.install(
         {
