@@ -63,7 +63,7 @@ def build_request(
         token_us=(one.end - one.first_token) // (arrival.answer - 1) if tells_answers else 0,
         preemptions=one.preemptions,
         reasons={"kv_blocks": one.blocked, "in_step": one.queue - one.blocked},
-        hold_us=one.end - one.first_token,
+        answer_us=one.end - one.first_token,
         after_us=STREAM_US,
     )
     whole = {"preprocess": BEFORE_US, **stages, "output": STREAM_US}

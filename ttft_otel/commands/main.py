@@ -19,15 +19,12 @@ from ttft_otel import __version__
 
 @dataclass(frozen=True, slots=True)
 class Subcommand:
-    """One subcommand, which is imported when it is called.
-
-    extra: the pip extra that it needs, "" without one. command: the name of its click command in `module`.
-    """
+    """One subcommand, which is imported when it is called."""
 
     module: str
-    extra: str
+    extra: str  #: the pip extra that it needs, "" without one
     help_text: str
-    command: str = "command"
+    command: str = "command"  #: the name of its click command in `module`
 
 
 # Help texts are here once more, because the commands' own would have to be imported.

@@ -38,15 +38,11 @@ SERIES_PER_SERVER: Final = 16 + 12 + 5
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What one request makes in a kind of deployment, all processes together.
+    """What one request makes in a kind of deployment, all processes together."""
 
-    spans: with one image per request where there are encoders. router_series: stages of the router itself,
-    0 without one. server_series: stages of one server, the mean of the legs.
-    """
-
-    spans: int
-    router_series: int
-    server_series: int
+    spans: int  #: with one image per request where there are encoders
+    router_series: int  #: stages of the router itself, 0 without one
+    server_series: int  #: stages of one server, the mean of the legs
 
 
 # Counted from the stages that requests have; tests/commands/test_size.py compares.
@@ -61,14 +57,14 @@ DEPLOYMENTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is to be traced. keep_percent: of traces, after sampling; 100 without it."""
+    """What is to be traced."""
 
     deployment: str
     rps: float
     instances: int
     models: int
     routers: int
-    keep_percent: float
+    keep_percent: float  #: of traces, after sampling; 100 without it
     retention_days: int
 
 

@@ -42,13 +42,11 @@ class BreakdownSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SourceChoice:
-    """The source that a user has chosen: Tempo where `tempo` is its URL, else the database `db`.
-
-    headers: for Tempo; they hold credentials and are in no representation.
-    """
+    """The source that a user has chosen: Tempo where `tempo` is its URL, else the database `db`."""
 
     db: Path | None = None
     tempo: str = ""
+    #: For Tempo; they hold credentials and are in no representation.
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     ca_file: Path | None = None
     timeout_s: float = 30.0

@@ -186,7 +186,7 @@ def test_held() -> None:
     known, _ = run_model(arrivals, limits)
     ends = [each.end for each in run_scheduler(arrivals, limits)]
     held = [
-        QueuedPrompt(each.tokens, output_tokens=0, hold_us=end - prompt.first_token)
+        QueuedPrompt(each.tokens, output_tokens=0, answer_us=end - prompt.first_token)
         for each, end, prompt in zip(arrivals, ends, known, strict=True)
     ]
     events = Events()

@@ -191,5 +191,5 @@ def test_read_recording() -> None:
     assert (request.policy, request.prefix, request.ttft_us) == ("least_requests", "mono.", 1000)
     assert (main.instance, main.computed, main.cached, main.chunks) == ("chat-1 rank 1", 24, 16, 2)
     assert (main.arrived, main.sampled, main.after_us) == (150, 850, 100)
-    assert main.hold_us == 8850 - 5950
+    assert main.answer_us == 8850 - 5950
     assert recording.settings == {"chat-1 rank 1": {keys.ENGINE_MAX_SEQS: 64, keys.ENGINE_ASYNC: 0}}

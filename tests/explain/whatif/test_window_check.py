@@ -53,7 +53,7 @@ REFUSALS: dict[str, tuple[Callable[[Recording], Recording], PlannedChange, str]]
         "--recorded-max-num-seqs and --recorded-max-num-batched-tokens",
     ),
     "ends": (
-        lambda w: change_main(w, hold_us=-1),
+        lambda w: change_main(w, answer_us=-1),
         PlannedChange(rate=1.1),
         "how long they decoded",
     ),

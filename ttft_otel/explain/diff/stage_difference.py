@@ -54,11 +54,7 @@ MAX_BEFORE: Final = 0.25  # excess before the split, as a share of that after it
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """B minus A of one mean, in microseconds, with its interval.
-
-    named: the interval excludes 0. kind: the kind of request that has most of the change although not
-    most of the requests, "" without one. since_ns: when it began inside of B, 0 when from its start on.
-    """
+    """B minus A of one mean, in microseconds, with its interval."""
 
     name: str
     a_us: float
@@ -66,8 +62,9 @@ class Change:
     change_us: float
     low_us: float
     high_us: float
+    #: Of request that has most of the change although not most of the requests, "" without.
     kind: str = ""
-    since_ns: int = 0
+    since_ns: int = 0  #: when it began inside of B, 0 when from its start on
 
     @property
     def named(self) -> bool:
@@ -77,26 +74,21 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Two windows compared. mix and stages add up to ttft.
-
-    stages: changes of like requests, in the order of a request. p50, p95: of the TTFT, not adjusted.
-    unmatched_share: share of B's requests of a kind that A has too few of; they count as mix. shared:
-    requests that are in both windows. lost_a, lost_b: those without a first token, which are in neither.
-    clock_error_us: by how much the boundaries of stages may be off.
-    """
+    """Two windows compared. mix and stages add up to ttft."""
 
     requests_a: int
     requests_b: int
     ttft: Change
-    p50: Change
-    p95: Change
+    p50: Change  #: of the TTFT, not adjusted
+    p95: Change  #: likewise
     mix: Change
-    stages: tuple[Change, ...]
-    unmatched_share: float
-    shared: int = 0
+    stages: tuple[Change, ...]  #: changes of like requests, in the order of a request
+    unmatched_share: float  #: of B's requests of a kind that A has too few of; they count as mix
+    shared: int = 0  #: requests that are in both windows
+    #: Those without a first token, which are in neither.
     lost_a: LostRequests = field(default_factory=LostRequests)
-    lost_b: LostRequests = field(default_factory=LostRequests)
-    clock_error_us: int = 0
+    lost_b: LostRequests = field(default_factory=LostRequests)  #: likewise
+    clock_error_us: int = 0  #: by how much the boundaries of stages may be off
 
     @property
     def named(self) -> list[Change]:

@@ -61,36 +61,29 @@ class StagePart:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The stage that has most of the difference, and what is known of it.
+    """The stage that has most of the difference, and what is known of it."""
 
-    stage: full name. word: without its leg; `router.hop` of any hop. reason: that has most of the
-    wait, "" where none is told; reason_share: of the stage's difference. instance: where MAIN_SHARE of the
-    difference is on one of several, else "". figures: by the names of FIGURES.
-    """
-
-    stage: str
-    word: str
-    reason: str = ""
-    reason_share: float = 0.0
-    instance: str = ""
+    stage: str  #: full name
+    word: str  #: without its leg; `router.hop` of any hop
+    reason: str = ""  #: that has most of the wait, "" where none is known
+    reason_share: float = 0.0  #: of the stage's difference
+    instance: str = ""  #: where MAIN_SHARE of the difference is on one of several, else ""
     instance_share: float = 0.0
-    figures: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)  #: by the names of FIGURES
 
 
 @dataclass(frozen=True, slots=True)
 class LateDifference:
-    """Late minus typical requests. The parts' `us` add up to difference_us.
-
-    first_share: of the bootstrap's draws, in how many the largest stage is the largest, of any leg.
-    reasons: (reason, share of the largest stage's difference), largest first.
-    instances: (instance, share of the largest stage's difference, share of the requests that had it).
-    """
+    """Late minus typical requests. The parts' `us` add up to difference_us."""
 
     compared: ComparedRequests
     difference_us: float
     parts: tuple[StagePart, ...]
+    #: Of the bootstrap's draws, in how many the largest stage is the largest, of any leg.
     first_share: float
+    #: (reason, share of the largest stage's difference), largest first.
     reasons: tuple[tuple[str, float], ...]
+    #: (instance, share of the largest stage's difference, share of the requests that had it).
     instances: tuple[tuple[str, float, float], ...]
     finding: Finding
 

@@ -39,14 +39,11 @@ MAX_EXAMPLES: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another cause that a reader may think of, and what the data say about it.
-
-    excluded: the data speak against it. sentence: the figures that say so, or that it stays possible.
-    """
+    """Another cause that a reader may think of, and what the data say about it."""
 
     name: str
-    excluded: bool
-    sentence: str
+    excluded: bool  #: the data speak against it
+    sentence: str  #: the figures that say so, or that it stays possible
 
 
 @dataclass(frozen=True, slots=True)

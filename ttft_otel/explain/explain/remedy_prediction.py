@@ -30,19 +30,16 @@ REPETITIONS: Final = 20  # replays, as many as those of `whatif`
 
 @dataclass(frozen=True, slots=True)
 class RemedyPrediction:
-    """The p99 of the TTFT, microseconds: as recorded, and predicted with `setting`.
-
-    error: of the replayed p99 of the unchanged window, relative. token_time: the p99 of the time per output
-    token, which is what the setting costs; None where that is not known. token_error: likewise of it.
-    """
+    """The p99 of the TTFT, microseconds: as recorded, and predicted with `setting`."""
 
     setting: str
     recorded_us: float
     low_us: float
     high_us: float
-    error: float
+    error: float  #: of the replayed p99 of the unchanged window, relative
+    #: The p99 of the time per output token, which the setting costs; None where that is not known.
     token_time: PredictedFigure | None = None
-    token_error: float = 0.0
+    token_error: float = 0.0  #: as `error`, of the time per output token
 
     @property
     def sentence(self) -> str:

@@ -25,44 +25,30 @@ BLOCK_TOKENS: Final = 16  # of a KV block, where servers do not tell: vLLM's own
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What vLLM's scheduler may put into a step.
-
-    max_batched_tokens: tokens of a step. max_items: media items that a step encodes, 0 without a limit.
-    chunked: a prompt may be computed in several steps. async_scheduling: the next step is composed
-    while one runs. kv_tokens: tokens that the KV cache holds, 0 where that is not known; block_tokens: of
-    one of its blocks; shares_blocks: requests share some, nobody knows how many: then all have enough.
-    """
+    """What vLLM's scheduler may put into a step."""
 
     max_num_seqs: int
-    max_batched_tokens: int
-    max_items: int = 0
-    chunked: bool = True
-    async_scheduling: bool = False
-    kv_tokens: int = 0
-    block_tokens: int = BLOCK_TOKENS
-    shares_blocks: bool = False
+    max_batched_tokens: int  #: tokens of a step
+    max_items: int = 0  #: media items that a step encodes, 0 without a limit
+    chunked: bool = True  #: a prompt may be computed in several steps
+    async_scheduling: bool = False  #: the next step is composed while one runs
+    kv_tokens: int = 0  #: tokens that the KV cache holds, 0 where that is not known
+    block_tokens: int = BLOCK_TOKENS  #: of one of its blocks
+    shares_blocks: bool = False  #: requests share some, nobody knows how many: then all have enough
 
 
 @dataclass(slots=True)
 class QueuedPrompt:
-    """One request at one engine. Times are microseconds of the simulation.
+    """One request at one engine. Times are microseconds of the simulation."""
 
-    tokens: to compute, those in the prefix cache are not among them. context: those in the cache.
-    items: media items to encode. output_tokens: that it generates; 0: it leaves `hold_us` after
-    its first token, as recorded, and `decode_steps` tells how many steps it was in until then.
-    done: called when its first token is there. left: called with the time at which its answer ends.
-    again: tokens that it had generated when it was preempted, which are computed again like its prompt.
-    blocks: of the KV cache that it holds before it decodes. ticket: of its decoding, -1 while it does not.
-    last_step: that it decodes in, 0 where that is not known before.
-    """
-
-    tokens: int
-    context: int = 0
-    items: int = 0
+    tokens: int  #: to compute, without those in the prefix cache
+    context: int = 0  #: tokens in the prefix cache
+    items: int = 0  #: media items to encode
+    #: That it generates; 0: it leaves `answer_us` after its first token, as recorded.
     output_tokens: int = 1
-    hold_us: int = 0
-    done: Callable[[QueuedPrompt], None] | None = None
-    left: Callable[[int], None] | None = None
+    answer_us: int = 0
+    done: Callable[[QueuedPrompt], None] | None = None  #: called when its first token is there
+    left: Callable[[int], None] | None = None  #: called with the time at which its answer ends
     arrived: int = 0
     scheduled: int = 0
     computed: int = 0
@@ -70,11 +56,12 @@ class QueuedPrompt:
     first_token: int = 0
     last_token: int = 0
     first_step: int = 0
-    last_step: int = 0
-    decode_steps: int = 0
+    last_step: int = 0  #: that it decodes in, 0 where that is not known before
+    decode_steps: int = 0  #: in which it has been when it leaves
+    #: Tokens generated before a preemption, which are computed again like its prompt.
     again: int = 0
-    blocks: int = 0
-    ticket: int = -1
+    blocks: int = 0  #: of the KV cache that it has before it decodes
+    ticket: int = -1  #: of its decoding, -1 while it does not
     preemptions: int = 0
     is_running: bool = False
     queue: int = 0
@@ -94,21 +81,16 @@ class QueuedPrompt:
 
 @dataclass(slots=True)
 class Step:
-    """One step of the engine.
-
-    scheduled: when, in us. parts: prompts, and how many tokens of each. decodes: requests that generate one
-    token. tokens: of both together. pairs: of tokens that attention compares. items: media items to encode.
-    completed: prompts whose last part this is.
-    """
+    """One step of the engine."""
 
     number: int
-    scheduled: int
-    parts: list[tuple[QueuedPrompt, int]]
-    decodes: int
-    tokens: int = 0
-    pairs: int = 0
-    items: int = 0
-    completed: list[QueuedPrompt] = field(default_factory=list)
+    scheduled: int  #: when, in us
+    parts: list[tuple[QueuedPrompt, int]]  #: prompts, and how many tokens of each
+    decodes: int  #: requests that generate one token
+    tokens: int = 0  #: of both together
+    pairs: int = 0  #: of tokens that attention compares
+    items: int = 0  #: media items to encode
+    completed: list[QueuedPrompt] = field(default_factory=list)  #: prompts whose last part this is
 
 
 @dataclass(slots=True)
@@ -167,10 +149,10 @@ class KvMemory:
     def release(self, prompt: QueuedPrompt, number: int) -> None:
         """An answer has ended in step `number`, or its request was preempted before the next one."""
         self.running.remove(prompt)
-        self.free += self.count_held(prompt, number)
+        self.free += self.count_owned(prompt, number)
         prompt.blocks = 0
 
-    def count_held(self, prompt: QueuedPrompt, number: int) -> int:
+    def count_owned(self, prompt: QueuedPrompt, number: int) -> int:
         """The blocks that it holds after step `number`."""
         if prompt.ticket < 0:
             return prompt.blocks
@@ -267,7 +249,7 @@ class EngineModel:
             tuple[int, int, QueuedPrompt]
         ] = []  # decodes, by the step that ends them
         self._leaving: list[tuple[int, int, QueuedPrompt]] = []  # likewise, until that step has run
-        self._held: list[tuple[int, int, QueuedPrompt]] = []  # by the time at which they leave
+        self._timed: list[tuple[int, int, QueuedPrompt]] = []  # by the time at which they leave
         self._in_flight = 0
         self._host_free = self._device_free = 0
         self._shortest = 1 << 62  # of the steps so far
@@ -425,7 +407,7 @@ class EngineModel:
             prompt.first_token = now
             if not prompt.output_tokens:
                 self._order += 1
-                heapq.heappush(self._held, (now + prompt.hold_us, self._order, prompt))
+                heapq.heappush(self._timed, (now + prompt.answer_us, self._order, prompt))
             if prompt.done is not None:
                 prompt.done(prompt)
         for ended in (self._last_steps, self._leaving):
@@ -437,12 +419,12 @@ class EngineModel:
                     self._end_decoding(prompt)
                 self._release(prompt, step.number, now)
         # To the nearest step: an answer's end is seen a little later than its last step.
-        while self._held and self._held[0][0] <= now + self._shortest // 2:
-            self._end_held(heapq.heappop(self._held)[2], step.number, now)
+        while self._timed and self._timed[0][0] <= now + self._shortest // 2:
+            self._end_timed(heapq.heappop(self._timed)[2], step.number, now)
         self._host_free = max(self._host_free, now + gap)
         self._look_at(self._host_free)
 
-    def _end_held(self, prompt: QueuedPrompt, number: int, now: int) -> None:
+    def _end_timed(self, prompt: QueuedPrompt, number: int, now: int) -> None:
         """The recorded time of an answer of unknown length is over, whatever its request is doing."""
         if not prompt.is_running:
             self.waiting.remove(prompt)

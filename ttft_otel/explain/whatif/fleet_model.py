@@ -183,7 +183,7 @@ class FleetModel:
             at, prompt = self._router.choose(str(number), tokens, cached, now)
         prompt.items = request.main.items
         prompt.output_tokens = self.plan.outputs[number]
-        prompt.hold_us = max(request.main.hold_us, 0)
+        prompt.answer_us = max(request.main.answer_us, 0)
         told = prompt.done
 
         def finish(done: QueuedPrompt) -> None:

@@ -15,21 +15,16 @@ MAX_MORE: Final = 1000  # servers; each is an engine of the model
 
 @dataclass(frozen=True, slots=True)
 class PlannedChange:
-    """What is changed; a field with its default leaves things as they were.
+    """What is changed; a field with its default leaves things as they were."""
 
-    instances, encoders: how many more. policy: name of --routing-logic. rate: arrivals come so many
-    times as fast. cache_hit: share of all prompt tokens that is cached in addition. kv_cache: the KV cache
-    holds so many times as much.
-    """
-
-    instances: int = 0
-    encoders: int = 0
+    instances: int = 0  #: how many more
+    encoders: int = 0  #: how many more
     max_num_seqs: int = 0
     max_batched_tokens: int = 0
-    policy: str = ""
-    rate: float = 1.0
-    cache_hit: float = 0.0
-    kv_cache: float = 1.0
+    policy: str = ""  #: name of --routing-logic
+    rate: float = 1.0  #: arrivals come so many times as fast
+    cache_hit: float = 0.0  #: share of all prompt tokens that is cached in addition
+    kv_cache: float = 1.0  #: the KV cache holds so many times as much
 
 
 def parse_more(text: str) -> int:

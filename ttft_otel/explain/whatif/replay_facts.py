@@ -38,30 +38,24 @@ FindSpans = Callable[[str], Sequence[StoredSpan]]
 
 @dataclass(frozen=True, slots=True)
 class EngineVisit:
-    """One request at one engine, as recorded.
+    """One request at one engine, as recorded."""
 
-    instance: service.instance.id, with its rank from 1 on. arrived: when the engine had it.
-    computed, cached: tokens of the prompt. items, step_items: media items encoded for it, and by its
-    steps. hold_us: from the first token to the end of the answer, -1 where that is not known.
-    output_tokens: 0 where not told. token_us: between two of them, 0 where not told. after_us: from the
-    end of its last step to its end.
-    """
-
-    instance: str
+    instance: str  #: service.instance.id, with its rank from 1 on
     role: str
-    arrived: int
-    computed: int
-    cached: int
+    arrived: int  #: when the engine had it
+    computed: int  #: tokens of the prompt
+    cached: int  #: likewise
     stages: Mapping[str, int]
     chunks: int = 1
     own_tokens: int = 0
     step_tokens: int = 0
-    items: int = 0
-    step_items: int = 0
-    output_tokens: int = 0
-    token_us: int = 0
-    hold_us: int = -1
-    after_us: int = 0
+    items: int = 0  #: media items encoded for it
+    step_items: int = 0  #: media items encoded by its steps
+    output_tokens: int = 0  #: 0 where that is not known
+    token_us: int = 0  #: between two of them, likewise
+    #: From the first token to the end of the answer, -1 where that is not known.
+    answer_us: int = -1
+    after_us: int = 0  #: from the end of its last step to its end
     preemptions: int = 0
     reasons: Mapping[str, int] = field(default_factory=dict)
 
@@ -73,22 +67,17 @@ class EngineVisit:
 
 @dataclass(frozen=True, slots=True)
 class ReplayRequest:
-    """One request that got its first token.
-
-    main: at the engine that gave it. encodes: at encoder instances, before that. prefix: of the main
-    engine's stages in `stages`, "" without a router. policy: by which a router chose the main engine.
-    model, router: whose instance it was; "" where it is not told.
-    """
+    """One request that got its first token."""
 
     request_id: str
     start: int
-    main: EngineVisit
+    main: EngineVisit  #: at the engine that gave it
     stages: Mapping[str, int]
-    encodes: tuple[EngineVisit, ...] = ()
-    prefix: str = ""
-    policy: str = ""
-    model: str = ""
-    router: str = ""
+    encodes: tuple[EngineVisit, ...] = ()  #: at encoder instances, before that
+    prefix: str = ""  #: of the main engine's stages in `stages`, "" without a router
+    policy: str = ""  #: by which a router chose the main engine
+    model: str = ""  #: "" where that is not known
+    router: str = ""  #: its instance, likewise
 
     @property
     def ttft_us(self) -> int:
@@ -98,15 +87,13 @@ class ReplayRequest:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A recorded window. settings: of each main instance, as its spans' resource tells.
-
-    failed: requests without a first token. unreadable: those whose engine's part is not known.
-    """
+    """A recorded window."""
 
     requests: tuple[ReplayRequest, ...]
+    #: Of each main instance, from the resource of its spans.
     settings: Mapping[str, Mapping[str, int]]
-    failed: int = 0
-    unreadable: int = 0
+    failed: int = 0  #: requests without a first token
+    unreadable: int = 0  #: those whose engine's part is not known
     roles: frozenset[str] = frozenset()
 
 
@@ -176,7 +163,7 @@ def read_visit(leg: Leg, span: StoredSpan, server: StoredSpan | None, epoch_ns: 
     after = sum(leg.stages.get(name, 0) for name in STAGES_AFTER) + leg.unattributed_us
     # The engine is done with a stream when the last token leaves, some time before the answer ends:
     # the way of the first token is taken as that of the last one.
-    hold_us = (server.end_ns - leg.end_ns) // 1000 if server is not None and is_http else -1
+    answer_us = (server.end_ns - leg.end_ns) // 1000 if server is not None and is_http else -1
     # Behind one API server each data-parallel rank is an engine of its own.
     rank = read_count(span, keys.RANK)
     return EngineVisit(
@@ -194,7 +181,7 @@ def read_visit(leg: Leg, span: StoredSpan, server: StoredSpan | None, epoch_ns: 
         step_items=read_count(span, keys.ENCODER_STEP_ITEMS),
         output_tokens=read_count(server, keys.OUTPUT_TOKENS) if server is not None else 0,
         token_us=read_count(server, keys.TIME_PER_OUTPUT_TOKEN_US) if server is not None else 0,
-        hold_us=max(hold_us, 0) if is_http else -1,
+        answer_us=max(answer_us, 0) if is_http else -1,
         after_us=after,
         preemptions=read_count(span, keys.PREEMPTIONS),
         reasons=leg.reasons.get("queue", {}),

@@ -45,27 +45,20 @@ ASYNC_LEAD_SHARE: Final = 0.1
 
 @dataclass(slots=True)
 class StepTimes:
-    """How long steps take. chance: None for steps of mean length, without noise.
+    """How long steps take."""
 
-    forward: microseconds per pass, token and attention pair. encoder: per run, and media item.
-    moments: when the samples were taken, in order. ratios: their passes, relative to the line; leads,
-    samplings: their `dispatch` and `sample`. gap_us: from the sampled token to the next schedule().
-    decode_factor: of passes without a prompt. speed: how much slower than the line this instance is.
-    pace: times as fast as the recorded window the simulation's clock runs.
-    """
-
-    forward: tuple[float, float, float]
-    encoder: tuple[float, float]
-    moments: Sequence[int]
-    ratios: Sequence[float]
-    leads: Sequence[int]
-    samplings: Sequence[int]
-    gap_us: int
-    wake_us: int
-    decode_factor: float = 1.0
-    speed: float = 1.0
-    pace: float = 1.0
-    chance: random.Random | None = None
+    forward: tuple[float, float, float]  #: microseconds per pass, token and attention pair
+    encoder: tuple[float, float]  #: per run, and media item
+    moments: Sequence[int]  #: when the samples were taken, in order
+    ratios: Sequence[float]  #: their passes, relative to the line
+    leads: Sequence[int]  #: their `dispatch`
+    samplings: Sequence[int]  #: their `sample`
+    gap_us: int  #: from the sampled token to the next schedule()
+    wake_us: int  #: from an arrival at an idle engine to its first schedule()
+    decode_factor: float = 1.0  #: of passes without a prompt
+    speed: float = 1.0  #: how much slower than the line this instance is
+    pace: float = 1.0  #: times as fast as the recorded window the simulation's clock runs
+    chance: random.Random | None = None  #: None for steps of mean length, without noise
 
     def measure_step(self, step: Step) -> StepLength:
         """The length of a step that has been composed."""
@@ -113,21 +106,17 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepFit:
-    """What was learned of the engines of one role.
-
-    speeds: by instance. seen_tokens: fewest and most tokens of a step. error: median relative error
-    of the line. knows_gap: whether prompts of several chunks tell the time between two steps.
-    unexplained: by how much steps differ from what their work takes, on average, relative.
-    """
+    """What was learned of the engines of one role."""
 
     times: StepTimes
-    speeds: Mapping[str, float]
-    seen_tokens: tuple[int, int]
-    error: float
-    knows_gap: bool
+    speeds: Mapping[str, float]  #: by instance
+    seen_tokens: tuple[int, int]  #: fewest and most tokens of a step
+    error: float  #: median relative error of the line
+    knows_gap: bool  #: whether prompts of several chunks show the time between two steps
     samples: int = 0
     seen_items: int = 0
     tokens_vary: bool = field(default=True)
+    #: By how much steps differ from what their work takes, on average, relative.
     unexplained: float = 0.0
 
     def build_times(

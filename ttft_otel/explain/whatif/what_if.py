@@ -34,35 +34,33 @@ DECODE_ROUNDS: Final = 3  # of fitting the decode steps to known answers
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """figures: by stage (TTFT among them), one for each of QUANTILES; token_time: likewise, () where unknown.
-
-    errors, token_errors: relative errors of the replay. unexplained: as in StepFit. notes: what was
-    assumed. warnings: where the prediction leaves what was recorded, or the record is not clear.
-    """
+    """What a window would have been with other settings, and how far to trust that."""
 
     requests: int
     instances: int
     change: PlannedChange
+    #: By stage (TTFT among them), one for each of QUANTILES.
     figures: Mapping[str, tuple[PredictedFigure, ...]]
-    errors: tuple[float, ...]
-    notes: tuple[str, ...]
+    errors: tuple[float, ...]  #: relative, of the replay
+    notes: tuple[str, ...]  #: what was assumed
+    #: Where the prediction leaves what was recorded, or the record is not clear.
     warnings: tuple[str, ...]
-    token_time: tuple[PredictedFigure, ...] = ()
-    token_errors: tuple[float, ...] = ()
-    unexplained: float = 0.0
+    token_time: tuple[PredictedFigure, ...] = ()  #: one for each of QUANTILES, () where unknown
+    token_errors: tuple[float, ...] = ()  #: relative, of the replay
+    unexplained: float = 0.0  #: as in StepFit
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The recorded fleet. limits: of each main engine. is_calm: steps take what their work takes."""
+    """The recorded fleet."""
 
     requests: Sequence[ReplayRequest]
-    limits: dict[str, EngineLimits]
+    limits: dict[str, EngineLimits]  #: of each main engine
     encoder_names: tuple[str, ...]
-    outputs: tuple[int, ...]
+    outputs: tuple[int, ...]  #: tokens of each answer, 0 where that is not known
     policy: str
     decode_factor: float = 1.0
-    is_calm: bool = False
+    is_calm: bool = False  #: steps take what their work takes
 
     @property
     def main_visits(self) -> list[EngineVisit]:

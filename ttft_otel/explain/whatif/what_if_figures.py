@@ -30,15 +30,13 @@ MAX_TOKEN_ERROR: Final = 0.3  # of p50 and p99 of the window itself
 
 @dataclass(frozen=True, slots=True)
 class PredictedFigure:
-    """A quantile of the TTFT, a stage or TOKEN_TIME, microseconds: as recorded, replayed, and predicted.
-
-    low, high: the interval of the prediction, widened by the error of the replay, and by what steps took
-    longer than their work explains.
-    """
+    """A quantile of the TTFT, a stage or TOKEN_TIME, microseconds: as recorded, replayed, and predicted."""
 
     recorded: float
     replayed: float
     predicted: float
+    #: The interval of the prediction, widened by the error of the replay, and by what steps took longer than
+    #: their work explains.
     low: float
     high: float
 

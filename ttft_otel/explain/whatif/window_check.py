@@ -85,7 +85,7 @@ def check_window(recording: Recording, limits: Mapping[str, EngineLimits]) -> No
 
 
 def _check_answers(requests: Sequence[ReplayRequest]) -> None:
-    unknown = sum(each.main.hold_us < 0 and not each.main.output_tokens for each in requests)
+    unknown = sum(each.main.answer_us < 0 and not each.main.output_tokens for each in requests)
     if unknown > MAX_LOST * len(requests):
         raise CannotTellError(
             f"of {unknown} requests the HTTP server's span is missing: how long they decoded, which is "

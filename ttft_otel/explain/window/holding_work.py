@@ -25,14 +25,11 @@ MAX_HOLDERS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class HoldingWork:
-    """What the engine did while the late requests waited. kinds: shares of that time, together 1.
+    """What the engine did while the late requests waited."""
 
-    requests: late requests whose spans were read for `holders`, of which the largest are first.
-    """
-
-    kinds: Mapping[str, float]
-    holders: tuple[StoredHolder, ...]
-    requests: int
+    kinds: Mapping[str, float]  #: shares of that time, together 1
+    holders: tuple[StoredHolder, ...]  #: the largest are first
+    requests: int  #: late requests whose spans were read for `holders`
 
 
 def read_holding(opened: BreakdownSource, late: Sequence[RequestEvidence]) -> HoldingWork | None:

@@ -34,16 +34,14 @@ MAX_UNCLOSED_SHARE: Final = 0.01  # of requests whose stages do not add up
 
 @dataclass(frozen=True, slots=True)
 class ComparedRequests:
-    """Who is explained, and by comparison with whom.
-
-    likeness: in words, what the typical ones have in common with the late ones; "" of a window.
-    rank: of a single request, the share of like requests that were faster; 1.0 of a window.
-    """
+    """Who is explained, and by comparison with whom."""
 
     late: Sequence[RequestEvidence]
     typical: Sequence[RequestEvidence]
     window: Sequence[RequestEvidence]
+    #: In words, what the typical ones have in common with the late ones; "" of a window.
     likeness: str = ""
+    #: Of a single request, the share of like requests that were faster; 1.0 of a window.
     rank: float = 1.0
 
 

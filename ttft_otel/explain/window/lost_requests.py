@@ -20,12 +20,12 @@ from ttft_otel.report.show.terminal import format_short
 
 @dataclass(frozen=True, slots=True)
 class LostRequests:
-    """left: of these the client gave up. died: by the stage they were in. median_us: how long they took."""
+    """Requests of a window that ended without a first token."""
 
     total: int = 0
-    left: int = 0
-    died: Mapping[str, int] = field(default_factory=dict)
-    median_us: float = 0.0
+    left: int = 0  #: of these the client gave up
+    died: Mapping[str, int] = field(default_factory=dict)  #: by the stage they were in
+    median_us: float = 0.0  #: how long they took
 
     @property
     def sentence(self) -> str:

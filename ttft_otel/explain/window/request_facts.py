@@ -38,24 +38,17 @@ class CannotTellError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """One request that got its first token.
-
-    stages: microseconds by stage, UNATTRIBUTED among them; they add up to the TTFT.
-    tokens: of the prompt; cached: of these, found in the prefix cache; 0 where not told.
-    kind: TEXT, or MEDIA where an encoder ran for it or media came from elsewhere.
-    group: the value of the attribute that was asked for, "" without. model: "" where it is not told.
-    clock_error_us: by how much the boundaries of its stages may be off, see summary.py.
-    """
+    """One request that got its first token."""
 
     request_id: str
     start_ns: int
-    stages: Mapping[str, int]
-    tokens: int = 0
-    cached: int = 0
-    kind: str = TEXT
-    group: str = ""
-    model: str = ""
-    clock_error_us: int = 0
+    stages: Mapping[str, int]  #: microseconds, UNATTRIBUTED among them; they add up to the TTFT
+    tokens: int = 0  #: of the prompt; 0 where that is not known
+    cached: int = 0  #: of these, found in the prefix cache
+    kind: str = TEXT  #: TEXT, or MEDIA where an encoder ran for it or media came from elsewhere
+    group: str = ""  #: the value of the attribute that was asked for, "" without
+    model: str = ""  #: "" where that is not known
+    clock_error_us: int = 0  #: by how much the boundaries of its stages may be off, see summary.py
 
     @property
     def ttft_us(self) -> int:
@@ -121,21 +114,18 @@ def read_count(span: StoredSpan, name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RequestEvidence:
-    """One request with a first token.
-
-    legs: IDs of the spans that have its stages. closed: these add up to its TTFT, in every leg. reasons:
-    microseconds by reason, of stages that wait. instances: where a stage ran. counts: by the names of COUNTS.
-    held: microseconds of waiting by the kind of work that the engine did meanwhile (stages.HOLDING_KINDS).
-    """
+    """One request with a first token, and why its stages took as long as they did."""
 
     facts: RequestFacts
     trace_id: str
-    closed: bool
+    closed: bool  #: its stages add up to its TTFT, in every leg
+    #: Microseconds by reason, of stages that wait.
     reasons: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    instances: Mapping[str, str] = field(default_factory=dict)
-    counts: Mapping[str, int] = field(default_factory=dict)
+    instances: Mapping[str, str] = field(default_factory=dict)  #: where a stage ran
+    counts: Mapping[str, int] = field(default_factory=dict)  #: by the names of COUNTS
+    #: Microseconds of waiting by the kind of work that the engine did meanwhile (stages.HOLDING_KINDS).
     held: Mapping[str, int] = field(default_factory=dict)
-    legs: frozenset[str] = frozenset()
+    legs: frozenset[str] = frozenset()  #: IDs of the spans that have its stages
 
 
 def read_evidence(

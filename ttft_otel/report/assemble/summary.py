@@ -28,10 +28,10 @@ MAX_NAMED_INSTANCES: Final = 4  # instances named in the sentence, those with th
 
 @dataclass(frozen=True, slots=True)
 class SummaryLine:
-    """One stage over many requests, in milliseconds; count: number of requests that had it."""
+    """One stage over many requests, in milliseconds."""
 
     name: str
-    count: int
+    count: int  #: number of requests that had it
     p50: float
     p95: float
     p99: float
@@ -40,26 +40,20 @@ class SummaryLine:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures over many requests: TTFT, then all stages in order, unattributed time last.
+    """Figures over many requests: TTFT, then all stages in order, unattributed time last."""
 
-    count: requests with a first token. closed: in all of them the stages add up to the TTFT.
-    failed: requests that ended without one; of these the client of `left` gave up, `refused` were
-        refused with 4xx, and servers failed the others.
-    before: over the requests behind a foreign router that sends spans; not in any sum.
-    recomputed: media items that were encoded twice, also those of failed requests.
-    clock_error_us: the greatest error of a mark's place; 0 when it is not worth a word.
-    """
-
-    count: int
+    count: int  #: requests with a first token
+    #: Requests that ended without one; servers failed those that are not in the next two.
     failed: int
-    left: int
-    refused: int
-    closed: bool
+    left: int  #: of these, given up by their clients
+    refused: int  #: of these, refused with 4xx
+    closed: bool  #: in all requests the stages add up to the TTFT
     ttft: SummaryLine
     stages: tuple[SummaryLine, ...]
+    #: Over the requests behind a foreign router that sends spans; not in any sum.
     before: SummaryLine | None = None
-    recomputed: tuple[RecomputedCount, ...] = ()
-    clock_error_us: int = 0
+    recomputed: tuple[RecomputedCount, ...] = ()  #: also those of failed requests
+    clock_error_us: int = 0  #: the greatest error of a mark's place; 0 when it is not worth a word
 
 
 def summarize(requests: Sequence[Request]) -> Summary:
@@ -125,13 +119,10 @@ def describe_clock_error(error_us: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RecomputedCount:
-    """Number of media items that one instance encoded again.
-
-    instance: its service.instance.id, "" when unknown.
-    """
+    """Number of media items that one instance encoded although an encoder had encoded them."""
 
     role: str
-    instance: str
+    instance: str  #: its service.instance.id, "" when unknown
     items: int
 
 

@@ -18,18 +18,14 @@ MAX_DEPTH: Final = 40  # levels of indentation; deeper rows stay at this one
 
 @dataclass(frozen=True, slots=True)
 class WaterfallRow:
-    """One line of the waterfall.
-
-    what: trunk (a `ttft` or `encode` span), stage, part, call, server or other.
-    stage: full stage name, or the part's name. children: number of child spans.
-    """
+    """One line of the waterfall."""
 
     span: StoredSpan
     depth: int
-    what: str
+    what: str  #: trunk (a `ttft` or `encode` span), stage, part, call, server or other
     role: str
-    stage: str = ""
-    children: int = 0
+    stage: str = ""  #: full stage name, or the part's name
+    children: int = 0  #: number of child spans
 
     @property
     def us(self) -> int:

@@ -253,19 +253,16 @@ def make_label(process: Process, track: int, kind: str, args: Event) -> Event:
 
 @dataclass(slots=True)
 class StoredStep:
-    """One pass of an instance, and what is known of it; times in Unix nanoseconds.
-
-    span: one of the spans that show it. request_ids: of the traced requests in it, `requests` many.
-    prompt_tokens: of those with one chunk. step_tokens: all of the step, 0 where no request tells.
-    """
+    """One pass of an instance, and what is known of it; times in Unix nanoseconds."""
 
     word: str
-    span: StoredSpan
+    span: StoredSpan  #: one of the spans that show it
     start_ns: int
     end_ns: int
-    requests: int = 0
-    prompt_tokens: int = 0
-    step_tokens: int = 0
+    requests: int = 0  #: number of traced requests in it
+    prompt_tokens: int = 0  #: of those with one chunk
+    step_tokens: int = 0  #: all of the step, 0 where no request has their number
+    #: Of the first MAX_REQUESTS traced requests.
     request_ids: list[str] = field(default_factory=list)
 
 

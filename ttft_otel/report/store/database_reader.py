@@ -25,20 +25,16 @@ MAX_REQUESTS: Final = 2000  # requests in one result
 
 @dataclass(frozen=True, slots=True)
 class RequestFilter:
-    """Conditions on requests; a field with its default does not restrict the result.
-
-    error: "any", "none" or an error.type. min_us: shortest TTFT, microseconds.
-    since_ns, until_ns: Unix nanoseconds between which the request began, the end excluded.
-    last: number of requests, newest first.
-    """
+    """Conditions on requests; a field with its default does not restrict the result."""
 
     model: str = ""
     role: str = ""
-    error: str = ""
-    min_us: int = 0
+    error: str = ""  #: "any", "none" or an error.type
+    min_us: int = 0  #: shortest TTFT, microseconds
+    #: Unix nanoseconds between which the request began, the end excluded.
     since_ns: int = 0
     until_ns: int = 0
-    last: int = 200
+    last: int = 200  #: number of requests, newest first
 
 
 @dataclass(frozen=True, slots=True)

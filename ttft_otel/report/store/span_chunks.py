@@ -33,20 +33,17 @@ _decode: Final = msgspec.msgpack.Decoder().decode
 
 
 class SpanChunk(NamedTuple):
-    """Spans of one trace, resource and scope.
-
-    span_ids, parent_ids: of all spans, zeros for no parent, in the order of `content`, a MessagePack list: of
-    each span OTLP's bytes without these IDs, or a list of its values. trunks: its `ttft` and `encode` spans,
-    which are the first ones in that order. resource, scope: contents of shared rows.
-    """
+    """Spans of one trace, resource and scope."""
 
     trace_id: bytes
-    span_ids: bytes
-    parent_ids: bytes
+    span_ids: bytes  #: of all spans, in the order of `content`
+    parent_ids: bytes  #: likewise, zeros for no parent
+    #: A MessagePack list: of each span OTLP's bytes without these IDs, or a list of its values.
     content: bytes
+    #: Its `ttft` and `encode` spans, which are the first ones in that order.
     trunks: tuple[StoredSpan, ...]
-    resource: bytes
-    scope: bytes
+    resource: bytes  #: content of its row in `shared`
+    scope: bytes  #: likewise
 
     @property
     def span_count(self) -> int:

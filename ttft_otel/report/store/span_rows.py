@@ -28,27 +28,23 @@ MAX_SEARCHED_CHARS: Final = 200  # of a request ID, model, error or list of role
 
 
 class InsertOutcome(NamedTuple):
-    """What became of the spans of one chunk; "refused": their trace is full."""
+    """What became of the spans of one chunk."""
 
     stored: int
     duplicate: int
-    refused: int
+    refused: int  #: because their trace is full
 
 
 @dataclass(slots=True)
 class TouchedTrace:
-    """A trace that has got spans in this transaction.
+    """A trace that has got spans in this transaction."""
 
-    number: in the table `traces`. spans, old_trunks: how many it has, and had before. new_trunks: those that
-    it has got.
-    """
-
-    number: int
-    spans: int = 0
-    old_trunks: int = 0
+    number: int  #: in the table `traces`
+    spans: int = 0  #: how many it has
+    old_trunks: int = 0  #: how many it had before
     is_new: bool = True
     has_got_spans: bool = False
-    new_trunks: list[StoredSpan] = field(default_factory=list)
+    new_trunks: list[StoredSpan] = field(default_factory=list)  #: those that it has got
 
 
 class ChunkInserter:

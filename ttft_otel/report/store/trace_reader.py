@@ -19,17 +19,14 @@ MAX_TRACE_TRUNKS: Final = 1000  # `ttft` and `encode` spans of one trace that ar
 
 
 class StoredChunk(NamedTuple):
-    """A row of the table `chunks`, without its spans' content.
+    """A row of the table `chunks`, without its spans' content."""
 
-    number, resource, scope: numbers of rows. span_ids, parent_ids: of its spans, in their order.
-    """
-
-    number: int
+    number: int  #: of its row
     trunks: int
-    span_ids: list[bytes]
-    parent_ids: list[bytes]
-    resource: int
-    scope: int
+    span_ids: list[bytes]  #: of its spans, in their order
+    parent_ids: list[bytes]  #: likewise
+    resource: int  #: number of the row in `shared`
+    scope: int  #: likewise
 
 
 class TraceReader:

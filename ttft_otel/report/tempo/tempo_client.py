@@ -54,15 +54,13 @@ class SearchTooLargeError(TempoError):
 
 @dataclass(frozen=True, slots=True)
 class TempoAccess:
-    """Tempo's address, and what is needed to be let in.
-
-    headers: sent with every request, never printed. ca_file: of a private CA. timeout_s: for one answer.
-    """
+    """Tempo's address, and what is needed to be let in."""
 
     url: str
+    #: Sent with every request, never printed.
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    ca_file: Path | None = None
-    timeout_s: float = 30.0
+    ca_file: Path | None = None  #: of a private CA
+    timeout_s: float = 30.0  #: for one answer
 
     @property
     def shown_url(self) -> str:
@@ -82,12 +80,10 @@ class TempoAccess:
 
 @dataclass(frozen=True, slots=True)
 class FoundTrace:
-    """One hit of a search.
-
-    start_ns, end_ns: Unix nanoseconds between which all of its spans lie that Tempo had when it answered.
-    """
+    """One hit of a search."""
 
     trace_id: str
+    #: Unix nanoseconds between which all of its spans lie that Tempo had when it answered.
     start_ns: int
     end_ns: int
 
