@@ -30,9 +30,9 @@ from benchmarks.figures import (
     report_figures,
 )
 from benchmarks.process_cpu import read_process_cpu_s
-from ttft_otel.router.routing.prefixes.keeper_channel import KeeperChannel
+from ttft_otel.router.routing.prefixes.block_ledger import ReportedIndex
 from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
-from ttft_otel.router.routing.prefixes.reported_index import ReportedIndex
+from ttft_otel.router.routing.prefixes.shared_index_source import IndexChannel
 from ttft_otel.router.workers.index_keeper import IndexKeeper
 
 INSTANCE_URLS: Final = tuple(f"http://127.0.0.1:{port}" for port in range(1, 9))
@@ -78,7 +78,7 @@ async def measure_rounds(path: Path, keeper_pid: int, rounds: int) -> dict[str, 
     index = ReportedIndex(BLOCK_TOKENS, MAX_BLOCKS)
     fill_index(index)
     # It names no instances: there are none to subscribe to.
-    channel = KeeperChannel(path, tuple, lambda _: None)
+    channel = IndexChannel(path, tuple, lambda _: None)
     while not channel.is_connected:
         await asyncio.sleep(0.05)
     figures: dict[str, Figure] = {}
@@ -109,7 +109,7 @@ async def measure_rounds(path: Path, keeper_pid: int, rounds: int) -> dict[str, 
     return figures
 
 
-async def ask_all(channel: KeeperChannel, prompts: Sequence[tuple[int, ...]]) -> list[float]:
+async def ask_all(channel: IndexChannel, prompts: Sequence[tuple[int, ...]]) -> list[float]:
     """Ask for the prompts in turns; returns the seconds of each answer."""
     waits_s = []
     for number in range(LOOKUPS_PER_ROUND):

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from ttft_otel.router.routing.policies.prefill_model import PrefillLine
-from ttft_otel.router.routing.policies.prefill_work import compute_work
+from ttft_otel.router.routing.policies.prefill_model import PrefillLine, compute_work
 
 # Mooncake published hashes of blocks of 512 tokens; there are no texts.
 TRACE_BLOCK_TOKENS = 512

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from benchmarks.routing.mooncake_traces import PREFILL_COST, TRACE_BLOCK_TOKENS
 from ttft_otel.router import types
 from ttft_otel.router.routing.policies.block_index import RecentBlocks
-from ttft_otel.router.routing.policies.prefill_work import compute_work
+from ttft_otel.router.routing.policies.prefill_model import compute_work
 
 
 @dataclass(slots=True)

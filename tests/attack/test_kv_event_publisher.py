@@ -28,8 +28,8 @@ from lab.fake_vllm.kv_publisher import FakePublisher, run_publisher
 from lab.fake_vllm.prefix_cache import FakeEngine, build_stored_event, encode_batch
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.prefixes import PrefixSource, kv_subscription, zmq_sockets
+from ttft_otel.router.routing.prefixes.block_ledger import ReportedIndex
 from ttft_otel.router.routing.prefixes.kv_event_parser import MAX_EVENT_TOKENS
-from ttft_otel.router.routing.prefixes.reported_index import ReportedIndex
 from ttft_otel.router.routing.prefixes.zmq_sockets import MAX_MESSAGE_BYTES, MAX_QUEUED_MESSAGES
 
 

@@ -44,7 +44,7 @@ from benchmarks.routing.experiment_statistics import (
 from benchmarks.routing.experiments import TimeBudget
 from ttft_otel.commands.bench import bench
 from ttft_otel.commands.router.command import command as router
-from ttft_otel.router.routing.policies.prediction_quality import PredictionQuality
+from ttft_otel.router.routing.policies.prefill_model import PredictionQuality
 
 ROOT = Path(__file__).parents[3]
 ROUTING = ROOT / "benchmarks" / "routing"

@@ -24,7 +24,7 @@ from ttft_otel.model.timing import ServerTiming, TokenCounts
 from ttft_otel.router.routing.booking import Booking
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import PolicyState
-from ttft_otel.router.routing.policies.prefill_work import compute_work
+from ttft_otel.router.routing.policies.prefill_model import compute_work
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.types import (
     Decision,

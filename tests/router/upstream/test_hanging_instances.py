@@ -14,8 +14,8 @@ from router import fake_instances
 from router.fake_instances import InstancePlan
 from ttft_otel.router.circuit_breaker import OVERDUE_AFTER_S
 from ttft_otel.router.limits import RouterLimits
-from ttft_otel.router.routing.policies.least_requests import SECONDS_PER_REQUEST
-from ttft_otel.router.routing.policies.prefill_work import compute_work
+from ttft_otel.router.routing.policies.load_policies import SECONDS_PER_REQUEST
+from ttft_otel.router.routing.policies.prefill_model import compute_work
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import RoutingRequest, parse_instance_url

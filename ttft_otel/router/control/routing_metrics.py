@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ttft_otel.model.names import metric_names
 from ttft_otel.router.routing.policies.policy_state import PolicyState
-from ttft_otel.router.routing.policies.prediction_quality import PredictionQuality
+from ttft_otel.router.routing.policies.prefill_model import PredictionQuality
 from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.types import Instance

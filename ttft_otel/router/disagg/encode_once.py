@@ -11,7 +11,9 @@ needs (renderers/chat_utils.py, _get_embeds_data) and whose `uuid` is its hash
 
 from __future__ import annotations
 
+import logging
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -19,12 +21,15 @@ import msgspec
 from msgspec import Raw
 from msgspec.structs import replace
 
+from ttft_otel.model import timing
 from ttft_otel.model.endpoints import CHAT_PATH
 from ttft_otel.model.stages import DECODE
 from ttft_otel.router.disagg.ec_params import TransferParams
 from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.errors import MediaRequired
+from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import JSON_ERRORS, RoutingRequest
+from ttft_otel.tracing import clock
 
 # What a part becomes, by its own type (chat_utils.py, MM_PARSER_MAP).
 _EMBEDS_TYPES: Final[Mapping[str, str]] = {
@@ -44,6 +49,9 @@ _NULL_JSON: Final = Raw(b"null")
 _fields_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
 _list_decoder: Final = msgspec.json.Decoder(list[Raw])
 _any_decoder: Final = msgspec.json.Decoder()
+LOG_INTERVAL_US: Final = 60_000_000  # microseconds: at most one line in that time
+MAX_LOGGED_INSTANCES: Final = 4  # instances in one line, those with the most items
+log: Final = logging.getLogger("ttft_otel")
 
 
 class _AnnouncedEntry(msgspec.Struct):
@@ -178,3 +186,48 @@ def _is_number_list(value: object) -> bool:
     return (
         isinstance(value, list) and bool(value) and all(type(one) in (int, float) for one in value)
     )
+
+
+class RecomputedMediaLog:
+    """The items counted since the last log line."""
+
+    def __init__(self) -> None:
+        self._items_by_url: Counter[str] = Counter()  # by the instance's URL
+        self._request_count = 0
+        self._logged_us: int | None = None
+
+    def record_attempt(self, attempt: Attempt) -> None:
+        """Count items that the instance of `attempt` encoded again; usually none."""
+        # Instances that are not traced, or have no encoder cache, report nothing.
+        if not timing.may_count_media(attempt.timing_header):
+            return
+        server_timing = attempt.read_server_timing()
+        if server_timing is None or server_timing.ec is None or not server_timing.ec.recomputed:
+            return
+        ec = server_timing.ec
+        instance = attempt.instance
+        instance.recomputed_items += ec.recomputed
+        self._items_by_url[instance.url] += ec.recomputed
+        self._request_count += 1
+        now_us = clock.now_us()
+        if self._logged_us is None or now_us - self._logged_us >= LOG_INTERVAL_US:
+            self._logged_us = now_us
+            self._log_recomputed()
+
+    def _log_recomputed(self) -> None:
+        most_common = self._items_by_url.most_common(MAX_LOGGED_INSTANCES)
+        instances = ", ".join(f"{url} ({number})" for url, number in most_common)
+        other_count = len(self._items_by_url) - len(most_common)
+        log.warning(
+            "ttft-otel: media items encoded again although an encoder had encoded them: %d, in %d"
+            " requests since the last such line, by %s%s. Possible causes: encoder responses without"
+            " ec_transfer_params, different EC connectors on encoder and consumer, an EC port of the"
+            " encoder that the consumer cannot reach, or a cache (ec_cpu_bytes) too small for the"
+            " requests in flight. What to check: docs/router.md, 'Encoder-cache parameters'.",
+            self._items_by_url.total(),
+            self._request_count,
+            instances,
+            f" and {other_count} more" if other_count else "",
+        )
+        self._items_by_url.clear()
+        self._request_count = 0

@@ -22,10 +22,9 @@ from ttft_otel.router.disagg import encoders, request_body, request_media, reque
 from ttft_otel.router.disagg.body_parser import BodyParser
 from ttft_otel.router.disagg.decode_leg import DisaggregatedRequest
 from ttft_otel.router.disagg.ec_params import TransferParams
-from ttft_otel.router.disagg.encode_once import omit_media
+from ttft_otel.router.disagg.encode_once import RecomputedMediaLog, omit_media
 from ttft_otel.router.disagg.encoders import add_ec_params, select_critical_attempts
 from ttft_otel.router.disagg.prefill_decode import PrefillDecodeFlow
-from ttft_otel.router.disagg.recomputed_media import RecomputedMediaLog
 from ttft_otel.router.errors import RequestRejected, RouterError, RouterFailed, SloUnreachable
 from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
 from ttft_otel.router.limits import RouterLimits

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that keeps the index of KV events for all workers; supervisor.py runs and replaces it.
 
-Workers tell it their instances and ask it by a Unix stream socket (routing/prefixes/keeper_channel.py). It
-follows the instances of all of them. A new one begins with an empty index, which vLLM's replay fills.
+Workers tell it their instances and ask it by a Unix stream socket (routing/prefixes/shared_index_source.py).
+It follows the instances of all of them. A new one begins with an empty index, which vLLM's replay fills.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import uvloop
 
 from ttft_otel.model.stages import MONO
 from ttft_otel.router.control.uvicorn_server import raise_file_limit
-from ttft_otel.router.routing.prefixes.keeper_frames import (
+from ttft_otel.router.routing.prefixes.index_frames import (
     Depths,
     FrameSplitter,
     Lookup,

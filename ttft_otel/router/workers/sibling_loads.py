@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ttft_otel.router.routing.policies.pending_load import PendingRequest
 from ttft_otel.router.routing.policies.policy_state import PolicyState, PrefillSample
-from ttft_otel.router.routing.policies.prefill_work import PrefillWork
+from ttft_otel.router.routing.policies.prefill_model import PrefillWork
 from ttft_otel.router.types import Instance, LoadElsewhere
 from ttft_otel.router.workers.messages import Ended, FirstToken, Places, Sent, Totals
 

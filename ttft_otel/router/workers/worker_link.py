@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ttft_otel.model.names import metric_names
 from ttft_otel.router.control.app import RouterApp
 from ttft_otel.router.control.routing_metrics import build_counter
-from ttft_otel.router.routing.prefixes.kept_source import KeptPrefixSource
+from ttft_otel.router.routing.prefixes.shared_index_source import SharedIndexSource
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.workers import messages, roster
 from ttft_otel.router.workers.index_keeper import build_keeper_path
@@ -57,7 +57,7 @@ class WorkerLink:
         self.seat, self.app = seat, app
         self.pool = app.endpoint.upstream.pool
         source = app.endpoint.routing.prefix_source
-        self.kept_source = source if isinstance(source, KeptPrefixSource) else None
+        self.kept_source = source if isinstance(source, SharedIndexSource) else None
         self.socket = WorkerSocket(seat.folder, seat.number, seat.count, self.receive_frame)
         self.loads = LoadLink(seat, self.pool, app.endpoint.routing, self._ask_resync)
         self.metrics_files = MetricsFiles(seat.folder, seat.number)
@@ -84,7 +84,7 @@ class WorkerLink:
             if data:
                 roster.apply_roster(self.app, data)
         if self.kept_source is not None:
-            self.kept_source.join_keeper(build_keeper_path(self.seat.folder))
+            self.kept_source.join_owner(build_keeper_path(self.seat.folder))
         if self.companion is not None:
             await self.companion.start()
         # Last, as its file is also the sign for the supervisor that this worker has started.

@@ -8,8 +8,12 @@ from collections import defaultdict, deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttft_otel.router.routing.policies.block_index import BlockHolders, SentHistory
-from ttft_otel.router.routing.policies.partitioned_table import PART_COUNT, PartitionedTable
+from ttft_otel.router.routing.policies.block_index import (
+    PART_COUNT,
+    BlockHolders,
+    PartitionedTable,
+    SentHistory,
+)
 
 URLS = ("a", "b", "c")
 BLOCK_LISTS = st.lists(st.integers(0, 2 * PART_COUNT + 1), max_size=6)

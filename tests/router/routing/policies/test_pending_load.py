@@ -15,7 +15,7 @@ from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND, InstanceLoad, PendingLoads
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import PolicyState
-from ttft_otel.router.routing.policies.prefill_work import count_pairs
+from ttft_otel.router.routing.policies.prefill_model import count_pairs
 from ttft_otel.router.types import Decision, Instance, RoutingRequest, parse_instance_url
 
 PATIENCE_S = 30

@@ -17,8 +17,12 @@ from ttft_otel.router.routing.policies.block_index import BlockHolders, SentHist
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND, PendingLoads
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
-from ttft_otel.router.routing.policies.prefill_model import PrefillLine, PrefillModels
-from ttft_otel.router.routing.policies.prefill_work import compute_work, count_pairs
+from ttft_otel.router.routing.policies.prefill_model import (
+    PrefillLine,
+    PrefillModels,
+    compute_work,
+    count_pairs,
+)
 from ttft_otel.router.types import Decision, Instance, RoutingRequest, parse_instance_url
 
 BLOCK_TOKENS = 16

@@ -16,8 +16,9 @@ from ttft_otel.router.routing.policies.prefill_model import (
     PrefillFit,
     PrefillLine,
     PrefillModels,
+    PrefillWork,
+    compute_work,
 )
-from ttft_otel.router.routing.policies.prefill_work import PrefillWork, compute_work
 
 TRUE_LINE = PrefillLine(0.005, 40e-6, 1.3e-9)
 

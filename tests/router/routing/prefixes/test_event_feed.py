@@ -23,10 +23,9 @@ from ttft_otel.router.routing.policies.block_keys import (
     compute_block_keys,
     encode_extra_keys,
 )
-from ttft_otel.router.routing.prefixes.block_ledger import BlockLedger
+from ttft_otel.router.routing.prefixes.block_ledger import BlockLedger, ReportedIndex
 from ttft_otel.router.routing.prefixes.event_feed import EventFeed
 from ttft_otel.router.routing.prefixes.kv_event_parser import BlocksStored
-from ttft_otel.router.routing.prefixes.reported_index import ReportedIndex
 
 INSTANCE_URL = "http://127.0.0.1:8001"
 BLOCK_TOKENS = 4

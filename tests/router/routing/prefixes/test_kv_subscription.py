@@ -23,14 +23,14 @@ from ttft_otel.router.control.routing_metrics import collect_cache_metrics
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource, kv_subscription
-from ttft_otel.router.routing.prefixes.event_endpoints import (
+from ttft_otel.router.routing.prefixes.block_ledger import ReportedIndex
+from ttft_otel.router.routing.prefixes.prefix_source import run_sliced
+from ttft_otel.router.routing.prefixes.zmq_sockets import (
     EventEndpoint,
     parse_announced,
     parse_configured,
     resolve_address,
 )
-from ttft_otel.router.routing.prefixes.reported_index import ReportedIndex
-from ttft_otel.router.routing.prefixes.time_slices import run_sliced
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import QueryClient

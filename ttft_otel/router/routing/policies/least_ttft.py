@@ -9,8 +9,7 @@ from typing import Final
 from ttft_otel.router.errors import SloUnreachable
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND, BusyUntil, InstanceLoad
 from ttft_otel.router.routing.policies.policy_state import PolicyState
-from ttft_otel.router.routing.policies.prefill_model import PrefillLine
-from ttft_otel.router.routing.policies.prefill_work import PrefillWork, count_pairs
+from ttft_otel.router.routing.policies.prefill_model import PrefillLine, PrefillWork, count_pairs
 from ttft_otel.router.types import Decision, Instance, RoutingPolicy, RoutingRequest
 
 # Relative difference below which scores count as equal: predictions are not more accurate than that.

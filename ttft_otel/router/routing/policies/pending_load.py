@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from ttft_otel.router.routing.policies.prefill_model import PrefillLine
-from ttft_otel.router.routing.policies.prefill_work import PrefillWork
+from ttft_otel.router.routing.policies.prefill_model import PrefillLine, PrefillWork
 from ttft_otel.router.types import Instance
 
 RequestKey = tuple[str, str]  # leg, request id

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-from ttft_otel.router.routing.policies.kv_aware import KvAwarePolicy
-from ttft_otel.router.routing.policies.least_requests import LeastRequestsPolicy
 from ttft_otel.router.routing.policies.least_ttft import LeastTtftPolicy
+from ttft_otel.router.routing.policies.load_policies import (
+    LeastRequestsPolicy,
+    RequestRatePolicy,
+    RoundRobinPolicy,
+)
 from ttft_otel.router.routing.policies.policy_state import PolicyState
-from ttft_otel.router.routing.policies.prefix_policy import PrefixPolicy
-from ttft_otel.router.routing.policies.request_rate import RequestRatePolicy
-from ttft_otel.router.routing.policies.round_robin import RoundRobinPolicy
+from ttft_otel.router.routing.policies.prefix_policies import KvAwarePolicy, PrefixPolicy
 from ttft_otel.router.routing.policies.session_ring import SessionPolicy
 from ttft_otel.router.types import RoutingPolicy
 

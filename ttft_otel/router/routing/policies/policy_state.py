@@ -20,12 +20,13 @@ from ttft_otel.router.routing.policies.pending_load import (
     PendingRequest,
     RequestKey,
 )
-from ttft_otel.router.routing.policies.prediction_quality import PredictionQuality
 from ttft_otel.router.routing.policies.prefill_model import (
     MAX_TRACKED,
+    PredictionQuality,
     PrefillModels,
+    PrefillWork,
+    compute_work,
 )
-from ttft_otel.router.routing.policies.prefill_work import PrefillWork, compute_work
 from ttft_otel.router.types import Decision, Instance, RoutingRequest
 
 # Weight of the latest sample in the moving average of overheads.

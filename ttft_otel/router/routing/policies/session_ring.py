@@ -10,8 +10,8 @@ from typing import Final
 
 import msgspec
 
+from ttft_otel.router.routing.policies.load_policies import RequestRatePolicy
 from ttft_otel.router.routing.policies.policy_state import PolicyState
-from ttft_otel.router.routing.policies.request_rate import RequestRatePolicy
 from ttft_otel.router.types import JSON_ERRORS, Decision, Instance, RoutingPolicy, RoutingRequest
 
 # Virtual nodes per instance; with n of them shares differ by about 1/sqrt(n), here 9 %.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of cached prefixes: `build_source` creates the one that --prefix-index names.
 
-prefix_source.py is their protocol. sent_prefixes.py estimates from the prompts sent; kv_events_source.py
-follows the KV events that vLLM publishes (kv_subscription.py per instance, with event_endpoints.py,
-zmq_sockets.py, event_feed.py, kv_event_parser.py, block_ledger.py); with --workers one process does so, and
-kept_source.py asks it (keeper_channel.py, keeper_frames.py); lmcache_source.py asks LMCache's controller.
+prefix_source.py is their base, and estimates from the prompts sent; kv_events_source.py follows the KV events
+that vLLM publishes (kv_subscription.py per instance, with zmq_sockets.py, event_feed.py, kv_event_parser.py,
+block_ledger.py); with --workers one process does so, and shared_index_source.py asks it (index_frames.py);
+lmcache_source.py asks LMCache's controller.
 """
 
 from __future__ import annotations
@@ -31,10 +31,14 @@ def build_source(
 ) -> PrefixSource:
     """Create the source that --prefix-index names. Raises ValueError, with the remedy.
 
-    block_size: tokens per block until an engine reports its own. history_blocks: blocks remembered for each
-    instance that reports nothing. kv_endpoints: values of --kv-events-endpoint. lmcache_url,
-    lmcache_instances: the controller's URL and its IDs of the instances. is_kept_elsewhere: another process
-    follows KV events (workers/index_keeper.py), this one asks it.
+    Args:
+        kind: value of --prefix-index.
+        block_size: tokens per block until an engine reports its own.
+        history_blocks: blocks remembered for each instance that reports nothing.
+        kv_endpoints: values of --kv-events-endpoint.
+        lmcache_url: the controller's URL.
+        lmcache_instances: the controller's IDs of the instances.
+        is_kept_elsewhere: another process follows KV events (workers/index_keeper.py), this one asks it.
     """
     # Flags that do nothing would look like a working set-up.
     if kv_endpoints and kind != "kv-events":
@@ -49,14 +53,13 @@ def build_source(
         source = KvEventsSource(block_size, history_blocks, kv_endpoints)
         if not is_kept_elsewhere:
             return source
-        from ttft_otel.router.routing.prefixes.kept_source import KeptPrefixSource
+        from ttft_otel.router.routing.prefixes.shared_index_source import SharedIndexSource
 
-        return KeptPrefixSource(block_size, history_blocks)
+        return SharedIndexSource(block_size, history_blocks)
     if kind == "lmcache":
         from ttft_otel.router.routing.prefixes.lmcache_source import LMCacheSource
 
         return LMCacheSource(block_size, history_blocks, lmcache_url, lmcache_instances)
     from ttft_otel.router.routing.policies.block_index import SentHistory
-    from ttft_otel.router.routing.prefixes.sent_prefixes import SentPrefixSource
 
-    return SentPrefixSource(SentHistory(block_size, history_blocks))
+    return PrefixSource(SentHistory(block_size, history_blocks))

@@ -16,7 +16,7 @@ from typing import Final
 from ttft_otel.router.errors import MalformedEvents, ReplayFailed
 from ttft_otel.router.routing.prefixes.block_ledger import BlockLedger
 from ttft_otel.router.routing.prefixes.kv_event_parser import iterate_kv_events
-from ttft_otel.router.routing.prefixes.time_slices import run_sliced
+from ttft_otel.router.routing.prefixes.prefix_source import run_sliced
 
 NO_MESSAGE: Final = -1  # the number before that of the first message
 

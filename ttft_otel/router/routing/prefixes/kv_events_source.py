@@ -21,15 +21,14 @@ except ImportError as error:
         "--prefix-index kv-events needs pyzmq; install it with pip install 'ttft-otel[router]'."
     ) from error
 
-from ttft_otel.router.routing.prefixes.event_endpoints import (
+from ttft_otel.router.routing.prefixes.block_ledger import ReportedIndex
+from ttft_otel.router.routing.prefixes.kv_subscription import Subscription
+from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource, list_prefilling
+from ttft_otel.router.routing.prefixes.zmq_sockets import (
     EventEndpoint,
     parse_announced,
     parse_configured,
 )
-from ttft_otel.router.routing.prefixes.kv_subscription import Subscription
-from ttft_otel.router.routing.prefixes.prefix_source import list_prefilling
-from ttft_otel.router.routing.prefixes.reported_index import ReportedIndex
-from ttft_otel.router.routing.prefixes.sent_prefixes import SentPrefixSource
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import QueryClient
 
@@ -38,7 +37,7 @@ MAX_SOCKETS: Final = 16_384  # of all subscriptions: three for each rank; ZMQ's 
 log: Final = logging.getLogger("ttft_otel")
 
 
-class KvEventsSource(SentPrefixSource):
+class KvEventsSource(PrefixSource):
     """Follows the KV events of each instance that publishes them; estimates the others.
 
     endpoints: values of --kv-events-endpoint. Raises ValueError for a malformed one.

@@ -18,12 +18,20 @@ from typing import Any, Final
 
 import zmq.asyncio
 
-from ttft_otel.router.routing.prefixes.block_ledger import MAX_BLOCKS_PER_CACHE, BlockLedger
-from ttft_otel.router.routing.prefixes.event_endpoints import ENDPOINT_REMEDY, EventEndpoint
+from ttft_otel.router.routing.prefixes.block_ledger import (
+    MAX_BLOCKS_PER_CACHE,
+    MAX_REPORTED_BLOCKS,
+    BlockLedger,
+    ReportedIndex,
+)
 from ttft_otel.router.routing.prefixes.event_feed import EventFeed
-from ttft_otel.router.routing.prefixes.reported_index import MAX_REPORTED_BLOCKS, ReportedIndex
-from ttft_otel.router.routing.prefixes.time_slices import run_sliced
-from ttft_otel.router.routing.prefixes.zmq_sockets import receive_events, request_replay
+from ttft_otel.router.routing.prefixes.prefix_source import run_sliced
+from ttft_otel.router.routing.prefixes.zmq_sockets import (
+    ENDPOINT_REMEDY,
+    EventEndpoint,
+    receive_events,
+    request_replay,
+)
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.upstream.query_client import QUERY_ERRORS
 

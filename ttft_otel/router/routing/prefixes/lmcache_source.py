@@ -19,8 +19,7 @@ from uuid import uuid4
 import msgspec
 
 from ttft_otel.router.routing.policies.block_index import SentHistory
-from ttft_otel.router.routing.prefixes.prefix_source import list_prefilling
-from ttft_otel.router.routing.prefixes.sent_prefixes import SentPrefixSource
+from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource, list_prefilling
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient
@@ -51,7 +50,7 @@ _LOOKUP_ERRORS: Final = (
 )
 
 
-class LMCacheSource(SentPrefixSource):
+class LMCacheSource(PrefixSource):
     """Looks up each prompt at the controller; without its answer the estimate alone counts.
 
     url: of the controller. instances: its ids of the instances, ID or ID=URL, or empty to find them by

@@ -1,58 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of sources of cached prefixes; routing_service.py starts one, policies read its index."""
+"""Cached prefixes estimated from the prompts sent: --prefix-index history, and the base of others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
 
-from ttft_otel.router.routing.policies.block_index import PrefixIndex
+from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QueryClient
+from ttft_otel.router.upstream.metrics_parser import parse_capabilities
+from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient
 
 if TYPE_CHECKING:
     from ttft_otel.router.routing.prompts.prompt_reader import Prompt
 
+MAX_TOTAL_BLOCKS: Final = 1_000_000  # blocks of all instances together: about 200 MB
+RETRY_INTERVAL_S: Final = 10.0  # seconds before asking for the block size again
+# Seconds of work before other tasks run: the delay that a request may see.
+SLICE_S: Final = 0.001
 
-class PrefixSource(Protocol):
-    """Keeps an index of the prompt blocks that instances have cached."""
 
-    @property
-    def index(self) -> PrefixIndex:
-        """The index that policies read, on the event loop."""
-        ...
-
-    async def start(self, queries: QueryClient, pool: InstancePool) -> None:
-        """Start to follow the instances of `pool`. Raises ValueError, with the remedy, if misconfigured.
-
-        queries: for questions to instances; the caller closes it.
-        """
-        ...
-
-    async def close(self) -> None:
-        """End all background tasks."""
-        ...
-
-    def sync_instances(self) -> None:
-        """Follow instances added to the pool, and drop what is known of removed ones."""
-        ...
-
-    async def look_up(
-        self, model: str, prompt: Prompt, urls: Sequence[str]
-    ) -> dict[str, int] | None:
-        """Cached tokens of `prompt` by URL, from an external service; None: use the index."""
-        ...
-
-    def describe_problem(self) -> str:
-        """Why less is known than could be, for /readyz; "" if nothing is wrong."""
-        ...
-
-    def describe_instances(self) -> dict[str, Any]:
-        """The state of each instance by URL, for GET /instances; has `source` and `blocks`."""
-        ...
+async def run_sliced(steps: Iterator[object]) -> None:
+    """Exhaust `steps`, letting other tasks run after each SLICE_S."""
+    end = perf_counter() + SLICE_S
+    for _ in steps:
+        if perf_counter() > end:
+            # One turn of the event loop, without a timer.
+            await asyncio.sleep(0)
+            end = perf_counter() + SLICE_S
 
 
 def list_prefilling(pool: InstancePool | None) -> tuple[Instance, ...]:
     """The instances of `pool` that prefill, whose caches hold prefixes."""
     return () if pool is None else pool.get(pool.prefilling_leg)
+
+
+class PrefixSource:
+    """Keeps an index of the prompt blocks that instances have cached.
+
+    This one remembers the blocks of prompts that each instance has answered, most recent first; sources that
+    know more derive from it.
+    """
+
+    max_total_blocks = MAX_TOTAL_BLOCKS
+
+    def __init__(self, index: SentHistory) -> None:
+        self.index = index
+        self._max_blocks = index.max_blocks
+        self._pool: InstancePool | None = None
+        self._urls: set[str] = set()
+        self._queries: QueryClient | None = None
+        self._size_task: asyncio.Future[None] | None = None
+        self._free_task: asyncio.Future[None] | None = None
+        self._remove_listener: Callable[[], None] | None = None
+
+    async def start(self, queries: QueryClient, pool: InstancePool) -> None:
+        """Follow the instances of `pool`. Raises ValueError, with the remedy, if misconfigured.
+
+        queries: for questions to instances; the caller closes it.
+        """
+        self._pool = pool
+        self._queries = queries
+        # A restarted instance has an empty cache, and cannot say so.
+        self._remove_listener = pool.return_listeners.add(self._handle_return)
+        self._size_task = asyncio.ensure_future(self._learn_block_size(queries))
+        self.sync_instances()
+
+    async def close(self) -> None:
+        """Cancel the background tasks."""
+        if self._remove_listener is not None:
+            self._remove_listener()
+        tasks = [each for each in (self._free_task, self._size_task) if each is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def sync_instances(self) -> None:
+        """Drop removed instances, and share the memory limit among the present ones."""
+        urls = {each.url for each in list_prefilling(self._pool)}
+        self._urls = urls
+        self.index.sync_instances(urls)
+        # A share for each: the limit is of the process, however many instances there are.
+        self.index.set_max_blocks(min(self._max_blocks, self.max_total_blocks // max(1, len(urls))))
+        self.free_memory()
+
+    def _handle_return(self, instance: Instance) -> None:
+        """Drop the estimate of an `instance` that was unreachable: it may have been restarted."""
+        self.index.forget_instance(instance.url)
+        self.free_memory()
+
+    def free_memory(self) -> None:
+        """Free the memory of dropped instances, in the background."""
+        # One at a time: a running one goes on with what is retired meanwhile.
+        if self._free_task is None or self._free_task.done():
+            self._free_task = asyncio.ensure_future(run_sliced(self.index.free_retired()))
+
+    async def _learn_block_size(self, queries: QueryClient) -> None:
+        """Ask instances for their block size until one reports it; it holds for the index."""
+        while True:
+            # A copy, since instances may change while one is asked.
+            for url in tuple(self._urls):
+                try:
+                    page = (await queries.ask(f"{url}/metrics")).body
+                except QUERY_ERRORS:
+                    continue
+                if size := parse_capabilities(page, b"").block_size:
+                    self.index.set_block_size(size)
+                    return
+            await asyncio.sleep(RETRY_INTERVAL_S)
+
+    async def look_up(
+        self, model: str, prompt: Prompt, urls: Sequence[str]
+    ) -> dict[str, int] | None:
+        """Cached tokens of `prompt` by URL, from an external service; None: use the index."""
+        return None
+
+    def describe_problem(self) -> str:
+        """Why less is known than could be, for /readyz; "" if nothing is wrong."""
+        return ""
+
+    def describe_instances(self) -> dict[str, Any]:
+        """The state of each instance by URL, for GET /instances; has `source` and `blocks`."""
+        return {
+            url: {"source": "history", "blocks": self.index.count_blocks(url)} for url in self._urls
+        }

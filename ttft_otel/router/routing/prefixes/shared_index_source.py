@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's connection to the process that keeps the index of KV events; kept_source.py asks through it.
+"""Cached prefixes from the index that one process keeps for all workers: kv-events with --workers.
 
-A lookup never waits for longer than DEADLINE_S: without an answer the worker decides by what it knows.
+Where that process is away or late, and for instances that report nothing, prefixes are estimated from the
+prompts sent, by this worker and by the others.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
-from ttft_otel.router.routing.prefixes.keeper_frames import (
+from ttft_otel.router.routing.policies.block_index import SentHistory
+from ttft_otel.router.routing.prefixes.index_frames import (
     Depths,
     Follow,
     FrameSplitter,
@@ -25,28 +27,99 @@ from ttft_otel.router.routing.prefixes.keeper_frames import (
     Status,
     WorkerMessage,
     frame_message,
-    keeper_decoder,
+    owner_decoder,
     pack_keys,
 )
+from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource
 
+if TYPE_CHECKING:
+    from ttft_otel.router.routing.prompts.prompt_reader import Prompt
+
+# Of all instances, in each worker: 50 MB. It decides only while the index, with up to 1 GB, cannot.
+MAX_FALLBACK_BLOCKS: Final = 250_000
 # Seconds that a request waits for an answer, which takes a tenth of a millisecond where nothing else runs.
 DEADLINE_S: Final = 0.008
 GRACE_S: Final = 0.001  # more, to read what arrived while this worker itself was busy
 MAX_LOOKUPS: Final = 64  # lookups that wait; further requests are decided without
-MAX_UNSENT_BYTES: Final = 1 << 20  # that a keeper has not read yet; then the same
+MAX_UNSENT_BYTES: Final = 1 << 20  # that an index owner has not read yet; then the same
 MAX_LATE: Final = 3  # answers in a row that are late, before lookups pause
 LATE_PAUSE_S: Final = 1.0  # seconds without lookups after that
 RECONNECT_S: Final = 0.1  # seconds between two attempts to connect
 WARNING_INTERVAL_S: Final = 60.0
-
 log: Final = logging.getLogger("ttft_otel")
 
 
-class KeeperChannel(asyncio.Protocol):
-    """Connects to the keeper at `path`, for ever; list_urls: the instances that prefill.
+class SharedIndexSource(PrefixSource):
+    """Asks the index owner for each prompt; its own estimate of what was sent is the fallback."""
 
-    take_status: gets what the keeper says each second, None when the connection is lost. counts: lookups by
-    result: answered; late; skipped, because too many wait or were late; away, because there is no keeper.
+    max_total_blocks = MAX_FALLBACK_BLOCKS
+
+    def __init__(self, block_size: int, max_blocks: int) -> None:
+        super().__init__(SentHistory(block_size, max_blocks))
+        self.channel: IndexChannel | None = None
+        self._described: dict[str, dict[str, Any]] = {}
+
+    def join_owner(self, path: Path) -> None:
+        """Connect to the index owner that listens at `path`, now and whenever it is a new one."""
+        self.channel = IndexChannel(path, lambda: sorted(self._urls), self._take_status)
+
+    async def close(self) -> None:
+        """Leave the index owner, and end the background tasks."""
+        if self.channel is not None:
+            await self.channel.close()
+        await super().close()
+
+    def sync_instances(self) -> None:
+        """Send the index owner of instances added and removed."""
+        super().sync_instances()
+        if self.channel is not None:
+            self.channel.send_urls()
+
+    async def look_up(
+        self, model: str, prompt: Prompt, urls: Sequence[str]
+    ) -> dict[str, int] | None:
+        """Cached tokens of `prompt` by URL, reported or estimated; None: use the estimate for all."""
+        if self.channel is None or not prompt.block_keys:
+            return None
+        reported = await self.channel.look_up(prompt.block_keys)
+        if reported is None:
+            return None
+        estimated = self.index.match_blocks(prompt.block_keys, urls)
+        return {
+            url: reported.get(url, depth) * self.index.block_size
+            for url, depth in zip(urls, estimated, strict=True)
+        }
+
+    def describe_instances(self) -> dict[str, Any]:
+        """By URL: what the index owner said of it, else the number of blocks remembered."""
+        described = super().describe_instances()
+        return described | {url: each for url, each in self._described.items() if url in described}
+
+    def describe_problem(self) -> str:
+        """For /readyz: why prefixes are estimated, "" if the index owner is there."""
+        if self.channel is not None and self.channel.is_connected:
+            return ""
+        return (
+            "the process that keeps the index of KV events is away: cached prefixes are estimated from "
+            "the prompts sent until it is back"
+        )
+
+    def _take_status(self, status: Status | None) -> None:
+        self._described = {} if status is None else status.instances
+        # Keys of blocks of another size would match nothing there.
+        if status is not None and status.block_size != self.index.block_size:
+            self.index.set_block_size(status.block_size)
+
+
+class IndexChannel(asyncio.Protocol):
+    """Connects to the index owner at `path`, for ever.
+
+    A lookup never waits for longer than DEADLINE_S: without an answer the worker decides by what it knows.
+
+    Args:
+        path: socket of the index owner.
+        list_urls: returns the instances that prefill.
+        take_status: gets what the index owner reports each second, None when the connection is lost.
     """
 
     def __init__(
@@ -55,22 +128,24 @@ class KeeperChannel(asyncio.Protocol):
         list_urls: Callable[[], Sequence[str]],
         take_status: Callable[[Status | None], None],
     ) -> None:
-        self.path, self.list_urls, self.take_status = path, list_urls, take_status
-        self.counts: Counter[str] = Counter(
-            dict.fromkeys(("answered", "late", "skipped", "away"), 0)
-        )
+        self.path = path
+        self.list_urls = list_urls
+        self.take_status = take_status
+        #: Lookups by result; skipped: too many wait or were late; away: there is no index owner.
+        self.counts = Counter(answered=0, late=0, skipped=0, away=0)
         self._waiting: dict[int, asyncio.Future[dict[str, int] | None]] = {}
         self._numbers = itertools.count(1)
         self._transport: asyncio.Transport | None = None
         self._lost = asyncio.Event()
         self._splitter = FrameSplitter()
-        self._late_in_row, self._paused_until_s = 0, 0.0
+        self._late_in_row = 0
+        self._paused_until_s = 0.0
         self._warned_s = -WARNING_INTERVAL_S
         self._task = asyncio.create_task(self._connect_forever())
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a keeper that could be asked."""
+        """Whether there is an index owner that could be asked."""
         return self._transport is not None
 
     async def close(self) -> None:
@@ -103,27 +178,27 @@ class KeeperChannel(asyncio.Protocol):
         self._note_answer(depths)
         return depths
 
-    def tell_urls(self) -> None:
-        """Tell the keeper which instances there are now."""
+    def send_urls(self) -> None:
+        """Send the index owner which instances there are now."""
         self._send(Follow(list(self.list_urls())))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Introduce this worker."""
         self._transport = cast(asyncio.Transport, transport)
         self._splitter, self._late_in_row, self._paused_until_s = FrameSplitter(), 0, 0.0
-        self.tell_urls()
+        self.send_urls()
 
     def data_received(self, data: bytes) -> None:
-        """Take in what the keeper says."""
+        """Take in what the index owner says."""
         try:
             for frame in self._splitter.split_frames(data):
-                message = keeper_decoder.decode(frame)
+                message = owner_decoder.decode(frame)
                 if isinstance(message, Depths):
                     self._end_lookup(message.number, message.depths)
                 else:
                     self.take_status(message)
         except (ValueError, msgspec.MsgspecError) as error:
-            log.warning("ttft-otel: the keeper of the KV-event index is not understood: %s", error)
+            log.warning("ttft-otel: the owner of the KV-event index is not understood: %s", error)
             if self._transport is not None:
                 self._transport.abort()
 
@@ -173,7 +248,7 @@ class KeeperChannel(asyncio.Protocol):
                 self._pause()
 
     def _pause(self) -> None:
-        """Do not let every request wait for a keeper that is stuck."""
+        """Do not let every request wait for an index owner that is stuck."""
         moment = monotonic()
         self._late_in_row, self._paused_until_s = 0, moment + LATE_PAUSE_S
         if moment - self._warned_s >= WARNING_INTERVAL_S:

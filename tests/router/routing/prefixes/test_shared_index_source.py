@@ -17,11 +17,10 @@ from lab.fake_vllm.kv_publisher import FakePublisher, run_publisher
 from lab.fake_vllm.prefix_cache import FakeEngine
 from router.routing.prefixes.test_kv_subscription import build_fleet, wait_until
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
-from ttft_otel.router.routing.prefixes import keeper_channel, keeper_frames
-from ttft_otel.router.routing.prefixes.keeper_channel import KeeperChannel
-from ttft_otel.router.routing.prefixes.keeper_frames import FrameSplitter
-from ttft_otel.router.routing.prefixes.kept_source import KeptPrefixSource
+from ttft_otel.router.routing.prefixes import index_frames, shared_index_source
+from ttft_otel.router.routing.prefixes.index_frames import FrameSplitter
 from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
+from ttft_otel.router.routing.prefixes.shared_index_source import IndexChannel, SharedIndexSource
 from ttft_otel.router.routing.prompts.prompt_reader import Prompt
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import QueryClient
@@ -54,12 +53,12 @@ async def run_keeper(path: Path) -> AsyncIterator[IndexKeeper]:
 
 
 @asynccontextmanager
-async def run_source(path: Path, *urls: str) -> AsyncIterator[KeptPrefixSource]:
+async def run_source(path: Path, *urls: str) -> AsyncIterator[SharedIndexSource]:
     """A worker's source that asks the keeper at `path`."""
-    source = KeptPrefixSource(BLOCK_TOKENS, 1000)
+    source = SharedIndexSource(BLOCK_TOKENS, 1000)
     async with QueryClient() as queries:
         await source.start(queries, build_fleet(*urls))
-        source.join_keeper(path)
+        source.join_owner(path)
         try:
             yield source
         finally:
@@ -93,9 +92,9 @@ async def run_fake_keeper(path: Path, answer: Callable[[bytes], bytes]) -> Async
 
 
 @asynccontextmanager
-async def run_channel(path: Path) -> AsyncIterator[KeeperChannel]:
+async def run_channel(path: Path) -> AsyncIterator[IndexChannel]:
     """A connected channel without a source."""
-    channel = KeeperChannel(path, lambda: ["http://127.0.0.1:1"], lambda _: None)
+    channel = IndexChannel(path, lambda: ["http://127.0.0.1:1"], lambda _: None)
     await wait_until(lambda: channel.is_connected)
     try:
         yield channel
@@ -103,7 +102,7 @@ async def run_channel(path: Path) -> AsyncIterator[KeeperChannel]:
         await channel.close()
 
 
-async def look_up_patiently(source: KeptPrefixSource, urls: list[str]) -> dict[str, int]:
+async def look_up_patiently(source: SharedIndexSource, urls: list[str]) -> dict[str, int]:
     """An answer; a machine that is busy may make some late."""
     while (found := await source.look_up("m", Prompt(len(IDS), IDS, KEYS), urls)) is None:
         await asyncio.sleep(0.05)
@@ -184,33 +183,33 @@ async def test_without_a_keeper(path: Path) -> None:
 
 async def test_a_silent_keeper(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request waits for a bounded time; after some in a row nobody asks for a while."""
-    monkeypatch.setattr(keeper_channel, "LATE_PAUSE_S", 3600.0)
+    monkeypatch.setattr(shared_index_source, "LATE_PAUSE_S", 3600.0)
 
     async with run_fake_keeper(path, lambda _: b"-"), run_channel(path) as channel:
         for _ in range(10):
             assert await channel.look_up(KEYS) is None
-        assert channel.counts["late"] == keeper_channel.MAX_LATE
-        assert channel.counts["skipped"] == 10 - keeper_channel.MAX_LATE
+        assert channel.counts["late"] == shared_index_source.MAX_LATE
+        assert channel.counts["skipped"] == 10 - shared_index_source.MAX_LATE
 
 
 async def test_too_many_wait(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond a number of lookups that wait, requests are decided without one."""
-    monkeypatch.setattr(keeper_channel, "DEADLINE_S", 3600.0)
+    monkeypatch.setattr(shared_index_source, "DEADLINE_S", 3600.0)
 
     async with run_fake_keeper(path, lambda _: b"-") as writers, run_channel(path) as channel:
         asking = [asyncio.create_task(channel.look_up(KEYS)) for _ in range(100)]
-        await wait_until(lambda: channel.counts["skipped"] == 100 - keeper_channel.MAX_LOOKUPS)
+        await wait_until(lambda: channel.counts["skipped"] == 100 - shared_index_source.MAX_LOOKUPS)
         # With the connection end all that wait for it, long before their time is over.
         writers[0].close()
         assert await asyncio.gather(*asking) == [None] * 100
-        assert channel.counts["away"] == keeper_channel.MAX_LOOKUPS
+        assert channel.counts["away"] == shared_index_source.MAX_LOOKUPS
 
 
 @pytest.mark.parametrize("reply", [b"", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\3\x92\xa1d"])
 async def test_a_confused_keeper(path: Path, reply: bytes) -> None:
     """A connection on which something else comes is given up, and made anew."""
     async with run_fake_keeper(path, lambda _: reply) as writers:
-        channel = KeeperChannel(path, lambda: [], lambda _: None)
+        channel = IndexChannel(path, lambda: [], lambda _: None)
         await wait_until(lambda: len(writers) >= 3)
         await channel.close()
 
@@ -232,21 +231,21 @@ async def test_a_confused_worker(path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 1000])
 def test_frames_in_pieces(size: int) -> None:
     """Messages are whole, however they arrive."""
-    messages = [keeper_frames.Depths(number, {"u": number}) for number in range(5)]
-    data = b"".join(map(keeper_frames.frame_message, messages))
+    messages = [index_frames.Depths(number, {"u": number}) for number in range(5)]
+    data = b"".join(map(index_frames.frame_message, messages))
     splitter, found = FrameSplitter(), []
     for begin in range(0, len(data), size):
         found += splitter.split_frames(data[begin : begin + size])
 
-    assert [keeper_frames.keeper_decoder.decode(each) for each in found] == messages
+    assert [index_frames.owner_decoder.decode(each) for each in found] == messages
 
 
 def test_a_very_long_prompt() -> None:
     """Of more blocks than a message may have, the first are asked for: prefixes match from the beginning."""
-    keys = tuple(range(1, keeper_frames.MAX_ASKED_BLOCKS + 10))
+    keys = tuple(range(1, index_frames.MAX_ASKED_BLOCKS + 10))
 
-    asked = keeper_frames.unpack_keys(keeper_frames.pack_keys(keys))
+    asked = index_frames.unpack_keys(index_frames.pack_keys(keys))
 
-    assert tuple(asked) == keys[: keeper_frames.MAX_ASKED_BLOCKS]
-    frame = keeper_frames.frame_message(keeper_frames.Lookup(1, keeper_frames.pack_keys(keys)))
-    assert len(frame) < keeper_frames.MAX_FRAME_BYTES
+    assert tuple(asked) == keys[: index_frames.MAX_ASKED_BLOCKS]
+    frame = index_frames.frame_message(index_frames.Lookup(1, index_frames.pack_keys(keys)))
+    assert len(frame) < index_frames.MAX_FRAME_BYTES

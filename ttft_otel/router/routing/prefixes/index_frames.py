@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a worker (keeper_channel.py) and the keeper of the index (workers/index_keeper.py).
+"""Messages between a worker (shared_index_source.py) and the owner of the index (workers/index_keeper.py).
 
 A frame is the length of the message, big-endian, followed by the message in msgpack, on a Unix stream socket
 in a folder that only this user can enter.
@@ -47,15 +47,15 @@ class Status(msgspec.Struct, array_like=True, tag="s", frozen=True):
 
 
 WorkerMessage: TypeAlias = Follow | Lookup
-KeeperMessage: TypeAlias = Depths | Status
+OwnerMessage: TypeAlias = Depths | Status
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 # The decoders check tag and types, so that no handler has to.
 worker_decoder: Final = msgspec.msgpack.Decoder(WorkerMessage)
-keeper_decoder: Final = msgspec.msgpack.Decoder(KeeperMessage)
+owner_decoder: Final = msgspec.msgpack.Decoder(OwnerMessage)
 
 
-def frame_message(message: WorkerMessage | KeeperMessage) -> bytes:
+def frame_message(message: WorkerMessage | OwnerMessage) -> bytes:
     """Encode `message` as a frame."""
     data = _ENCODER.encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
