@@ -6,10 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -25,7 +24,6 @@ from ttft_otel.router.discovery import kubernetes_api
 pytestmark = pytest.mark.full
 
 ACCOUNT = "ttft-ttft-otel-router"
-LIMIT_S = 120.0  # seconds for a scenario: an API server starts in it
 
 
 @pytest.fixture
@@ -88,100 +86,86 @@ async def run_site(namespace: str, selector: str = "app=vllm") -> AsyncIterator[
         yield site
 
 
-def run_scenario(scenario: Callable[[], Any]) -> None:
-    """Run it to its end, for at most LIMIT_S."""
-    fake_instances.run_with_timeout(scenario, LIMIT_S)
-
-
 def name_states(*instances: FakeInstance) -> dict[str, str]:
     """All of them healthy."""
     return {f"prefill_decode {each.url}": "healthy" for each in instances}
 
 
-def test_pods_come_terminate_and_go(
+async def test_pods_come_terminate_and_go(
     cluster: KubeCluster, namespace: str, account: Path, pod_address: str
 ) -> None:
     """By the watch: a new slice serves, a terminating one ends its stream and gets nothing new."""
     slices = SliceWriter(cluster, namespace)
 
-    async def act() -> None:
-        permits = asyncio.Semaphore(0)
-        async with (
-            fake_instances.run_instance(InstancePlan({}, permits=permits), pod_address) as one,
-            fake_instances.run_instance(InstancePlan({}), pod_address) as two,
-        ):
-            await slices.put_slice(one, "one")
-            async with run_site(namespace) as site:
-                await site.wait_for_states(name_states(one))
-                stream = asyncio.create_task(site.router.post_chat(stream=True))
-                while not one.received:
-                    await asyncio.sleep(0.01)
-                await slices.put_slice(two, "two")
-                await site.wait_for_states(name_states(one, two))
-                await slices.put_slice(one, "one", ready=False, terminating=True)
-                await site.wait_for_source(lambda said: said["instances"] == 1)
-                assert (await site.router.post_chat())[0] == 200
-                assert (len(one.received), len(two.received)) == (1, 1)
-                for _ in range(10):
-                    permits.release()
-                assert (await stream)[0] == 200
-                await site.wait_for_states(name_states(two))
-                await slices.delete_slice("two")
-                line = await site.wait_for_source(lambda said: said["instances"] == 0)
-                assert line["problem"] == "no endpoint is ready"
-                await slices.delete_slice("one")
-                await site.wait_for_source(
-                    lambda said: "finds no EndpointSlice" in said.get("problem", "")
-                )
-
-    run_scenario(act)
+    permits = asyncio.Semaphore(0)
+    async with (
+        fake_instances.run_instance(InstancePlan({}, permits=permits), pod_address) as one,
+        fake_instances.run_instance(InstancePlan({}), pod_address) as two,
+    ):
+        await slices.put_slice(one, "one")
+        async with run_site(namespace) as site:
+            await site.wait_for_states(name_states(one))
+            stream = asyncio.create_task(site.router.post_chat(stream=True))
+            while not one.received:
+                await asyncio.sleep(0.01)
+            await slices.put_slice(two, "two")
+            await site.wait_for_states(name_states(one, two))
+            await slices.put_slice(one, "one", ready=False, terminating=True)
+            await site.wait_for_source(lambda said: said["instances"] == 1)
+            assert (await site.router.post_chat())[0] == 200
+            assert (len(one.received), len(two.received)) == (1, 1)
+            for _ in range(10):
+                permits.release()
+            assert (await stream)[0] == 200
+            await site.wait_for_states(name_states(two))
+            await slices.delete_slice("two")
+            line = await site.wait_for_source(lambda said: said["instances"] == 0)
+            assert line["problem"] == "no endpoint is ready"
+            await slices.delete_slice("one")
+            await site.wait_for_source(
+                lambda said: "finds no EndpointSlice" in said.get("problem", "")
+            )
 
 
-def test_a_selector_that_finds_nothing(
+async def test_a_selector_that_finds_nothing(
     cluster: KubeCluster, namespace: str, account: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """/readyz is not ready and says why, as the log does; a selector that is none is named, too."""
 
-    async def act() -> None:
-        async with run_site(namespace, "app=vlm") as site:
-            await site.wait_for_source(
-                lambda said: "the selector finds no EndpointSlice" in said.get("problem", "")
-            )
-            assert (await site.router.get_json("/readyz"))[0] == 503
-            assert any("finds no EndpointSlice" in each for each in caplog.messages)
-        async with run_site(namespace, "app in vllm") as site:
-            line = await site.wait_for_source(lambda said: "answered 400" in said["problem"])
-            assert "unable to parse requirement" in line["problem"]
-
-    run_scenario(act)
+    async with run_site(namespace, "app=vlm") as site:
+        await site.wait_for_source(
+            lambda said: "the selector finds no EndpointSlice" in said.get("problem", "")
+        )
+        assert (await site.router.get_json("/readyz"))[0] == 503
+        assert any("finds no EndpointSlice" in each for each in caplog.messages)
+    async with run_site(namespace, "app in vllm") as site:
+        line = await site.wait_for_source(lambda said: "answered 400" in said["problem"])
+        assert "unable to parse requirement" in line["problem"]
 
 
-def test_the_api_server_dies_and_comes_back(
+async def test_the_api_server_dies_and_comes_back(
     cluster: KubeCluster, namespace: str, account: Path, pod_address: str
 ) -> None:
     """Killed, it takes no instance with it; once it is back the watch goes on."""
     slices = SliceWriter(cluster, namespace)
 
-    async def act() -> None:
-        async with (
-            fake_instances.run_instance(InstancePlan({}), pod_address) as one,
-            fake_instances.run_instance(InstancePlan({}), pod_address) as two,
-            run_site(namespace) as site,
-        ):
-            await slices.put_slice(one, "one")
-            await site.wait_for_states(name_states(one))
-            await asyncio.to_thread(cluster.kill_api)
-            line = await site.wait_for_source(lambda said: "stay in use" in said.get("problem", ""))
-            assert line["instances"] == 1
-            assert (await site.router.post_chat())[0] == 200
-            await asyncio.to_thread(cluster.restart_api)
-            await slices.put_slice(two, "two")
-            await site.wait_for_states(name_states(one, two))
-            await site.wait_for_source(lambda said: "problem" not in said)
-            await slices.delete_slice("one")
-            await site.wait_for_states(name_states(two))
-
-    run_scenario(act)
+    async with (
+        fake_instances.run_instance(InstancePlan({}), pod_address) as one,
+        fake_instances.run_instance(InstancePlan({}), pod_address) as two,
+        run_site(namespace) as site,
+    ):
+        await slices.put_slice(one, "one")
+        await site.wait_for_states(name_states(one))
+        await asyncio.to_thread(cluster.kill_api)
+        line = await site.wait_for_source(lambda said: "stay in use" in said.get("problem", ""))
+        assert line["instances"] == 1
+        assert (await site.router.post_chat())[0] == 200
+        await asyncio.to_thread(cluster.restart_api)
+        await slices.put_slice(two, "two")
+        await site.wait_for_states(name_states(one, two))
+        await site.wait_for_source(lambda said: "problem" not in said)
+        await slices.delete_slice("one")
+        await site.wait_for_states(name_states(two))
 
 
 def ask_rules(cluster: KubeCluster, namespace: str, token: str) -> set[tuple[str, str, str]]:
@@ -238,7 +222,7 @@ def build_path(namespace: str, resource: str, name: str = "") -> str:
     return f"/{group}/namespaces/{namespace}/{resource}/{name}".rstrip("/")
 
 
-def test_without_the_role_the_remedy_is_named(
+async def test_without_the_role_the_remedy_is_named(
     cluster: KubeCluster, namespace: str, account: Path
 ) -> None:
     """Counter-test: the Role is what lets the router in."""
@@ -246,9 +230,6 @@ def test_without_the_role_the_remedy_is_named(
         "-n", namespace, "delete", "rolebinding", f"{ACCOUNT}-discovery-{namespace}"
     )
 
-    async def act() -> None:
-        async with run_site(namespace) as site:
-            line = await site.wait_for_source(lambda said: "403" in said["problem"])
-            assert "the service account needs list and watch of endpointslices" in line["problem"]
-
-    run_scenario(act)
+    async with run_site(namespace) as site:
+        line = await site.wait_for_source(lambda said: "403" in said["problem"])
+        assert "the service account needs list and watch of endpointslices" in line["problem"]

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -292,12 +292,3 @@ class LoopDelays:
             await asyncio.sleep(self.PERIOD_US / 1e6)
             delay_us = clock.now_us() - began_us - self.PERIOD_US
             self.total_us += delay_us if delay_us > self.MIN_DELAY_US else 0
-
-
-def run_with_timeout(scenario: Callable[[], Awaitable[None]], timeout_s: float = 30) -> None:
-    """Run `scenario` in a new event loop, for at most `timeout_s` seconds."""
-
-    async def run_bounded() -> None:
-        await asyncio.wait_for(scenario(), timeout_s)
-
-    asyncio.run(run_bounded())

@@ -176,27 +176,16 @@ def normalize_attribute(key: str, value: Any) -> Any:
     return value.rpartition(":")[0] + ":port" if key == keys.INSTANCE else value
 
 
-def build_tree_sync(topology: str) -> Any:
-    """The tree, in a loop of its own."""
-    tree: list[Any] = []
-
-    async def run_scenario() -> None:
-        tree.extend(await build_tree(topology))
-
-    fake_instances.run_with_timeout(run_scenario)
-    return tree
-
-
 def write_golden() -> None:
     """Write what is into the golden file."""
-    made = {topology: build_tree_sync(topology) for topology in TOPOLOGIES}
+    made = {topology: asyncio.run(build_tree(topology)) for topology in TOPOLOGIES}
     GOLDEN.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n")
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_tree(topology: str) -> None:
+async def test_tree(topology: str) -> None:
     """Every span, its place, its attributes, and who served each call, are the golden file's."""
-    assert build_tree_sync(topology) == json.loads(GOLDEN.read_text())[topology]
+    assert await build_tree(topology) == json.loads(GOLDEN.read_text())[topology]
 
 
 def test_golden_is_whole() -> None:

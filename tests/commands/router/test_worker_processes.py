@@ -125,7 +125,7 @@ def describe_process(pid: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def test_one_worker_starts_nothing(tmp_path: Path) -> None:
+async def test_one_worker_starts_nothing(tmp_path: Path) -> None:
     """--workers 1 needs no process, thread, socket, file or shared memory more than no flag; 2 do."""
 
     async def describe(*flags: str) -> dict[str, Any]:
@@ -143,20 +143,17 @@ def test_one_worker_starts_nothing(tmp_path: Path) -> None:
         shutil.rmtree(folder)
         return found
 
-    async def run_scenario() -> None:
-        plain = await describe()
-        one = await describe("--workers", "1")
-        two = await describe("--workers", "2")
-        assert plain["processes"] == one["processes"] == 0
-        assert plain["threads"] == one["threads"]
-        for name in ("Unix sockets", "shared memory"):
-            assert plain[name] == one[name] == 0, name
-        assert plain["files"] == one["files"] == []
-        assert abs(plain["sockets"] - one["sockets"]) <= 1, "a probe may be under way in either"
-        assert two["processes"] == 2 and two["Unix sockets"] == 2 and two["shared memory"]
-        assert len(two["files"]) == 4, "a socket and a file of metrics for each"
-
-    fake_instances.run_with_timeout(run_scenario, 2 * TIMEOUT_S)
+    plain = await describe()
+    one = await describe("--workers", "1")
+    two = await describe("--workers", "2")
+    assert plain["processes"] == one["processes"] == 0
+    assert plain["threads"] == one["threads"]
+    for name in ("Unix sockets", "shared memory"):
+        assert plain[name] == one[name] == 0, name
+    assert plain["files"] == one["files"] == []
+    assert abs(plain["sockets"] - one["sockets"]) <= 1, "a probe may be under way in either"
+    assert two["processes"] == 2 and two["Unix sockets"] == 2 and two["shared memory"]
+    assert len(two["files"]) == 4, "a socket and a file of metrics for each"
 
 
 @asynccontextmanager

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import aiohttp
 import pytest
 
-from router import fake_instances
 from ttft_otel.model.stages import MONO
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import Instance, parse_instance_url
@@ -68,29 +67,21 @@ async def ask(pool: ConnectionPool, attempt: Attempt) -> InstanceAnswer:
     return await pool.send_request(attempt, "/v1/x?a=%20b", {"x-own": "1"}, (b"bo", b"dy"))
 
 
-def run(scenario: Callable[[], object]) -> None:
-    """Run a scenario."""
-    fake_instances.run_with_timeout(scenario)  # type: ignore[arg-type]
-
-
-def test_a_connection_is_kept() -> None:
+async def test_a_connection_is_kept() -> None:
     """Two requests, one connection; the second attempt knows. The head is what HTTP wants."""
 
-    async def run_scenario() -> None:
-        async with run_pool(PLAIN, PLAIN) as (raw, make_attempt, pool):
-            attempts = [make_attempt(), make_attempt()]
-            for attempt in attempts:
-                answer = await ask(pool, attempt)
-                assert (answer.status, await answer.read(), answer.at_eof()) == (200, b"hi", True)
-            assert [each.is_new_connection for each in attempts] == [True, False]
-            assert raw.connection_count == 1
-            host = attempts[0].instance.url.split("/")[2].encode()
-            assert raw.heads[0] == (
-                b"POST /prefix/v1/x?a=%20b HTTP/1.1\r\nHost: " + host + b"\r\n"
-                b"x-own: 1\r\nContent-Length: 4\r\n\r\n"
-            )
-
-    run(run_scenario)
+    async with run_pool(PLAIN, PLAIN) as (raw, make_attempt, pool):
+        attempts = [make_attempt(), make_attempt()]
+        for attempt in attempts:
+            answer = await ask(pool, attempt)
+            assert (answer.status, await answer.read(), answer.at_eof()) == (200, b"hi", True)
+        assert [each.is_new_connection for each in attempts] == [True, False]
+        assert raw.connection_count == 1
+        host = attempts[0].instance.url.split("/")[2].encode()
+        assert raw.heads[0] == (
+            b"POST /prefix/v1/x?a=%20b HTTP/1.1\r\nHost: " + host + b"\r\n"
+            b"x-own: 1\r\nContent-Length: 4\r\n\r\n"
+        )
 
 
 @pytest.mark.parametrize(

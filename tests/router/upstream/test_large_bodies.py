@@ -13,7 +13,6 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.router import fake_instances
 from ttft_otel.model.stages import MONO
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import parse_instance_url
@@ -77,7 +76,7 @@ async def serve_bodies(
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
-def test_whole(is_encrypted: bool, certificate: tuple[Path, Path]) -> None:
+async def test_whole(is_encrypted: bool, certificate: tuple[Path, Path]) -> None:
     """Small and large bodies, one after the other on one connection, arrive as they were."""
     received: list[bytes] = []
     bodies = ((b"a", b"bc"), BODY, (b"d",))
@@ -88,18 +87,15 @@ def test_whole(is_encrypted: bool, certificate: tuple[Path, Path]) -> None:
 
     connections: list[asyncio.StreamWriter] = []
 
-    async def run_scenario() -> None:
-        async with run_pool(handle, certificate if is_encrypted else None) as (pool, attempt):
-            for body in bodies:
-                answer = await pool.send_request(attempt(), "/v1/x", {"x-own": "1"}, body)
-                assert (answer.status, await answer.read()) == (200, b"hello")
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_pool(handle, certificate if is_encrypted else None) as (pool, attempt):
+        for body in bodies:
+            answer = await pool.send_request(attempt(), "/v1/x", {"x-own": "1"}, body)
+            assert (answer.status, await answer.read()) == (200, b"hello")
     assert received == [b"".join(body) for body in bodies]
     assert len(connections) == 1
 
 
-def test_refused_before_it_was_read() -> None:
+async def test_refused_before_it_was_read() -> None:
     """An instance that answers without reading: its answer counts, and the connection is not used again."""
     connections: list[asyncio.StreamWriter] = []
     ended = asyncio.Event()
@@ -111,18 +107,15 @@ def test_refused_before_it_was_read() -> None:
         await ended.wait()
         writer.transport.abort()
 
-    async def run_scenario() -> None:
-        async with run_pool(refuse) as (pool, attempt):
-            for _ in range(2):
-                answer = await pool.send_request(attempt(), "/v1/x", {}, BODY)
-                assert (answer.status, await answer.read()) == (413, b"no")
-            ended.set()
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_pool(refuse) as (pool, attempt):
+        for _ in range(2):
+            answer = await pool.send_request(attempt(), "/v1/x", {}, BODY)
+            assert (answer.status, await answer.read()) == (413, b"no")
+        ended.set()
     assert len(connections) == 2
 
 
-def test_a_client_that_leaves_meanwhile() -> None:
+async def test_a_client_that_leaves_meanwhile() -> None:
     """A request that is cancelled while its body is sent closes its connection."""
     left, closed = asyncio.Event(), asyncio.Event()
 
@@ -135,21 +128,18 @@ def test_a_client_that_leaves_meanwhile() -> None:
         closed.set()
         writer.close()
 
-    async def run_scenario() -> None:
-        async with run_pool(read_late) as (pool, attempt):
-            sending = asyncio.create_task(pool.send_request(attempt(), "/v1/x", {}, BODY))
-            await asyncio.sleep(0.3)
-            assert not sending.done()
-            sending.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await sending
-            left.set()
-            await closed.wait()
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_pool(read_late) as (pool, attempt):
+        sending = asyncio.create_task(pool.send_request(attempt(), "/v1/x", {}, BODY))
+        await asyncio.sleep(0.3)
+        assert not sending.done()
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        left.set()
+        await closed.wait()
 
 
-def test_an_instance_that_does_not_read_times_out() -> None:
+async def test_an_instance_that_does_not_read_times_out() -> None:
     """The total time-out also ends a request whose body fills every buffer on its way."""
     ended = asyncio.Event()
 
@@ -158,10 +148,7 @@ def test_an_instance_that_does_not_read_times_out() -> None:
         await ended.wait()
         writer.transport.abort()
 
-    async def run_scenario() -> None:
-        async with run_pool(read_head, total_timeout_s=0.3) as (pool, attempt):
-            with pytest.raises(asyncio.TimeoutError):
-                await pool.send_request(attempt(), "/v1/x", {}, (bytes(48 * PIECE_BYTES),))
-            ended.set()
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_pool(read_head, total_timeout_s=0.3) as (pool, attempt):
+        with pytest.raises(asyncio.TimeoutError):
+            await pool.send_request(attempt(), "/v1/x", {}, (bytes(48 * PIECE_BYTES),))
+        ended.set()

@@ -96,11 +96,6 @@ async def run_followed_publisher(
         yield publisher, url, source
 
 
-def run_with_timeout(scenario: Callable[[], Any]) -> None:
-    """A test's coroutine, to its end."""
-    asyncio.run(asyncio.wait_for(scenario(), 150))
-
-
 @pytest.mark.parametrize("old", [False, True])
 async def test_follows(tmp_path: Path, old: bool) -> None:
     """What was stored before, while and after losing a message is known; a gone instance is forgotten."""

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,6 @@ BROKEN_CHILDREN = {
     "stuck": "import time; time.sleep(60)",
 }
 GARBAGE_ANSWERS = ("x", "\\x98", "\\x92\\1", "\\xc1")
-
-
-def run_with_timeout(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run one test's coroutine; on a busy machine a child takes its time to start."""
-    asyncio.run(asyncio.wait_for(coroutine, 240))
 
 
 def build_fleet(*urls: str, root: str = "", leg: str = "mono", **card: Any) -> InstancePool:
