@@ -97,8 +97,7 @@ def summarize_ratios(pairs: list[dict[str, float]]) -> dict[str, Any]:
     ratios = [pair["ours"] / pair["theirs"] for pair in pairs]
     # A fixed seed: the same pairs give the same interval, which decides when the run ends.
     chance = np.random.default_rng(0)
-    # The median of ratios, not a ratio of medians: a slow moment
-    # of the server hits both tools of a round.
+    # The median of ratios, not a ratio of medians: a slow moment of the server hits both tools of a round.
     medians = np.median(chance.choice(ratios, (BOOTSTRAP_DRAWS, len(ratios))), axis=1)
     return {
         "rounds": len(pairs),
@@ -129,8 +128,7 @@ def run_ttft_bench(options: argparse.Namespace, seed: int) -> float:
 def start_vllm_bench_peer() -> Iterator[Any]:
     """A process with vLLM in it; call the value for one round of `vllm bench serve`."""
     words = [sys.executable, __file__, "--peer"]
-    # No look at the hub, which would delay the start or fail:
-    # the tokenizer must be on this machine.
+    # No look at the hub, which would delay the start or fail: the tokenizer must be on this machine.
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     pipe = subprocess.PIPE
     # One process for all rounds, because importing vLLM takes many seconds.
@@ -164,8 +162,7 @@ def build_vllm_bench_flags(options: argparse.Namespace, seed: int) -> list[str]:
         "extra-body": json.dumps({"prompt": ids}),
         "num-prompts": 1,
         "max-concurrency": 1,
-        # 0 switches off the test request that `vllm bench serve`
-        # sends first: it would warm the server.
+        # 0 switches off the test request that `vllm bench serve` sends first: it would warm the server.
         "ready-check-timeout-sec": 0,
         "temperature": 0,
     }

@@ -62,8 +62,7 @@ if __name__ == "__main__":
     uvicorn.run(
         app,
         port=int(sys.argv[1]),
-        # The fast loop and parser of uvicorn[standard]: the
-        # reference must not be slow by its setup.
+        # The fast loop and parser of uvicorn[standard]: the reference must not be slow by its setup.
         loop="uvloop",
         http="httptools",
         access_log=False,

@@ -34,8 +34,7 @@ FIRST_EVENT: Final = EVENT.replace(b'{"content":" word"}', b'{"role":"assistant"
 EVENT_CHUNK: Final = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
 # Sizes of chunks are hexadecimal: `e` are the 14 bytes of "data: [DONE]" with its empty line.
 DONE_CHUNK: Final = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-# With the parameters that a prefill instance answers: this
-# instance plays P and D of the router too.
+# With the parameters that a prefill instance answers: this instance plays P and D of the router too.
 PLAIN_BODY: Final = (
     b'{"id":"chatcmpl-b5a8d2f1c37e4f7c9d3a6e1b2c4d5e6f","object":"chat.completion","created":1700000000,'
     b'"model":"tiny","choices":[{"index":0,"message":{"role":"assistant","content":" word"},'
@@ -146,8 +145,7 @@ class LoopingClient(asyncio.Protocol):
 
     def send_next_request(self) -> None:
         """Send one more request, while there are any."""
-        # One iterator for all connections: a fast one takes
-        # more requests, so that all end together.
+        # One iterator for all connections: a fast one takes more requests, so that all end together.
         if next(self.remaining, None) is None:
             self.ended.set_result(None)
             self.transport.close()

@@ -22,11 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from benchmarks.exporter_records import (
-    SPANS_PER_REQUEST,
-    encode_request,
-    encode_unsampled_request,
-)
+from benchmarks.exporter_records import SPANS_PER_REQUEST, encode_request, encode_unsampled_request
 from benchmarks.figures import (
     Figure,
     build_figure,
@@ -107,8 +103,7 @@ def run_module(module: str, *words: str, **env: str) -> Iterator[subprocess.Pope
     try:
         yield process
     finally:
-        # Closes its standard input, which ends it, and reads what
-        # it still writes, so that it cannot block.
+        # Closes its standard input, which ends it, and reads what it still writes, so that it cannot block.
         process.communicate()
 
 

@@ -163,8 +163,7 @@ def build_otlp_bodies() -> list[OtlpBody]:
             spans = waiting.setdefault(each.service, [])
             spans += exporter.build_spans(each, resources[each.service])
             if len(spans) >= SPANS_PER_BATCH:
-                # What does not fill a batch in the end is left out:
-                # all bodies have about the same size.
+                # What does not fill a batch in the end is left out: all bodies have about the same size.
                 requests.append(pack_spans(spans))
                 waiting[each.service] = []
     return requests

@@ -57,8 +57,7 @@ def start_grpc_sink() -> int:
         def service(self, call: Any) -> Any:
             if call.method not in EXPORT_METHODS:
                 return None
-            # Bytes in, bytes out: parsing would compete with the
-            # exporter for the machine's two cores.
+            # Bytes in, bytes out: parsing would compete with the exporter for the machine's two cores.
             return grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
 
     server = grpc.server(ThreadPoolExecutor(2))

@@ -7,9 +7,8 @@ are for ratios to protobuf alone, which parses and serializes the same bodies in
 is at its limit, so that each new trace removes one; an answer other than success ends the benchmark.
 
 Examples:
-    python -m benchmarks.receiver
-    python -m benchmarks.receiver --json receiver.json --rounds 5
-    python -m benchmarks.receiver --rate 500 --seconds 5
+    python -m benchmarks.receiver python -m benchmarks.receiver --json receiver.json --rounds 5 python -m
+    benchmarks.receiver --rate 500 --seconds 5
 """
 
 from __future__ import annotations

@@ -91,8 +91,7 @@ def serve_commands() -> None:
     protocol = os.environ.get(env_names.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, "http/protobuf")
     provider = build_provider(build_span_exporter(protocol))
     tracer = provider.get_tracer(span_names.SCOPE)
-    # All requests from the same templates: what is measured
-    # is the SDK, which keeps nothing of them.
+    # All requests from the same templates: what is measured is the SDK, which keeps nothing of them.
     templates = build_request_spans(0)
     made = 0
     for line in sys.stdin:

@@ -31,12 +31,11 @@ FILLER_WORDS = ("quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog")
 class TimedRequest:
     """One request.
 
-    prompt, words: the text, followed by that many filler words (one to two tokens each).
-    pictures: seeds of images put before the text (chat only); size is their edge in pixels.
-    headers: sent as they are. request_id: x-request-id; None makes one, "" sends none.
-    abort_s: close the connection after so many seconds, even if the response is not complete.
-    timeout_s: for all of it.
-    extra: merged into the JSON body last.
+    prompt, words: the text, followed by that many filler words (one to two tokens each). pictures: seeds of
+    images put before the text (chat only); size is their edge in pixels. headers: sent as they are.
+    request_id: x-request-id; None makes one, "" sends none. abort_s: close the connection after so many
+    seconds, even if the response is not complete. timeout_s: for all of it. extra: merged into the JSON
+    body last.
     """
 
     prompt: str = "what is in the picture"

@@ -122,8 +122,7 @@ async def measure_tokenization(tokenizer: str) -> dict[str, float]:
         ):
             await asyncio.sleep(0.1)
         for _ in range(PROMPTS_PER_PASS):
-            # How many tokens a number is depends on the tokenizer:
-            # counted first, then cut to length.
+            # How many tokens a number is depends on the tokenizer: counted first, then cut to length.
             text = " ".join(str(chance.randrange(100, 1000)) for _ in range(PROMPT_TOKENS // 4))
             prompt = await reader.read_prompt(
                 COMPLETIONS_PATH, "m", b'{"prompt": "%s"}' % text.encode(), BLOCK_TOKENS
@@ -131,8 +130,7 @@ async def measure_tokenization(tokenizer: str) -> dict[str, float]:
             assert prompt is not None
             text = text[: len(text) * PROMPT_TOKENS // prompt.tokens] + str(chance.random())
             body = b'{"prompt": "%s"}' % text.encode()
-            # Two clocks: what a client waits for, and what keeps all
-            # other requests of the router waiting.
+            # Two clocks: what a client waits for, and what keeps all other requests of the router waiting.
             started, loop_started = time.perf_counter(), time.thread_time()
             await reader.read_prompt(COMPLETIONS_PATH, "m", body, BLOCK_TOKENS)
             wall_seconds.append(time.perf_counter() - started)

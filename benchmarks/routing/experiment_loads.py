@@ -42,8 +42,7 @@ class Experiment:
         """Flags of one run."""
         paced = (
             ("--qps", f"{self.rate:g}", "--time", f"{self.seconds:g}")
-            # Conversations go on until the time is over; single
-            # requests are counted out beforehand.
+            # Conversations go on until the time is over; single requests are counted out beforehand.
             if "multi-round" in self.flags
             else ("--rate", f"{self.rate:g}", "--requests", str(round(self.rate * self.seconds)))
         )
@@ -51,8 +50,7 @@ class Experiment:
 
     def build_saturation_flags(self, seed: int) -> list[str]:
         """Flags of a run in which both servers always have something to do."""
-        # Four times as many requests as clients: compute_capacity()
-        # cuts the first and last of them off.
+        # Four times as many requests as clients: compute_capacity() cuts the first and last of them off.
         closed = (
             "--concurrency",
             str(SATURATION_CONCURRENCY),
@@ -88,8 +86,7 @@ EXPERIMENTS: Final = {
                 *("--input-len", "2600", "--spread", "0.95", "--output-len", "8"),
             ),
             36.0,
-            # By share: capacity depends on the machine, and unequal
-            # lengths make a rate hard to guess.
+            # By share: capacity depends on the machine, and unequal lengths make a rate hard to guess.
             share=0.75,
         ),
     )

@@ -84,8 +84,7 @@ def draw_bootstrap_samples(
             for place in chance.integers(0, len(rounds[number]), len(rounds[number]))
         ]
         sample = {
-            # The same cells for every policy: what a window's load
-            # did to all cancels in their ratios.
+            # The same cells for every policy: what a window's load did to all cancels in their ratios.
             policy: np.concatenate([parts[number][place] for number, place in cells])
             for policy, parts in ttft_windows.items()
         }

@@ -44,8 +44,7 @@ class Simulation:
     def __init__(self, case: dict[str, Any], policy: str, seed: int) -> None:
         # Terms of a case: benchmarks/routing/cases.json.
         size, slow = case["instances"], round(case["instances"] * case["slow"])
-        # Whole microseconds, as in the router: sums of floats
-        # would order events by rounding errors.
+        # Whole microseconds, as in the router: sums of floats would order events by rounding errors.
         self.lag, self.noise = round(case["lag"] * US_PER_SECOND), case["noise"]
         # Generators of their own for noise and for ties: how often
         # a policy has ties must not change the noise.

@@ -63,8 +63,7 @@ def _resample_sessions(rows: list[TraceRow], chance: random.Random) -> list[Trac
         copies[name] += 1
         for row in sessions[name]:
             blocks = tuple(b if owners[b] > 1 else b + copy * COPY_BLOCK_OFFSET for b in row.blocks)
-            # Modulo the span: what would fall off the end arrives
-            # at the beginning, so the load stays.
+            # Modulo the span: what would fall off the end arrives at the beginning, so the load stays.
             start_s = begin + (row.arrival_s - begin + shift) % (span or 1)
             resampled.append(
                 replace(row, arrival_s=start_s, blocks=blocks, session=f"{name} {copy}")

@@ -22,10 +22,7 @@ from typing import Any
 
 from benchmarks.routing import trace_options
 from benchmarks.routing.fleet_simulation import simulate_case
-from benchmarks.routing.mooncake_traces import (
-    compute_ideal_mean_s,
-    read_trace,
-)
+from benchmarks.routing.mooncake_traces import compute_ideal_mean_s, read_trace
 from benchmarks.routing.simulation_tables import (
     format_gains_table,
     format_goals_table,

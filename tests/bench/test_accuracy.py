@@ -60,8 +60,7 @@ def measure_quietest(
 
 
 @pytest.mark.parametrize(
-    ("streams", "gap"),
-    [(1, 20.0), (20, 20.0), pytest.param(500, 250.0, marks=pytest.mark.full)],
+    ("streams", "gap"), [(1, 20.0), (20, 20.0), pytest.param(500, 250.0, marks=pytest.mark.full)]
 )
 def test_truth(bench: RunBench, streams: int, gap: float) -> None:
     """Every figure, stage and rate is that of the server's own notes: times within 1 ms."""

@@ -108,8 +108,7 @@ def test_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "who"),
-    [(100, "The slowest request is"), (200, "The slowest 2 requests are")],
+    ("most", "who"), [(100, "The slowest request is"), (200, "The slowest 2 requests are")]
 )
 def test_blame(most: int, who: str) -> None:
     """The stage that separates the slowest from the middle tenth is named, not the longest one."""

@@ -154,12 +154,7 @@ SET_IDLE_CODE = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_par
     ("before", "policy"), [("", os.SCHED_BATCH), (SET_IDLE_CODE, os.SCHED_IDLE)]
 )
 def test_policy(
-    before: str,
-    policy: int,
-    start_host: Any,
-    collector: Any,
-    eventually: Any,
-    find_exporters: Any,
+    before: str, policy: int, start_host: Any, collector: Any, eventually: Any, find_exporters: Any
 ) -> None:
     """No thread of the exporter interrupts its host to run; a policy that the host was given stays."""
     started = start_host(before=before)

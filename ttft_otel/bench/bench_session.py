@@ -91,20 +91,14 @@ def check_plan(plan: LoadPlan, sides: Sequence[BenchSide]) -> None:
 
 
 def run_plan(
-    plan: LoadPlan,
-    sides: Sequence[BenchSide],
-    progress: ProgressLine,
-    interrupts: InterruptCounter,
+    plan: LoadPlan, sides: Sequence[BenchSide], progress: ProgressLine, interrupts: InterruptCounter
 ) -> None:
     """Run a checked `plan` and append its results to each side's runs; Ctrl-C ends it early."""
     asyncio.run(_run_until_stopped(plan, sides, progress, interrupts))
 
 
 async def _run_until_stopped(
-    plan: LoadPlan,
-    sides: Sequence[BenchSide],
-    progress: ProgressLine,
-    interrupts: InterruptCounter,
+    plan: LoadPlan, sides: Sequence[BenchSide], progress: ProgressLine, interrupts: InterruptCounter
 ) -> None:
     stop = asyncio.Event()
     # A signal handler runs between any two bytecodes; only this call may wake the loop from there.

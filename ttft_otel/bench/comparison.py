@@ -93,8 +93,7 @@ def compute_margins(figures_a: Table, figures_b: Table, paired: bool) -> tuple[T
     variances of A and B may differ (Welch). The margin is NaN with fewer than MIN_ROUNDS rounds.
     """
     if paired:
-        # A pair with one unknown side must drop out of both averages,
-        # or they would be of different rounds.
+        # A pair with one unknown side must drop out of both averages, or they would be of different rounds.
         unknown = np.isnan(figures_a) | np.isnan(figures_b)
         figures_a, figures_b = (np.where(unknown, np.nan, each) for each in (figures_a, figures_b))
         _, variance, rounds = _describe_rounds(figures_b - figures_a)

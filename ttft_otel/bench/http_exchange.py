@@ -87,8 +87,7 @@ class BenchTarget:
             f"{method} {self.base_path}{path} HTTP/1.1",
             *(f"{k}: {v}" for k, v in all_headers.items()),
         ]
-        # Head and body in one write: the TTFT begins right before
-        # it, with nothing left to hand over.
+        # Head and body in one write: the TTFT begins right before it, with nothing left to hand over.
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
@@ -210,8 +209,7 @@ class ResponseProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection was closed: an error, unless only closing marks the end of the body."""
         self.last_byte_ns = monotonic_ns()
-        # RFC 9112: without either, the body ends with the
-        # connection, and nobody can tell if it is whole.
+        # RFC 9112: without either, the body ends with the connection, and nobody can tell if it is whole.
         framing_headers = {"content-length", "transfer-encoding"} & set(self.response.headers)
         self.finish_response(
             "cut off" if exc or framing_headers or not self.response.status else ""
@@ -252,8 +250,7 @@ async def _send_and_receive(target: BenchTarget, message: bytes, response: RawRe
     try:
         transport, protocol = await asyncio.get_running_loop().create_connection(
             lambda: ResponseProtocol(response, sock),
-            # The loop reads through our socket's recv(): that is
-            # where the kernel's timestamp is taken.
+            # The loop reads through our socket's recv(): that is where the kernel's timestamp is taken.
             sock=sock,
             ssl=tls_context,
             server_hostname=server_hostname,
@@ -306,8 +303,7 @@ async def _connect_socket(target: BenchTarget) -> TimestampedSocket:
 async def _resolve_addresses(loop: asyncio.AbstractEventLoop, host: str, port: int) -> list[Any]:
     """A host's addresses; a numeric one is parsed here, names are resolved in a thread."""
     try:
-        # No thread for a numeric address: with hundreds of requests
-        # due, waiting for one makes them late.
+        # No thread for a numeric address: with hundreds of requests due, waiting for one makes them late.
         flags = socket.AI_NUMERICHOST
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     except socket.gaierror:

@@ -131,8 +131,7 @@ class LoadDriver:
             message = self.target.encode_request(request.path, request.body, headers)
             response = await perform_exchange(self.target, message, due_ns, self.timeout_s)
         finally:
-            # At the last byte and before parsing, which is this
-            # process's work and not the server's.
+            # At the last byte and before parsing, which is this process's work and not the server's.
             self.release_slot()
         content = await _parse_response(response)
         breakdown = timing.parse_server_timing(response.headers.get(header_names.SERVER_TIMING, ""))
@@ -185,12 +184,10 @@ async def run_open_loop(driver: LoadDriver, arrivals: Iterable[tuple[float, Benc
     try:
         for offset_s, request in arrivals:
             due_ns = start_ns + int(offset_s * 1e9)
-            # Tasks are created one by one: thousands that sleep
-            # would slow down every turn of the loop.
+            # Tasks are created one by one: thousands that sleep would slow down every turn of the loop.
             await sleep_until(due_ns - CONNECT_LEAD_NS)
             task = asyncio.create_task(
-                # The slot is awaited here and not in the task:
-                # requests are held back in their order.
+                # The slot is awaited here and not in the task: requests are held back in their order.
                 driver.send_request(request, await driver.acquire_slot(due_ns))
             )
             under_way.add(task)

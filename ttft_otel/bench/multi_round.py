@@ -179,8 +179,7 @@ class _SimulatedUser:
         self, start_ns: int, start_offset_s: float, budget: _RequestBudget
     ) -> None:
         """Ask all questions of the conversation that are due after `start_ns`, the run's start."""
-        # Rounds before the run are skipped with their history:
-        # such a user starts with a short prompt.
+        # Rounds before the run are skipped with their history: such a user starts with a short prompt.
         first_round = max(0, math.ceil(-start_offset_s / self.options.question_interval_s))
         due_ns = start_ns + int(
             (start_offset_s + first_round * self.options.question_interval_s) * 1e9
@@ -196,8 +195,7 @@ class _SimulatedUser:
                 self.driver.release_slot()
                 return
             answered_ns = await self._ask_question(due_ns)
-            # From the due time, not from the send: lateness of this
-            # process must not slow the users down.
+            # From the due time, not from the send: lateness of this process must not slow the users down.
             due_ns = max(due_ns + int(self.options.question_interval_s * 1e9), answered_ns)
 
     async def _ask_question(self, due_ns: int) -> int:

@@ -22,8 +22,7 @@ class StreamContent:
 
     token_times_ns: arrival of each event with a token; an event may hold several tokens.
     *_tokens: from the server's usage, None when it did not send it.
-    stream_error: kind of error. server_message: the server's error message. is_finished: it was
-    complete.
+    stream_error: kind of error. server_message: the server's error message. is_finished: it was complete.
     """
 
     token_times_ns: list[int] = field(default_factory=list)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dataset `replay`: prompts with the lengths, times and shared prefixes of a Mooncake trace.
 
-The trace is JSONL with timestamp (ms), input_length, output_length and hash_ids. Each hash ID stands
-for one block of the prompt; equal IDs become equal tokens, so that the server's prefix cache has the
-same hits.
+The trace is JSONL with timestamp (ms), input_length, output_length and hash_ids. Each hash ID stands for
+one block of the prompt; equal IDs become equal tokens, so that the server's prefix cache has the same hits.
 """
 
 from __future__ import annotations

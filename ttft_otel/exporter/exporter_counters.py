@@ -25,9 +25,8 @@ _LOSS_NAMES: Final = ("foreign", "overflowed", "failed")
 class ExporterCounters:
     """Counters of one exporter; they continue those of an earlier exporter of the same host.
 
-    page: file descriptor of the shared page, -1 for private memory.
-    Each name is written by one thread only, so that no lock is needed: `received` and `overflowed` by
-    the reader, the others by the worker.
+    page: file descriptor of the shared page, -1 for private memory. Each name is written by one thread
+    only, so that no lock is needed: `received` and `overflowed` by the reader, the others by the worker.
     """
 
     def __init__(self, page: int = -1) -> None:

@@ -67,14 +67,7 @@ METRICS: Final = {
         TtftMetric(
             name=metric_names.STAGE_DURATION,
             description="Lengths of the stages of a TTFT.",
-            labels=(
-                keys.ROLE,
-                keys.MODEL,
-                keys.STAGE,
-                keys.LEG,
-                keys.INSTANCE,
-                keys.ERROR_TYPE,
-            ),
+            labels=(keys.ROLE, keys.MODEL, keys.STAGE, keys.LEG, keys.INSTANCE, keys.ERROR_TYPE),
         ),
         TtftMetric(
             name=metric_names.QUEUE_REASON_DURATION,

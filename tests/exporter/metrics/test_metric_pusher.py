@@ -80,10 +80,7 @@ def test_everything_is_counted_and_some_is_exported(
 
 
 def test_standard_interval_and_temporality(
-    collector: Any,
-    make_record: RecordMaker,
-    eventually: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    collector: Any, make_record: RecordMaker, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The standard variables say how often, and whether each push has everything or what is new."""
     monkeypatch.setenv(env_names.OTEL_METRIC_EXPORT_INTERVAL, "50")

@@ -7,11 +7,7 @@ from full_record import change_full_record
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttft_otel.exporter.spans.span_content import (
-    count_late_pieces,
-    cut_handover,
-    list_late_pieces,
-)
+from ttft_otel.exporter.spans.span_content import count_late_pieces, cut_handover, list_late_pieces
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Handover, HandoverCall
 from ttft_otel.model.timing import format_server_timing

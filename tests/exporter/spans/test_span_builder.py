@@ -89,11 +89,7 @@ ROUTER = make_short_record(
         name="ttft",
         start=0,
         end=900,
-        stages={
-            "router.receive": 100,
-            "router.hop.encode": 200,
-            "encode.receive": 300,
-        },
+        stages={"router.receive": 100, "router.hop.encode": 200, "encode.receive": 300},
         unattributed=300,
         clamped=0,
         pieces=(
