@@ -12,7 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from ttft_otel.commands import main as cli
 
@@ -47,12 +47,25 @@ def tests_stay_frozen() -> Iterator[None]:
         gc.freeze()
 
 
+def list_words(*arguments: object) -> list[str]:
+    """Arguments of the command; what begins with `--` may be several of them, between blanks."""
+    texts = map(str, arguments)
+    return [word for text in texts for word in (text.split() if text[:2] == "--" else [text])]
+
+
+def invoke_bench(*arguments: object) -> Result:
+    """The command's outcome, which is no traceback."""
+    result = CliRunner().invoke(cli.main, ["bench", *list_words(*arguments)])
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    return result
+
+
 @pytest.fixture
 def bench() -> RunBench:
     """Run `ttft-otel bench ... --json`; gives the document, checked against its schema."""
 
     def run_bench_json(*arguments: object) -> Any:
-        result = CliRunner().invoke(cli.main, ["bench", *map(str, arguments), "--json"])
+        result = invoke_bench(*arguments, "--json")
         assert result.exit_code in (0, 3), result.output  # 3: this machine was too busy
         return validate_document(json.loads(result.stdout))
 

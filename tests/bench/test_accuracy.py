@@ -36,7 +36,7 @@ def build_load(streams: int, gap_ms: float) -> tuple[ServerScript, tuple[object,
         first_token_ms=[40.0, 80.0, 120.0], queue_ms=[20.0], token_count=20, gap_ms=gap_ms
     )
     rate = streams / ((80 + 19 * gap_ms) / 1000)
-    return script, ("--rate", rate, "--arrivals", "constant", "--requests", 2 * streams + 2)
+    return script, ("--rate", rate, "--arrivals constant --requests", 2 * streams + 2)
 
 
 def measure_quietest(
@@ -47,7 +47,7 @@ def measure_quietest(
     attempts = []
     for _ in range(MAX_TRIES):
         with run_scripted_server(script) as server:
-            target = bench("--url", server.url, "--input-len", 8, *flags)["targets"][0]
+            target = bench("--url", server.url, "--input-len 8", *flags)["targets"][0]
             attempts.append((target, server.fetch_notes()))
         if max_lag_ms(target) < QUIET_LAG_MS:
             break
@@ -131,7 +131,7 @@ def test_room(bench: RunBench) -> None:
     script, words = build_load(500, 250.0)
     with run_scripted_server(script) as server:
         before = process_time()
-        target = bench("--url", server.url, "--input-len", 8, *words)["targets"][0]
+        target = bench("--url", server.url, "--input-len 8", *words)["targets"][0]
         spent = process_time() - before
 
     (run,) = target["runs"]

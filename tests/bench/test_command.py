@@ -18,15 +18,43 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from bench.conftest import RunBench, validate_document
+from bench.conftest import RunBench, invoke_bench, list_words, validate_document
 from bench.scripted_server import ServerScript, run_scripted_server
 from ttft_otel.bench.request_factory import BenchRequest
-from ttft_otel.commands import main as cli
 from ttft_otel.model.names import header_names
 
 QUICK_SCRIPT = ServerScript(first_token_ms=[5.0], queue_ms=[2.0], token_count=2, gap_ms=2.0)
+GONE = "--url http://127.0.0.1:1"
+
+
+def script_tokens(*first_token_ms: float, **more: Any) -> ServerScript:
+    """A server that answers with one token, so many milliseconds after each request in turn."""
+    return ServerScript(first_token_ms=list(first_token_ms), token_count=1, **more)
+
+
+def send(bench: RunBench, script: ServerScript, *words: object) -> tuple[Any, list[dict[str, Any]]]:
+    """The document of a run against one server, and what that server was sent."""
+    with run_scripted_server(script) as server:
+        return bench("--url", server.url, *words), server.fetch_notes()
+
+
+def list_command(*words: object) -> list[str]:
+    """The command line of a process of its own."""
+    return [sys.executable, "-m", "ttft_otel.commands.main", "bench", *list_words(*words)]
+
+
+def write_trace(folder: Path, *rows: tuple[int, int, list[int]], answer: int = 3) -> Path:
+    """A trace file of (timestamp, input_length, hash_ids); the first answer has so many tokens, others 3."""
+    names = ("timestamp", "input_length", "hash_ids", "output_length")
+    lengths = (answer, *[3] * len(rows))
+    lines = [
+        json.dumps(dict(zip(names, (*row, length), strict=True)))
+        for row, length in zip(rows, lengths, strict=False)
+    ]
+    trace = folder / "trace.jsonl"
+    trace.write_text("\n".join(lines), "utf-8")
+    return trace
 
 
 def list_prompts(notes: list[dict[str, Any]]) -> list[list[int]]:
@@ -41,9 +69,7 @@ def list_roles(note: dict[str, Any]) -> list[str]:
 
 def test_closed(bench: RunBench) -> None:
     """Closed loop: every request is sent, joined with its trace and its breakdown, and adds up."""
-    with run_scripted_server(QUICK_SCRIPT) as server:
-        found = bench("--url", server.url, "--concurrency", 2, "--requests", 6, "--input-len", 40)
-        notes = server.fetch_notes()
+    found, notes = send(bench, QUICK_SCRIPT, "--concurrency 2 --requests 6 --input-len 40")
 
     run = found["targets"][0]["runs"][0]
     headers = {note["headers"][header_names.REQUEST_ID]: note["headers"] for note in notes}
@@ -60,19 +86,15 @@ def test_closed(bench: RunBench) -> None:
 
 def test_open(bench: RunBench) -> None:
     """Open loop: requests are sent at their times although earlier answers are still missing."""
-    with run_scripted_server(ServerScript(first_token_ms=[600.0], token_count=1)) as server:
-        bench("--url", server.url, "--rate", 50, "--requests", 10, "--arrivals", "constant")
-        notes = server.fetch_notes()
+    _, notes = send(bench, script_tokens(600.0), "--rate 50 --requests 10 --arrivals constant")
 
     assert max(note["came"] for note in notes) < min(note["tokens"][0] for note in notes)
 
 
 def test_held(bench: RunBench) -> None:
     """--max-unfinished holds requests back, and says so; a held request is not the generator's lag."""
-    with run_scripted_server(ServerScript(first_token_ms=[60.0], token_count=1)) as server:
-        url = server.url
-        found = bench("--url", url, "--rate", 1000, "--requests", 6, "--max-unfinished", 2)
-        notes = server.fetch_notes()
+    words = "--rate 1000 --requests 6 --max-unfinished 2"
+    found, notes = send(bench, script_tokens(60.0), words)
 
     assert found["targets"][0]["runs"][0]["held"] == 4
     assert notes[2]["came"] > min(note["tokens"][0] for note in notes)
@@ -80,10 +102,9 @@ def test_held(bench: RunBench) -> None:
 
 def test_shared(bench: RunBench) -> None:
     """shared-prefix: all prompts open with one of the prefixes, and no two are the same."""
-    words = ("--dataset", "shared-prefix", "--prefixes", 2, "--prefix-len", 30, "--input-len", 10)
-    with run_scripted_server(QUICK_SCRIPT) as server:
-        bench("--url", server.url, *words, "--concurrency", 4, "--requests", 20)
-        sent = list_prompts(server.fetch_notes())
+    words = "--dataset shared-prefix --prefixes 2 --prefix-len 30 --input-len 10"
+    _, notes = send(bench, QUICK_SCRIPT, words, "--concurrency 4 --requests 20")
+    sent = list_prompts(notes)
 
     assert len({tuple(each[:30]) for each in sent}) == 2
     assert len({tuple(each) for each in sent}) == 20
@@ -91,10 +112,10 @@ def test_shared(bench: RunBench) -> None:
 
 def test_seed(bench: RunBench) -> None:
     """The same seed sends the same prompts; rounds, warm-up and other seeds send others."""
-    words = ("--concurrency", 1, "--requests", 2, "--input-len", 20)
+    words = "--concurrency 1 --requests 2 --input-len 20"
     with run_scripted_server(QUICK_SCRIPT) as server:
-        for more in (("--seed", 1), ("--seed", 1), ("--seed", 7, "--repeat", 2, "--warmup", 2)):
-            bench("--url", server.url, *words, *more)
+        for more in ("--seed 1", "--seed 1", "--seed 7 --repeat 2 --warmup 2"):
+            bench("--url", server.url, words, more)
         sent = list_prompts(server.fetch_notes())
 
     assert sent[0:2] == sent[2:4]
@@ -103,16 +124,8 @@ def test_seed(bench: RunBench) -> None:
 
 def test_replay(bench: RunBench, tmp_path: Path) -> None:
     """replay: lengths, times and exactly the shared prefixes of the trace."""
-    rows = [
-        {"timestamp": 0, "input_length": 1100, "output_length": 3, "hash_ids": [1, 2, 3]},
-        {"timestamp": 300, "input_length": 1024, "output_length": 3, "hash_ids": [1, 2]},
-        {"timestamp": 600, "input_length": 700, "output_length": 3, "hash_ids": [1, 9]},
-    ]
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("\n".join(map(json.dumps, rows)), "utf-8")
-    with run_scripted_server(QUICK_SCRIPT) as server:
-        bench("--url", server.url, "--dataset", "replay", trace, "--speed", 2)
-        notes = server.fetch_notes()
+    trace = write_trace(tmp_path, (0, 1100, [1, 2, 3]), (300, 1024, [1, 2]), (600, 700, [1, 9]))
+    _, notes = send(bench, QUICK_SCRIPT, "--dataset replay", trace, "--speed 2")
 
     first, second, third = list_prompts(notes)
     assert list(map(len, (first, second, third))) == [1100, 1024, 700]
@@ -123,10 +136,8 @@ def test_replay(bench: RunBench, tmp_path: Path) -> None:
 
 def test_rounds(bench: RunBench) -> None:
     """multi-round: a user's next question carries the whole conversation, answers included."""
-    words = ("--num-users", 2, "--num-rounds", 3, "--qps", 20, "--time", 0.6)
-    with run_scripted_server(QUICK_SCRIPT) as server:
-        bench("--url", server.url, "--dataset", "multi-round", *words)
-        notes = server.fetch_notes()
+    words = "--num-users 2 --num-rounds 3 --qps 20 --time 0.6"
+    _, notes = send(bench, QUICK_SCRIPT, "--dataset multi-round", words)
 
     longest = max(notes, key=lambda note: len(list_roles(note)))
     assert list_roles(longest) == ["user", "assistant", "user", "assistant", "user"]
@@ -140,11 +151,9 @@ def test_rounds(bench: RunBench) -> None:
 
 def test_late(bench: RunBench) -> None:
     """multi-round: the next question leaves a gap after the one before, or when its answer is there."""
-    words = ("--num-users", 1, "--num-rounds", 9, "--qps", 10, "--requests", 4, "--time", 30)
-    slow = ServerScript(first_token_ms=[300.0, 5.0, 5.0, 5.0], token_count=1)
-    with run_scripted_server(slow) as server:
-        bench("--url", server.url, "--dataset", "multi-round", *words)
-        notes = server.fetch_notes()
+    words = "--num-users 1 --num-rounds 9 --qps 10 --requests 4 --time 30"
+    slow = script_tokens(300.0, 5.0, 5.0, 5.0)
+    _, notes = send(bench, slow, "--dataset multi-round", words)
 
     came = [note["came"] / 1e6 for note in notes]
     assert len(came) == 4, "--requests ends it before --time"
@@ -156,13 +165,11 @@ def test_late(bench: RunBench) -> None:
 
 def test_warm_rounds(bench: RunBench) -> None:
     """multi-round: a warm-up asks first questions of its kind, as other users than the run's."""
-    words = ("--num-users", 1, "--num-rounds", 2, "--qps", 20, "--requests", 1)
-    lengths = ("--shared-system-prompt", 50, "--user-history-prompt", 30, "--question-len", 7)
-    with run_scripted_server(
-        ServerScript(first_token_ms=[5.0], token_count=1, context_tokens=500)
-    ) as server:
-        more = ("--answer-len", 11, "--warmup", 3)
-        bench("--url", server.url, "--dataset", "multi-round", *words, *lengths, *more)
+    words = "--num-users 1 --num-rounds 2 --qps 20 --requests 1"
+    lengths = "--shared-system-prompt 50 --user-history-prompt 30 --question-len 7"
+    with run_scripted_server(script_tokens(5.0, context_tokens=500)) as server:
+        more = "--answer-len 11 --warmup 3"
+        bench("--url", server.url, "--dataset multi-round", words, lengths, more)
         *warm, own = server.fetch_notes()
 
     said = [note["body"]["messages"][0]["content"] for note in (*warm, own)]
@@ -175,22 +182,18 @@ def test_warm_rounds(bench: RunBench) -> None:
 
 def test_forgotten(bench: RunBench) -> None:
     """multi-round: a question that failed is not part of the following prompts."""
-    words = ("--num-users", 1, "--num-rounds", 9, "--qps", 20, "--requests", 3)
-    with run_scripted_server(
-        ServerScript(first_token_ms=[5.0], token_count=1, failures={"1": 503})
-    ) as server:
-        bench("--url", server.url, "--dataset", "multi-round", *words)
-        notes = server.fetch_notes()
+    words = "--num-users 1 --num-rounds 9 --qps 20 --requests 3"
+    _, notes = send(bench, script_tokens(5.0, failures={"1": 503}), "--dataset multi-round", words)
 
     assert [len(list_roles(note)) for note in notes] == [1, 3, 3]
 
 
 def test_learnt(bench: RunBench) -> None:
     """Token ids are those that the server's tokenizer makes of plain words, unless --vocab names them."""
-    words = ("--concurrency", 1, "--requests", 1, "--input-len", 200)
+    words = "--concurrency 1 --requests 1 --input-len 200"
     with run_scripted_server(QUICK_SCRIPT) as server:
-        bench("--url", server.url, *words)
-        bench("--url", server.url, *words, "--vocab", 240)
+        bench("--url", server.url, words)
+        bench("--url", server.url, words, "--vocab 240")
         learnt, told = list_prompts(server.fetch_notes())
 
     assert 300 <= min(learnt) and len(learnt) == 200
@@ -199,66 +202,60 @@ def test_learnt(bench: RunBench) -> None:
 
 def test_unlearnt(bench: RunBench) -> None:
     """A server that reports no token ids gets ids that are in every vocabulary."""
-    with run_scripted_server(
-        ServerScript(first_token_ms=[5.0], token_count=1, tokens_per_word=0)
-    ) as server:
-        bench("--url", server.url, "--concurrency", 1, "--requests", 1, "--input-len", 200)
-        (sent,) = list_prompts(server.fetch_notes())
+    _, notes = send(
+        bench,
+        script_tokens(5.0, tokens_per_word=0),
+        "--concurrency 1 --requests 1 --input-len 200",
+    )
+    (sent,) = list_prompts(notes)
 
     assert 100 <= min(sent) and max(sent) < 256
 
 
 def test_words(bench: RunBench) -> None:
     """Chat prompts have so many words that the server counts about the tokens asked for."""
-    words = ("--api", "chat", "--concurrency", 1, "--requests", 1, "--input-len", 200)
-    with run_scripted_server(
-        ServerScript(first_token_ms=[5.0], token_count=1, tokens_per_word=5)
-    ) as server:
-        bench("--url", server.url, *words)
-        (note,) = server.fetch_notes()
+    words = "--api chat --concurrency 1 --requests 1 --input-len 200"
+    _, (note,) = send(bench, script_tokens(5.0, tokens_per_word=5), words)
 
     assert len(note["body"]["messages"][0]["content"].split()) == 40
 
 
-def test_context(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("remedy", "words"),
+    [
+        ("--max-input", "--dataset replay"),
+        ("--input-len", "--concurrency 1"),
+        ("--num-rounds", "--dataset multi-round"),
+    ],
+)
+def test_context(tmp_path: Path, remedy: str, words: str) -> None:
     """Requests beyond the server's context are refused before any is sent, with what makes them fit."""
-    trace = tmp_path / "trace.jsonl"
-    row = {"timestamp": 0, "input_length": 1000, "output_length": 3, "hash_ids": [1, 2]}
-    trace.write_text(json.dumps(row), "utf-8")
-    loads = {
-        "--max-input": ["--dataset", "replay", str(trace)],
-        "--input-len": ["--concurrency", "1"],
-        "--num-rounds": ["--dataset", "multi-round"],
-    }
+    trace = [write_trace(tmp_path, (0, 1000, [1, 2]))] if "replay" in words else []
     with run_scripted_server(ServerScript(context_tokens=500)) as server:
-        said = {
-            remedy: CliRunner().invoke(cli.main, ["bench", "--url", server.url, *words])
-            for remedy, words in loads.items()
-        }
+        result = invoke_bench("--url", server.url, words, *trace)
         assert server.fetch_notes() == []
 
-    for remedy, result in said.items():
-        assert result.exit_code == 1
-        assert remedy in result.output and "context is" in result.output
+    assert result.exit_code == 1
+    assert remedy in result.output and "context is" in result.output
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["--input-len", "480"],
-        ["--input-len", "400", "--spread", "0.2", "--repeat", "30"],
-        ["--input-len", "410", "--spread", "0.2", "--warmup", "200"],
+        "--input-len 480",
+        "--input-len 400 --spread 0.2 --repeat 30",
+        "--input-len 410 --spread 0.2 --warmup 200",
     ],
 )
-def test_context_first(words: list[str]) -> None:
+def test_context_first(words: str) -> None:
     """All targets and rounds are checked before the first warm-up: B's, a later round, a warm-up."""
-    load = ["--concurrency", "1", "--requests", "1", "--warmup", "2", "--output-len", "30", *words]
+    load = ("--concurrency 1 --requests 1 --warmup 2 --output-len 30", words)
     with (
         run_scripted_server(QUICK_SCRIPT) as big,
         run_scripted_server(ServerScript(context_tokens=500)) as small,
     ):
-        result = CliRunner().invoke(cli.main, ["bench", "--ab", big.url, small.url, *load])
-        alone = CliRunner().invoke(cli.main, ["bench", "--url", small.url, *load])
+        result = invoke_bench("--ab", big.url, small.url, *load)
+        alone = invoke_bench("--url", small.url, *load)
         assert big.fetch_notes() == [] and small.fetch_notes() == []
 
     assert (result.exit_code, alone.exit_code) == (1, 1)
@@ -268,22 +265,11 @@ def test_context_first(words: list[str]) -> None:
 @pytest.mark.parametrize("api", ["completions", "chat"])
 def test_unreadable_first(tmp_path: Path, api: str) -> None:
     """A trace's last line is read before its first requests are sent as a warm-up."""
-    trace = tmp_path / "trace.jsonl"
-    row = {"timestamp": 0, "input_length": 10, "output_length": 3, "hash_ids": [1]}
-    trace.write_text(json.dumps(row) + "\n{}\n", "utf-8")
+    trace = write_trace(tmp_path, (0, 10, [1]))
+    trace.write_text(trace.read_text("utf-8") + "\n{}\n", "utf-8")
     with run_scripted_server(QUICK_SCRIPT) as server:
-        words = [
-            "--url",
-            server.url,
-            "--dataset",
-            "replay",
-            str(trace),
-            "--warmup",
-            "1",
-            "--api",
-            api,
-        ]
-        result = CliRunner().invoke(cli.main, ["bench", *words])
+        words = ("--dataset replay", trace, "--warmup 1 --api", api)
+        result = invoke_bench("--url", server.url, *words)
         assert server.fetch_notes() == []
 
     assert result.exit_code == 1 and "jsonl:2" in "".join(result.output.split())
@@ -291,16 +277,9 @@ def test_unreadable_first(tmp_path: Path, api: str) -> None:
 
 def test_cut(bench: RunBench, tmp_path: Path) -> None:
     """replay: --max-input cuts a prompt's end, so that shared prefixes stay; --max-output cuts answers."""
-    rows = [
-        {"timestamp": 0, "input_length": 1000, "output_length": 30, "hash_ids": [1, 2]},
-        {"timestamp": 1, "input_length": 600, "output_length": 3, "hash_ids": [1, 3]},
-    ]
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("\n".join(map(json.dumps, rows)), "utf-8")
-    with run_scripted_server(QUICK_SCRIPT) as server:
-        words = ("--max-input", 550, "--max-output", 7)
-        bench("--url", server.url, "--dataset", "replay", trace, *words)
-        notes = server.fetch_notes()
+    trace = write_trace(tmp_path, (0, 1000, [1, 2]), (1, 600, [1, 3]), answer=30)
+    words = "--max-input 550 --max-output 7"
+    _, notes = send(bench, QUICK_SCRIPT, "--dataset replay", trace, words)
 
     first, second = list_prompts(notes)
     assert len(first) == len(second) == 550 and first[:512] == second[:512]
@@ -309,10 +288,8 @@ def test_cut(bench: RunBench, tmp_path: Path) -> None:
 
 def test_images(bench: RunBench) -> None:
     """images: a chat request with pictures that no other request has."""
-    words = ("--dataset", "images", "--images", 2, "--image-size", 16, "--concurrency", 1)
-    with run_scripted_server(QUICK_SCRIPT) as server:
-        bench("--url", server.url, *words, "--requests", 2)
-        notes = server.fetch_notes()
+    words = "--dataset images --images 2 --image-size 16 --concurrency 1"
+    _, notes = send(bench, QUICK_SCRIPT, words, "--requests 2")
 
     parts = [part for note in notes for part in note["body"]["messages"][0]["content"]]
     pictures = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
@@ -323,14 +300,9 @@ def test_images(bench: RunBench) -> None:
 @pytest.mark.parametrize("shrink", [2, 64, 512])
 def test_shrink(bench: RunBench, tmp_path: Path, shrink: int) -> None:
     """replay: --shrink divides lengths exactly, and shared prefixes with them."""
-    rows = [
-        {"timestamp": 0, "input_length": 1536, "output_length": 3, "hash_ids": [1, 2, 3]},
-        {"timestamp": 1, "input_length": 1200, "output_length": 3, "hash_ids": [1, 2, 4]},
-    ]
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    trace = write_trace(tmp_path, (0, 1536, [1, 2, 3]), (1, 1200, [1, 2, 4]))
     with run_scripted_server(QUICK_SCRIPT) as server:
-        bench("--url", server.url, "--dataset", "replay", trace, "--shrink", shrink)
+        bench("--url", server.url, "--dataset replay", trace, "--shrink", shrink)
         first, second = sorted(list_prompts(server.fetch_notes()), key=len, reverse=True)
 
     shared = 1024 // shrink
@@ -342,8 +314,7 @@ def test_shrink_refused(tmp_path: Path) -> None:
     """replay: a --shrink that would cut blocks, so that prompts came out short, is refused."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text("", "utf-8")
-    words = ["--url", "http://127.0.0.1:1", "--dataset", "replay", str(trace), "--shrink", "3"]
-    result = CliRunner().invoke(cli.main, ["bench", *words])
+    result = invoke_bench(GONE, "--dataset replay", trace, "--shrink 3")
 
     assert result.exit_code == 2
     assert "power of two" in result.output and "--max-input" in result.output
@@ -355,9 +326,7 @@ def test_failures(bench: RunBench) -> None:
         first_token_ms=[5.0], token_count=2, failures={"1": 503, "2": "cut", "3": "error", "4": 503}
     )
     with run_scripted_server(script) as server:
-        found = bench(
-            "--url", server.url, "--concurrency", 1, "--requests", 8, "--slo", "ttft=9999"
-        )
+        found = bench("--url", server.url, "--concurrency 1 --requests 8 --slo ttft=9999")
 
     target = found["targets"][0]
     assert target["runs"][0]["failures"] == {"HTTP 503": 2, "cut off": 1, "error in the stream": 1}
@@ -369,18 +338,16 @@ def test_failures(bench: RunBench) -> None:
 def test_failure_traced(bench: RunBench, tmp_path: Path) -> None:
     """The first failures of each kind can be looked up: the JSON has the ids that the server was sent."""
     page = tmp_path / "page.html"
-    words = ("--concurrency", "1", "--requests", "14")
+    words = "--concurrency 1 --requests 14"
     with run_scripted_server(
         ServerScript(
             first_token_ms=[5.0], token_count=1, failures={str(n): 503 for n in range(1, 13)}
         )
     ) as server:
-        found = bench("--url", server.url, *words, "--html", page)
+        found = bench("--url", server.url, words, "--html", page)
         sent = [note["headers"] for note in server.fetch_notes()]
-    with run_scripted_server(
-        ServerScript(first_token_ms=[5.0], token_count=1, failures={"0": "cut"})
-    ) as server:
-        shown = CliRunner().invoke(cli.main, ["bench", "--url", server.url, *words]).output
+    with run_scripted_server(script_tokens(5.0, failures={"0": "cut"})) as server:
+        shown = invoke_bench("--url", server.url, words).output
         (cut, *_) = server.fetch_notes()
 
     (failed,) = found["targets"][0]["runs"][0]["failed"].values()
@@ -398,7 +365,7 @@ def test_plain(bench: RunBench) -> None:
     with run_scripted_server(
         ServerScript(first_token_ms=[5.0], sends_timing=False, reports_usage=False)
     ) as server:
-        found = bench("--url", server.url, "--concurrency", 1, "--requests", 3)
+        found = bench("--url", server.url, "--concurrency 1 --requests 3")
 
     summary = found["targets"][0]["summary"]
     assert summary["stages_ms"] == {} and summary["breakdowns"] == 0
@@ -410,7 +377,7 @@ def test_plain(bench: RunBench) -> None:
 def test_page(bench: RunBench, tmp_path: Path) -> None:
     """--html has the tables; whatever a server's model is called, it is text there."""
     page = tmp_path / "page.html"
-    words = ("--model", "<script>x</script>", "--concurrency", 1, "--requests", 2, "--html", page)
+    words = ("--model <script>x</script> --concurrency 1 --requests 2 --html", page)
     with run_scripted_server(QUICK_SCRIPT) as server:
         bench("--url", server.url, *words)
 
@@ -423,9 +390,8 @@ def test_page(bench: RunBench, tmp_path: Path) -> None:
 def test_progress() -> None:
     """On a terminal one line says how far it is while it runs; elsewhere nothing does."""
     told, terminal = os.openpty()
-    with run_scripted_server(ServerScript(first_token_ms=[700.0], token_count=1)) as server:
-        words = ["--url", server.url, "--concurrency", "1", "--requests", "1"]
-        command = [sys.executable, "-m", "ttft_otel.commands.main", "bench", *words]
+    with run_scripted_server(script_tokens(700.0)) as server:
+        command = list_command("--url", server.url, "--concurrency 1 --requests 1")
         env = {**os.environ, "TERM": "xterm"}
         shown = subprocess.run(command, stderr=terminal, stdout=subprocess.PIPE, text=True, env=env)
         quiet = subprocess.run(command, capture_output=True, text=True)
@@ -441,7 +407,7 @@ def test_progress() -> None:
 def test_split(bench: RunBench) -> None:
     """A server that writes byte by byte, with CR LF, gives the same tokens."""
     with run_scripted_server(ServerScript(first_token_ms=[5.0], splits_bytes=True)) as server:
-        found = bench("--url", server.url, "--concurrency", 1, "--requests", 2)
+        found = bench("--url", server.url, "--concurrency 1 --requests 2")
 
     assert found["targets"][0]["summary"]["figures_ms"]["itl"]["count"] == 2 * 3
 
@@ -449,11 +415,8 @@ def test_split(bench: RunBench) -> None:
 def test_interrupt(tmp_path: Path) -> None:
     """Ctrl-C prints what there is, counts what was not finished, and exits 130."""
     output = tmp_path / "out.json"
-    with run_scripted_server(
-        ServerScript(first_token_ms=[50.0, 20_000.0], token_count=1)
-    ) as server:
-        words = ["--url", server.url, "--concurrency", "2", "--output", str(output)]
-        command = [sys.executable, "-m", "ttft_otel.commands.main", "bench", *words]
+    with run_scripted_server(script_tokens(50.0, 20_000.0)) as server:
+        command = list_command("--url", server.url, "--concurrency 2 --output", str(output))
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             while len(server.fetch_notes()) < 3:
                 time.sleep(0.02)
@@ -472,17 +435,8 @@ def test_interrupt_results(tmp_path: Path) -> None:
     many = 300
     script = ServerScript(first_token_ms=[1.0] * many + [60_000.0] * many, token_count=1)
     with run_scripted_server(script) as server:
-        words = ("--concurrency", "8", "--requests", "600", "--input-len", "1", "--json")
-        command = [
-            sys.executable,
-            "-m",
-            "ttft_otel.commands.main",
-            "bench",
-            "--url",
-            server.url,
-            *words,
-        ]
-        command += ["--output", str(output)]
+        words = "--concurrency 8 --requests 600 --input-len 1 --json"
+        command = list_command("--url", server.url, words, "--output", output)
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             while len(server.fetch_notes()) < many + 8:
                 time.sleep(0.1)
@@ -512,16 +466,8 @@ def test_interrupt_making() -> None:
     """Prompts that take long to make are counted on the terminal, and Ctrl-C ends their making."""
     told, terminal = os.openpty()
     with run_scripted_server(QUICK_SCRIPT) as server:
-        words = ("--concurrency", "1", "--requests", "4000", "--input-len", "50000")
-        command = [
-            sys.executable,
-            "-m",
-            "ttft_otel.commands.main",
-            "bench",
-            "--url",
-            server.url,
-            *words,
-        ]
+        words = "--concurrency 1 --requests 4000 --input-len 50000"
+        command = list_command("--url", server.url, words)
         env = {**os.environ, "TERM": "xterm"}
         with subprocess.Popen(
             command, stderr=terminal, stdout=subprocess.PIPE, text=True, env=env
@@ -542,25 +488,21 @@ def test_interrupt_making() -> None:
 @pytest.mark.parametrize(
     ("words", "made"),
     [
-        (("--dataset", "replay"), 3),
-        (("--dataset", "replay", "--repeat", "2"), 6),
-        (("--requests", "4", "--concurrency", "1"), 4),
+        ("--dataset replay", 3),
+        ("--dataset replay --repeat 2", 6),
+        ("--requests 4 --concurrency 1", 4),
     ],
 )
 def test_made_once(
     bench: RunBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Any, made: int
 ) -> None:
     """No body is made only to know its length: each is made once, for the round that sends it."""
-    trace = tmp_path / "trace.jsonl"
-    row = {"timestamp": 0, "input_length": 10, "output_length": 3, "hash_ids": [1]}
-    trace.write_text("\n".join([json.dumps(row)] * 3), "utf-8")
+    trace = write_trace(tmp_path, *[(0, 10, [1])] * 3)
     bodies: list[Any] = []
     monkeypatch.setattr(BenchRequest, "__init__", record_calls(BenchRequest.__init__, bodies))
-    with run_scripted_server(QUICK_SCRIPT) as server:
-        bench("--url", server.url, *words, *([trace] if "replay" in words else []))
-        sent = len(server.fetch_notes())
+    _, notes = send(bench, QUICK_SCRIPT, words, *([trace] if "replay" in words else []))
 
-    assert (len(bodies), sent) == (made, made)
+    assert (len(bodies), len(notes)) == (made, made)
 
 
 def record_calls(method: Any, calls: list[Any]) -> Any:
@@ -575,11 +517,10 @@ def record_calls(method: Any, calls: list[Any]) -> Any:
 
 def test_refused() -> None:
     """With no server at the URL: a remedy, or, with --model, failures by kind and exit status 1."""
-    gone = "http://127.0.0.1:1"
-    words = ["bench", "--url", gone, "--concurrency", "1", "--requests", "1"]
+    words = (GONE, "--concurrency 1 --requests 1")
 
-    assert "is the server up?" in CliRunner().invoke(cli.main, words).output
-    result = CliRunner().invoke(cli.main, [*words, "--model", "m", "--json"])
+    assert "is the server up?" in invoke_bench(*words).output
+    result = invoke_bench(*words, "--model m --json")
     run = validate_document(json.loads(result.stdout))["targets"][0]["runs"][0]
     assert run["failures"] == {"connection: ConnectionRefusedError": 1}
     assert result.exit_code == 1 and not run["valid"]
@@ -588,28 +529,25 @@ def test_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--url", "http://127.0.0.1:1"], "give --rate"),
-        (["--url", "http://127.0.0.1:1", "--rate", "1", "--concurrency", "1"], "exclude"),
-        (["--rate", "1"], "give --url"),
-        (["--url", "ftp://x", "--rate", "1"], "not an http"),
-        (["--url", "http://127.0.0.1:1", "--dataset", "replay"], "a FILE belongs"),
-        (["--url", "http://user:hidden@127.0.0.1:1", "--rate", "1"], "--header 'Authorization"),
-        (["--url", "ftp://user:hidden@x", "--rate", "1"], "--header 'Authorization"),
-        (["--dataset", "replay", __file__, "--rate", "1", "--speed", "2"], "--speed divides"),
-        (
-            ["--dataset", "replay", __file__, "--concurrency", "1", "--speed", "2"],
-            "--speed divides",
-        ),
-        (["--url", "http://127.0.0.1:1", "--rate", "1", "--slo", "x=1"], "--slo needs"),
-        (["--url", "http://127.0.0.1:1", "--rate", "1", "--header", "x"], "--header needs"),
-        (["--rate", "1", "--num-users", "3", "--speed", "2"], "--speed, --num-users would do"),
-        (["--dataset", "replay", __file__, "--prefixes", "1"], "--prefixes would do nothing"),
-        (["--url", "http://127.0.0.1:1", "--rate", "1", "--apart"], "--apart needs --ab"),
+        ([GONE], "give --rate"),
+        ([GONE, "--rate 1 --concurrency 1"], "exclude"),
+        (["--rate 1"], "give --url"),
+        (["--url ftp://x --rate 1"], "not an http"),
+        ([GONE, "--dataset replay"], "a FILE belongs"),
+        (["--url http://user:hidden@127.0.0.1:1 --rate 1"], "--header 'Authorization"),
+        (["--url ftp://user:hidden@x --rate 1"], "--header 'Authorization"),
+        (["--dataset replay", __file__, "--rate 1 --speed 2"], "--speed divides"),
+        (["--dataset replay", __file__, "--concurrency 1 --speed 2"], "--speed divides"),
+        ([GONE, "--rate 1 --slo x=1"], "--slo needs"),
+        ([GONE, "--rate 1 --header x"], "--header needs"),
+        (["--rate 1 --num-users 3 --speed 2"], "--speed, --num-users would do"),
+        (["--dataset replay", __file__, "--prefixes 1"], "--prefixes would do nothing"),
+        ([GONE, "--rate 1 --apart"], "--apart needs --ab"),
     ],
 )
 def test_usage(words: list[str], says: str) -> None:
     """Flags that do not go together are refused before anything is sent."""
-    result = CliRunner().invoke(cli.main, ["bench", *words])
+    result = invoke_bench(*words)
 
     assert result.exit_code == 2
     assert says in result.output and "hidden" not in result.output
@@ -619,8 +557,7 @@ def test_unreadable(tmp_path: Path) -> None:
     """A line that is not in the trace format is named by its number."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0}\n', "utf-8")
-    words = ["--url", "http://127.0.0.1:1", "--model", "m", "--dataset", "replay", str(trace)]
-    result = CliRunner().invoke(cli.main, ["bench", *words])
+    result = invoke_bench(GONE, "--model m --dataset replay", trace)
 
     assert result.exit_code == 1
     assert re.search(r"trace\.jsonl:1: not a\s+line", result.output)
@@ -628,10 +565,8 @@ def test_unreadable(tmp_path: Path) -> None:
 
 def test_private(bench: RunBench) -> None:
     """Values of request headers are not in the results."""
-    with run_scripted_server(QUICK_SCRIPT) as server:
-        words = ("--header", "authorization: Bearer hidden", "--concurrency", 1, "--requests", 1)
-        found = bench("--url", server.url, *words)
-        notes = server.fetch_notes()
+    words = ("--header", "authorization: Bearer hidden", "--concurrency 1 --requests 1")
+    found, notes = send(bench, QUICK_SCRIPT, *words)
 
     assert notes[-1]["headers"]["authorization"] == "Bearer hidden"
     assert "hidden" not in json.dumps(found)

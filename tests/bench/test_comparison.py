@@ -200,8 +200,8 @@ def test_ab(bench: RunBench) -> None:
         ) as one,
         run_scripted_server(slow) as other,
     ):
-        words = ("--concurrency", 2, "--requests", 6, "--repeat", 3)
-        found = bench("--ab", one.url, other.url, *words)
+        words = "--concurrency 2 --requests 6 --repeat 3"
+        found = bench("--ab", one.url, other.url, words)
         here, there = one.fetch_notes(), other.fetch_notes()
 
     assert found["comparison"]["paired"] and found["comparison"]["rounds"] == 3
@@ -228,9 +228,9 @@ def test_dead(tmp_path: Path, fails: tuple[str, str], says: str) -> None:
     )
     files = tmp_path / "a.json", tmp_path / "a.html"
     with run_scripted_server(one) as a, run_scripted_server(other) as b:
-        words = ("--concurrency", 1, "--requests", 2, "--repeat", 2)
+        words = "--concurrency 1 --requests 2 --repeat 2"
         out = ("--output", files[0], "--html", files[1])
-        given = ["bench", "--ab", a.url, b.url, *map(str, (*words, *out))]
+        given = ["bench", "--ab", a.url, b.url, *map(str, (words, *out))]
         shown = CliRunner().invoke(cli.main, given).output
 
     found = validate_document(json.loads(files[0].read_text("utf-8")))
@@ -243,8 +243,8 @@ def test_dead(tmp_path: Path, fails: tuple[str, str], says: str) -> None:
 def test_apart(bench: RunBench) -> None:
     """--apart: two ways to one server do not find each other's prompts in its prefix cache."""
     with run_scripted_server(ServerScript(first_token_ms=[5.0], token_count=1)) as server:
-        words = ("--concurrency", 1, "--requests", 2, "--repeat", 2, "--apart")
-        bench("--ab", server.url, f"{server.url}/", *words)
+        words = "--concurrency 1 --requests 2 --repeat 2 --apart"
+        bench("--ab", server.url, f"{server.url}/", words)
         sent = {tuple(note["body"]["prompt"]) for note in server.fetch_notes()}
 
     assert len(sent) == 8
@@ -255,7 +255,7 @@ def test_files(bench: RunBench, tmp_path: Path) -> None:
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     with run_scripted_server(ServerScript(first_token_ms=[5.0], token_count=2)) as server:
         for concurrency, file in enumerate(files, 1):
-            words = ("--concurrency", concurrency, "--requests", 4, "--output", file)
+            words = ("--concurrency", concurrency, "--requests 4 --output", file)
             bench("--url", server.url, *words)
     told = CliRunner().invoke(cli.main, ["bench", "compare", *map(str, files), "--json"])
     shown = CliRunner().invoke(cli.main, ["bench", "compare", *map(str, files)])

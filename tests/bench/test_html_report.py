@@ -102,7 +102,7 @@ def test_browser(bench: RunBench, tmp_path: Path, scheme: Any) -> None:
     file = tmp_path / "page.html"
     script = ServerScript(first_token_ms=[10.0, 20.0], queue_ms=[5.0], token_count=2, gap_ms=1.0)
     with run_scripted_server(script) as one, run_scripted_server(script) as other:
-        words = ("--ab", one.url, other.url, "--concurrency", 4, "--requests", 24)
+        words = ("--ab", one.url, other.url, "--concurrency 4 --requests 24")
         bench(*words, "--html", file)
     with open_browser() as browser:
         opened = browser.new_page(color_scheme=scheme, viewport={"width": 1100, "height": 900})

@@ -13,13 +13,11 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from bench.conftest import RunBench
+from bench.conftest import RunBench, invoke_bench
 from bench.scripted_server import ServerScript, run_scripted_server
-from ttft_otel.commands import main as cli
 
-ABSENT_SERVER = ("--url", "http://127.0.0.1:1", "--model", "m")
+ABSENT_SERVER = "--url http://127.0.0.1:1 --model m"
 TRACE_ROW = {"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1]}
 
 
@@ -47,13 +45,6 @@ def serve_events(*events: bytes, discovery_response: bytes = b"") -> Iterator[st
         server.shutdown()
 
 
-def invoke_bench(*arguments: object) -> Any:
-    """The command's outcome, which is no traceback."""
-    result = CliRunner().invoke(cli.main, ["bench", *map(str, arguments)])
-    assert isinstance(result.exception, SystemExit | None), result.exception
-    return result
-
-
 @pytest.mark.parametrize(
     "event",
     [
@@ -66,7 +57,7 @@ def invoke_bench(*arguments: object) -> Any:
 def test_types(bench: RunBench, event: bytes) -> None:
     """A field of another type than expected in a server's answer is treated as missing."""
     with serve_events(event, b"[DONE]") as url:
-        found = bench("--url", url, "--model", "m", "--concurrency", 1, "--requests", 2)
+        found = bench("--url", url, "--model m --concurrency 1 --requests 2")
 
     run = found["targets"][0]["runs"][0]
     assert run["succeeded"] == 2
@@ -77,7 +68,7 @@ def test_types(bench: RunBench, event: bytes) -> None:
 def test_unfinished() -> None:
     """A stream that closes without [DONE] counts as cut off, although HTTP reports no error."""
     with serve_events(b'{"choices": [{"text": "a"}]}') as url:
-        words = ("--url", url, "--model", "m", "--concurrency", "1", "--requests", "1", "--json")
+        words = ("--url", url, "--model m --concurrency 1 --requests 1 --json")
         result = invoke_bench(*words)
 
     target = json.loads(result.stdout)["targets"][0]
@@ -88,7 +79,7 @@ def test_unfinished() -> None:
 def test_finished(bench: RunBench) -> None:
     """A finish reason ends a stream, too."""
     with serve_events(b'{"choices": [{"text": "a", "finish_reason": "length"}]}') as url:
-        found = bench("--url", url, "--model", "m", "--concurrency", 1, "--requests", 1)
+        found = bench("--url", url, "--model m --concurrency 1 --requests 1")
 
     assert found["targets"][0]["runs"][0]["succeeded"] == 1
 
@@ -99,8 +90,8 @@ def test_wordless(bench: RunBench) -> None:
     with serve_events(
         b'{"choices": [{"delta": {"content": "a"}}]}', b"[DONE]", discovery_response=told
     ) as url:
-        words = ("--api", "chat", "--concurrency", 1, "--requests", 1)
-        found = bench("--url", url, "--model", "m", *words)
+        words = "--api chat --concurrency 1 --requests 1"
+        found = bench("--url", url, "--model m", words)
 
     assert found["targets"][0]["runs"][0]["succeeded"] == 1
 
@@ -108,7 +99,7 @@ def test_wordless(bench: RunBench) -> None:
 def test_uncounted() -> None:
     """A server that reports no usage has no prompt tokens per second, instead of 0."""
     with run_scripted_server(ServerScript(reports_usage=False)) as server:
-        said = invoke_bench("--url", server.url, "--concurrency", 1, "--requests", 1).output
+        said = invoke_bench("--url", server.url, "--concurrency 1 --requests 1").output
 
     assert "counted as events" in " ".join(said.split()) and "tokens/s in" not in said
 
@@ -133,7 +124,7 @@ def test_trace(tmp_path: Path, content: bytes, says: str) -> None:
     """A trace that cannot be played is refused with its line and why, before anything is sent."""
     trace = tmp_path / "trace"
     trace.write_bytes(content)
-    result = invoke_bench(*ABSENT_SERVER, "--dataset", "replay", trace)
+    result = invoke_bench(ABSENT_SERVER, "--dataset replay", trace)
 
     assert result.exit_code == 1
     assert says in " ".join(result.output.split())
@@ -149,7 +140,7 @@ def test_steering() -> None:
 
     with ThreadingTCPServer(("127.0.0.1", 0), SteeringHandler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        result = invoke_bench("--url", f"http://127.0.0.1:{server.server_address[1]}", "--rate", 1)
+        result = invoke_bench("--url", f"http://127.0.0.1:{server.server_address[1]}", "--rate 1")
         server.shutdown()
 
     assert result.exit_code == 1 and "names no model" in result.output
@@ -160,7 +151,7 @@ def test_steering() -> None:
 def test_nowhere(tmp_path: Path, flag: str) -> None:
     """Results that could not be written are known before the load, not after it."""
     with run_scripted_server(ServerScript()) as server:
-        result = invoke_bench("--url", server.url, "--rate", 1, flag, tmp_path / "no" / "file")
+        result = invoke_bench("--url", server.url, "--rate 1", flag, tmp_path / "no" / "file")
         notes = server.fetch_notes()
 
     assert result.exit_code == 2 and "cannot be written" in result.output
@@ -170,8 +161,8 @@ def test_nowhere(tmp_path: Path, flag: str) -> None:
 def test_full() -> None:
     """With the disk full the results are on the terminal all the same."""
     with run_scripted_server(ServerScript()) as server:
-        words = ("--concurrency", 1, "--requests", 1, "--output", "/dev/full")
-        result = invoke_bench("--url", server.url, *words)
+        words = "--concurrency 1 --requests 1 --output /dev/full"
+        result = invoke_bench("--url", server.url, words)
 
     assert result.exit_code == 1
     assert "Latency" in result.output and "No space left on device" in result.output
@@ -180,7 +171,7 @@ def test_full() -> None:
 @pytest.mark.parametrize("limit", ["ttft=nan", "ttft=0", "ttft=-1", "ttft=inf", "ttft", "x=1"])
 def test_limit(limit: str) -> None:
     """A limit that no request could keep, or none could miss, is a mistake."""
-    result = invoke_bench(*ABSENT_SERVER, "--rate", 1, "--slo", limit)
+    result = invoke_bench(ABSENT_SERVER, "--rate 1 --slo", limit)
 
     assert result.exit_code == 2 and "--slo needs NAME=MS" in result.output
 
@@ -190,7 +181,7 @@ def test_limit(limit: str) -> None:
 )
 def test_header(header: str) -> None:
     """A header that would break each request, or be another one, is refused, its value not shown."""
-    result = invoke_bench(*ABSENT_SERVER, "--rate", 1, "--header", header)
+    result = invoke_bench(ABSENT_SERVER, "--rate 1 --header", header)
 
     assert result.exit_code == 2 and "--header" in result.output
     assert "\u2603" not in result.output

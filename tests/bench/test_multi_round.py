@@ -11,10 +11,10 @@ from bench.scripted_server import ServerScript, run_scripted_server
 
 def test_used_up(bench: RunBench) -> None:
     """--requests ends the run with its last answer, whoever still waits for a next question."""
-    words = ("--num-users", 2, "--num-rounds", 3, "--qps", 2, "--requests", 8, "--time", 60)
+    words = "--num-users 2 --num-rounds 3 --qps 2 --requests 8 --time 60"
     with run_scripted_server(ServerScript(first_token_ms=[100.0], token_count=2)) as server:
         start = monotonic()
-        found = bench("--url", server.url, "--dataset", "multi-round", *words)
+        found = bench("--url", server.url, "--dataset multi-round", words)
         took = monotonic() - start
         notes = server.fetch_notes()
 
@@ -25,10 +25,10 @@ def test_used_up(bench: RunBench) -> None:
 
 def test_used_up_at_once(bench: RunBench) -> None:
     """A user that waits for room when the last request leaves sends none, and does not stay either."""
-    words = ("--num-users", 6, "--num-rounds", 2, "--qps", 100, "--requests", 3, "--time", 60)
+    words = "--num-users 6 --num-rounds 2 --qps 100 --requests 3 --time 60"
     with run_scripted_server(ServerScript(first_token_ms=[300.0], token_count=1)) as server:
         start = monotonic()
-        load = ("--dataset", "multi-round", *words, "--max-unfinished", 1)
+        load = ("--dataset multi-round", words, "--max-unfinished 1")
         found = bench("--url", server.url, *load)
         took = monotonic() - start
 

@@ -95,7 +95,7 @@ def test_proxied(bench: RunBench) -> None:
         run_router_process(server.url) as router,
         run_stripping_proxy(router) as proxy,
     ):
-        found = bench("--url", proxy, "--concurrency", 2, "--requests", 8)["targets"][0]
+        found = bench("--url", proxy, "--concurrency 2 --requests 8")["targets"][0]
 
     rows = found["runs"][0]["requests"]
     assert found["summary"]["breakdowns"] == 8
@@ -113,7 +113,7 @@ def test_untold(bench: RunBench) -> None:
         ) as server,
         run_router_process(server.url, **{env_names.TTFT_OTEL: "0"}) as router,
     ):
-        found = bench("--url", router, "--concurrency", 2, "--requests", 8)["targets"][0]
+        found = bench("--url", router, "--concurrency 2 --requests 8")["targets"][0]
 
     assert found["summary"]["breakdowns"] == 0
     assert "/ttft_report" in found["summary"]["explanation"]

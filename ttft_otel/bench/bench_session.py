@@ -60,7 +60,6 @@ class InterruptCounter:
     """
 
     def __init__(self) -> None:
-        """Start with a count of 0."""
         self.count = 0
         self.on_interrupt: Callable[[], object] = _do_nothing
 

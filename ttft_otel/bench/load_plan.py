@@ -170,13 +170,11 @@ class LoadPlan:
         """A run's requests; none for multi-round, whose bodies depend on earlier answers."""
         if self.dataset == "multi-round":
             return iter(())
-        if self.dataset == "shared-prefix":
-            return generate_shared_prefix_requests(factory, self.shape, seed)
         if self.dataset == "images":
             return generate_image_requests(factory, self.shape, seed)
         if self.dataset == "replay":
             return trace_replay.generate_trace_requests(factory, self.trace, seed)
-        return generate_random_requests(factory, self.shape, seed)
+        return generate_text_requests(factory, self.shape, seed, self.dataset)
 
     def _generate_offsets_s(self, seed: int) -> Iterator[float]:
         """Send times for `rate`, in seconds from the start: constant gaps, or a Poisson process."""
@@ -195,21 +193,23 @@ def vary_length(rng: random.Random, length: int, spread: float) -> int:
     return max(1, round(length * (1 + spread * rng.uniform(-1, 1))))
 
 
-def generate_random_requests(
-    factory: RequestFactory, shape: DatasetShape, seed: int
+def generate_text_requests(
+    factory: RequestFactory, shape: DatasetShape, seed: int, dataset: str
 ) -> Iterator[BenchRequest]:
-    """The dataset `random`: prompts without common prefixes, from `seed`."""
-    # One empty prefix: `random` is `shared-prefix` without anything shared.
-    return _generate_requests(factory, shape, random.Random(f"random/{seed}"), [[]])
-
-
-def generate_shared_prefix_requests(
-    factory: RequestFactory, shape: DatasetShape, seed: int
-) -> Iterator[BenchRequest]:
-    """The dataset `shared-prefix`: prompts of one of `shape.prefix_count` prefixes and a random tail."""
-    rng = random.Random(f"shared-prefix/{seed}")  # the dataset's name keeps random streams apart
-    prefixes = [factory.draw_prompt(rng, shape.prefix_tokens) for _ in range(shape.prefix_count)]
-    return _generate_requests(factory, shape, rng, prefixes)
+    """The datasets `random`, and `shared-prefix`: one of `shape.prefix_count` prefixes and a random tail."""
+    rng = random.Random(f"{dataset}/{seed}")  # the dataset's name keeps random streams apart
+    prefixes: list[list[int]] = [[]]
+    if dataset == "shared-prefix":
+        prefixes = [
+            factory.draw_prompt(rng, shape.prefix_tokens) for _ in range(shape.prefix_count)
+        ]
+    for _ in range(shape.request_count):
+        tail = factory.draw_prompt(rng, vary_length(rng, shape.input_tokens, shape.length_spread))
+        # At random and not in turn, which round_robin would always send to the same instance.
+        prompt = rng.choice(prefixes) + tail
+        yield factory.build_request(
+            prompt, vary_length(rng, shape.output_tokens, shape.length_spread)
+        )
 
 
 def generate_image_requests(
@@ -231,15 +231,4 @@ def generate_image_requests(
                 }
             ],
             answer_tokens,
-        )
-
-
-def _generate_requests(
-    factory: RequestFactory, shape: DatasetShape, rng: random.Random, prefixes: list[list[int]]
-) -> Iterator[BenchRequest]:
-    for _ in range(shape.request_count):
-        tail = factory.draw_prompt(rng, vary_length(rng, shape.input_tokens, shape.length_spread))
-        # At random and not in turn, which round_robin would always send to the same instance.
-        yield factory.build_request(
-            rng.choice(prefixes) + tail, vary_length(rng, shape.output_tokens, shape.length_spread)
         )

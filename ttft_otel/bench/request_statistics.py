@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics over RequestResults: percentiles, goodput, failures, the stage behind slow requests.
+"""What is measured of each request of a run, and what follows: goodput, failures, the stage behind slow ones.
 
 All times are in milliseconds, except where the name says otherwise.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Final
 
 from ttft_otel.bench.load_driver import LoadRun, RequestResult
 from ttft_otel.model import stages
 from ttft_otel.model.stages import PREFILLING_ROLES
-from ttft_otel.model.statistics import compute_quantiles
+from ttft_otel.model.statistics import compute_quantile
 
 # The client's TTFT minus the server's: network, HTTP parsing, this process.
 OUTSIDE_STAGE: Final = "outside"
@@ -24,29 +22,9 @@ PREFILL_TO_FIRST_TOKEN: Final = "prefill_to_first_token"
 MAX_GENERATOR_LAG_MS: Final = 5.0  # p99 beyond which a run is not valid
 # Below it the middle tenth is less than two requests.
 MIN_EXPLAINED_REQUESTS: Final = 20
-MAX_FAILURES_PER_KIND: Final = 10  # failures of a kind that are listed with their IDs
 # "": the stages of a server that was asked directly carry no leg.
 PREFILL_ROLES: Final = ("", *PREFILLING_ROLES)
 STAGES_AFTER_QUEUE: Final = stages.STAGE_NAMES[stages.STAGE_NAMES.index("prefill.queue") + 1 :]
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Mean and percentiles of one quantity over many requests."""
-
-    count: int
-    mean: float
-    p50: float
-    p95: float
-    p99: float
-
-    @classmethod
-    def from_values(cls, values: Iterable[float]) -> Distribution | None:
-        """The distribution of `values`; None without any."""
-        ordered = sorted(values)
-        if not ordered:
-            return None
-        return cls(len(ordered), fmean(ordered), *compute_quantiles(ordered, (0.5, 0.95, 0.99)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,37 +117,20 @@ def compute_duration_s(run: LoadRun) -> float:
     return (max(result.response.end_ns for result in run.results) - find_start_ns(run)) / 1e9
 
 
-def count_failures(run: LoadRun) -> dict[str, int]:
-    """Number of failed requests in `run` by kind, the most frequent first."""
-    counts = Counter(result.error for result in run.results if result.error)
-    return dict(counts.most_common())
-
-
-def collect_failure_messages(run: LoadRun) -> dict[str, str]:
-    """The first message of the server for each kind of failure."""
-    messages: dict[str, str] = {}
-    for result in run.results:
-        if result.error and result.server_message:
-            messages.setdefault(result.error, result.server_message)
-    return messages
-
-
-def collect_failures(run: LoadRun) -> dict[str, list[RequestResult]]:
-    """The first MAX_FAILURES_PER_KIND failures of each kind, in the order of sending."""
-    by_kind: dict[str, list[RequestResult]] = {kind: [] for kind in count_failures(run)}
-    for result in sorted(run.results, key=lambda result: result.response.sent_ns):
-        if result.error and len(by_kind[result.error]) < MAX_FAILURES_PER_KIND:
-            by_kind[result.error].append(result)
-    return by_kind
+def group_failures(run: LoadRun) -> dict[str, list[RequestResult]]:
+    """Failed requests of `run` by kind, the most frequent kind first, in the order of sending."""
+    by_kind: dict[str, list[RequestResult]] = {}
+    for result in sorted(run.results, key=lambda each: each.response.sent_ns):
+        if result.error:
+            by_kind.setdefault(result.error, []).append(result)
+    return dict(sorted(by_kind.items(), key=lambda item: -len(item[1])))
 
 
 def measure_lag(run: LoadRun) -> dict[str, float]:
     """How late this process was in `run`: p99 of its sends and of its event loop, in milliseconds."""
-    send_lag = Distribution.from_values(each.response.lag_ns / 1e6 for each in run.results)
-    loop_lag = Distribution.from_values(each / 1e6 for each in run.loop_lags_ns)
     return {
-        "send_p99": send_lag.p99 if send_lag else 0.0,
-        "loop_p99": loop_lag.p99 if loop_lag else 0.0,
+        "send_p99": compute_quantile((each.response.lag_ns / 1e6 for each in run.results), 0.99),
+        "loop_p99": compute_quantile((each / 1e6 for each in run.loop_lags_ns), 0.99),
     }
 
 
@@ -180,32 +141,26 @@ def order_stages(samples: Sequence[RequestSample]) -> list[str]:
     return sorted(names, key=lambda name: last.get(name, 0))
 
 
-def summarize_metrics(samples: Sequence[RequestSample]) -> dict[str, Distribution]:
-    """Distributions of all metrics over `samples`; metrics without values are left out."""
-    traced = [sample for sample in samples if sample.stages_ms]
-    distributions = {
-        "ttft": Distribution.from_values(sample.ttft_ms for sample in samples),
-        QUEUE_WAIT: Distribution.from_values(sum_queue_wait(sample.stages_ms) for sample in traced),
-        PREFILL_TO_FIRST_TOKEN: Distribution.from_values(
-            sum_prefill(sample.stages_ms) for sample in traced
-        ),
-        "tpot": Distribution.from_values(
-            sample.tpot_ms for sample in samples if sample.tpot_ms is not None
-        ),
-        "itl": Distribution.from_values(gap for sample in samples for gap in sample.gaps_ms),
-        "latency": Distribution.from_values(sample.latency_ms for sample in samples),
+def list_metrics(samples: Sequence[RequestSample]) -> dict[str, list[float]]:
+    """The values of all metrics over `samples`; of some there may be none."""
+    traced = [sample.stages_ms for sample in samples if sample.stages_ms]
+    return {
+        "ttft": [sample.ttft_ms for sample in samples],
+        QUEUE_WAIT: list(map(sum_queue_wait, traced)),
+        PREFILL_TO_FIRST_TOKEN: list(map(sum_prefill, traced)),
+        "tpot": [sample.tpot_ms for sample in samples if sample.tpot_ms is not None],
+        "itl": [gap for sample in samples for gap in sample.gaps_ms],
+        "latency": [sample.latency_ms for sample in samples],
     }
-    return {name: line for name, line in distributions.items() if line is not None}
 
 
-def summarize_stages(samples: Sequence[RequestSample]) -> dict[str, Distribution]:
-    """Distributions of all stages over the samples with a breakdown; a missing stage counts as 0."""
+def list_stages(samples: Sequence[RequestSample]) -> dict[str, list[float]]:
+    """The lengths of all stages over the samples with a breakdown; a missing stage counts as 0."""
     traced = [sample for sample in samples if sample.stages_ms]
-    distributions = {
-        name: Distribution.from_values(sample.stages_ms.get(name, 0.0) for sample in traced)
+    return {
+        name: [sample.stages_ms.get(name, 0.0) for sample in traced]
         for name in order_stages(traced)
     }
-    return {name: line for name, line in distributions.items() if line is not None}
 
 
 def sum_queue_wait(parts: Mapping[str, float]) -> float:
@@ -266,11 +221,11 @@ def explain_tail(samples: Sequence[RequestSample]) -> str:
             f"{MIN_EXPLAINED_REQUESTS})."
         )
     slow, usual = _select_tail(traced)
-    excess_ms = _average_stage(slow, "") - _average_stage(usual, "")
     excess_by_stage = {
         name: _average_stage(slow, name) - _average_stage(usual, name)
-        for name in order_stages(traced)
+        for name in ("", *order_stages(traced))
     }
+    excess_ms = excess_by_stage.pop("")
     name = max(excess_by_stage, key=lambda each: excess_by_stage[each])
     subject = f"The slowest {len(slow)} requests are" if len(slow) > 1 else "The slowest request is"
     sentence = f"{subject} {excess_ms:.1f} ms slower than the middle tenth on average"

@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from statistics import fmean
 from typing import Any, Final
 
 from ttft_otel import __version__
 from ttft_otel.bench import request_statistics
 from ttft_otel.bench.bench_session import BenchSide
 from ttft_otel.bench.load_driver import LoadRun
-from ttft_otel.bench.request_statistics import MAX_GENERATOR_LAG_MS, Distribution, RequestSample
+from ttft_otel.bench.request_statistics import MAX_GENERATOR_LAG_MS, RequestSample
+from ttft_otel.model.statistics import compute_quantiles
 
 # To be counted up when a field changes its meaning: `bench compare` refuses other formats.
 RESULT_FORMAT: Final = "ttft-otel-bench/1"
+PERCENTILES: Final = ("p50", "p95", "p99")
+SHARES: Final = (0.5, 0.95, 0.99)
+MAX_FAILURES_PER_KIND: Final = 10  # failures of a kind that are listed with their IDs
 # The usual reason: the server's threads keep the benchmark from running in time.
 LAG_REMEDY: Final = "run it on a CPU core of its own"
 
@@ -67,8 +71,8 @@ def _build_summary(
     per_second = 1 / duration_s if duration_s else 0.0
     good_count = request_statistics.count_good(samples, slo_ms)
     return {
-        "figures_ms": _build_distributions(request_statistics.summarize_metrics(samples)),
-        "stages_ms": _build_distributions(request_statistics.summarize_stages(samples)),
+        "figures_ms": _describe_distributions(request_statistics.list_metrics(samples)),
+        "stages_ms": _describe_distributions(request_statistics.list_stages(samples)),
         "breakdowns": sum(bool(sample.stages_ms) for sample in samples),
         "explanation": request_statistics.explain_tail(samples),
         "ends_ms": {
@@ -98,6 +102,8 @@ def _build_summary(
 
 
 def _build_run(run: LoadRun, samples: Sequence[RequestSample]) -> dict[str, Any]:
+    failures = request_statistics.group_failures(run)
+    start_ns = request_statistics.find_start_ns(run)
     lags_ms = request_statistics.measure_lag(run)
     reasons = [
         f"the generator itself was late: {name} {value:.1f} ms > {MAX_GENERATOR_LAG_MS:g} ms; {LAG_REMEDY}"
@@ -116,26 +122,26 @@ def _build_run(run: LoadRun, samples: Sequence[RequestSample]) -> dict[str, Any]
         "succeeded": len(samples),
         "unfinished": run.unfinished,
         "held": run.held_back,
-        "failures": request_statistics.count_failures(run),
-        "complaints": request_statistics.collect_failure_messages(run),
-        "failed": _describe_failures(run),
+        "failures": {kind: len(results) for kind, results in failures.items()},
+        # The server's first words about each kind.
+        "complaints": {
+            kind: messages[0]
+            for kind, results in failures.items()
+            if (messages := [each.server_message for each in results if each.server_message])
+        },
+        # IDs by which the first failures of each kind can be found in traces and logs.
+        "failed": {
+            kind: [
+                {
+                    "request_id": result.request_id,
+                    "trace_id": result.trace_id,
+                    "sent_ms": _round_value((result.response.sent_ns - start_ns) / 1e6),
+                }
+                for result in results[:MAX_FAILURES_PER_KIND]
+            ]
+            for kind, results in failures.items()
+        },
         "requests": [_build_request_row(sample) for sample in samples],
-    }
-
-
-def _describe_failures(run: LoadRun) -> dict[str, list[dict[str, Any]]]:
-    """IDs by which the first failures of each kind can be found in traces and logs."""
-    start_ns = request_statistics.find_start_ns(run)
-    return {
-        kind: [
-            {
-                "request_id": result.request_id,
-                "trace_id": result.trace_id,
-                "sent_ms": _round_value((result.response.sent_ns - start_ns) / 1e6),
-            }
-            for result in results
-        ]
-        for kind, results in request_statistics.collect_failures(run).items()
     }
 
 
@@ -160,13 +166,15 @@ def _build_request_row(sample: RequestSample) -> dict[str, Any]:
     }
 
 
-def _build_distributions(distributions: Mapping[str, Distribution]) -> dict[str, Any]:
+def _describe_distributions(
+    values_by_name: Mapping[str, Sequence[float]],
+) -> dict[str, dict[str, float]]:
+    """Number, mean and percentiles of what has values."""
     return {
-        name: {
-            key: value if key == "count" else _round_value(value)
-            for key, value in asdict(line).items()
-        }
-        for name, line in distributions.items()
+        name: {"count": len(values), "mean": _round_value(fmean(values))}
+        | dict(zip(PERCENTILES, map(_round_value, compute_quantiles(values, SHARES)), strict=True))
+        for name, values in values_by_name.items()
+        if values
     }
 
 

@@ -39,7 +39,6 @@ class EventDecoder:
     """Decodes server-sent events from pieces of a byte stream."""
 
     def __init__(self) -> None:
-        """Start before the first byte."""
         self.incomplete_line = b""
         self.data_lines: list[bytes] = []
         self.ends_with_cr = False
@@ -73,7 +72,6 @@ class StreamParser:
     """Fill a StreamContent from the pieces of one body."""
 
     def __init__(self) -> None:
-        """Start with an empty content."""
         self.decoder = EventDecoder()
         self.content = StreamContent()
         self.last_ns = 0

@@ -44,7 +44,6 @@ class ProgressLine:
     """
 
     def __init__(self, console: Console) -> None:
-        """Prepare; the line appears with the first report."""
         self.live = Live(
             console=console,
             # No thread of rich's, which would take the interpreter from the sends.

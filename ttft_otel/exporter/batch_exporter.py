@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from opentelemetry.context import _SUPPRESS_INSTRUMENTATION_KEY, attach, set_value
@@ -75,20 +75,15 @@ class BatchExporter:
             self._lost_spans += len(batch)
 
     def _retry_export(self, batch: Sequence[ReadableSpan]) -> bool:
-        for pause in self._iterate_pauses():
+        # The last attempt is followed by no pause: the batch is lost then.
+        for pause_s in (*RETRY_PAUSES_S, 0.0):
             if self._try_export(batch):
                 return True
             self._note_failure()
             # An event, not sleep(): the host's end cuts a pause short, and the drain may go on.
-            self.stop_retrying.wait(pause)
+            if self.stop_retrying.wait(pause_s):
+                break
         return False
-
-    def _iterate_pauses(self) -> Iterator[float]:
-        # The last attempt is followed by no pause: the batch is lost then.
-        for pause in (*RETRY_PAUSES_S, 0.0):
-            yield pause
-            if self.stop_retrying.is_set():
-                return
 
     def _try_export(self, batch: Sequence[ReadableSpan]) -> bool:
         result = SpanExportResult.FAILURE
@@ -128,7 +123,8 @@ class BatchExporter:
             time.monotonic() - self._failing_since,
             self._lost_spans,
         )
-        self._failing_since, self._lost_spans = 0.0, 0
+        self._failing_since = 0.0
+        self._lost_spans = 0
 
 
 class _FailureLog(logging.Handler):

@@ -16,10 +16,9 @@ from ttft_otel.exporter.spans.span_batch import BatchBuilder
 from ttft_otel.model import record
 from ttft_otel.tracing import measurement
 from ttft_otel.tracing.guard import Guard
-from ttft_otel.tracing.settings import Settings, read_settings
+from ttft_otel.tracing.settings import read_settings
 
 if TYPE_CHECKING:
-    from ttft_otel.exporter.metrics.metric_pusher import MetricPusher
     from ttft_otel.exporter.metrics.request_metrics import RequestMetrics
 
 BATCH_WAIT_S: Final = 1.0  # seconds until a batch that is not full is exported
@@ -46,18 +45,12 @@ def run_worker(
     if not settings.metrics:
         export_records(record_queue, span_exporter, builder)
         return
-    pusher = _start_pusher(settings, resources, record_queue)
-    export_records(record_queue, span_exporter, builder, pusher.metrics)
-    pusher.finish()
-
-
-def _start_pusher(
-    settings: Settings, resources: ResourceCache, record_queue: RecordQueue
-) -> MetricPusher:
     # Imported where metrics are on: the SDK's part for them takes 30 ms and 2 MB.
     from ttft_otel.exporter.metrics.metric_pusher import start_pusher
 
-    return start_pusher(settings, resources, record_queue.counters)
+    pusher = start_pusher(settings, resources, record_queue.counters)
+    export_records(record_queue, span_exporter, builder, pusher.metrics)
+    pusher.finish()
 
 
 def export_records(
