@@ -9,6 +9,7 @@ send to itself without end.
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import ipaddress
 import os
@@ -19,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 import grpc
@@ -31,6 +32,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from ttft_otel.exporter.otlp_exporter import build_span_exporter, is_endpoint_configured
+from ttft_otel.http.bounded_connection import BoundedConnection, HeadLimits
 from ttft_otel.report import app
 from ttft_otel.report.receive.receiver import Receiver, create_grpc_server
 from ttft_otel.report.store.database_schema import StoreError
@@ -185,6 +187,12 @@ def _run_until_signal(
         web,
         host=options.host,
         port=options.http_port,
+        http=cast(
+            type[asyncio.Protocol],
+            functools.partial(BoundedConnection, head_limits=HeadLimits()),
+        ),
+        # Nothing here speaks WebSocket, and uvicorn would look for a library.
+        ws="none",
         # Exports come every few seconds from every server: a line for each would be all there is.
         access_log=False,
         log_level="warning",

@@ -15,7 +15,8 @@ import pytest
 
 from router import fake_instances
 from router.fake_instances import FakeInstance, InstancePlan, RunningRouter
-from ttft_otel.router.control import front_door
+from ttft_otel.http.bounded_connection import MAX_PIPELINED_REQUESTS
+from ttft_otel.router.control import client_connection
 from ttft_otel.router.limits import RouterLimits
 
 CHAT = "/v1/chat/completions"
@@ -198,7 +199,7 @@ async def test_a_connection_without_another_request_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Some seconds after its last answer, and not before; a long answer is no idle time."""
-    monkeypatch.setattr(front_door, "IDLE_S", 0.4)
+    monkeypatch.setattr(client_connection, "IDLE_S", 0.4)
     plan = InstancePlan(stages_ms={"prefill.compute": 600})
     async with run_limited(plan) as (router, _), connect(router) as client:
         for _ in range(2):
@@ -214,7 +215,7 @@ async def test_a_silent_client_that_was_answered_early_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One that was refused before its body came, and sends none of it, keeps no connection for longer."""
-    monkeypatch.setattr(front_door, "IDLE_S", 0.4)
+    monkeypatch.setattr(client_connection, "IDLE_S", 0.4)
     async with run_limited(keys=["k"]) as (router, _), connect(router) as client:
         await client.send(encode_post(b"", "transfer-encoding: chunked"))
         assert (await client.read_answer())[0] == 401
@@ -324,7 +325,7 @@ async def test_garbage_within_a_body_that_was_refused() -> None:
 
 async def test_pipelined_requests_are_bounded() -> None:
     """A bounded number of pipelined requests is answered, in order; then 429 ends the connection."""
-    number = front_door.MAX_PIPELINED_REQUESTS
+    number = MAX_PIPELINED_REQUESTS
 
     async with run_limited(InstancePlan(stages_ms={})) as (router, one):
         async with connect(router) as client:

@@ -122,9 +122,9 @@ async def test_answers_under_way_leave_the_budget_free() -> None:
 
 async def test_answered_before_the_body_ended(monkeypatch: Any) -> None:
     """The rest of a refused body is read for a while, so that the client sees the answer; then no more."""
-    from ttft_otel.router.control import front_door
+    from ttft_otel.router.control import client_connection
 
-    monkeypatch.setattr(front_door, "MAX_LINGER_S", 0.4)
+    monkeypatch.setattr(client_connection, "MAX_LINGER_S", 0.4)
 
     async with run_limited(max_body=1000) as (router, _):
         async with connect(router) as polite:

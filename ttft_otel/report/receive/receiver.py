@@ -43,6 +43,7 @@ MAX_DRAINED_BYTES: Final = 64 << 20  # read of a body that is too large
 MAX_DECODING: Final = 2  # bodies decoded at once; a decoded batch takes many times its bytes
 MAX_ARRIVING_RPCS: Final = 32  # gRPC messages awaited at once: the oldest one gives way to the next
 MAX_GRPC_CONNECTIONS: Final = 256
+MAX_METADATA_BYTES: Final = 16_384  # of a gRPC call: its headers together
 RETRY_AFTER_S: Final = "2"  # header value
 
 
@@ -269,6 +270,9 @@ def create_grpc_server(receiver: Receiver) -> grpc.aio.Server:
             ("grpc.server_handshake_timeout_ms", 10_000),
             ("grpc.max_connection_idle_ms", 60_000),
             ("grpc.max_concurrent_streams", MAX_ARRIVING_RPCS),  # of one connection
+            # From the first one on a call may be refused, beyond the other it is.
+            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ],
     )
     # A unary call is a stream of one message on the wire.

@@ -1,71 +1,219 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's connection: uvicorn's HTTP protocol, with the router's limits on what precedes a request.
+"""A client's connection: the bounded one of http/, with the router's deadlines and refusals.
 
-uvicorn's server makes one per connection (uvicorn_server.py); the application gets the requests.
+uvicorn's server makes one per connection (uvicorn_server.py); the application gets the requests. The data
+path pushes the rest of a stream through ClientOutput, which proxy/client_stream.py finds in the scope.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
+from operator import methodcaller
 from typing import Any, Final, cast
 
-import httptools
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+from ttft_otel.http.bounded_connection import (
+    BODY,
+    REQUEST,
+    BoundedConnection,
+    HeadLimits,
+    HeadRefused,
+)
 from ttft_otel.router import lost_hosts
-from ttft_otel.router.control import front_door as refusals
-from ttft_otel.router.control.client_output import ClientOutput
-from ttft_otel.router.control.front_door import MAX_PIPELINED_REQUESTS, FrontDoor
+from ttft_otel.router.deadlines import DeadlineQueue, Waiter
 from ttft_otel.router.errors import RequestRejected
+from ttft_otel.router.exchange import AnswerReader
+from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy.client_stream import OUTPUT_EXTENSION
 from ttft_otel.router.proxy.error_responses import render_error
 
-MAX_SLICE_BYTES: Final = 16_384  # parsed before the limits are checked
-# What the parser expects next. No Enum: several comparisons per request.
-_REQUEST, _HEAD, _BODY = range(3)
+IDLE_S: Final = 5.0  # seconds for which a connection stays open after an answer, as uvicorn's do
+MAX_LINGER_S: Final = 30.0  # seconds for which bytes after a refusal are read and thrown away
+# By status of a refused head: the reason that is counted, and the type of error that clients are told.
+_REFUSALS: Final = {
+    400: ("http", "BadRequestError"),
+    414: ("target", "BadRequestError"),
+    429: ("pipelining", "RateLimitError"),
+    431: ("headers", "BadRequestError"),
+}
 
 
-class ClientConnection(HttpToolsProtocol):
-    """uvicorn's protocol, which by itself bounds neither time nor size of a request's head.
+class ClientConnections:
+    """What all connections of clients share: limits, deadlines and counts of refusals.
+
+    Args:
+        limits: Of one connection.
+        refusal_counts: Refusals by reason.
+        max_connections: Beyond it connections are refused, and beyond some more closed without an answer.
+    """
+
+    def __init__(
+        self, limits: RouterLimits, refusal_counts: Counter[str], max_connections: int
+    ) -> None:
+        self.head_limits = HeadLimits(
+            limits.max_target, limits.max_headers, limits.max_header_bytes
+        )
+        self.refusal_counts = refusal_counts
+        self.max_connections = max_connections
+        # Some sockets more, so that the first ones beyond the limit can be told why.
+        self.max_open_sockets = max_connections + max(1, max_connections // 8)
+        self.awaited_heads: DeadlineQueue[Waiter] = DeadlineQueue(limits.head_timeout)
+        # Time for a client to read its refusal while it still sends a body.
+        self.lingering: DeadlineQueue[Waiter] = DeadlineQueue(MAX_LINGER_S)
+        self.idle_clients: DeadlineQueue[Waiter] = DeadlineQueue(
+            IDLE_S,
+            methodcaller("timeout_keep_alive_handler"),  # uvicorn's, of HttpToolsProtocol
+        )
+
+    def forget(self, connection: Waiter) -> None:
+        """The connection is lost: nothing is waited for."""
+        for queue in (self.awaited_heads, self.lingering, self.idle_clients):
+            queue.forget(connection)
+
+
+class ClientOutput(asyncio.Transport):
+    """In place of the transport, of which a request's cycle calls `write`, `close` and `is_closing`.
+
+    It refers neither to the cycle nor to the connection: each request would leave a reference cycle.
+    """
+
+    __slots__ = (
+        "_transport",
+        "_flow",
+        "_reader",
+        "_waits_with_head",
+        "_head",
+        "_is_lost",
+        "_on_lost",
+    )
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self._transport = transport
+        self._flow = flow
+        self._reader: AnswerReader | None = None
+        self._waits_with_head = False
+        self._head = b""
+        self._is_lost = False
+        self._on_lost: Callable[[], None] | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Write `data`, or keep it as the head that waits."""
+        if self._waits_with_head:
+            # The head comes first; the next write is that of the first part.
+            if not self._head:
+                self._head = bytes(data)
+                return
+            # One write, so that a short answer leaves in one packet.
+            data = self._head + data
+            self._waits_with_head = False
+        self._transport.write(data)
+
+    def close(self) -> None:
+        """Close the connection, once what was written is out."""
+        # The application ended between head and body: what there is has to leave.
+        if self._waits_with_head:
+            self._transport.write(self._head)
+            self._waits_with_head = False
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Whether the connection is being closed."""
+        return self._transport.is_closing()
+
+    def delay_head(self) -> None:
+        """Keep what is written next until more is: the caller sends head and body without a pause."""
+        self._waits_with_head = True
+
+    def begin_watch(self, on_lost: Callable[[], None]) -> None:
+        """Call `on_lost` when the client leaves, or at once if it has left. The body has been read."""
+        if self._is_lost:
+            on_lost()
+            return
+        self._on_lost = on_lost
+        # A large body has paused it, and who does not read hears of no end.
+        self._flow.resume_reading()
+
+    def end_watch(self) -> None:
+        """The request is over: nobody has to know."""
+        self._on_lost = None
+
+    def report_lost(self) -> None:
+        """The client has left."""
+        self._is_lost = True
+        if self._on_lost is not None:
+            self._on_lost()
+
+    def begin_push(self, reader: AnswerReader) -> None:
+        """From now on a slow client pauses `reader`."""
+        self._reader = reader
+        # A client that was slow before is not reported once more by pause_writing().
+        if self._flow.write_paused:
+            reader.pause_reading()
+
+    def push_part(self, data: bytes) -> None:
+        """Write a part of a body in chunks."""
+        # The client has left, of which receive() tells the request's task.
+        if not self._transport.is_closing():
+            # A chunk of HTTP/1.1: its length in hexadecimal, then the data.
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def end_push(self) -> None:
+        """The rest is sent as messages."""
+        self._reader = None
+
+    def pause_reader(self) -> None:
+        """The client is slow."""
+        if self._reader is not None:
+            self._reader.pause_reading()
+
+    def resume_reader(self) -> None:
+        """The client has read."""
+        if self._reader is not None:
+            self._reader.resume_reading()
+
+
+class ClientConnection(BoundedConnection):
+    """A connection that is ended when its head, or what it waits for, does not come in time.
 
     current_cycle: the request that is being answered; later ones wait in `pipeline`.
     refusal: why this connection ends; what arrives after it is thrown away.
     """
 
-    def __init__(self, *args: Any, front_door: FrontDoor, **kwargs: Any) -> None:
-        # The parser finds its callbacks when it is made. A body may come in chunks of one byte, and a call
-        # of a method for each would hold up everybody.
-        self._body_parts: list[bytes] = []
-        self.on_body = self._body_parts.append  # type: ignore[assignment,method-assign]
-        super().__init__(*args, **kwargs)
-        self.front_door = front_door
-        self.phase = _REQUEST
+    def __init__(self, *args: Any, shared: ClientConnections, **kwargs: Any) -> None:
+        super().__init__(*args, head_limits=shared.head_limits, **kwargs)
+        self.shared = shared
         self.current_cycle: RequestResponseCycle | None = None
         self.refusal: RequestRejected | None = None
-        self._head_bytes = 0  # of the unfinished head
 
     # Events of the socket.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first request, or refuse the connection if there are too many."""
         super().connection_made(transport)
-        door = self.front_door
-        if len(self.connections) > door.max_open_sockets:
-            door.refusal_counts["connections"] += 1
+        if len(self.connections) > self.shared.max_open_sockets:
+            self.shared.refusal_counts["connections"] += 1
             transport.abort()
-        elif len(self.connections) > door.max_connections:
-            self._refuse(refusals.build_connection_error())
+        elif len(self.connections) > self.shared.max_connections:
+            self._refuse(
+                RequestRejected(
+                    503,
+                    "The router has too many connections.",
+                    "UnavailableError",
+                    retry_after_s=1,
+                    reason="connections",
+                )
+            )
         else:
             lost_hosts.end_with_host(transport.get_extra_info("socket"))
-            door.awaited_heads.watch(self)
+            self.shared.awaited_heads.watch(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the request that is being answered; uvicorn tells the last one that was read."""
-        self.front_door.forget(self)
+        self.shared.forget(self)
         self.pipeline.clear()
         cycle = self.current_cycle
         super().connection_lost(exc)
@@ -76,58 +224,11 @@ class ClientConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse `data`; requests start as their heads are complete."""
-        if self.refusal is not None:
+        if self.is_refused:
             return
         self._unset_keepalive_if_required()
-        if len(data) <= MAX_SLICE_BYTES:
-            has_failed = not self._parse_slice(data)
-        else:
-            view = memoryview(data)
-            starts = range(0, len(data), MAX_SLICE_BYTES)
-            has_failed = not all(
-                self._parse_slice(view[at : at + MAX_SLICE_BYTES]) for at in starts
-            )
-        if has_failed:
-            return
-        if self._body_parts:
-            self._take_body()
-        if self.current_cycle is None and self.phase != _BODY:
-            self.front_door.awaited_heads.watch(self)
-
-    def _parse_slice(self, data: bytes | memoryview) -> bool:
-        """Parse a part, so short that even one of nothing but headers takes a moment only.
-
-        Returns False if the connection has to end.
-        """
-        was_in_body = self.phase == _BODY
-        try:
-            self.parser.feed_data(data)
-            if self.phase == _HEAD:
-                # A header is in `headers` when it is complete, but its bytes are held before.
-                self._head_bytes += 0 if was_in_body else len(data)
-                self.front_door.check_head(self.url, len(self.headers), self._head_bytes)
-            elif self.phase == _BODY and self.headers:
-                self._check_trailers()
-        except httptools.HttpParserUpgrade as upgrade:
-            return self._parse_without_upgrade(memoryview(data), upgrade)
-        except RequestRejected as error:
-            self._refuse(error)
-            return False
-        except httptools.HttpParserError as error:
-            self._refuse(refusals.find_cause(error))
-            return False
-        return True
-
-    def _take_body(self) -> None:
-        """Give the application what has arrived of the body."""
-        data = b"".join(self._body_parts)
-        self._body_parts.clear()
-        HttpToolsProtocol.on_body(self, data)
-
-    def _check_trailers(self) -> None:
-        """Raise RequestRejected for too many headers behind the body; they are dropped."""
-        if len(self.headers) > self.front_door.limits.max_headers:
-            raise refusals.build_header_error(self.front_door.limits)
+        if self.parse_data(data) and self.current_cycle is None and self.phase != BODY:
+            self.shared.awaited_heads.watch(self)
 
     def pause_writing(self) -> None:
         """The client is slow."""
@@ -143,59 +244,40 @@ class ClientConnection(HttpToolsProtocol):
 
     def close_if_idle(self) -> None:
         """Close the connection unless a request is under way or has begun to arrive."""
-        if self.current_cycle is None and self.phase == _REQUEST and self.refusal is None:
+        if self.current_cycle is None and self.phase == REQUEST and self.refusal is None:
             self.transport.close()
 
     def time_out(self) -> None:
         """Called when no head has come in time, or what follows a refusal has not ended."""
-        if self.refusal is not None or self.phase == _BODY:
+        if self.refusal is not None or self.phase == BODY:
             self.transport.abort()
-        elif self.phase == _REQUEST:
+        elif self.phase == REQUEST:
             self.transport.close()
         else:
-            self._refuse(refusals.build_slow_head_error())
+            text = "The head of the request did not arrive in time."
+            self._refuse(RequestRejected(408, text, reason="head_timeout"))
 
-    # Events of the parser, in the order of a request; exceptions end the parsing.
+    # Events of the parser.
 
-    def on_message_begin(self) -> None:
-        """A request line begins."""
-        super().on_message_begin()
-        self.phase = _HEAD
-        self._head_bytes = 0
-
-    def on_headers_complete(self) -> None:
+    def start_request(self) -> None:
         """The head is complete: the request starts, or waits for those before it."""
-        if self.parser.should_upgrade():
-            return  # _parse_slice() parses it again
-        self.front_door.check_head(self.url, len(self.headers), self._head_bytes)
-        if self._head_bytes + MAX_SLICE_BYTES > self.front_door.limits.max_header_bytes:
-            self.front_door.check_header_bytes(self.headers)
-        if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
-            raise refusals.build_pipelining_error()
-        super().on_headers_complete()
-        # the cycle's task starts later, and finds it in its scope
-        output: Any = ClientOutput(
-            self.transport, self.flow
-        )  # uvicorn knows its own extensions only
-        self.cycle.transport, self.scope["extensions"] = output, {OUTPUT_EXTENSION: output}
-        self.phase = _BODY
-        self.headers = []  # the application has the other list: trailers do not get there
-        self.front_door.awaited_heads.forget(self)
+        super().start_request()
+        # The cycle's task starts later, and finds it in its scope.
+        output: Any = ClientOutput(self.transport, self.flow)
+        self.cycle.transport = output
+        # uvicorn knows its own extensions only.
+        self.scope["extensions"] = {OUTPUT_EXTENSION: output}
+        self.shared.awaited_heads.forget(self)
         if not self.pipeline:
             self.current_cycle = self.cycle
 
     def on_message_complete(self) -> None:
         """The body is complete."""
-        if self.phase != _BODY:
-            return  # of a request that wants an upgrade, and is parsed again
-        if self.headers:
-            self._check_trailers()
-        if self._body_parts:
-            self._take_body()
+        was_in_body = self.phase == BODY
         super().on_message_complete()
-        self.phase = _REQUEST
-        if self.current_cycle is None:  # it was answered before its body was here
-            self.front_door.lingering.forget(self)
+        # It was answered before its body was here.
+        if was_in_body and self.current_cycle is None:
+            self.shared.lingering.forget(self)
 
     def on_response_complete(self) -> None:
         """A request is answered: the next one of the pipeline starts, or a refusal is sent."""
@@ -209,63 +291,31 @@ class ClientConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
-        self.front_door.idle_clients.watch(self)
+        self.shared.idle_clients.watch(self)
         if self.refusal is not None:
             self._send_refusal(self.refusal)
-        elif self.phase == _BODY:
-            self.front_door.lingering.watch(self)
+        elif self.phase == BODY:
+            self.shared.lingering.watch(self)
 
     def _unset_keepalive_if_required(self) -> None:
         """A request begins, or none will."""
-        self.front_door.idle_clients.forget(self)
-
-    # Upgrades are ignored, as HTTP allows; httptools would take the body for another protocol.
-
-    def _should_upgrade(self) -> bool:
-        """Make uvicorn's methods skip a request that httptools took for an upgrade."""
-        return True
-
-    def _parse_without_upgrade(
-        self, data: memoryview, upgrade: httptools.HttpParserUpgrade
-    ) -> bool:
-        """Parse the head again without its upgrade, and what follows it in `data`."""
-        try:
-            while True:
-                if self.parser.get_method() == b"CONNECT":
-                    raise RequestRejected(400, "The router is no tunnel.", reason="http")
-                data = data[upgrade.args[0] :]
-                head = self._render_head_without_upgrade()
-                self.parser = httptools.HttpRequestParser(self)
-                try:
-                    self.parser.feed_data(head)
-                    self.parser.feed_data(data)
-                except httptools.HttpParserUpgrade as another:
-                    upgrade = another
-                else:
-                    return True
-        except RequestRejected as error:
-            self._refuse(error)
-        except httptools.HttpParserError as error:
-            self._refuse(refusals.find_cause(error))
-        return False
-
-    def _render_head_without_upgrade(self) -> bytes:
-        version = self.parser.get_http_version().encode()
-        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
-        lines += [b"%b: %b" % header for header in refusals.omit_upgrade(self.headers)]
-        return b"\r\n".join([*lines, b"", b""])
+        self.shared.idle_clients.forget(self)
 
     # Refusals.
 
+    def refuse(self, error: HeadRefused) -> None:
+        """End the connection with `error`, in OpenAI's form."""
+        reason, error_type = _REFUSALS[error.status]
+        self._refuse(RequestRejected(error.status, str(error), error_type, reason=reason))
+
     def _refuse(self, error: RequestRejected) -> None:
         """End the connection with `error`, after the answers to requests before it."""
-        door, cycle = self.front_door, self.cycle
-        # Without its frames, which hold this connection: a cycle would stay until a rare collection.
-        self.refusal = error.with_traceback(None)
-        error.__context__ = None
-        door.refusal_counts[error.reason] += 1
-        door.awaited_heads.forget(self)
-        is_in_body = self.phase == _BODY and cycle is not None
+        cycle = self.cycle
+        self.is_refused = True
+        self.refusal = error
+        self.shared.refusal_counts[error.reason] += 1
+        self.shared.awaited_heads.forget(self)
+        is_in_body = self.phase == BODY and cycle is not None
         if is_in_body and self.pipeline and self.pipeline[0][0] is cycle:
             self.pipeline.popleft()
         elif is_in_body and (cycle.response_started or cycle.response_complete):
@@ -296,4 +346,4 @@ class ClientConnection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self.flow.resume_reading()
         self.transport.write_eof()
-        self.front_door.lingering.watch(self)
+        self.shared.lingering.watch(self)

@@ -22,8 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from ttft_otel.model.names import header_names
 from ttft_otel.router.control.app import RouterApp
-from ttft_otel.router.control.client_connection import ClientConnection
-from ttft_otel.router.control.front_door import FrontDoor
+from ttft_otel.router.control.client_connection import ClientConnection, ClientConnections
 
 UNFINISHED_MESSAGE: Final = "ASGI callable returned without completing response."
 CANCEL_GRACE_S: Final = 1  # seconds for cancelled responses to end
@@ -149,7 +148,7 @@ def count_client_sockets() -> int:
 def build_uvicorn_config(app: RouterApp, host: str = "127.0.0.1", port: int = 0) -> uvicorn.Config:
     """The uvicorn configuration; Date and Server headers are those of the instances."""
     limits = app.endpoint.limits
-    front_door = FrontDoor(
+    shared = ClientConnections(
         limits,
         app.admission.refusal_counts,
         min(limits.max_connections, count_client_sockets()),
@@ -159,9 +158,7 @@ def build_uvicorn_config(app: RouterApp, host: str = "127.0.0.1", port: int = 0)
         host=host,
         port=port,
         loop="uvloop",
-        http=cast(
-            type[asyncio.Protocol], functools.partial(ClientConnection, front_door=front_door)
-        ),
+        http=cast(type[asyncio.Protocol], functools.partial(ClientConnection, shared=shared)),
         # WebSockets are not routed, and uvicorn would look for a library.
         ws="none",
         access_log=False,

@@ -26,7 +26,7 @@ OUTPUT_EXTENSION: Final = "ttft_otel.output"  # of the scope: an AnswerOutput
 class AnswerOutput(Protocol):
     """The client's connection, for what ASGI has no message for; ClientOutput of control/."""
 
-    def hold_head(self) -> None:
+    def delay_head(self) -> None:
         """The head waits for the first part of the body."""
         ...
 
@@ -88,7 +88,7 @@ class ClientStream:
             self._has_length = any(name == b"content-length" for name, _ in response_headers)
         if self._output is not None:
             # uvicorn writes a head at once: two packets, and a client that wakes up for nothing.
-            self._output.hold_head()
+            self._output.delay_head()
         await error_responses.send_response_start(status, response_headers, exchange, self.send)
         # Before the send, in which uvicorn may report that a satisfied client has left.
         if not has_more:
