@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode leg (D): fetch the KV blocks of the prefill instance (P) and generate the response."""
+"""The decode leg: fetch the KV blocks of the prefill instance and generate the response."""
 
 from __future__ import annotations
 
@@ -32,58 +32,61 @@ from ttft_otel.router.upstream.upstream_client import (
 
 
 class DisaggregatedRequest(msgspec.Struct):
-    """One request on its way through P and D.
-
-    request: as for a single server. on_sent: called when no instance gets the client's body any more.
-    leg_headers: of both legs' requests. held_kv_params: names KV blocks that P still keeps.
-    """
+    """One request on its way through a prefill and a decode instance."""
 
     plan: LegPlan
-    request: types.RoutingRequest
+    request: types.RoutingRequest  # as for a single server
     exchange: Exchange
     client_stream: ClientWriter
-    on_sent: Callable[[], None]
-    leg_headers: dict[str, str] = {}
-    held_kv_params: Raw | None = None
+    on_sent: Callable[[], None]  # called when no instance gets the client's body any more
+    leg_headers: dict[str, str] = {}  # of both legs' requests
+    unfetched_kv_params: Raw | None = None  # names KV blocks that the prefill instance still keeps
 
     def __post_init__(self) -> None:
-        # Both legs get bodies of our own, and P's answer is parsed here: nothing is compressed.
+        # Both legs get bodies of our own, and the prefill answer is parsed here: nothing is compressed.
         self.leg_headers = http_headers.build_buffered_headers(self.request.headers)
 
     def drop_bodies(self) -> None:
-        """D answers, which may take minutes: nothing is sent any more, and what was kept for it can go."""
+        """Drop what was kept for sending: the decode instance answers, which may take minutes."""
         self.request = replace(self.request, body=b"")
-        self.plan.fields, self.plan.media_references, self.plan.ec_params = {}, None, b""
+        self.plan.fields = {}
+        self.plan.media_references = None
+        self.plan.ec_params = b""
         self.on_sent()
 
 
 class DecodeLeg:
-    """The decode leg; `mismatch_count` counts requests in which D's first token differed from P's."""
+    """The decode leg of one router."""
 
     def __init__(self, upstream: UpstreamClient, releases: KvReleases) -> None:
-        self.upstream, self.releases = upstream, releases
-        self.mismatch_count = 0
+        self.upstream = upstream
+        self.releases = releases
+        self.mismatch_count = (
+            0  # requests whose first token the decode instance generated differently
+        )
 
     async def serve_full_answer(self, job: DisaggregatedRequest) -> None:
-        """Relay D's whole response; D generates the first token again."""
+        """Relay the whole decode response; the decode instance generates the first token again."""
         attempts = job.exchange.add_attempts()
         response = await self._send_decode(job, job.plan.build_decode_body, attempts)
         job.drop_bodies()
-        # D fetches the blocks now; after a refusal they are still held, and have to be released.
+        # The decode instance fetches the blocks now; after a refusal they are still kept, and have to be
+        # released.
         if response.status < 400:
-            job.held_kv_params = None
+            job.unfetched_kv_params = None
         await relay_response(response, attempts[-1], job.client_stream)
 
     async def continue_generation(
         self, job: DisaggregatedRequest, splicer: StreamSplicer, fills_blocks: bool
     ) -> None:
-        """Relay D's stream after P's token, which the client has, and end the client's.
+        """Relay the decode stream after the prefill token, which the client has, and end the client's.
 
         fills_blocks: the prompt has no partial KV block.
         """
         exchange, plan, first_token = job.exchange, job.plan, splicer.first_token
         handover_timeline = exchange.begin_handover()
-        # Whole blocks are fetched by a request of their own, and are D's cached prefix afterwards.
+        # Whole blocks are fetched by a request of their own, and are the decode instance's cached prefix
+        # afterwards.
         loaded_instance = await self._load_blocks(job, handover_timeline) if fills_blocks else None
         attempts = exchange.add_attempts(handover_timeline)
 
@@ -93,7 +96,8 @@ class DecodeLeg:
                 None if fills_blocks else kv_params,
             )
 
-        # In the mode strip D gets the client's own body, and says P's token once more.
+        # In the mode strip the decode instance gets the client's own body, and says the prefill token once
+        # more.
         make_body = plan.build_decode_body if plan.mode == MODE_STRIP else build_body
         try:
             response = await self._send_decode(job, make_body, attempts, loaded_instance)
@@ -116,11 +120,11 @@ class DecodeLeg:
             return
         # A partial block comes with this request; whole ones were fetched before.
         if not fills_blocks:
-            job.held_kv_params = None
+            job.unfetched_kv_params = None
         try:
             last_part, ends_wait = await self._relay_spliced(response, attempts[-1], splicer, job)
         except UPSTREAM_ERRORS as error:
-            # Some of D's answer is out: it is cut, which no client takes for its end.
+            # Some of the decode answer is out: it is cut, which no client takes for its end.
             if attempts[-1].first_byte_us:
                 raise
             await self._send_failure(job, build_unavailable_error(DECODE, error))
@@ -130,7 +134,7 @@ class DecodeLeg:
             handover_timeline.record_ended()
 
     async def _send_failure(self, job: DisaggregatedRequest, error: UpstreamUnavailable) -> None:
-        """End the client's stream with an error event: D said nothing after P's token."""
+        """End the client's stream with an error event: no decode answer followed the prefill token."""
         job.exchange.record_failure(str(error.status))
         await job.client_stream.send_end(
             stream_splice.render_stream_error(b"", str(error), error.status)
@@ -145,36 +149,36 @@ class DecodeLeg:
     ) -> InstanceAnswer:
         """Send to a decode instance; if it is unavailable, to another one that computes the prompt itself.
 
-        An instance that refuses tells P to free the blocks, so no other may be sent to fetch them. The
-        other one needs the encodings of the media, as P did.
+        An instance that refuses tells the prefill instance to free the blocks, so no other may be sent to
+        fetch them. The other one needs the encodings of the media, as the prefill instance did.
         """
         request = replace(
             job.request,
             leg=DECODE,
             headers=job.leg_headers,
-            body=make_body(job.held_kv_params),
-            # Blocks are fetched once: P frees them afterwards.
-            single_use=bool(job.held_kv_params),
+            body=make_body(job.unfetched_kv_params),
+            # Blocks are fetched once: the prefill instance frees them afterwards.
+            single_use=bool(job.unfetched_kv_params),
             media_encoded=False,
         )
         response = await self.upstream.send_request(
             request, job.exchange.trace_context, attempts, only_instance
         )
-        # Only 502 to 504 say that this D is not there; any other status is for the client.
+        # Only 502 to 504 say that this decode instance is not there; any other status is for the client.
         if (
-            not job.held_kv_params
+            not job.unfetched_kv_params
             or response.status not in retry.UNAVAILABLE_STATUSES
             or not self._can_try_another(request, attempts)
         ):
             return response
         response.close()
         attempts[-1].record_lost()
-        # Before the next one is chosen, by the load that each D has.
+        # Before the next one is chosen, by the load that each decode instance has.
         self.upstream.pool.record_ended(attempts[-1])
         self.upstream.retry_counts[DECODE] = self.upstream.retry_counts.get(DECODE, 0) + 1
-        # At once: P needs the memory for other requests.
-        self.releases.start_release(job.held_kv_params, request.headers)
-        job.held_kv_params = None
+        # At once: the prefill instance needs the memory for other requests.
+        self.releases.start_release(job.unfetched_kv_params, request.headers)
+        job.unfetched_kv_params = None
         body = make_body(None)
         # It computes the whole prompt, media included.
         if job.plan.ec_params:
@@ -197,18 +201,19 @@ class DecodeLeg:
     async def _load_blocks(
         self, job: DisaggregatedRequest, timeline: RequestTimeline
     ) -> types.Instance | None:
-        """Make D load P's blocks first if the prompt is a whole number of blocks.
+        """Make the decode instance fetch the blocks first if the prompt is a whole number of blocks.
 
-        Asked at once for the prompt and P's token, D would request one block more than P has, and an
-        assertion in NIXL ends its engine. If this fails (None), D computes the prompt itself.
+        Asked at once for the prompt and the prefill token, the decode instance would request one block more
+        than the prefill instance has, and an assertion in NIXL ends its engine. If this fails (None), the
+        decode instance computes the prompt itself.
         """
         attempts = job.exchange.add_attempts(timeline)
         request = replace(
             job.request,
             leg=DECODE,
             headers=job.leg_headers,
-            body=job.plan.build_load_body(job.held_kv_params),
-            # An ID of its own, by which D's logs tell the two requests apart.
+            body=job.plan.build_load_body(job.unfetched_kv_params),
+            # An ID of its own, by which the decode logs tell the two requests apart.
             request_id=f"{job.request.request_id}-load",
             single_use=True,
             media_encoded=False,
@@ -217,10 +222,10 @@ class DecodeLeg:
             response, _ = await read_whole_answer(self.upstream, request, job.exchange, attempts)
         except UpstreamUnavailable:
             return None
-        # D computes the prompt itself then, and the blocks are released in the end.
+        # The decode instance computes the prompt itself then, and the blocks are released in the end.
         if response.status >= 400:
             return None
-        job.held_kv_params = None
+        job.unfetched_kv_params = None
         return attempts[-1].instance
 
     async def _relay_spliced(
@@ -230,14 +235,14 @@ class DecodeLeg:
         splicer: StreamSplicer,
         job: DisaggregatedRequest,
     ) -> tuple[bytes, bool]:
-        """Relay all but what came with D's end; returns that, and whether D's first token is in it."""
+        """Relay all but what came with the end; returns that, and whether it has the first token."""
         timeline = job.exchange.handover_timeline
         rewritten = b""
         try:
             with AnswerReading(response, attempt):
                 chunk = await read_first_chunk(response, attempt)
                 record_server_timing(attempt, response)
-                # What only repeats P's token has no bytes left, and does not end the wait.
+                # What only repeats the prefill token has no bytes left, and does not end the wait.
                 while chunk and not (rewritten := splicer.splice_chunk(chunk)):
                     chunk = await response.readany()
                 # A stream that ended without another token has no wait to tell of.

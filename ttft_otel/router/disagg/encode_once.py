@@ -69,14 +69,15 @@ def omit_media(
 ) -> tuple[RoutingRequest, str]:
     """The request with references in place of its media, and ""; else as it is, and the reason.
 
-    With prefill and decode apart the plan takes them for P; D's request keeps the media, since a D
-    that computes the prompt itself, because P's blocks are gone, must be able to.
+    With prefill and decode apart the plan takes them for the prefill instance; the decode request keeps the
+    media, since a decode instance that computes the prompt itself, because the prefill instance's blocks
+    are gone, must be able to.
     """
     try:
         # Only messages of a chat have parts that refer to encodings.
         if path != CHAT_PATH:
             raise MediaRequired("path")
-        if request.leg == DECODE:  # D alone, which need not be a consumer of encodings
+        if request.leg == DECODE:  # alone, and it need not be a consumer of encodings
             raise MediaRequired("decode")
         if leg_plan is not None and len(leg_plan.legs) > 1:
             leg_plan.media_references = replace_parts(leg_plan.fields, transfer_params)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Release KV blocks on the prefill instance (P) that no decode instance (D) will fetch.
+"""Release KV blocks on the prefill instance that no decode instance will fetch.
 
-P keeps the blocks of a request for D until a time-out (NIXL: half a minute to eight minutes, by
-release). A D that refuses a request with P's parameters tells P to free them, so in the background a D
-is sent a request that it must refuse. prefill_decode.py and decode_leg.py start it.
+The prefill instance keeps the blocks of a request for the decode instance until a time-out (NIXL: half a
+minute to eight minutes, by release). A decode instance that refuses a request with the prefill parameters
+tells the prefill instance to free them, so in the background a decode instance is sent a request that it
+must refuse. prefill_decode.py and decode_leg.py start it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ UNKNOWN_MODEL: Final = "ttft-otel-nobody"  # no model has this name
 RELEASE_TIMEOUT_S: Final = 10.0
 SHUTDOWN_WAIT_S: Final = 2.0  # seconds to wait for running releases at shutdown
 _AUTH_HEADERS: Final = ("authorization",)
-MAX_PENDING_RELEASES: Final = 256  # in flight; further ones are left to P's time-out
+MAX_PENDING_RELEASES: Final = (
+    256  # in flight; further ones are left to the prefill instance's time-out
+)
 
 
 class KvReleases:
@@ -38,7 +41,7 @@ class KvReleases:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start_release(self, kv_params: Raw, client_headers: Mapping[str, str]) -> None:
-        """Release the blocks that `kv_params` name; `client_headers` give the authorization for D."""
+        """Release the blocks that `kv_params` name; `client_headers` give the authorization."""
         pool = self._upstream.pool
         # an instance whose breaker is open can still refuse, and there may be no other
         candidates = pool.get_candidates(DECODE) or pool.get(DECODE)
@@ -74,4 +77,4 @@ class KvReleases:
                 timeout_s=RELEASE_TIMEOUT_S,
             )
         except QUERY_ERRORS:
-            return  # P's time-out frees the blocks
+            return  # the prefill instance's time-out frees the blocks

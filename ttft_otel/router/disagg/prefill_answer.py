@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the answer of a prefill instance (P): its token, and where it keeps the KV blocks.
+"""Read the answer of a prefill instance: its token, and where it keeps the KV blocks.
 
-No I/O. prefill_decode.py passes P's body; stream_splice.py makes events of the token, and D gets the rest.
+No I/O. prefill_decode.py passes the prefill body; stream_splice.py makes events of the token, and the
+decode instance gets the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _NULL_JSON: Final = Raw(b"null")
 
 
 class PrefillToken(msgspec.Struct):
-    """P's response with one token, not streamed."""
+    """The prefill response with one token, not streamed."""
 
     id: str
     model: str
@@ -32,15 +33,15 @@ class PrefillToken(msgspec.Struct):
     usage: dict[str, Any] = {}
     token_ids: list[int] = []
     prompt_token_ids: list[int] = []
-    kv_params: Raw | None = None  # where P keeps the KV blocks, a JSON object
+    kv_params: Raw | None = None  # where the prefill instance keeps the KV blocks, a JSON object
     fingerprint: str | None = None
 
     def drop_prompt(self) -> None:
-        """Forget the prompt's token ids, which D has got: there may be 100 000 of them."""
+        """Forget the prompt's token ids, which the decode instance has got: there may be 100 000 of them."""
         self.prompt_token_ids = []
 
     def explain_refusal(self, plan: LegPlan) -> str:
-        """Reason why it cannot be sent to the client before D's stream, or ""."""
+        """Reason why it cannot be sent to the client before the decode stream, or ""."""
         if self.is_parsed:
             return "reasoning"
         if self.finish_reason not in ("length", "stop"):
@@ -65,7 +66,7 @@ class _Message(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    """The only choice, with P's token."""
+    """The only choice, with the prefill token."""
 
     message: _Message | None = None
     text: str | None | UnsetType = UNSET  # of a completion
@@ -76,7 +77,7 @@ class _Choice(msgspec.Struct):
 
 
 class _BlocksAnswer(msgspec.Struct):
-    """What every answer has, whatever else it holds. Raw: D gets it as it is, and it may be long."""
+    """What every answer has. Raw: the decode instance gets it as it is, and it may be long."""
 
     kv_transfer_params: Raw = _NULL_JSON
 
@@ -99,7 +100,7 @@ _token_decoder: Final = msgspec.json.Decoder(_TokenAnswer)
 
 
 def parse_prefill_answer(data: bytes, is_chat: bool) -> PrefillToken | None:
-    """Parse P's response `data`; None if it is not a vLLM response with one choice."""
+    """Parse the prefill response `data`; None if it is not a vLLM response with one choice."""
     try:
         answer = _token_decoder.decode(data)
     except JSON_ERRORS:
@@ -135,7 +136,7 @@ def parse_prefill_answer(data: bytes, is_chat: bool) -> PrefillToken | None:
 
 
 def parse_kv_params(data: bytes) -> Raw | None:
-    """Where P keeps the KV blocks, from its response `data`; None if it does not say."""
+    """Where the prefill instance keeps the KV blocks, from its response `data`; None if it does not say."""
     try:
         return _take_params(_blocks_decoder.decode(data))
     except JSON_ERRORS:
@@ -144,10 +145,11 @@ def parse_kv_params(data: bytes) -> Raw | None:
 
 def _take_params(answer: _BlocksAnswer) -> Raw | None:
     params = bytes(answer.kv_transfer_params)
-    # D refuses what is no UTF-8, which a decoder of raw JSON does not look at (nor at how large numbers are).
+    # The decode instance refuses what is no UTF-8, which a decoder of raw JSON does not look at (nor at how
+    # large numbers are).
     if params[:1] != b"{" or not params[1:-1].strip() or not _is_utf8(params):
         return None
-    return Raw(params)  # a copy: the other one would keep all of P's answer
+    return Raw(params)  # a copy: the other one would keep all of the prefill answer
 
 
 def _is_utf8(data: bytes) -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a request by a prefill (P) and then a decode instance (D); endpoint.py asks.
+"""Serve a request by a prefill and then a decode instance; endpoint.py asks.
 
-P's token may go to the client at once, and P's KV blocks go to D. Blocks that no D fetches are always
-released (kv_release.py).
+The prefill token may go to the client at once, and the prefill instance's KV blocks go to the decode
+instance. Blocks that no decode instance fetches are always released (kv_release.py).
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.metrics_parser import InstanceCapabilities
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 
-CHAT_TOKEN_IDS_VERSION: Final = (
-    0,
-    29,
-)  # first vLLM release that accepts token ids as the prompt of a chat
-# In place of P's: its answer was one JSON object, the client's is a stream.
+# First vLLM release that accepts token ids as the prompt of a chat.
+CHAT_TOKEN_IDS_VERSION: Final = (0, 29)
+# The prefill answer was one JSON object, the client's is a stream.
 _EVENT_STREAM_HEADER: Final = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
@@ -40,18 +38,17 @@ class PrefillDecodeFlow:
     """The prefill and decode legs of one router."""
 
     def __init__(self, upstream: UpstreamClient) -> None:
-        self.upstream, self.capabilities, self.releases = (
-            upstream,
-            CapabilityCache(upstream),
-            KvReleases(upstream),
-        )
+        self.upstream = upstream
+        self.capabilities = CapabilityCache(upstream)
+        self.releases = KvReleases(upstream)
         self.decode_leg = DecodeLeg(upstream, self.releases)
 
     async def serve_request(self, job: DisaggregatedRequest) -> None:
         """Serve the request of `job` by the legs of its plan."""
         plan, exchange, client_stream = job.plan, job.exchange, job.client_stream
         if plan.mode == MODE_CONTINUE:
-            # Asked while P computes, as the answers are needed when P's token is here.
+            # Asked while the prefill instance computes, as the answers are needed when the prefill token is
+            # here.
             self.capabilities.refresh_stale(
                 (*self.upstream.pool.get(PREFILL), *self.upstream.pool.get(DECODE))
             )
@@ -67,26 +64,26 @@ class PrefillDecodeFlow:
                 job, first_token, attempt
             )
             exchange.record_first_token_mode(plan.mode, plan.reason)
-            # From here on the client has a stream, whatever becomes of D.
+            # From here on the client has a stream, whatever becomes of the decode instance.
             exchange.record_answer(is_streaming=True)
             events = stream_splice.render_first_events(first_token, plan)
             await client_stream.send_first_chunk(200, _build_stream_headers(answer), events, True)
-            # P's token was the last one: nothing is left for D.
+            # The prefill token was the last one: nothing is left for the decode instance.
             if first_token.finish_reason == "stop":
                 await client_stream.send_end()
             else:
                 splicer = StreamSplicer(first_token, plan, events)
                 await self.decode_leg.continue_generation(job, splicer, fills_blocks)
         finally:
-            # Also when the client has left: P would keep the blocks until its time-out.
-            if job.held_kv_params:
-                self.releases.start_release(job.held_kv_params, job.leg_headers)
+            # Also when the client has left: the prefill instance would keep the blocks until its time-out.
+            if job.unfetched_kv_params:
+                self.releases.start_release(job.unfetched_kv_params, job.leg_headers)
 
     async def _run_prefill(
         self, job: DisaggregatedRequest
     ) -> tuple[InstanceAnswer, bytes, Attempt]:
-        """P's answer and its whole body: it is one token. Raises UpstreamRefused, UpstreamUnavailable."""
-        # Not kept: its body may be as large as the client's, and D's answer long.
+        """The prefill answer and its body, one token. Raises UpstreamRefused, UpstreamUnavailable."""
+        # Not kept: its body may be as large as the client's, and the decode answer long.
         request = replace(
             job.request, leg=PREFILL, headers=job.leg_headers, body=job.plan.build_prefill_body()
         )
@@ -94,28 +91,28 @@ class PrefillDecodeFlow:
         response, data = await decode_leg.read_whole_answer(
             self.upstream, request, job.exchange, attempts
         )
-        # Mostly an error in the request, which D would find, too.
+        # Mostly an error in the request, which the decode instance would find, too.
         if response.status >= 400:
             headers = http_headers.filter_response_headers(response.raw_headers)
             raise UpstreamRefused(response.status, headers, data)
         return response, data, attempts[-1]
 
     def _take_first_token(self, job: DisaggregatedRequest, data: bytes) -> PrefillToken | None:
-        """P's token from the body of its answer, if it goes to the client; None if D answers everything.
+        """The token in the prefill answer; None if the decode instance is to answer everything.
 
-        Also takes where P keeps the KV blocks.
+        Also takes where the prefill instance keeps the KV blocks.
         """
         plan = job.plan
         if plan.mode == MODE_OFF:
-            job.held_kv_params = prefill_answer.parse_kv_params(data)
+            job.unfetched_kv_params = prefill_answer.parse_kv_params(data)
             return None
         first_token = prefill_answer.parse_prefill_answer(data, plan.is_chat)
-        # Not vLLM's form: D answers all of it, with the blocks if the answer names them.
+        # Not vLLM's form: the decode instance answers all of it, with the blocks if the answer names them.
         if first_token is None:
-            job.held_kv_params = prefill_answer.parse_kv_params(data)
+            job.unfetched_kv_params = prefill_answer.parse_kv_params(data)
             plan.turn_off("answer")
             return None
-        job.held_kv_params = first_token.kv_params
+        job.unfetched_kv_params = first_token.kv_params
         reason = first_token.explain_refusal(plan) or self._explain_too_long(plan, first_token)
         if reason:
             plan.turn_off(reason)
@@ -123,8 +120,8 @@ class PrefillDecodeFlow:
         return first_token
 
     def _explain_too_long(self, plan: LegPlan, first_token: PrefillToken) -> str:
-        """Reason if prompt and requested tokens exceed D's context, which P cannot check; else ""."""
-        # P checks its own context only, and D's may be shorter.
+        """Reason if prompt and requested tokens exceed the context of a decode instance; else ""."""
+        # The prefill instance checks its own context only, and the decode instance's may be shorter.
         max_model_len = _find_max_model_len(self.upstream.pool.get(DECODE))
         wanted_tokens = first_token.usage.get("prompt_tokens", 0) + (plan.max_tokens or 0)
         return "max_model_len" if max_model_len and wanted_tokens > max_model_len else ""
@@ -137,7 +134,7 @@ class PrefillDecodeFlow:
         # Until all that follows is known to fit.
         plan.mode = MODE_STRIP
         prompt_tokens = len(first_token.prompt_token_ids)
-        # D has to get P's very tokens: the same text may be split in another way.
+        # The decode instance has to get the very same tokens: the same text may be split in another way.
         if not first_token.token_ids or not prompt_tokens:
             plan.reason = "token_ids"
         elif not first_token.kv_params:
@@ -158,8 +155,8 @@ class PrefillDecodeFlow:
 
 
 def _build_stream_headers(answer: InstanceAnswer) -> HeaderList:
-    """The headers of the client's stream, from those of P's `answer`."""
-    # Length and type were those of P's JSON.
+    """The headers of the client's stream, from those of the prefill instance's `answer`."""
+    # Length and type were those of the prefill instance's JSON.
     headers = [
         header
         for header in http_headers.filter_response_headers(answer.raw_headers)
@@ -174,14 +171,14 @@ def _explain_cache_mismatch(
     decode_capabilities: list[InstanceCapabilities],
     prompt_tokens: int,
 ) -> str:
-    """Reason why D cannot continue after a prompt of this length, or ""."""
-    # Whether the last block is full has to mean the same to P and D.
+    """Reason why the decode instance cannot continue after a prompt of this length, or ""."""
+    # Whether the last block is full has to mean the same to both instances.
     if not prefill_capabilities.block_size or any(
         capabilities.block_size != prefill_capabilities.block_size
         for capabilities in decode_capabilities
     ):
         return "block_size"
-    # Whole blocks get to D's second request by its prefix cache only.
+    # Whole blocks get to the decode instance's second request by its prefix cache only.
     if prompt_tokens % prefill_capabilities.block_size == 0 and not all(
         capabilities.prefix_caching for capabilities in decode_capabilities
     ):
@@ -197,7 +194,7 @@ def _explain_cache_mismatch(
 
 
 def _explain_no_room(instances: tuple[types.Instance, ...], prompt_tokens: int) -> str:
-    """Reason if D's context cannot hold the prompt, P's token and one more; else ""."""
+    """Reason if the decode context cannot hold the prompt, the prefill token and one more; else ""."""
     return "" if prompt_tokens + 1 < _find_max_model_len(instances) else "max_model_len"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan a request over prefill (P) and decode (D) instances: legs, first-token mode, and bodies.
+"""Plan a request over prefill and decode instances: legs, first-token mode, and bodies.
 
 No I/O. endpoint.py asks for the plan; prefill_decode.py and decode_leg.py send the bodies.
 """
@@ -17,7 +17,7 @@ from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
 from ttft_otel.model.stages import DECODE, PREFILL
 from ttft_otel.router.types import JSON_ERRORS, MODE_CONTINUE, MODE_OFF, MODE_STRIP
 
-# vLLM's NixlConnector: P keeps the blocks and returns their location.
+# vLLM's NixlConnector: the prefill instance keeps the blocks and returns their location.
 KEEP_BLOCKS_PARAMS: Final = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -32,17 +32,18 @@ MAX_DECODED_PROMPT_BYTES: Final = 256 << 10  # of token ids of which objects are
 SEED_COUNT: Final = 1 << 63
 _SEED_MULTIPLIER: Final = 0x9E3779B97F4A7C15  # odd, so that different seeds stay different
 
-# With these, D serves the request alone: they need other KV blocks than one sequence of the prompt, or
-# (truncation, which depends on max_tokens) P would compute another prompt.
+# With these, the decode instance serves the request alone: they need other KV blocks than one sequence of
+# the prompt, or (truncation, which depends on max_tokens) the prefill instance would compute another
+# prompt.
 _DECODE_ONLY_FIELDS: Final = (
     "use_beam_search",
     "prompt_logprobs",
     "prompt_embeds",
     "truncate_prompt_tokens",
 )
-# Of these D may be asked for one: several would fetch P's blocks.
+# Of these the decode instance may be asked for one: several would fetch the prefill instance's blocks.
 _SINGLE_CHOICE_FIELDS: Final = ("n", "best_of")
-# With these, P's response differs from the first event of a stream, or lacks information.
+# With these, the prefill response differs from the first event of a stream, or lacks information.
 _NO_FIRST_TOKEN_FIELDS: Final = (
     "logprobs",
     "top_logprobs",
@@ -55,7 +56,8 @@ _NO_FIRST_TOKEN_FIELDS: Final = (
     "return_token_ids",
     "return_prompt_text",
 )
-# With these, D would sample differently from a single server, because P's token is prompt to it.
+# With these, the decode instance would sample differently from a single server, because the prefill token
+# is prompt to it.
 _NO_CONTINUE_FIELDS: Final = (
     "stop",
     "presence_penalty",
@@ -95,14 +97,16 @@ class LegPlan(msgspec.Struct):
     stop_strings: tuple[str, ...] = ()
     include_usage: bool = False
     ec_params: bytes = b""  # what encoders announced, a JSON object
-    media_references: Raw | None = None  # P's messages, where encodings stand for the media
+    # Of the prefill body, where encodings stand for the media.
+    media_references: Raw | None = None
 
     def turn_off(self, reason: str) -> None:
-        """Do not send P's token to the client, for this `reason`; D's response is relayed as a whole."""
-        self.mode, self.reason = MODE_OFF, reason
+        """Relay the decode response as a whole, without the prefill token before it, for this `reason`."""
+        self.mode = MODE_OFF
+        self.reason = reason
 
     def build_prefill_body(self) -> bytes:
-        """P's request: the prompt and one token, not streamed; it alone gets what encoders announced."""
+        """The prefill body: the prompt and one token, not streamed; it alone has what encoders announced."""
         own_fields: dict[str, Any] = {
             "max_tokens": 1,
             "stream": False,
@@ -121,20 +125,20 @@ class LegPlan(msgspec.Struct):
         return _encode_json({**_omit_fields(self.fields, _OVERRIDDEN_FIELDS), **own_fields})
 
     def build_decode_body(self, kv_params: Raw | None) -> bytes:
-        """D's body where D generates the first token again: the client's body with P's `kv_params`."""
+        """The decode body by which the first token is generated again: the client's body with `kv_params`."""
         own_fields: dict[str, Any] = {} if kv_params is None else {"kv_transfer_params": kv_params}
         if self.mode != MODE_OFF and self.seed is not None:
             own_fields["seed"] = self.seed
         return _encode_json({**self.fields, **own_fields})
 
     def build_load_body(self, kv_params: Raw | None) -> bytes:
-        """The body by which D only fetches P's blocks; the token that it generates is discarded."""
+        """The decode body by which blocks are only fetched; the token that is generated is discarded."""
         own_fields = {"kv_transfer_params": kv_params, "max_tokens": 1, "stream": False}
         kept_fields = _omit_fields(self.fields, (*_OVERRIDDEN_FIELDS, "min_tokens"))
         return _encode_json({**kept_fields, **own_fields})
 
     def build_continue_body(self, token_ids: list[int], kv_params: Raw | None) -> bytes:
-        """D's body where it continues after P's token, the last of `token_ids`."""
+        """The decode body where it continues after the prefill token, the last of `token_ids`."""
         own_fields: dict[str, Any] = {}
         for name in ("max_tokens", "max_completion_tokens"):
             if name in self.fields and self.max_tokens is not None:
@@ -183,12 +187,12 @@ def _plan_parsed(
 
 
 def derive_seed(seed: int) -> int:
-    """D's `seed` in the mode continue; with P's seed D would repeat P's random draw."""
+    """The decode `seed` in the mode continue: the prefill seed would repeat the same random draw."""
     return (seed * _SEED_MULTIPLIER + 1) % SEED_COUNT
 
 
 def _read_limits(plan: LegPlan) -> str:
-    """Set the numbers of the plan; returns the reason why D should serve it alone, or ""."""
+    """Set the numbers of the plan; returns why the decode instance should serve it alone, or ""."""
     fields = plan.fields
     if not plan.is_chat:
         plan.max_tokens = DEFAULT_COMPLETION_TOKENS
@@ -218,7 +222,7 @@ def _read_limits(plan: LegPlan) -> str:
 
 
 def _choose_mode(plan: LegPlan, is_streamed: bool, has_media: bool) -> None:
-    """Restrict the mode: whether P's token can be sent, and whether D can continue after it."""
+    """Restrict the mode: whether the prefill token can be sent, and decoding continue after it."""
     fields = plan.fields
     if not is_streamed:
         plan.turn_off("not streamed")
@@ -244,7 +248,7 @@ def _read_stop_strings(stop: Raw) -> tuple[str, ...]:
     try:
         value = _stop_decoder.decode(stop) or ()
     except msgspec.ValidationError:
-        return ()  # of another type, which P refuses
+        return ()  # of another type, which the prefill instance refuses
     return (value,) if isinstance(value, str) else tuple(value)
 
 
@@ -287,7 +291,7 @@ def _is_single_prompt(prompt: Raw) -> bool:
     if bytes(memoryview(prompt)[:1]) == b'"':
         return True
     if len(memoryview(prompt)) > MAX_DECODED_PROMPT_BYTES:
-        text = bytes(prompt)  # whether its ids are whole numbers is for P to say
+        text = bytes(prompt)  # whether its ids are whole numbers is for the prefill instance to say
         return b'"' not in text and text.count(b"[") == (
             2 if text[1:].lstrip(b" \t\r\n").startswith(b"[") else 1
         )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splice the prefill instance's (P) token and the decode instance's (D) stream into one vLLM stream.
+"""Splice the prefill instance's token and the decode instance's stream into one vLLM stream.
 
-No I/O. prefill_decode.py and decode_leg.py pass P's response and D's chunks; the client gets the result.
+No I/O. prefill_decode.py and decode_leg.py pass the prefill response and the decode chunks; the client gets
+the result.
 """
 
 from __future__ import annotations
@@ -71,11 +72,11 @@ def _build_chunk(first_token: PrefillToken, plan: LegPlan) -> dict[str, Any]:
 
 
 def render_stream_error(body: bytes, message: str, status: int = 502) -> bytes:
-    """The end of a stream if D fails after P's token was sent: its error, as vLLM streams one.
+    """The end of a stream if decoding fails after the prefill token was sent: the error, as vLLM streams one.
 
-    body: D's error response, b"" for none. message, status: used if the body has no error object.
+    body: the decode error response, b"" for none. message, status: used if the body has no error object.
     """
-    # D's own words, where it has any, say what it did not like.
+    # The decode instance's own words, where it has any, say what it did not like.
     try:
         error = _decode_json(body)["error"]
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError):
@@ -84,7 +85,7 @@ def render_stream_error(body: bytes, message: str, status: int = 502) -> bytes:
 
 
 class StreamSplicer:
-    """Rewrites D's stream for a client that already has P's token.
+    """Rewrites the decode stream for a client that already has the prefill token.
 
     sent_events: what it has of `first_token`, by render_first_events(); b"" compares texts alone.
     """
@@ -95,7 +96,7 @@ class StreamSplicer:
         self._sent_event = sent_events[:-2].rpartition(b"\n\n")[2] if is_repeated else None
         self.pending_text = (
             first_token.text if plan.mode == MODE_STRIP else ""
-        )  # of P's text, what D will say again
+        )  # of the prefill text, what the decode instance will say again
         self.awaits_role = plan.is_chat
         self.is_settled = self.has_mismatch = False
         self.passes_unchanged = False  # nothing is left to change
@@ -103,7 +104,7 @@ class StreamSplicer:
         self._replacements: list[tuple[bytes, bytes]] = []
 
     def splice_chunk(self, data: bytes) -> bytes:
-        """Rewrite `data`, the next chunk of D; returns bytes for the client, which may be empty."""
+        """Rewrite `data`, the next chunk of the decode stream; returns bytes for the client, maybe none."""
         if self.passes_unchanged:
             return data
         data = self._partial_event + data
@@ -112,7 +113,7 @@ class StreamSplicer:
         while (end := data.find(b"\n\n", start)) >= 0:
             out.append(self._rewrite_event(data[start:end]))
             start = end + 2
-            # From here on D's bytes pass unparsed.
+            # From here on the decode bytes pass unparsed.
             if self.is_settled and self.plan.mode == MODE_STRIP and not self._replacements:
                 self.passes_unchanged = True
                 self._partial_event = b""
@@ -123,15 +124,17 @@ class StreamSplicer:
         return b"".join(out)
 
     def flush_rest(self) -> bytes:
-        """The incomplete event that is left at the end of D's stream."""
+        """The incomplete event that is left at the end of the decode stream."""
         rest, self._partial_event = self._partial_event, b""
         return rest
 
     def _rewrite_event(self, event: bytes) -> bytes:
-        if self.awaits_role and _ROLE_DELTA in event:  # which the client has from P
+        if (
+            self.awaits_role and _ROLE_DELTA in event
+        ):  # which the client has from the prefill instance
             self.awaits_role = False
             return b""
-        # Byte for byte P's event, which the client has: mostly, as `created` counts whole seconds.
+        # Byte for byte the prefill event, which the client has: mostly, as `created` counts whole seconds.
         if (
             event == self._sent_event
             and not self.is_settled
@@ -150,7 +153,7 @@ class StreamSplicer:
             except _SHAPE_ERRORS:
                 # No event of vLLM's: it goes on as it came, as does the rest.
                 self.is_settled = True
-        # Bytes are replaced in settled events too: all of them name D's id.
+        # Bytes are replaced in settled events too: all of them name the decode instance's id.
         for old, new in self._replacements:
             event = event.replace(old, new)
         return event + b"\n\n"
@@ -172,7 +175,7 @@ class StreamSplicer:
         if self.awaits_role and "role" in holder:
             self.awaits_role = False
             del holder["role"]
-            # The client has a first event with the role from P.
+            # The client has a first event with the role from the prefill instance.
             if not holder.get("content"):
                 return False
         if not self.pending_text:
@@ -180,7 +183,7 @@ class StreamSplicer:
             return True
         text, is_last = holder.get(name), choice.get("finish_reason") is not None
         if not isinstance(text, str):
-            # D's parser took the token for something else.
+            # The decode parser took the token for something else.
             self.is_settled = self.has_mismatch = True
             return True
         holder[name] = self._strip_sent_text(text, is_last)
@@ -188,12 +191,12 @@ class StreamSplicer:
         return bool(holder[name]) or is_last
 
     def _strip_sent_text(self, text: str, is_last: bool) -> str:
-        """Remove the text that the client has from the front of D's text."""
+        """Remove the text that the client has from the front of the decode text."""
         pending_text = self.pending_text
         if text.startswith(pending_text):
             self.pending_text = ""
             return text[len(pending_text) :]
-        # D may need several events for the text that P said at once.
+        # The decode instance may need several events for the text that the prefill instance said at once.
         if pending_text.startswith(text) and not is_last:
             self.pending_text = pending_text[len(text) :]
         else:
@@ -201,7 +204,7 @@ class StreamSplicer:
         return ""
 
     def _align_identity(self, chunk: dict[str, Any]) -> None:
-        """Give all events P's id and time; replacing bytes is safe, since quotes in texts are escaped."""
+        """Give all events the prefill id and time; replacing bytes is safe, quotes in texts are escaped."""
         # One look is enough: all events of a stream have the same id.
         if self._replacements:
             return
@@ -211,10 +214,10 @@ class StreamSplicer:
                 self._replacements.append((old, new))
 
     def _correct_usage(self, chunk: dict[str, Any]) -> None:
-        """Correct usage to that of a single server: for D, P's token is part of the prompt."""
+        """Correct usage to that of a single server: decoding counts the prefill token as prompt."""
         usage = chunk.get("usage")
         if not usage or self.plan.mode == MODE_STRIP:
-            return  # D counted P's token itself
+            return  # the decode instance counted the prefill token itself
         usage["prompt_tokens"] -= 1
         usage["completion_tokens"] += 1
         if details := self.first_token.usage.get("prompt_tokens_details"):

@@ -243,7 +243,7 @@ class RoutingService:
     def check_slo(self, request: RoutingRequest, item_requests: Sequence[RoutingRequest]) -> None:
         """Raise SloUnreachable if no instance can meet the TTFT objective after the items are encoded.
 
-        item_requests: the encoder requests. Called before they are sent; books nothing.
+        item_requests: the encoder requests. Called before they are sent; no load is recorded.
         """
         candidates = self.pool.get_candidates(request.leg, request.model)
         if self._options.slo_s and request.leg == self.prefilling_leg and candidates:

@@ -29,7 +29,7 @@ MAX_MESSAGE_BYTES: Final = (
 )  # bytes of a frame; a prompt of a million tokens has 7 MB of events
 MAX_FRAMES: Final = 4  # of a message: a replay's has an empty one, topic, number and events
 FRAMES_PER_TURN: Final = 256  # excess frames discarded before other tasks run
-MAX_REPLAYED_MESSAGES: Final = 100_000  # of one request; vLLM keeps 10 000 unless told otherwise
+MAX_REPLAYED_MESSAGES: Final = 100_000  # of one request; vLLM keeps 10 000 by default
 # Seconds for the next message of a replay; an engine in a long step sends late.
 REPLAY_TIMEOUT_S: Final = 5.0
 MESSAGES_PER_TURN: Final = 16  # messages handled before other tasks run
