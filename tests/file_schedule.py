@@ -53,7 +53,7 @@ LONG_FILES: Final = (
     "tests/bench/test_invalid_input.py",
     "tests/attack/test_memory.py",
     "tests/router/routing/prompts/test_prompt_overload.py",
-    "tests/router/routing/test_booking.py",
+    "tests/router/routing/test_load_entry.py",
     "tests/router/disagg/test_prefill_decode.py",
     "tests/router/routing/test_routing_service.py",
     "tests/attack/test_refusal_cost.py",

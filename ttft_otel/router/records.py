@@ -127,12 +127,12 @@ def _describe_first_token(exchange: Exchange) -> Attributes:
         if exchange.encode_once_reason:
             attributes[keys.ENCODE_ONCE_REASON] = exchange.encode_once_reason
     for chain in exchange.timeline.critical_path:
-        booking = chain[-1].booking if chain else None
-        if booking is None or booking.predicted_ttft_s is None or chain[-1].leg == ENCODE:
+        load_entry = chain[-1].load_entry if chain else None
+        if load_entry is None or load_entry.predicted_ttft_s is None or chain[-1].leg == ENCODE:
             continue
-        attributes[keys.PREDICTED_MS] = round(booking.predicted_ttft_s * 1000)
-        if booking.prediction_error_s is not None:
-            attributes[keys.PREDICTION_ERROR_MS] = round(booking.prediction_error_s * 1000)
+        attributes[keys.PREDICTED_MS] = round(load_entry.predicted_ttft_s * 1000)
+        if load_entry.prediction_error_s is not None:
+            attributes[keys.PREDICTION_ERROR_MS] = round(load_entry.prediction_error_s * 1000)
     return attributes
 
 

@@ -16,7 +16,7 @@ from ttft_otel.model.timing import ServerTiming, parse_server_timing
 from ttft_otel.tracing import clock
 
 if TYPE_CHECKING:
-    from ttft_otel.router.types import AttemptBooking, Decision, Instance
+    from ttft_otel.router.types import AttemptLoad, Decision, Instance
 
 CANCELLED: Final = keys.ERROR_CANCELLED
 
@@ -60,7 +60,7 @@ class Attempt(msgspec.Struct, eq=False):
     candidates: tuple[Instance, ...] = ()
     decision: Decision | None = None
     policy: str = ""
-    booking: AttemptBooking | None = None  # its entry in the policy's pending load
+    load_entry: AttemptLoad | None = None  # its entry in the policy's pending load
     observer: AttemptObserver | None = None
 
     is_new_connection: bool = False

@@ -168,8 +168,8 @@ class RoutingPolicy(Protocol):
         ...
 
 
-class AttemptBooking(Protocol):
-    """One attempt's entry in what its leg's policy decides by; routing.booking.Booking.
+class AttemptLoad(Protocol):
+    """One attempt's entry in what its leg's policy decides by; routing.load_entry.LoadEntry.
 
     requested_timing: the policy, and nobody else, asked the server for its breakdown.
     awaits_delta: the first chunks held no token, so that more of them have to be read.

@@ -26,7 +26,7 @@ from ttft_otel.router.disagg.encoders import DEFAULT_ITEM_TOKENS, build_encoder_
 from ttft_otel.router.disagg.request_body import RequestBody, parse_body
 from ttft_otel.router.errors import SloUnreachable
 from ttft_otel.router.limits import RouterLimits
-from ttft_otel.router.routing.booking import Booking
+from ttft_otel.router.routing.load_entry import LoadEntry
 from ttft_otel.router.routing.policies.block_index import BlockHolders
 from ttft_otel.router.routing.policies.least_ttft import LeastTtftPolicy
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
@@ -168,7 +168,7 @@ def test_what_is_learnt_of_encoders() -> None:
     def book_and_answer(
         asked: RoutingRequest, stages: dict[str, int], tokens: TokenCounts | None
     ) -> None:
-        made = Booking(state, asked, Decision(A, 0.0, "", predicted_ttft_s=0.2), "1", 1_000_000)
+        made = LoadEntry(state, asked, Decision(A, 0.0, "", predicted_ttft_s=0.2), "1", 1_000_000)
         made.record_first_token(
             1_300_000, ServerTiming(stages, 0, sum(stages.values()), None, tokens), True
         )

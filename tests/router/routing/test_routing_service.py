@@ -21,7 +21,7 @@ from ttft_otel.model import timing
 from ttft_otel.model.names import header_names, keys, metric_names
 from ttft_otel.model.record import Attributes, Record
 from ttft_otel.model.timing import ServerTiming, TokenCounts
-from ttft_otel.router.routing.booking import Booking
+from ttft_otel.router.routing.load_entry import LoadEntry
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import PolicyState
 from ttft_otel.router.routing.policies.prefill_model import compute_work
@@ -331,7 +331,7 @@ def test_what_is_learnt() -> None:
     def book_and_answer(
         stages: Mapping[str, int], tokens: TokenCounts | None, streaming: bool = True
     ) -> None:
-        made = Booking(
+        made = LoadEntry(
             routing.prefill_policy.state, asked, Decision(to, 0.0, "", 160), "1", 1_000_000
         )
         told = ServerTiming(dict(stages), 0, sum(stages.values()), None, tokens) if stages else None
@@ -366,10 +366,10 @@ def test_a_whole_answer_of_unknown_ttft_is_no_outcome() -> None:
         "mono", COMPLETIONS_PATH, "tiny", "r", {}, b"", prompt_tokens=800, block_keys=(7,)
     )
     choice = Decision(to, 0.0, "", predicted_ttft_s=0.1)
-    Booking(state, asked, choice, "1", 1_000_000).record_first_token(9_000_000, None, False)
+    LoadEntry(state, asked, choice, "1", 1_000_000).record_first_token(9_000_000, None, False)
     assert (state.outcomes, state.overheads_s, len(state.pending)) == ({}, {}, 0)
     assert state.index.match_blocks((7,), [INSTANCE_URL]) == [1]
-    Booking(state, asked, choice, "2", 1_000_000).record_first_token(1_100_000, None, True)
+    LoadEntry(state, asked, choice, "2", 1_000_000).record_first_token(1_100_000, None, True)
     assert state.outcomes[INSTANCE_URL].outcomes == 1
 
 
@@ -455,7 +455,7 @@ def test_what_comes_besides_is_expected_too() -> None:
     state = scripted_knowledge.build_routing_factory()(leg).prefill_policy.state
     (to,) = leg.get("mono")
     asked = RoutingRequest("mono", COMPLETIONS_PATH, "tiny", "r", {}, b"", prompt_tokens=800)
-    made = Booking(state, asked, Decision(to, 0.0, ""), "1", 1_000_000)
+    made = LoadEntry(state, asked, Decision(to, 0.0, ""), "1", 1_000_000)
     stages = {"preprocess": 7000, "prefill.queue": 90_000, "prefill.compute": 100_000}
     made.record_first_token(1_200_000, ServerTiming(stages, 0, 197_000), True)
     assert state.predict_ttft(Decision(to, 0.0, "", predicted_ttft_s=0.1)) == pytest.approx(0.11)

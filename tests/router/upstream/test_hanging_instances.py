@@ -138,8 +138,8 @@ def test_an_instance_that_owes_answers_for_long_is_avoided(policy: str) -> None:
         instance = (hangs, busy)[instance_number]
         decision = routing.choose_instance(REQUEST, [instance], at_us, False)
         span_id = f"{next(numbers)}"
-        booking = routing.book_request(REQUEST, decision, span_id, at_us)
-        attempt = Attempt("mono", CHAT_PATH, instance, span_id, at_us, booking=booking)
+        load_entry = routing.add_load_entry(REQUEST, decision, span_id, at_us)
+        attempt = Attempt("mono", CHAT_PATH, instance, span_id, at_us, load_entry=load_entry)
         pool.record_sent(attempt)
         return attempt
 

@@ -51,9 +51,9 @@ class JoinedWorker:
             assert instance is not None
             decision = types.Decision(instance, 0.0, "test")
         now_us = clock.now_us()
-        booking = self.routing.book_request(request, decision, request.request_id, now_us)
+        load_entry = self.routing.add_load_entry(request, decision, request.request_id, now_us)
         attempt = Attempt(LEG, "/", decision.instance, request.request_id, now_us)
-        attempt.policy, attempt.booking = self.routing.get_policy_name(LEG), booking
+        attempt.policy, attempt.load_entry = self.routing.get_policy_name(LEG), load_entry
         self.pool.record_sent(attempt)
         return attempt
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from ttft_otel.model.stages import ENCODE
-from ttft_otel.router.routing.booking import Booking
+from ttft_otel.router.routing.load_entry import LoadEntry
 from ttft_otel.router.routing.policies.block_index import BlockHolders, PrefixIndex
 from ttft_otel.router.routing.policies.pending_load import ARRIVAL_WINDOW_S, PendingLoads
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
@@ -128,14 +128,14 @@ class RoutingService:
         """What --routing-logic calls the policy of a leg."""
         return self.get_leg_policy(leg).policy_name
 
-    def book_request(
+    def add_load_entry(
         self, request: RoutingRequest, decision: Decision, span_id: str, now_us: int
-    ) -> Booking | None:
-        """Book an attempt that starts now, if the leg's policy tracks load."""
+    ) -> LoadEntry | None:
+        """Record the load of an attempt that starts now, if the leg's policy tracks load."""
         leg_policy = self.get_leg_policy(request.leg)
         if not leg_policy.policy.tracks_load:
             return None
-        return Booking(leg_policy.state, request, decision, span_id, now_us)
+        return LoadEntry(leg_policy.state, request, decision, span_id, now_us)
 
     def needs_timing(self, leg: str) -> bool:
         """Whether the leg's policy predicts by what instances say of their prefills."""

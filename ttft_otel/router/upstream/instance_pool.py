@@ -180,8 +180,8 @@ class InstancePool:
             self._deadlines.forget(attempt)
         if not attempt.first_byte_us:
             instance.owed_answers.record_unanswered()
-        if attempt.booking is not None:
-            attempt.booking.record_end()
+        if attempt.load_entry is not None:
+            attempt.load_entry.record_end()
         if self.attempt_listener is not None:
             self.attempt_listener.record_ended(attempt)
         error = attempt.error

@@ -14,7 +14,7 @@ from typing import Final
 from ttft_otel.model.names import keys
 from ttft_otel.router.exchange import ClientWriter
 from ttft_otel.router.timeline import Attempt
-from ttft_otel.router.types import AttemptBooking
+from ttft_otel.router.types import AttemptLoad
 from ttft_otel.router.upstream import http_headers
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS
 from ttft_otel.router.upstream.first_byte_wait import read_first_chunk
@@ -35,27 +35,27 @@ async def relay_response(
         first_chunk = await read_first_chunk(response, attempt)
         if first_chunk.startswith(_ERROR_EVENT) and not attempt.error:
             attempt.record_failure(keys.ERROR_NO_TOKEN, is_instance_failure=False)
-        booking = attempt.booking
-        if exchange.trace_context.trace_id or booking is not None:
+        load_entry = attempt.load_entry
+        if exchange.trace_context.trace_id or load_entry is not None:
             record_server_timing(attempt, response)
         exchange.record_answer(response.content_type == "text/event-stream", attempt.error)
         # Asked before the send: if the end came with the first chunk, both leave together.
         has_more = not response.at_eof()
         # Who asked for Server-Timing decides who gets it: what the router asked for is removed.
         is_own_timing = bool(exchange.trace_context.trace_id) or (
-            booking is not None and booking.requested_timing
+            load_entry is not None and load_entry.requested_timing
         )
         response_headers = http_headers.filter_response_headers(response.raw_headers, is_own_timing)
         await client_stream.send_first_chunk(
             response.status, response_headers, first_chunk, has_more
         )
         # After the send: what a policy learns from a chunk must not delay it.
-        if booking is not None:
-            _record_chunk(booking, first_chunk)
+        if load_entry is not None:
+            _record_chunk(load_entry, first_chunk)
         if has_more:
             rewrite = None
-            if booking is not None and booking.awaits_delta:
-                rewrite = partial(_record_chunk, booking)
+            if load_entry is not None and load_entry.awaits_delta:
+                rewrite = partial(_record_chunk, load_entry)
             last_part = await client_stream.send_rest(response, rewrite)
         # Before the last send, which may wait for a slow client: the instance's part is over.
         attempt.record_ended()
@@ -63,9 +63,9 @@ async def relay_response(
             await client_stream.send_end(last_part)
 
 
-def _record_chunk(booking: AttemptBooking, data: bytes) -> bytes:
-    if booking.awaits_delta:
-        booking.record_chunk(data)
+def _record_chunk(load_entry: AttemptLoad, data: bytes) -> bytes:
+    if load_entry.awaits_delta:
+        load_entry.record_chunk(data)
     return data
 
 

@@ -54,9 +54,9 @@ class Chooser(Protocol):
         """The name of the policy that chooses for a leg."""
         ...
 
-    def book_request(
+    def add_load_entry(
         self, request: types.RoutingRequest, decision: types.Decision, span_id: str, now_us: int
-    ) -> types.AttemptBooking | None:
+    ) -> types.AttemptLoad | None:
         """An attempt starts; None where the leg's policy does not track load."""
         ...
 
@@ -266,7 +266,7 @@ class UpstreamClient:
             own_headers[header_names.TRACESTATE] = trace.tracestate
         path = request.path.partition("?")[0][:256]
         sent_us = clock.now_us()
-        booking = self.chooser.book_request(request, decision, span_id, sent_us)
+        load_entry = self.chooser.add_load_entry(request, decision, span_id, sent_us)
         attempt = Attempt(
             request.leg,
             path,
@@ -277,14 +277,14 @@ class UpstreamClient:
             candidates,
             decision,
             self.chooser.get_policy_name(request.leg),
-            booking,
+            load_entry,
             self.pool,
         )
         attempts.append(attempt)
         self.pool.record_sent(attempt)
-        if booking is not None and not trace.trace_id and self.chooser.needs_timing(request.leg):
+        if load_entry is not None and not trace.trace_id and self.chooser.needs_timing(request.leg):
             # Server-Timing is removed from the response, unless the client asked for it.
-            booking.requested_timing = request.headers.get(header_names.ASK_TIMING) != "1"
+            load_entry.requested_timing = request.headers.get(header_names.ASK_TIMING) != "1"
             own_headers[header_names.ASK_TIMING] = "1"
         body = (
             (request.body,)
@@ -312,12 +312,12 @@ def record_server_timing(attempt: Attempt, response: InstanceAnswer) -> None:
     attempt.record_server_timing(header_value)
     if timing.reports_no_token(header_value) and not attempt.error:
         attempt.record_failure(keys.ERROR_NO_TOKEN, is_instance_failure=False)
-    if attempt.booking is not None and not attempt.error:
+    if attempt.load_entry is not None and not attempt.error:
         # their whole answer is what the next leg waits for
         is_streaming = (
             attempt.leg in INTERMEDIATE_ROLES or response.content_type == "text/event-stream"
         )
-        attempt.booking.record_first_token(
+        attempt.load_entry.record_first_token(
             attempt.first_byte_us, attempt.read_server_timing(), is_streaming
         )
 

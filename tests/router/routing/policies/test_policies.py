@@ -57,7 +57,7 @@ def build_state(**options: object) -> PolicyState:
     )  # type: ignore[arg-type]
 
 
-def book_request(
+def add_load_entry(
     policy_state: PolicyState,
     request: RoutingRequest,
     chosen_instance: Instance,
@@ -124,7 +124,7 @@ def test_original_score(
     for at, each in enumerate(INSTANCES):
         known.index.add_blocks(each.url, prompt[: cached[at] // BLOCK_TOKENS])  # type: ignore[attr-defined]
         for number, (tokens, had) in enumerate(pending[at]):
-            book_request(known, build_request(10 * at + number, tokens), each, had)
+            add_load_entry(known, build_request(10 * at + number, tokens), each, had)
     request = build_request(99, 64, prompt)
 
     every = [
@@ -194,7 +194,7 @@ def test_qps() -> None:
     """qps: the instance that was sent the fewest requests within the window; older ones do not count."""
     known = build_state()
     for number, to in enumerate((A, A, B, B, B, C)):
-        book_request(known, build_request(number), to, now=number * US_PER_SECOND)
+        add_load_entry(known, build_request(number), to, now=number * US_PER_SECOND)
     known.record_left(build_request(5), 6 * US_PER_SECOND)
 
     assert choose_instance("qps", known, build_request(9), 10 * US_PER_SECOND).instance is C
@@ -250,7 +250,7 @@ def test_prefix() -> None:
     """The longest beginning that an instance was sent, computed or not; else the fewest under way."""
     known = build_state()
     known.index.add_blocks(A.url, range(2))  # type: ignore[attr-defined]
-    book_request(known, build_request(1, 64, range(4)), B)
+    add_load_entry(known, build_request(1, 64, range(4)), B)
 
     found = choose_instance("prefix", known, build_request(2, 80, range(5)))
 
@@ -330,9 +330,9 @@ def test_calibrated() -> None:
     """What is waiting and what is new, in seconds; the running one's part that is done is taken off."""
     known = build_state()
     known.models = PrefillModels(PREFILL_LINE)
-    book_request(known, build_request(1, 1000), A)
-    book_request(known, build_request(2, 500), A)
-    book_request(known, build_request(3, 1400), B)
+    add_load_entry(known, build_request(1, 1000), A)
+    add_load_entry(known, build_request(2, 500), A)
+    add_load_entry(known, build_request(3, 1400), B)
     one = PREFILL_LINE.predict_seconds(compute_work(1000, 0))
     new = PREFILL_LINE.predict_seconds(compute_work(100, 0))
 
@@ -361,18 +361,18 @@ def test_others() -> None:
     known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
     request = build_request(99, 1600, range(100))
     known.index.add_blocks(A.url, range(50))  # type: ignore[attr-defined]
-    book_request(known, build_request(1, 1000), A)
-    book_request(known, build_request(2, 100), B)
-    book_request(known, build_request(3, 100), C)
+    add_load_entry(known, build_request(1, 1000), A)
+    add_load_entry(known, build_request(2, 100), B)
+    add_load_entry(known, build_request(3, 100), C)
 
     quiet = choose_instance("ttft", known, request)
     for number in range(10, 400):
         now = number * US_PER_SECOND // 10
-        book_request(known, build_request(number, 1), INSTANCES[number % 3], now=now)
+        add_load_entry(known, build_request(number, 1), INSTANCES[number % 3], now=now)
         known.record_left(build_request(number), now)
-    book_request(known, build_request(1, 1000), A, now=now)
-    book_request(known, build_request(2, 100), B, now=now)
-    book_request(known, build_request(3, 100), C, now=now)
+    add_load_entry(known, build_request(1, 1000), A, now=now)
+    add_load_entry(known, build_request(2, 100), B, now=now)
+    add_load_entry(known, build_request(3, 100), C, now=now)
     busy = choose_instance("ttft", known, request, now)
 
     assert quiet.instance is not A  # 1.7 s there, 1.8 s at A
@@ -388,7 +388,7 @@ def test_near() -> None:
     known = build_state()
     known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
     for number, each in enumerate((A, A, B, C, C)):
-        book_request(known, build_request(number, 1000), each)
+        add_load_entry(known, build_request(number, 1000), each)
         known.record_left(build_request(number), 0)
 
     assert choose_instance("ttft", known, build_request(9, 1000)).instance is B
@@ -404,8 +404,8 @@ def test_speculative() -> None:
     """A prefix that waits on an instance counts as cached there, but not for the original formula."""
     known = build_state()
     known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
-    book_request(known, build_request(1, 160, range(10)), A)
-    book_request(known, build_request(2, 160, range(20, 30)), B)
+    add_load_entry(known, build_request(1, 160, range(10)), A)
+    add_load_entry(known, build_request(2, 160, range(20, 30)), B)
     request = build_request(3, 320, range(20))
     original = PolicyState(
         BlockHolders(BLOCK_TOKENS), PolicyOptions(ttft_model="trapezoid"), known.pending
@@ -461,7 +461,7 @@ def test_late() -> None:
     known = build_state(slo_s=0.5)
     known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
     for number, (each, tokens) in enumerate(zip(INSTANCES, (800, 700, 900), strict=True)):
-        book_request(known, build_request(number, tokens), each)
+        add_load_entry(known, build_request(number, tokens), each)
 
     with pytest.raises(SloUnreachable) as late:
         choose_instance("ttft", known, build_request(9, 100))
@@ -480,10 +480,10 @@ def test_late_idle() -> None:
     assert choose_instance("ttft", known, build_request(9, 2000)).predicted_ttft_s == pytest.approx(
         2
     )
-    book_request(known, build_request(1, 100), A)
-    book_request(known, build_request(2, 3000), B)
+    add_load_entry(known, build_request(1, 100), A)
+    add_load_entry(known, build_request(2, 3000), B)
     assert choose_instance("ttft", known, build_request(9, 2000)).instance is C
-    book_request(known, build_request(3, 3000), C)
+    add_load_entry(known, build_request(3, 3000), C)
     with pytest.raises(SloUnreachable) as late:
         choose_instance("ttft", known, build_request(9, 2000))
     assert late.value.wait_s == pytest.approx(0.1)  # then A is idle
@@ -494,7 +494,7 @@ def test_late_besides() -> None:
     known = build_state(slo_s=0.5)
     known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
     for number, each in enumerate(INSTANCES):
-        book_request(known, build_request(number, 200), each)
+        add_load_entry(known, build_request(number, 200), each)
         known.record_overhead(each.url, 0.3)
     with pytest.raises(SloUnreachable) as late:
         choose_instance("ttft", known, build_request(9, 100))
@@ -506,7 +506,7 @@ def test_late_unknown() -> None:
     known = build_state(slo_s=0.5)
     known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
     for number, each in enumerate(INSTANCES):
-        book_request(known, build_request(number, 1000), each)
+        add_load_entry(known, build_request(number, 1000), each)
     assert choose_instance("ttft", known, build_request(9)).instance in INSTANCES
 
 
@@ -531,8 +531,8 @@ def test_outcome() -> None:
 def test_elsewhere() -> None:
     """A request that is sent to another instance is no longer counted at the first one."""
     known = build_state()
-    book_request(known, build_request(1, 100), A)
-    book_request(known, build_request(1, 100), B, now=5)
+    add_load_entry(known, build_request(1, 100), A)
+    add_load_entry(known, build_request(1, 100), B, now=5)
 
     assert [known.pending.get_load(each.url).pairs for each in INSTANCES] == [0, 5050, 0]
     assert len(known.pending) == 1
@@ -542,9 +542,9 @@ def test_time_out() -> None:
     """A request whose end is never reported is forgotten after a while; its instance keeps no state."""
     pending = PendingLoads(max_pending_us=10 * US_PER_SECOND)
     known = PolicyState(BlockHolders(BLOCK_TOKENS), pending=pending)
-    book_request(known, build_request(1, 100), A)
-    book_request(known, build_request(2, 100), B, now=9 * US_PER_SECOND)
-    book_request(known, build_request(3, 100), B, now=11 * US_PER_SECOND)
+    add_load_entry(known, build_request(1, 100), A)
+    add_load_entry(known, build_request(2, 100), B, now=9 * US_PER_SECOND)
+    add_load_entry(known, build_request(3, 100), B, now=11 * US_PER_SECOND)
 
     assert pending.get_load(A.url).entries == {}
     assert len(pending) == 2

@@ -30,13 +30,8 @@ COMPUTE_STAGES: Final = {ENCODE: "encoder.compute", PREFILL: "prefill.compute"}
 DELTA_MARKER: Final = b'.delta"'
 
 
-class Booking:
-    """The booking of one attempt.
-
-    found_idle: the instance had no other pending request. awaits_delta: events were received, but the first
-    token was not. requested_timing: only the policy asked for Server-Timing, not the client.
-    prediction_error_s: seconds by which the first token was later than predicted, once known.
-    """
+class LoadEntry:
+    """The entry of one attempt."""
 
     __slots__ = (
         "request",
@@ -62,14 +57,18 @@ class Booking:
     ) -> None:
         # It lasts as long as the answer: without what only the instance gets, which may be long.
         self.request = replace(request, headers={}, body=b"", media_item=b"", body_frame=None)
-        self.state, self.cached_tokens, self.sent_us = state, decision.cached_tokens, now_us
+        self.state = state
+        self.cached_tokens = decision.cached_tokens
+        self.sent_us = now_us
         self.key = (request.leg, span_id)  # not the request ID: clients choose it and may repeat it
         self.url = decision.instance.url
-        # Before record_sent() below, which adds this request's own entry.
+        # Whether the instance had no other pending request: before record_sent() below adds this one.
         self.found_idle = not state.pending.get_load(self.url).entries
-        self.requested_timing = self.awaits_delta = False
+        self.requested_timing = False  # only the policy asked for Server-Timing, not the client
+        self.awaits_delta = False  # events were received, but the first token was not
         # Kept as it was at the decision: the models learn from others meanwhile.
         self.predicted_ttft_s = state.predict_ttft(decision)
+        # Seconds by which the first token was later than predicted, once known.
         self.prediction_error_s: float | None = None
         state.record_sent(request, decision, now_us, self.key)
 
@@ -96,11 +95,9 @@ class Booking:
             # Stages are of the server's clock and the rest of ours: rounding can make it negative.
             self.state.record_overhead(self.url, max(other_us, 0) / US_PER_SECOND)
         seconds = service_us / US_PER_SECOND
-        cached_tokens, prompt_tokens = (
-            self.cached_tokens,
-            # An estimate of the length would teach the model a wrong slope.
-            0 if self.request.tokens_estimated else self.request.prompt_tokens,
-        )
+        cached_tokens = self.cached_tokens
+        # An estimate of the length would teach the model a wrong slope.
+        prompt_tokens = 0 if self.request.tokens_estimated else self.request.prompt_tokens
         # The engine's own counts are right even where the router guessed what is cached.
         if server_timing.tokens is not None:
             own_tokens, step_tokens = server_timing.tokens.own, server_timing.tokens.step
