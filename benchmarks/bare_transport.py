@@ -34,7 +34,7 @@ FIRST_EVENT: Final = EVENT.replace(b'{"content":" word"}', b'{"role":"assistant"
 EVENT_CHUNK: Final = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
 # Sizes of chunks are hexadecimal: `e` are the 14 bytes of "data: [DONE]" with its empty line.
 DONE_CHUNK: Final = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-# With the parameters that a prefill instance answers: this instance plays P and D of the router too.
+# With the parameters that a prefill instance answers: this instance plays those of a router, too.
 PLAIN_BODY: Final = (
     b'{"id":"chatcmpl-b5a8d2f1c37e4f7c9d3a6e1b2c4d5e6f","object":"chat.completion","created":1700000000,'
     b'"model":"tiny","choices":[{"index":0,"message":{"role":"assistant","content":" word"},'
@@ -74,7 +74,8 @@ class InstantInstance(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the connection."""
-        self.transport, self.data = cast(asyncio.Transport, transport), b""
+        self.transport = cast(asyncio.Transport, transport)
+        self.data = b""
 
     def data_received(self, data: bytes) -> None:
         """Answer each complete request."""
@@ -87,7 +88,7 @@ class InstantInstance(asyncio.Protocol):
         body, self.data = rest[:length], rest[length:]
         if front.startswith(b"GET"):
             self.transport.write(HEALTH_RESPONSE)
-        elif b'"stream":true' not in body:  # of P, too
+        elif b'"stream":true' not in body:  # of a prefill instance, too
             self.transport.write(PLAIN_RESPONSE)
         elif b'"apart"' in body:
             self.transport.write(FIRST_TOKEN)
@@ -129,12 +130,10 @@ class LoopingClient(asyncio.Protocol):
     """A connection that sends the next request as soon as a response is complete."""
 
     def __init__(self, request_bytes: bytes, events: int, remaining: Iterator[int]) -> None:
-        self.request_bytes, self.events, self.remaining, self.data = (
-            request_bytes,
-            events,
-            remaining,
-            b"",
-        )
+        self.request_bytes = request_bytes
+        self.events = events
+        self.remaining = remaining
+        self.data = b""
         # A future for each connection: the first error ends the benchmark, by gather().
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

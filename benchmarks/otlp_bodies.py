@@ -106,7 +106,7 @@ def build_benchmark_record(
 
 
 def build_request_records(number: int, draw: random.Random) -> list[Record]:
-    """One request: every other one text on a single server, else through a router, E and PD."""
+    """One request: every other one text on a single server, else through a router and two instances."""
     if number % 2:
         return [
             build_benchmark_record(

@@ -56,8 +56,11 @@ class StampedClient(asyncio.Protocol):
     """A connection that asks when it is told to, and takes the times of what comes."""
 
     def __init__(self, samples: LatencySamples, idle: list[StampedClient]) -> None:
-        self.samples, self.idle = samples, idle
-        self.began_ns, self.has_first, self.left = 0, False, b""
+        self.samples = samples
+        self.idle = idle
+        self.began_ns = 0
+        self.has_first = False
+        self.left = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the connection, which is free."""
@@ -66,7 +69,9 @@ class StampedClient(asyncio.Protocol):
 
     def ask(self, request_bytes: bytes, began_ns: int) -> None:
         """Send a request that was due at `began_ns`, nanoseconds of CLOCK_MONOTONIC."""
-        self.began_ns, self.has_first, self.left = began_ns, False, b""
+        self.began_ns = began_ns
+        self.has_first = False
+        self.left = b""
         self.transport.write(request_bytes)
 
     def data_received(self, data: bytes) -> None:

@@ -243,3 +243,13 @@ def test_files_are_short() -> None:
     }
 
     assert [path for path, lines in lengths.items() if lines > 300] == []
+
+
+def test_agreement_needs_a_tokenizer() -> None:
+    """Without --tokenizer the remedy is said, instead of a peer that looks for a tokenizer "None"."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "agreement.py")]
+    command += ["--url", "http://127.0.0.1:1", "--model", "m"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 2
+    assert "needs --tokenizer" in done.stderr

@@ -134,8 +134,8 @@ class TimestampedSocket(socket.socket):
     def recv_into(self, buffer: Buffer, size: int = 0, flags: int = 0, /) -> int:
         """As socket.recv_into(), and note the arrival time; TLS reads with this one."""
         # 0 means the whole buffer, as in socket.recv_into().
-        room = memoryview(buffer)[: size or None]
-        count, ancillary_data, _, _ = self.recvmsg_into([room], ANCILLARY_BYTES, flags)
+        wanted = memoryview(buffer)[: size or None]
+        count, ancillary_data, _, _ = self.recvmsg_into([wanted], ANCILLARY_BYTES, flags)
         self.last_byte_ns = read_arrival_ns(ancillary_data)
         return count
 
@@ -174,8 +174,8 @@ class ResponseProtocol(asyncio.Protocol):
     """Fills a RawResponse; httptools calls the on_... methods from within `data_received`."""
 
     def __init__(self, response: RawResponse, sock: TimestampedSocket) -> None:
-        """`sock` is the connection's socket, which knows when its last byte arrived."""
-        self.response, self.sock = response, sock
+        self.response = response
+        self.sock = sock  # it knows when its last byte arrived
         self.last_byte_ns = 0
         self.completed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.parser: Any = httptools.HttpResponseParser(self)

@@ -88,8 +88,8 @@ class LoadDriver:
     def __init__(
         self, target: BenchTarget, timeout_s: float = 600.0, max_unfinished: int | None = None
     ) -> None:
-        """Create an empty run."""
-        self.target, self.timeout_s = target, timeout_s
+        self.target = target
+        self.timeout_s = timeout_s
         self.slots = asyncio.Semaphore(max_unfinished) if max_unfinished else None
         self.run = LoadRun()
         self.slot_freed_ns = 0

@@ -7,30 +7,28 @@ in front of it answers completions, while `/tokenize` is often not forwarded.
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import json
-import urllib.error
-import urllib.request
 from dataclasses import replace
+from time import monotonic_ns
 from typing import Any, Final
 
-from ttft_otel.bench.http_exchange import USER_AGENT, BenchTarget
+from ttft_otel.bench.http_exchange import BenchTarget, perform_exchange
+from ttft_otel.bench.load_driver import HTTP_OK
 from ttft_otel.bench.request_factory import (
     MIN_TOKEN_ID,
     PROMPT_WORDS,
     BenchInputError,
     ModelProfile,
 )
-from ttft_otel.bench.stream_parser import sanitize_text
 from ttft_otel.model.endpoints import COMPLETIONS_PATH, MODELS_PATH
 
 COMPLETION_TIMEOUT_S: Final = 60.0  # long, because the first request to a server may be slow
+MODELS_TIMEOUT_S: Final = 10.0
 # The remedy differs: a server that wants a key is up.
-AUTH_STATUSES: Final = (401, 403)
-RESPONSE_ERRORS: Final = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
-
-# Ignores HTTP_PROXY, as the load's own connections do.
-_opener: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+KEY_WANTED: Final = ("HTTP 401", "HTTP 403")
+# Whatever is missing from an answer, or of another type than it should be.
+RESPONSE_ERRORS: Final = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 
 def discover_model(target: BenchTarget, requested_model: str | None) -> tuple[str, int]:
@@ -43,15 +41,16 @@ def discover_model(target: BenchTarget, requested_model: str | None) -> tuple[st
         cards = _fetch_json(target, MODELS_PATH)["data"]
         card = next(candidate for candidate in cards if requested_model in (None, candidate["id"]))
         return str(card["id"]), int(card.get("max_model_len") or 0)
-    except (*RESPONSE_ERRORS, AttributeError, StopIteration) as error:
+    except (*RESPONSE_ERRORS, StopIteration) as error:
         # Some gateways list no models; with a name the load can be sent all the same.
         if requested_model:
             return requested_model, 0
-        message = (
-            f"{target.url}/v1/models names no model ({sanitize_text(str(error))}); "
-            f"{_suggest_remedy(error)}"
-        )
-        raise BenchInputError(message) from error
+        remedy = "is the server up? Else give --model"
+        if str(error) in KEY_WANTED:
+            remedy = "give its key: --header 'authorization: Bearer KEY'"
+        raise BenchInputError(
+            f"{target.url}/v1/models names no model ({error}); {remedy}"
+        ) from error
 
 
 def discover_profile(
@@ -76,7 +75,7 @@ def discover_profile(
         profile = (
             replace(profile, token_ids=tuple(dict.fromkeys(map(int, ids)))) if ids else profile
         )
-    except (*RESPONSE_ERRORS, AttributeError):
+    except RESPONSE_ERRORS:
         pass  # an older vLLM or another server: the defaults work with any vocabulary
     return (
         replace(profile, token_ids=range(MIN_TOKEN_ID, vocabulary_size))
@@ -85,16 +84,12 @@ def discover_profile(
     )
 
 
-def _suggest_remedy(error: BaseException) -> str:
-    if isinstance(error, urllib.error.HTTPError) and error.code in AUTH_STATUSES:
-        return "give its key: --header 'authorization: Bearer KEY'"
-    return "is the server up? Else give --model"
-
-
 def _fetch_json(target: BenchTarget, path: str, body: Any = None) -> Any:
     """JSON from the server; POST with a `body`, else GET. Raises OSError, ValueError."""
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"user-agent": USER_AGENT, "content-type": "application/json", **target.headers}
-    request = urllib.request.Request(target.url + path, data, headers)
-    with _opener.open(request, timeout=COMPLETION_TIMEOUT_S if data else 10) as answer:
-        return json.load(answer)
+    data = b"" if body is None else json.dumps(body).encode()
+    message = target.encode_request(path, data, {}, "POST" if data else "GET")
+    timeout_s = COMPLETION_TIMEOUT_S if data else MODELS_TIMEOUT_S
+    response = asyncio.run(perform_exchange(target, message, monotonic_ns(), timeout_s))
+    if response.error or response.status != HTTP_OK:
+        raise OSError(response.error or f"HTTP {response.status}")
+    return json.loads(b"".join(piece for _, piece in response.pieces))

@@ -56,7 +56,8 @@ class RequestSample:
 
 def measure_request(result: RequestResult, start_ns: int) -> RequestSample:
     """The sample of a successful RequestResult. start_ns: the run's first write."""
-    content, token_times_ns = result.content, result.content.token_times_ns
+    content = result.content
+    token_times_ns = content.token_times_ns
     output_tokens = (
         content.completion_tokens if content.completion_tokens is not None else len(token_times_ns)
     )

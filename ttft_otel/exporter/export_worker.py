@@ -30,7 +30,7 @@ def run_worker(
 ) -> None:
     """Export until the queue has ended.
 
-    pid, engine_settings: the host's process, and what it tells of its engine, for the spans' resource.
+    pid, engine_settings: the host's process, and what it knows of its engine, for the spans' resource.
     """
     settings = read_settings()
     span_exporter = BatchExporter(

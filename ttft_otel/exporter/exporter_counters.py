@@ -50,7 +50,8 @@ class ExporterCounters:
         losses = self._read_losses()
         moment = time.monotonic()
         if losses != self._logged_losses and (final or moment >= self._next_log_at):
-            self._logged_losses, self._next_log_at = losses, moment + LOG_PAUSE_S
+            self._logged_losses = losses
+            self._next_log_at = moment + LOG_PAUSE_S
             counts = self.get_counts()
             log.warning(
                 "ttft-otel exporter: %d spans exported, %d lost; of %d records %d were dropped from "

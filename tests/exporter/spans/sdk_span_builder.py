@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from opentelemetry.sdk.resources import Resource
@@ -25,8 +24,6 @@ MAX_VALUE_CHARS: Final = 256  # characters of one attribute's value
 MAX_ATTRIBUTES: Final = 128  # attributes of one span
 
 _SCOPE: Final = InstrumentationScope(span_names.SCOPE, __version__)
-_OK: Final = Status(StatusCode.UNSET)
-_ERROR: Final = Status(StatusCode.ERROR)
 
 
 def build_spans(record: Record, resource: Resource) -> list[ReadableSpan]:
@@ -43,21 +40,6 @@ def build_spans(record: Record, resource: Resource) -> list[ReadableSpan]:
         *tree.build_ttft_spans(),
         *tree.build_late_spans(),
     ]
-
-
-@dataclass(slots=True)
-class _SpanData:
-    """The fields that differ between spans; times in microseconds after the record's start."""
-
-    name: str
-    context: SpanContext
-    parent: SpanContext | None
-    start: int
-    end: int
-    attributes: Attributes
-    kind: SpanKind = SpanKind.INTERNAL
-    status: Status = _OK
-    held_by: tuple[HeldBy, ...] = ()
 
 
 class _SpanTree:
@@ -81,18 +63,10 @@ class _SpanTree:
         parent = self.make_context(_parse_id(above), remote=True) if above else None
         identity = span_content.list_identity_attributes(self.record, self.shared_attributes)
         attributes = identity | server.attributes | span_content.list_outcome(server)
-        status = _ERROR if keys.ERROR_TYPE in attributes else _OK
+        failed = keys.ERROR_TYPE in attributes
+        times = (0, server.end)
         yield self.make_span(
-            _SpanData(
-                server.name,
-                self.server_context,
-                parent,
-                0,
-                server.end,
-                attributes,
-                SpanKind.SERVER,
-                status,
-            )
+            server.name, self.server_context, parent, times, attributes, failed, SpanKind.SERVER
         )
 
     def build_call_spans(self) -> Iterator[ReadableSpan]:
@@ -104,19 +78,11 @@ class _SpanTree:
                 | call.attributes
                 | span_content.list_outcome(call)
             )
-            status = _ERROR if keys.ERROR_TYPE in attributes else _OK
             context = self.make_context(_parse_id(call.span_id))
+            failed = keys.ERROR_TYPE in attributes
+            times = (call.start, call.end)
             yield self.make_span(
-                _SpanData(
-                    call.name,
-                    context,
-                    self.server_context,
-                    call.start,
-                    call.end,
-                    attributes,
-                    SpanKind.CLIENT,
-                    status,
-                )
+                call.name, context, self.server_context, times, attributes, failed, SpanKind.CLIENT
             )
 
     def build_ttft_spans(self) -> Iterator[ReadableSpan]:
@@ -127,17 +93,9 @@ class _SpanTree:
         context = self.make_context(_parse_id(ttft.span_id))
         identity = span_content.list_identity_attributes(self.record, self.shared_attributes)
         attributes = identity | ttft.attributes | span_content.list_totals(ttft)
-        status = _ERROR if ttft.error else _OK
+        times = (ttft.start, ttft.end)
         yield self.make_span(
-            _SpanData(
-                ttft.name,
-                context,
-                self.server_context,
-                ttft.start,
-                ttft.end,
-                attributes,
-                status=status,
-            )
+            ttft.name, context, self.server_context, times, attributes, bool(ttft.error)
         )
         stage_attributes = span_content.list_stage_attributes(self.record, self.shared_attributes)
         placed: list[tuple[Piece, SpanContext]] = []
@@ -148,23 +106,11 @@ class _SpanTree:
             piece_context = self.make_context(_new_span_id())
             if piece.kind == "stage":
                 placed.append((piece, piece_context))
-            yield self.make_span(
-                _SpanData(
-                    piece.name,
-                    piece_context,
-                    parent or context,
-                    piece.start,
-                    piece.end,
-                    (
-                        stage_attributes
-                        if piece.kind in ("stage", "reason")
-                        else self.shared_attributes
-                    )
-                    | piece.attributes
-                    | span_content.list_kind_attributes(piece.kind, piece.name),
-                    held_by=piece.held_by,
-                )
-            )
+            shared = self.shared_attributes
+            if piece.kind in ("stage", "reason"):
+                shared = stage_attributes
+            own = piece.attributes | span_content.list_kind_attributes(piece.kind, piece.name)
+            yield self.make_piece(piece, piece_context, parent or context, shared | own)
 
     def build_late_spans(self) -> Iterator[ReadableSpan]:
         """Spans after the first token: children of the server span, a `step` of the span before it."""
@@ -174,28 +120,40 @@ class _SpanTree:
             parent = above if piece.kind == "step" else self.server_context
             above = above if piece.kind == "step" else piece_context
             attributes = self.shared_attributes | piece.attributes
-            yield self.make_span(
-                _SpanData(
-                    piece.name,
-                    piece_context,
-                    parent,
-                    piece.start,
-                    piece.end,
-                    attributes,
-                    held_by=piece.held_by,
-                )
-            )
+            yield self.make_piece(piece, piece_context, parent, attributes)
+
+    def make_piece(
+        self, piece: Piece, context: SpanContext, parent: SpanContext, attributes: Attributes
+    ) -> ReadableSpan:
+        """The span of a piece, which never failed by itself."""
+        times = (piece.start, piece.end)
+        return self.make_span(
+            piece.name, context, parent, times, attributes, False, held_by=piece.held_by
+        )
 
     def make_context(self, span_id: int, remote: bool = False) -> SpanContext:
         """The context of the span `span_id` in this trace, with its flags and tracestate."""
         return SpanContext(self.trace_id, span_id, remote, self.flags, self.tracestate)
 
-    def make_span(self, data: _SpanData) -> ReadableSpan:
-        """The SDK's span for `data`, with absolute times and bounded attributes."""
-        base = self.record.start_ns
+    def make_span(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        times: tuple[int, int],
+        attributes: Attributes,
+        failed: bool,
+        kind: SpanKind = SpanKind.INTERNAL,
+        held_by: tuple[HeldBy, ...] = (),
+    ) -> ReadableSpan:
+        """The SDK's span, with absolute times and bounded attributes.
+
+        times: start and end, microseconds after the record's start.
+        """
+        start_ns, end_ns = (self.record.start_ns + 1000 * each for each in times)
         links, events = [], []
-        for holder in data.held_by:
-            attributes: Attributes = {
+        for holder in held_by:
+            told: Attributes = {
                 keys.HELD_BY_US: holder.us,
                 keys.HELD_BY_TOKENS: holder.tokens,
                 keys.HELD_BY_KIND: holder.kind,
@@ -203,21 +161,21 @@ class _SpanTree:
             }
             if holder.trace_id:
                 ids = _parse_id(holder.trace_id), _parse_id(holder.span_id)
-                links.append(Link(SpanContext(*ids, True, TraceFlags(1)), attributes))
+                links.append(Link(SpanContext(*ids, True, TraceFlags(1)), told))
             else:
-                events.append(Event(keys.HELD_BY, attributes, base + data.start * 1000))
+                events.append(Event(keys.HELD_BY, told, start_ns))
         return ReadableSpan(
             links=links,
             events=events,
-            name=data.name,
-            context=data.context,
-            parent=data.parent,
+            name=name,
+            context=context,
+            parent=parent,
             resource=self.resource,
-            attributes=_bound_attributes(data.attributes),
-            kind=data.kind,
-            status=data.status,
-            start_time=base + data.start * 1000,
-            end_time=base + max(data.start, data.end) * 1000,
+            attributes=_bound_attributes(attributes),
+            kind=kind,
+            status=Status(StatusCode.ERROR if failed else StatusCode.UNSET),
+            start_time=start_ns,
+            end_time=max(start_ns, end_ns),
             instrumentation_scope=_SCOPE,
         )
 

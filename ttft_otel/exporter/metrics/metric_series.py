@@ -88,7 +88,8 @@ class Series:
         self.has_changed = False
         # The sum stays an integer: rounding errors of floats would add up for weeks.
         self.count = self.sum_us = 0
-        self.min_us, self.max_us = -1, 0
+        self.min_us = -1
+        self.max_us = 0
 
     def add_values(self, values_us: Sequence[int]) -> None:
         """Add values, at least one, in microseconds."""
@@ -181,7 +182,8 @@ class ExponentialSeries(Series):
             for index, number in self.counts.items():
                 # Scale n - 1 has bucket i >> 1 where scale n has i, below 0 as well.
                 merged[index >> steps] = merged.get(index >> steps, 0) + number
-            self.counts, self.scale = merged, self.scale - steps
+            self.counts = merged
+            self.scale -= steps
 
     def list_counts(self) -> tuple[int, list[int]]:
         """The first bucket's index, and the counts from there to the last one; (0, []) without any."""

@@ -167,7 +167,7 @@ class RequestMetrics:
         return plan
 
     def _find_columns(self, head: MeasurementHead) -> list[list[Series]]:
-        """The series of each of a measurement's times; none for a TTFT that another server tells, too."""
+        """The series of each of a measurement's times; none for a TTFT that another server counts."""
         columns: list[list[Series]] = []
         if head.has_ttft:
             columns.append(self._find_ttft_series(head) if head.is_outermost else [])
