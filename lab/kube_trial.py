@@ -26,8 +26,8 @@ from lab.kube_cluster import ClusterCommandError
 from lab.kube_configs import NODE_ADDRESS
 from lab.kube_load import RequestOutcome, RouterConnection, run_load, summarize_outcomes
 from lab.kube_node import KubeNode
-from lab.kube_sink import MetricArrivals, TraceArrivals
 from lab.kube_workload import METRICS_PORT, NAMESPACE, RELEASE, SPANS_PORT, VLLM_SELECTOR
+from lab.otlp_sinks import MetricSink, SpanSink
 
 
 class PodQueries:
@@ -127,13 +127,11 @@ class KubeTrial:
         self.pods = PodQueries(node)
         self.figures: dict[str, Any] = {}
         self.faults: list[str] = []
-        self.traces = TraceArrivals(NODE_ADDRESS, SPANS_PORT)
-        self.metrics = MetricArrivals(NODE_ADDRESS, METRICS_PORT)
 
     def run_steps(self, last: str) -> None:
         """All steps up to the one named `last`. Raises TimeoutError, ClusterCommandError."""
-        self.traces.start()
-        self.metrics.start()
+        metrics = MetricSink(NODE_ADDRESS, METRICS_PORT)
+        self.traces = SpanSink(NODE_ADDRESS, SPANS_PORT)
         try:
             for name, run in self.list_steps().items():
                 self.say(name)
@@ -143,7 +141,7 @@ class KubeTrial:
                     return
         finally:
             self.traces.stop()
-            self.metrics.stop()
+            metrics.close()
 
     def list_steps(self) -> dict[str, Callable[[], dict[str, Any]]]:
         """Steps by name, in their order."""
@@ -214,15 +212,15 @@ class KubeTrial:
             "the request's trace", lambda: self.is_whole(trace_id), ARRIVAL_TIMEOUT_S
         )
         time.sleep(HANDED_OFF_S)
-        spans = self.traces.list_spans(trace_id)
-        pods = sorted({pod for _, pod, _ in spans})
+        spans = self.traces.list_pod_spans(trace_id)
+        pods = sorted({pod for pod, _ in spans})
         if len(pods) < 2 and not self.stand_in:
             self.faults.append(f"request: spans of {pods} alone")
         return {
             "seconds_to_arrive": round(seconds, 1),
             "spans": len(spans),
             "pods": pods,
-            "names": sorted({name for name, _, _ in spans}),
+            "names": sorted({span.name for _, span in spans}),
         }
 
     def roll_out(self, namespace: str, target: str) -> dict[str, Any]:
@@ -316,7 +314,7 @@ class KubeTrial:
 
     def is_whole(self, trace_id: str) -> bool:
         """Whether spans of a router and of a server have arrived."""
-        pods = {pod for _, pod, _ in self.traces.list_spans(trace_id)}
+        pods = {pod for pod, _ in self.traces.list_pod_spans(trace_id)}
         routers = {pod for pod in pods if pod.startswith(ROUTER)}
         return bool(routers and (self.stand_in or pods - routers))
 

@@ -11,9 +11,8 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from lab import free_ports
 from lab.kube_load import LoadClient, RouterConnection, SteadyLoad, summarize_outcomes
-from lab.kube_sink import EXPORT_METHOD, TraceArrivals
+from lab.otlp_sinks import EXPORT_METHOD, SpanSink, to_attributes
 from lab.server_commands import HOST
 
 CHUNK, DONE = b"data: {}\n\n", b"data: [DONE]\n\n"
@@ -125,13 +124,14 @@ def test_spans_are_kept_with_their_pods() -> None:
     resource.resource.attributes.add(key="k8s.pod.name").value.string_value = "vllm-1"
     span = resource.scope_spans.add().spans.add(trace_id=b"\x01" * 16, name="ttft")
     span.attributes.add(key="ttft.attempt").value.int_value = 2
-    arrivals = TraceArrivals(HOST, port := free_ports.find_free_port())
-    arrivals.start()
-    with grpc.insecure_channel(f"{HOST}:{port}") as channel:
+    sink = SpanSink()
+    with grpc.insecure_channel(f"{HOST}:{sink.port}") as channel:
         channel.unary_unary(EXPORT_METHOD)(request.SerializeToString(), timeout=30)
         with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
             channel.unary_unary("/other/Export")(b"", timeout=30)
-    arrivals.stop()
+    sink.stop()
 
-    assert arrivals.list_spans("01" * 16) == [("ttft", "vllm-1", {"ttft.attempt": 2})]
-    assert arrivals.list_spans("02" * 16) == []
+    ((pod, arrived),) = sink.list_pod_spans("01" * 16)
+    assert (pod, arrived.name) == ("vllm-1", "ttft")
+    assert to_attributes(arrived.attributes) == {"ttft.attempt": 2}
+    assert sink.list_pod_spans("02" * 16) == []

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import threading
 import time
 import urllib.error
@@ -23,10 +22,11 @@ from typing import Any
 
 import pytest
 
-from lab import local_deployment, session_processes, tiny_models, ttft_client
+from lab import free_ports, local_deployment, session_processes, tiny_models, ttft_client
 from lab.injection import InjectionControl
 from lab.local_deployment import DeploymentPlan, start_deployment
 from lab.local_servers import LocalServer
+from lab.otlp_sinks import MetricSink
 from lab.server_commands import VllmOptions
 from lab.ttft_client import TimedRequest
 from tests import injected_folder
@@ -34,22 +34,20 @@ from tests.live.bench import (
     ASK_HEADERS,
     LiveDeployment,
     make_parent_header,
+    make_trace_id,
     read_breakdown,
     read_output_tokens,
 )
 from tests.live.conftest import DeploymentDeck
-from tests.stack.otlp_sinks import MetricSink
 from ttft_otel.model import stages
 from ttft_otel.model.names import env_names, keys, metric_names
 from ttft_otel.tracing import meter
 
 END_METRICS = (
-    *(
-        metric_names.GEN_AI_SERVER_REQUEST_DURATION,
-        metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN,
-        metric_names.QUEUE_REASON_DURATION,
-        metric_names.QUEUE_HELD_DURATION,
-    ),
+    metric_names.GEN_AI_SERVER_REQUEST_DURATION,
+    metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN,
+    metric_names.QUEUE_REASON_DURATION,
+    metric_names.QUEUE_HELD_DURATION,
 )
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 
@@ -104,7 +102,7 @@ def test_preemption_is_stall_and_its_tokens_are_counted(
     tokens; the long one is admitted while its 28 fit, and does not fit any more when it gets there.
     """
     extra = ("--num-gpu-blocks-override", "40", "--block-size", "32", "--no-enable-prefix-caching")
-    trace = os.urandom(16).hex()
+    trace = make_trace_id()
     header = make_parent_header(trace)
     short = TimedRequest(words=60, max_tokens=60, extra={"ignore_eos": True})
     late = TimedRequest(words=850, max_tokens=2, headers=header)
@@ -140,13 +138,13 @@ def test_preemption_is_stall_and_its_tokens_are_counted(
 def test_vllms_own_span_hangs_under_our_server_span(deck: DeploymentDeck, tmp_path: Path) -> None:
     """With vLLM's own tracing on, its span llm_request is in the same trace, below our server span."""
     receiver = "http://127.0.0.1:{port}/v1/traces"
-    port = _find_port()
+    port = free_ports.find_free_port()
     env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
     extra = ("--otlp-traces-endpoint", receiver.format(port=port))
     deck.stop_running()
     sink = local_deployment.build_receiver_command(tmp_path / "own.db", port)
     with LocalServer(sink), run_alone(deck, tmp_path, extra, env=env) as bench:
-        trace = os.urandom(16).hex()
+        trace = make_trace_id()
         header = make_parent_header(trace)
         bench.send_request(bench.front_url, max_tokens=3, headers=header)
         theirs = _wait_for_trace(f"http://127.0.0.1:{port}", trace, "llm_request")
@@ -175,7 +173,7 @@ def test_two_engines_give_one_record_each_with_its_rank(
 
 
 def _check_one_trace_per_rank(bench: LiveDeployment, ranks: set[int]) -> None:
-    traces = [os.urandom(16).hex() for _ in range(24)]
+    traces = [make_trace_id() for _ in range(24)]
     many = [TimedRequest(max_tokens=3, headers=make_parent_header(trace)) for trace in traces]
     assert all(
         answer.status == 200 for answer in ttft_client.send_timed_requests(bench.front_url, many)
@@ -338,12 +336,6 @@ def _count_sockets(leader: int) -> int:
             except OSError:
                 continue
     return count
-
-
-def _find_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_for_trace(url: str, trace: str, name: str) -> list[dict[str, Any]]:

@@ -292,3 +292,10 @@ class LoopDelays:
             await asyncio.sleep(self.PERIOD_US / 1e6)
             delay_us = clock.now_us() - began_us - self.PERIOD_US
             self.total_us += delay_us if delay_us > self.MIN_DELAY_US else 0
+
+
+async def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Wait until `condition` holds. Raises TimeoutError; a busy machine takes longer than an idle one."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)

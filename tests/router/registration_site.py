@@ -7,9 +7,8 @@ They send what vLLM's EPD proxy gets: a launcher sends X-API-Key; instances anno
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -120,9 +119,3 @@ async def run_registrants(
             await stack.enter_async_context(fake_instances.run_instance(plan)) for plan in plans
         ]
         yield (await stack.enter_async_context(run_registration_site(*flags)), *instances)
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until `condition` holds; the time limit is that of the scenario."""
-    while not condition():
-        await asyncio.sleep(0.01)

@@ -107,12 +107,3 @@ def build_routing_factory(
         )
 
     return build_routing
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until `condition` holds, 5 seconds and more on a busy machine."""
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the condition did not become true")

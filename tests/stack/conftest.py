@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.otlp_sinks import MetricSink, SpanSink
 from lab.stack import binaries as found
 from lab.stack import grafana_server as dashboards
 from lab.stack.binaries import StackBinaries
@@ -22,7 +23,6 @@ from lab.stack.stack_parts import StackAddresses
 from tests.build_progress import make_announcer
 from tests.stack.filled_stack import FilledStack, filled_stack
 from tests.stack.known_requests import build_known_requests
-from tests.stack.otlp_sinks import MetricSink, SpanSink
 from tests.stack.running_stack import (
     RunningCollector,
     RunningGrafana,

@@ -17,10 +17,10 @@ import pytest
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
+from lab.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink, to_attributes
 from lab.stack.binaries import StackBinaries
 from lab.stack.stack_parts import COLLECTOR_CONFIG, SAMPLING_CONFIG
 from tests.stack import known_requests, otlp_requests
-from tests.stack.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink, to_attributes
 from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
 from ttft_otel.exporter.spans.span_builder import build_spans
 from ttft_otel.model import metric_table, stages

@@ -192,18 +192,58 @@ def test_secure(config: Config, binaries: StackBinaries, profiles: tuple[str, ..
     targets = {secret["target"] for secret in collector["secrets"]}
     text = (CHECKOUT / "collector" / "secure.yaml").read_text("utf-8")
     assert targets == set(re.findall(r"/run/secrets/\w+", text))
-    names = [word.removeprefix("--config=/etc/otelcol/") for word in collector["command"]]
-    configs = [CHECKOUT / "collector" / name for name in names]
+    configs = [CHECKOUT / "collector" / name for name in list_configs(collector)]
     run_program(binaries.collector, "validate", *(f"--config={path}" for path in configs))
+    # Each receiver of each collector that other hosts reach has TLS and the token.
+    merged, before = merge_configs(list_configs(collector)), merge_configs(list_configs(without))
+    assert set(merged["receivers"]) == {"otlp"}
+    for protocol in merged["receivers"]["otlp"]["protocols"].values():
+        assert protocol["auth"] == {"authenticator": "bearertokenauth"}
+        assert {"cert_file", "key_file"} <= set(protocol["tls"])
+    extensions = merged["service"]["extensions"]
+    assert extensions == [*before["service"]["extensions"], "bearertokenauth"]
+    assert set(extensions) <= set(merged["extensions"])
+    assert merged["service"]["pipelines"] == before["service"]["pipelines"]
+
+
+def list_configs(service: dict[str, Any]) -> list[str]:
+    """Paths of a collector's configuration files, below collector/."""
+    return [word.removeprefix("--config=/etc/otelcol/") for word in service["command"]]
+
+
+def merge_configs(paths: list[str]) -> dict[str, Any]:
+    """A collector's configuration of several files: maps are merged, lists replaced."""
+
+    def merge(base: Any, more: Any) -> Any:
+        if not (isinstance(base, dict) and isinstance(more, dict)):
+            return more
+        return base | {key: merge(base.get(key), value) for key, value in more.items()}
+
+    merged: dict[str, Any] = {}
+    for path in paths:
+        text = (CHECKOUT / "collector" / path).read_text("utf-8")
+        merged = merge(merged, yaml.safe_load(re.sub(r"\$\{[^}]*\}", "x", text)))
+    return merged
+
+
+def test_demo_router_sends_over_tls(config: Config) -> None:
+    """The demo's router reaches a collector that asks for TLS and a token."""
+    env = {f"TTFT_OTLP_{name}": f"/{name}" for name in ("CERT", "KEY", "TOKEN")}
+    env["TTFT_OTLP_HEADERS"] = "authorization=Bearer%20x"
+    found = config("demo", files=("deploy/docker-compose.secure.yml",), env=env)
+    router_service = found["services"]["router"]
+    environment = router_service["environment"]
+    assert environment["OTEL_EXPORTER_OTLP_ENDPOINT"].startswith("https://collector:")
+    certificate = environment["OTEL_EXPORTER_OTLP_CERTIFICATE"].removeprefix("/run/secrets/")
+    assert certificate in {secret["source"] for secret in router_service["secrets"]}
+    assert environment["OTEL_EXPORTER_OTLP_HEADERS"] == env["TTFT_OTLP_HEADERS"]
 
 
 def test_configs_are_the_native_ones(config: Config) -> None:
     """Each collector's files are those that tests run natively, found below its mount."""
     for name, service in config("*")["services"].items():
-        if name.startswith("collector"):
-            for word in service["command"]:
-                path = word.removeprefix("--config=/etc/otelcol/")
-                assert (CHECKOUT / "collector" / path).is_file(), word
+        for path in list_configs(service) if name.startswith("collector") else ():
+            assert (CHECKOUT / "collector" / path).is_file(), path
 
 
 def list_variables(option: click.Parameter) -> list[str]:

@@ -13,9 +13,9 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
 )
 
+from lab.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink
 from lab.stack.stack_parts import COLLECTOR_CONFIG
 from tests.stack import known_requests, otlp_requests
-from tests.stack.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink
 from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
 from ttft_otel.model.names import metric_names, span_names
 from ttft_otel.model.record import Record

@@ -17,9 +17,9 @@ import pytest
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan
 
+from lab.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink
 from lab.stack.stack_parts import COLLECTOR_CONFIG, SAMPLING_CONFIG, StackAddresses
 from tests.stack import otlp_requests
-from tests.stack.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink
 from tests.stack.running_stack import (
     RunningCollector,
     RunningPrometheus,

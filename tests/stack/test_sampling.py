@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
+from lab.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink
 from lab.stack.stack_parts import COLLECTOR_CONFIG, SAMPLING_CONFIG
 from tests.stack import known_requests, otlp_requests
-from tests.stack.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink
 from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
 from tests.stack.test_collector import TIER1, TIER2
 from ttft_otel.model.names import metric_names, span_names

@@ -147,7 +147,7 @@ async def test_what_the_policy_believes_is_seen() -> None:
     ):
         body = fake_instances.build_chat() | {"tokens": 800}
         task = asyncio.create_task(router.post_body("/v1/chat/completions", body))
-        await scripted_knowledge.wait_until(lambda: len(one.received) == 1)
+        await fake_instances.wait_until(lambda: len(one.received) == 1)
         said = (await here.list_instances())[1]
         assert said["routing"] == {
             "leg": "prefill_decode",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from router import fake_instances, fake_pair, registration_site
-from router.fake_instances import STREAM_EVENTS, InstancePlan
-from router.registration_site import PROBE_INTERVAL_S, wait_until
+from router.fake_instances import STREAM_EVENTS, InstancePlan, wait_until
+from router.registration_site import PROBE_INTERVAL_S
 from ttft_otel.model.names import metric_names
 from ttft_otel.router.control import registrations
 

@@ -211,9 +211,9 @@ async def test_items_go_where_the_least_work_is() -> None:
     ):
         first, second = build_image_chat(200, 4000, 300), build_image_chat(100)
         tasks = [asyncio.create_task(router.post_body(CHAT_PATH, first))]
-        await scripted_knowledge.wait_until(lambda: len(a.received) + len(b.received) == 3)
+        await fake_instances.wait_until(lambda: len(a.received) + len(b.received) == 3)
         tasks.append(asyncio.create_task(router.post_body(CHAT_PATH, second)))
-        await scripted_knowledge.wait_until(lambda: len(a.received) + len(b.received) == 4)
+        await fake_instances.wait_until(lambda: len(a.received) + len(b.received) == 4)
         big, small = (a, b) if len(a.received) == 1 else (b, a)
         assert list_sent_images(big) == [list_image_urls(first)[1]]
         assert sorted(list_sent_images(small)) == sorted(
@@ -245,7 +245,7 @@ async def test_items_of_unknown_size_are_alike() -> None:
             "items": [4000, 100]
         }  # these are none of its parts
         task = asyncio.create_task(router.post_body(CHAT_PATH, body))
-        await scripted_knowledge.wait_until(lambda: len(a.received) + len(b.received) == 6)
+        await fake_instances.wait_until(lambda: len(a.received) + len(b.received) == 6)
         assert len(a.received) == len(b.received) == 3
         state = router.app.endpoint.routing.get_leg_policy(ENCODE).state
         assert state.pending.get_load(a.url).tokens_to_compute == 3 * DEFAULT_ITEM_TOKENS
@@ -304,7 +304,7 @@ async def test_too_late_is_refused_before_encoders_work() -> None:
         first = asyncio.create_task(
             router.post_body(CHAT_PATH, build_image_chat(2000))
         )  # late, but who is idle tries
-        await scripted_knowledge.wait_until(lambda: len(e.received) == 1)
+        await fake_instances.wait_until(lambda: len(e.received) == 1)
         status, headers, _ = await router.post_body(CHAT_PATH, build_image_chat(100))
         assert status == 429 and 1 <= int(headers["Retry-After"]) <= 2
         assert (await router.post_body(CHAT_PATH, fake_instances.build_chat() | {"tokens": 800}))[

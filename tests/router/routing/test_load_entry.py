@@ -112,7 +112,7 @@ async def test_the_same_id_twice() -> None:
         posts = [router.post_body("/v1/completions", body, x_request_id="same") for _ in range(3)]
         tasks = [asyncio.create_task(each) for each in posts]
         state = router.app.endpoint.routing.prefill_policy.state
-        await scripted_knowledge.wait_until(lambda: len(state.pending) == 3)
+        await fake_instances.wait_until(lambda: len(state.pending) == 3)
         assert state.pending.get_load(one.url).tokens_to_compute == 300
         await asyncio.gather(*tasks)
         assert len(state.pending) == 0
@@ -130,7 +130,7 @@ async def test_a_retry_moves_the_entry() -> None:
         body = {"model": "tiny", "prompt": "a", "stream": True, "tokens": 100}
         task = asyncio.create_task(router.post_body("/v1/completions", body))
         pending = router.app.endpoint.routing.prefill_policy.state.pending
-        await scripted_knowledge.wait_until(lambda: len(a.received) == len(b.received) == 1)
+        await fake_instances.wait_until(lambda: len(a.received) == len(b.received) == 1)
         assert (
             pending.get_load(a.url).tokens_to_compute,
             pending.get_load(b.url).tokens_to_compute,
@@ -149,5 +149,5 @@ async def test_an_entry_ends_with_the_first_token() -> None:
         task = asyncio.create_task(router.post_body("/v1/completions", body))
         pending = router.app.endpoint.routing.prefill_policy.state.pending
         (instance,) = router.fleet
-        await scripted_knowledge.wait_until(lambda: instance.in_flight == 1 and not len(pending))
+        await fake_instances.wait_until(lambda: instance.in_flight == 1 and not len(pending))
         await task

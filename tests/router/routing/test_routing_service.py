@@ -202,7 +202,7 @@ async def test_a_new_policy_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatc
         toy = get_routing(router).prefill_policy.policy
         assert isinstance(toy, ToyPolicy)
         first = asyncio.create_task(router.post_body(COMPLETIONS_PATH, build_completion(800)))
-        await scripted_knowledge.wait_until(lambda: len(toy.observations) == 1)
+        await fake_instances.wait_until(lambda: len(toy.observations) == 1)
         await router.post_body(COMPLETIONS_PATH, build_completion(160, 2))
         await first
         await router.post_body(COMPLETIONS_PATH, build_completion(800))
@@ -245,9 +245,7 @@ async def test_a_client_that_leaves_in_between() -> None:
             task = asyncio.create_task(
                 router.post_body(COMPLETIONS_PATH, build_completion(), **TRACED_HEADERS)
             )
-            await scripted_knowledge.wait_until(
-                lambda: router.app.admission.requests_under_way == 1
-            )
+            await fake_instances.wait_until(lambda: router.app.admission.requests_under_way == 1)
             await asyncio.sleep(0.15)
             task.cancel()
             (record,) = await router.wait_for_records(1)
@@ -392,7 +390,7 @@ async def test_events_before_the_engine_are_no_first_token() -> None:
             assert await response.content.readany() == created
             assert len(state.pending) == 1
             assert (await response.content.readany()).startswith(delta)
-            await scripted_knowledge.wait_until(lambda: not len(state.pending))
+            await fake_instances.wait_until(lambda: not len(state.pending))
             assert to.in_flight == 1
         assert state.models.list_fits()["tiny", one.url].samples == before
         assert state.outcomes == {}
@@ -443,7 +441,7 @@ async def test_prompts_that_nobody_can_read_are_guessed() -> None:
         ):
             body = build_completion(None, prompt="word " * 400)
             task = asyncio.create_task(router.post_body(path, body))
-            await scripted_knowledge.wait_until(lambda: len(load) == 1)
+            await fake_instances.wait_until(lambda: len(load) == 1)
             assert least <= load.get_load(one.url).tokens_to_compute <= least + 20 * bool(least)
             await task
             assert len(load) == 0
@@ -500,7 +498,7 @@ async def test_too_late_is_429() -> None:
         late = asyncio.create_task(
             router.post_body(COMPLETIONS_PATH, build_completion(20_000), **TRACED_HEADERS)
         )
-        await scripted_knowledge.wait_until(
+        await fake_instances.wait_until(
             lambda: len(get_routing(router).prefill_policy.state.pending) == 1
         )
         status, headers, body = await router.post_body(
@@ -559,7 +557,7 @@ async def test_whoever_is_removed_is_forgotten() -> None:
         found = legs.pool.find_instance("mono", b.url)
         assert found is not None
         begun = asyncio.create_task(router.post_body(COMPLETIONS_PATH, build_completion()))
-        await scripted_knowledge.wait_until(lambda: len(b.received) == 2)
+        await fake_instances.wait_until(lambda: len(b.received) == 2)
         legs.pool.remove_instance(found)
         assert source.sync_count == 2
         state = routing.prefill_policy.state

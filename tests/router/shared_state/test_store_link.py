@@ -7,12 +7,13 @@ import asyncio
 import logging
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from router.fake_instances import wait_until
 from router.shared_state.store_server import StoreServer, needs_store, run_store
 from router.workers.joined_workers import LEG, URLS, JoinedWorker, build_request
 from ttft_otel.model.names import metric_names
@@ -47,12 +48,6 @@ class LinkedReplica(JoinedWorker):
         }
 
 
-async def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until it is true."""
-    while not condition():
-        await asyncio.sleep(0.005)
-
-
 @asynccontextmanager
 async def run_replicas(
     url: str, *names: str, prefix: str = PREFIX, password_file: str = ""
@@ -80,15 +75,17 @@ async def test_replicas_know_the_load_of_all(store: StoreServer) -> None:
     async with run_replicas(store.url, REPLICAS[0]) as (one,):
         async with run_replicas(store.url, REPLICAS[1]) as (other,):
             attempts = [one.send(build_request(number), URLS[0]) for number in range(5)]
-            await wait_for(lambda: other.count_elsewhere() == 5)
+            await wait_until(lambda: other.count_elsewhere() == 5)
             assert len(other.state.pending) == 5
             for number in range(20):
                 assert other.choose(build_request(10 + number)).instance.url == URLS[1]
             one.pool.record_ended(attempts.pop())
-            await wait_for(lambda: other.count_elsewhere() == 4)
+            await wait_until(lambda: other.count_elsewhere() == 4)
             other.send(build_request(100), URLS[1])
-            await wait_for(lambda: one.count_elsewhere() == 1)
-        await asyncio.wait_for(wait_for(lambda: not one.count_elsewhere()), store_link.EXPIRY_S / 2)
+            await wait_until(lambda: one.count_elsewhere() == 1)
+        await asyncio.wait_for(
+            wait_until(lambda: not one.count_elsewhere()), store_link.EXPIRY_S / 2
+        )
         assert one.read_metrics()[metric_names.ROUTER_REPLICAS] == 0
 
 
@@ -100,12 +97,12 @@ async def test_a_quiet_replica_is_not_forgotten(
     monkeypatch.setattr(store_link, "REFRESH_INTERVAL_S", 0.2)
     async with run_replicas(store.url, *REPLICAS) as (quiet, busy):
         quiet.send(build_request(1), URLS[0])
-        await wait_for(lambda: busy.count_elsewhere() == 1)
+        await wait_until(lambda: busy.count_elsewhere() == 1)
         for number in range(100):
             busy.send(build_request(2 + number), URLS[1])
             await asyncio.sleep(0.02)
             assert busy.count_elsewhere() == 1
-        await wait_for(lambda: quiet.count_elsewhere() == 100)
+        await wait_until(lambda: quiet.count_elsewhere() == 100)
 
 
 async def test_an_open_breaker_is_known(store: StoreServer) -> None:
@@ -116,15 +113,15 @@ async def test_an_open_breaker_is_known(store: StoreServer) -> None:
         assert theirs.breaker.state == "closed"
         for _ in range(4):
             one.pool.record_failure(theirs, "test")
-        await wait_for(lambda: ours.is_suspect)
+        await wait_until(lambda: ours.is_suspect)
         assert ours.breaker.state == "closed"
         other.pool.record_failure(ours, "test")
         assert ours.breaker.state == "open"
-        await wait_for(lambda: theirs.is_suspect)
+        await wait_until(lambda: theirs.is_suspect)
         for each, instance in ((one, theirs), (other, ours)):
             instance.breaker.close()
             each.link._note_change()
-        await wait_for(lambda: not (ours.is_suspect or theirs.is_suspect))
+        await wait_until(lambda: not (ours.is_suspect or theirs.is_suspect))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -141,18 +138,18 @@ async def test_the_store_goes_and_comes_back(
     caplog.set_level(logging.WARNING)
     async with run_replicas(store.url, *REPLICAS) as (one, other):
         one.send(build_request(1), URLS[0])
-        await wait_for(lambda: other.count_elsewhere() == 1)
+        await wait_until(lambda: other.count_elsewhere() == 1)
         store.send_signal(number)
-        await wait_for(lambda: not other.count_elsewhere())
+        await wait_until(lambda: not other.count_elsewhere())
         one.send(build_request(2), URLS[0])
-        await wait_for(lambda: not one.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP])
+        await wait_until(lambda: not one.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP])
         assert not len(other.state.pending)
         await asyncio.sleep(1.0)
         if number == signal.SIGSTOP:
             store.send_signal(signal.SIGCONT)
         else:
             store.start()
-        await wait_for(lambda: other.count_elsewhere() == 2)
+        await wait_until(lambda: other.count_elsewhere() == 2)
         assert one.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP] == 1
     gone = [each for each in caplog.messages if "by this replica's own load" in each]
     back = [each for each in caplog.messages if "answers again" in each]
@@ -177,15 +174,15 @@ async def test_junk_is_skipped(
             await client.lpush(key, b"no string")
         elif kind == "long":
             await client.set(key, b"\x92" * (2 * 1024 * 1024))
-        await wait_for(lambda: one.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP] == 1)
+        await wait_until(lambda: one.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP] == 1)
         expected = 3
         for _ in range(3):
             before = one.read_metrics()[malformed]
             await client.publish(channel, name if kind != "empty" else b"\xff" * 1000)
-            await wait_for(lambda before=before: one.read_metrics()[malformed] > before)
+            await wait_until(lambda before=before: one.read_metrics()[malformed] > before)
         assert one.read_metrics()[malformed] == expected
         other.send(build_request(1), URLS[0])
-        await wait_for(lambda: one.count_elsewhere() == 1)
+        await wait_until(lambda: one.count_elsewhere() == 1)
         assert one.read_metrics()[metric_names.ROUTER_REPLICAS] == 1
 
 
@@ -197,11 +194,11 @@ async def test_an_expired_replica_is_forgotten(
     monkeypatch.setattr(store_link, "REFRESH_INTERVAL_S", 0.2)
     async with run_replicas(store.url, *REPLICAS) as (one, other), store.connect() as client:
         one.send(build_request(1), URLS[0])
-        await wait_for(lambda: other.count_elsewhere() == 1)
+        await wait_until(lambda: other.count_elsewhere() == 1)
         for each in one.link._tasks:  # as if it had been killed: it says no farewell
             one.link._leave = lambda _: asyncio.sleep(0)  # type: ignore[method-assign]
             each.cancel()
-        await wait_for(lambda: not other.count_elsewhere())
+        await wait_until(lambda: not other.count_elsewhere())
         assert len(await client.keys(f"{PREFIX}:*")) == 1
         assert all([await client.pttl(each) > 0 for each in await client.keys("*")])
 
@@ -214,8 +211,8 @@ async def test_processes_are_bounded(store: StoreServer, monkeypatch: pytest.Mon
     async with run_replicas(store.url, *names) as replicas:
         for each in replicas:
             each.send(build_request(1), URLS[0])
-        await wait_for(lambda: all(each.count_elsewhere() == 2 for each in replicas))
-        await wait_for(lambda: all(each.read_metrics()[too_many] > 0 for each in replicas))
+        await wait_until(lambda: all(each.count_elsewhere() == 2 for each in replicas))
+        await wait_until(lambda: all(each.read_metrics()[too_many] > 0 for each in replicas))
 
 
 async def test_deployments_and_workers_are_apart(store: StoreServer) -> None:
@@ -226,7 +223,7 @@ async def test_deployments_and_workers_are_apart(store: StoreServer) -> None:
     ):
         foreign.send(build_request(1), URLS[0])
         one.send(build_request(2), URLS[0])
-        await wait_for(lambda: other.count_elsewhere() == 1)
+        await wait_until(lambda: other.count_elsewhere() == 1)
         assert not worker.count_elsewhere() and not foreign.count_elsewhere()
 
 
@@ -250,13 +247,13 @@ async def test_access_by_user_and_password(
     try:
         async with run_replicas(url, *REPLICAS, password_file=str(password)) as (one, other):
             one.send(build_request(1), URLS[0])
-            await wait_for(lambda: other.count_elsewhere() == 1)
+            await wait_until(lambda: other.count_elsewhere() == 1)
         caplog.clear()
         failed = f"{metric_names.ROUTER_SHARED_STATE_EXCHANGES}_total failed"
         for given, prefix in (("wrong", PREFIX), ("secret", "foreign")):
             named = server.url.replace("//", f"//router:{given}@")
             async with run_replicas(named, REPLICAS[0], prefix=prefix) as (it,):
-                await wait_for(lambda it=it: it.read_metrics()[failed] > 0)
+                await wait_until(lambda it=it: it.read_metrics()[failed] > 0)
         assert len(caplog.messages) == 2
         assert not any("wrong" in each or "secret" in each for each in caplog.messages)
     finally:
@@ -299,9 +296,9 @@ async def test_tls(tmp_path: Path, case: str) -> None:
         async with run_replicas(url, *REPLICAS) as (one, other):
             one.send(build_request(1), URLS[0])
             if case == "right":
-                await wait_for(lambda: other.count_elsewhere() == 1)
+                await wait_until(lambda: other.count_elsewhere() == 1)
             else:
-                await wait_for(lambda: other.read_metrics()[failed] >= 3)
+                await wait_until(lambda: other.read_metrics()[failed] >= 3)
                 assert not other.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP]
     finally:
         server.send_signal(signal.SIGKILL)

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 
 import pytest
 
 from router import fake_instances, fake_pair
-from router.fake_instances import InstancePlan
+from router.fake_instances import InstancePlan, wait_until
 from ttft_otel.model.names import keys
 from ttft_otel.router import types
 from ttft_otel.router.timeline import Attempt
@@ -22,12 +21,6 @@ from ttft_otel.router.upstream.instance_pool import InstancePool
 def _remove_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pauses between attempts are as short as they can be."""
     monkeypatch.setattr(retry, "FIRST_BACKOFF_S", 0.0)
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for it, at most as long as a scenario may take."""
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 def get_state(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
@@ -18,6 +18,7 @@ from aiohttp import web
 
 from lab.fake_vllm.kv_publisher import FakePublisher, run_publisher
 from lab.fake_vllm.prefix_cache import FakeEngine
+from router.fake_instances import wait_until
 from ttft_otel.model.names import metric_names
 from ttft_otel.router.control.routing_metrics import collect_cache_metrics
 from ttft_otel.router.routing import prefixes
@@ -71,14 +72,6 @@ def build_fleet(*urls: str) -> InstancePool:
 def count_indexed_blocks(source: PrefixSource, url: str, ids: list[int]) -> int:
     """Blocks of a prompt that the index finds."""
     return source.index.match_blocks(compute_block_keys(ids, BLOCK_TOKENS), [url])[0]
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait, not for ever."""
-    end = monotonic() + 60
-    while not condition():
-        assert monotonic() < end
-        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

@@ -15,7 +15,8 @@ import pytest
 
 from lab.fake_vllm.kv_publisher import FakePublisher, run_publisher
 from lab.fake_vllm.prefix_cache import FakeEngine
-from router.routing.prefixes.test_kv_subscription import build_fleet, wait_until
+from router.fake_instances import wait_until
+from router.routing.prefixes.test_kv_subscription import build_fleet
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
 from ttft_otel.router.routing.prefixes import index_frames, shared_index_source
 from ttft_otel.router.routing.prefixes.index_frames import FrameSplitter

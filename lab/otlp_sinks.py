@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A backend that keeps all it receives: spans by gRPC in place of Tempo, metrics in place of Prometheus.
 
-Tests of what the collector makes of spans read the result here, without a backend's delay; where the
-backend's own behaviour matters, real ones stand behind the collector.
+Tests and kube_trial.py read here what a collector sends on, without a backend's delay; where the backend's
+own behaviour matters, real ones stand behind the collector.
 """
 
 from __future__ import annotations
 
 import gzip
 import threading
+from collections import defaultdict
 from concurrent import futures
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -24,6 +25,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
 
 from lab import free_ports
@@ -45,13 +47,15 @@ def to_attributes(pairs: Any) -> dict[str, Any]:
     return {pair.key: to_python_value(pair.value) for pair in pairs}
 
 
-class SpanSink(grpc.GenericRpcHandler):
-    """Takes spans in place of Tempo; can be stopped and started again on the same port."""
+class SpanSink(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Takes spans in place of Tempo, from now on; can be stopped and started again on the same port."""
 
-    def __init__(self) -> None:
-        self.port = free_ports.find_free_port()
+    def __init__(self, host: str = HOST, port: int = 0) -> None:
+        self.host = host
+        self.port = port or free_ports.find_free_port()
         self.taken: list[bytes] = []
         self.read: list[ResourceSpans] = []
+        self.by_trace: defaultdict[str, list[tuple[Resource, Span]]] = defaultdict(list)
         self.parsed = 0
         self.server: grpc.Server | None = None
         self.start()
@@ -59,7 +63,7 @@ class SpanSink(grpc.GenericRpcHandler):
     @property
     def env(self) -> dict[str, str]:
         """Variables that a collector needs to find it."""
-        return {"TTFT_TEMPO_OTLP": f"{HOST}:{self.port}"}
+        return {"TTFT_TEMPO_OTLP": f"{self.host}:{self.port}"}
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """Accept one request as bytes; they are parsed when somebody asks for them."""
@@ -76,7 +80,7 @@ class SpanSink(grpc.GenericRpcHandler):
         """Begin to listen."""
         self.server = grpc.server(futures.ThreadPoolExecutor(4))
         self.server.add_generic_rpc_handlers((self,))
-        self.server.add_insecure_port(f"{HOST}:{self.port}")
+        self.server.add_insecure_port(f"{self.host}:{self.port}")
         self.server.start()
 
     def stop(self) -> None:
@@ -88,11 +92,21 @@ class SpanSink(grpc.GenericRpcHandler):
     def list_resources(self) -> list[ResourceSpans]:
         """Everything taken so far, with resources; each request is parsed once."""
         while self.parsed < len(self.taken):
-            self.read += ExportTraceServiceRequest.FromString(
-                self.taken[self.parsed]
-            ).resource_spans
+            request = ExportTraceServiceRequest.FromString(self.taken[self.parsed])
             self.parsed += 1
+            self.read += request.resource_spans
+            for each in request.resource_spans:
+                for span in (span for scope in each.scope_spans for span in scope.spans):
+                    self.by_trace[span.trace_id.hex()].append((each.resource, span))
         return self.read
+
+    def list_pod_spans(self, trace_id: str) -> list[tuple[str, Span]]:
+        """Spans of a trace with the pod that each is from, "" where none is named."""
+        self.list_resources()
+        return [
+            (to_attributes(resource.attributes).get("k8s.pod.name", ""), span)
+            for resource, span in self.by_trace.get(trace_id, ())
+        ]
 
     def list_spans(self) -> list[Span]:
         """Everything taken so far."""
@@ -111,16 +125,14 @@ class SpanSink(grpc.GenericRpcHandler):
 
     def group_by_trace(self) -> dict[str, list[Span]]:
         """Everything taken so far, by trace id."""
-        found: dict[str, list[Span]] = {}
-        for span in self.list_spans():
-            found.setdefault(span.trace_id.hex(), []).append(span)
-        return found
+        self.list_resources()
+        return {trace: [span for _, span in found] for trace, found in self.by_trace.items()}
 
 
 class MetricSink:
-    """Takes metrics in place of Prometheus; keeps the last push of every series."""
+    """Takes metrics in place of Prometheus, from now on; keeps the last push of every series."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = HOST, port: int = 0) -> None:
         self.points: dict[tuple[str, frozenset[tuple[str, Any]]], Any] = {}
         self.points_by_series: list[Any] = []  # points of histograms, all pushes
         outer = self
@@ -142,7 +154,7 @@ class MetricSink:
             def log_message(self, *_: object) -> None:
                 """Quiet."""
 
-        self.server = ThreadingHTTPServer((HOST, 0), Handler)
+        self.server = ThreadingHTTPServer((host, port), Handler)
         self.server.daemon_threads = True
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
         self.thread.start()
@@ -165,7 +177,7 @@ class MetricSink:
 
     def store_metric(self, metric: Metric, who: dict[str, Any]) -> None:
         """All points of one metric."""
-        kind = metric.WhichOneof("data")
+        kind = metric.WhichOneof("data") or ""
         for point in getattr(metric, kind).data_points:
             labels = frozenset((who | to_attributes(point.attributes)).items())
             self.points[metric.name, labels] = point
