@@ -20,7 +20,7 @@ from ttft_otel.router.limits import RouterLimits
 # Where requests are read from: the same flags of several commands, shown in the table of the first one.
 SOURCE_FLAGS = ("--db", "--tempo", "--tempo-header", "--tempo-ca", "--tempo-timeout")
 SOURCE_COMMAND = "report"
-SOURCE_ROW = f"| `{'`, `'.join(SOURCE_FLAGS)}` | | As of [{SOURCE_COMMAND}](#{SOURCE_COMMAND}). |\n"
+SOURCE_ROW = f"| `{'`, `'.join(SOURCE_FLAGS)}` | As of [{SOURCE_COMMAND}](#{SOURCE_COMMAND}). |\n"
 FOLDER = Path(__file__).parent / "reference"
 PAGES = (FOLDER / "commands.md", FOLDER / "router-flags.md", FOLDER / "limits.md")
 IN_HELP = re.compile(r"\s*\[default: ([^]]+)]")
@@ -29,21 +29,21 @@ LIMITS = re.compile(r"(<!-- limits -->\n).*?(<!-- end of limits -->)", re.DOTALL
 
 
 def describe_default(option: click.Option) -> str:
-    """Write an option's default as a table cell; a dash where there is none.
+    """Write an option's default, in brackets behind its name; "" where there is none.
 
     A default that depends on something is text: click's `show_default`, or in brackets in the help.
     """
     in_help = IN_HELP.search(option.help or "")
     if in_help or isinstance(option.show_default, str):
-        return in_help[1] if in_help else str(option.show_default)
+        return f" ({in_help[1] if in_help else option.show_default})"
     value = option.default() if callable(option.default) else option.default
     if value is None or isinstance(value, bool) or value in ((), "") or "UNSET" in repr(value):
-        return "–"
-    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+        return ""
+    return f" (`{value:g}`)" if isinstance(value, float) else f" (`{value}`)"
 
 
 def describe_option(option: click.Option) -> str:
-    """Make an option's table row: names, default, meaning with the words that it accepts."""
+    """Make an option's table row: names with the default, meaning with the words that it accepts."""
     flags = ", ".join(f"`{flag}`" for flag in option.opts)
     text = IN_HELP.sub("", option.help or "").replace("; see docs/router.md", "")
     meaning = [text] if text else []
@@ -51,7 +51,7 @@ def describe_option(option: click.Option) -> str:
         meaning.append("One of " + ", ".join(f"`{word}`" for word in option.type.choices) + ".")
     if option.multiple and "repeat" not in text.lower():
         meaning.append("Repeatable.")
-    return f"| {flags} | {describe_default(option)} | {' '.join(meaning)} |\n"
+    return f"| {flags}{describe_default(option)} | {' '.join(meaning)} |\n"
 
 
 def render_flags(name: str) -> str:
@@ -67,7 +67,7 @@ def render_flags(name: str) -> str:
     if shares_source:
         elsewhere |= set(SOURCE_FLAGS)
     rows = [describe_option(each) for flag, each in options.items() if flag not in elsewhere]
-    head = "| flag | default | meaning |\n|---|---|---|\n"
+    head = "| flag (default) | meaning |\n|---|---|\n"
     return head + "".join(rows) + (SOURCE_ROW if shares_source else "")
 
 
