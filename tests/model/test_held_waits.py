@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from tests.model.test_wait_reasons import PIECES, QUEUE
 from ttft_otel.model.breakdown import Breakdown
-from ttft_otel.model.held_waits import SEGMENT_SIZE, divide_held, halve_segments, split_length
+from ttft_otel.model.held_waits import (
+    SEGMENT_SIZE,
+    divide_held,
+    halve_segments,
+    split_length,
+    split_step,
+)
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import HeldBy, Ttft
 from ttft_otel.model.stages import STALL_STAGE
@@ -80,6 +86,14 @@ def test_split(length: int, weights: list[int]) -> None:
     assert sum(shares) == (length if total else 0)
     for share, weight in zip(shares, weights, strict=True):
         assert abs(share * total - length * weight) <= total * len(weights)
+
+
+@given(st.integers(0, 10**9), st.tuples(*[st.integers(0, 10**6)] * 3).filter(any))
+def test_split_step(length: int, weights: tuple[int, int, int]) -> None:
+    """A step's three weights are split as any others are."""
+    assert [*split_step(length, *weights, sum(weights))] == split_length(
+        length, weights, sum(weights)
+    )
 
 
 def make_record_part(holders: list[tuple[int, int, int, str, str]], lost: bool = False) -> Ttft:

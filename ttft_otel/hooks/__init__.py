@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hooks in vLLM's processes: the only package that knows vLLM.
 
-Rules: vLLM's own call is never inside our `try`; we change no argument and no result (except our own
-key in `trace_headers` and a private attribute on plain objects); we raise nothing; a target that is
-missing makes its stages unattributed and does not affect the server.
+Rules: vLLM's own call is never inside a `try` of ours that catches; we change no argument and no result
+(except our own key in `trace_headers` and private attributes `_ttft_...` on plain objects); we raise nothing;
+a target that is missing makes its stages unattributed and does not affect the server.
 
 What the hooks remember is owned by objects, which install.py makes once per process: EngineCoreTracer and its
 parts, and WorkerTracer. Hooks are their bound methods, so that finding the state costs nothing.

@@ -238,14 +238,19 @@ def _build_wrapper(place: str, original: AnyCall, hook: Hook) -> AnyCall:
     wrapper: AnyCall
     if hook.replace is not None:
         wrapper = guard.wrap_result(place, original, hook.replace)
-    elif hook.runs_after_error and hook.before is not None and hook.after is not None:
-        wrapper = guard.wrap_call_finally(place, original, hook.before, hook.after, hook.ready)
     elif hook.watches == NEW_REQUESTS and hook.after is not None:
         wrapper = guard.wrap_new_requests(place, original, hook.after, hook.ready)
     elif hook.watches == MARKED_STEPS and hook.before is not None and hook.after is not None:
         wrapper = guard.wrap_marked(place, original, hook.before, hook.after, hook.ready)
     else:
-        wrapper = guard.wrap_call(place, original, hook.before, hook.after, hook.ready)
+        wrapper = guard.wrap_call(
+            place,
+            original,
+            hook.before,
+            hook.after,
+            hook.ready,
+            runs_after_error=hook.runs_after_error,
+        )
     wrapper.__dict__["__ttft_otel__"] = place
     return wrapper
 

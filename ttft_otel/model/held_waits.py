@@ -48,6 +48,23 @@ def split_length(length: int, weights: Sequence[int], total: int) -> list[int]:
     return shares
 
 
+def split_step(
+    length: int, prefill: int, decode: int, encoder: int, total: int
+) -> tuple[int, int, int]:
+    """split_length() of a step's three weights, whose sum is `total`, in a third of its time."""
+    prefill_us = length * prefill // total
+    encoder_us = length * encoder // total
+    decode_us = length * decode // total
+    rest = length - prefill_us - encoder_us - decode_us
+    if prefill >= decode and prefill >= encoder:
+        prefill_us += rest
+    elif decode >= encoder:
+        decode_us += rest
+    else:
+        encoder_us += rest
+    return prefill_us, decode_us, encoder_us
+
+
 def divide_held(pieces: Iterable[tuple[str, int, int]], segments: Sequence[int]) -> list[HeldPiece]:
     """What held each waiting piece; [] where nothing is known.
 

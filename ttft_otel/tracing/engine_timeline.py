@@ -104,7 +104,7 @@ class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
     def add_step(self, record: tuple[int, ...] | None) -> None:
         """Add the worker's record of one step; None makes the step's time unattributed."""
         if len(self.steps) >= MAX_STEPS:
-            # Drop the step before: the latest one holds the first token's sampling.
+            # Drop the step before: the latest one has the first token's sampling.
             self.steps.pop()
             self.open_details().truncated = True
         # Also without a record: a step that is left out would make a stall of its time.

@@ -65,59 +65,56 @@ class Guard:
 
 
 def wrap_call(
-    place: str, host: AnyCall, before: AnyCall | None, after: AnyCall | None, ready: object
+    place: str,
+    host: AnyCall,
+    before: AnyCall | None,
+    after: AnyCall | None,
+    ready: object,
+    *,
+    runs_after_error: bool = False,
 ) -> AnyCall:
     """Wrap the vLLM function `host` so that our functions run before and after it.
 
-    place: name for errors, see above.
-    before: called as `before(*args)`; what it returns is the token. None (also after an exception)
-        skips `after`.
-    after: called as `after(token, result, *args)`; with token None where there is no `before`.
-    ready: a container; while it is empty only `host` is called.
-    Our exceptions are caught in line: a separate guarding wrapper would cost 0.2 us per call. `host`
-    is called outside every `try`. Handing on keywords that are not there costs a dictionary for each call.
+    Our exceptions are caught in line: a separate guarding wrapper would cost 0.2 us per call. `host` is called
+    outside every `try` that catches. Handing on keywords that are not there costs a dictionary for each call.
+
+    Args:
+        place: Name for errors, see above.
+        before: Called as `before(*args)`; what it returns is the token. None (also after an exception)
+            skips `after`.
+        after: Called as `after(token, result, *args)`; with token None where there is no `before`.
+        ready: A container; while it is empty only `host` is called.
+        runs_after_error: `after` always runs, also when `host` has raised (with result None): for hooks that
+            would leave state behind otherwise.
     """
     # Its call only creates the coroutine: `after` would run before vLLM's code had begun.
     if inspect.iscoroutinefunction(host):
         return _wrap_coroutine(place, host, before, after, ready)
-    if before is None:
-        return _wrap_after(place, host, after or _do_nothing, ready)
+    is_always = runs_after_error or before is None
 
     @functools.wraps(host)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not ready:
             return host(*args, **kwargs) if kwargs else host(*args)
-        token = None
+        token = result = None
+        if before is not None:
+            try:
+                token = before(*args, **kwargs) if kwargs else before(*args)
+            except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
+                record_error(place, error)
+        is_wanted = runs_after_error
         try:
-            token = before(*args, **kwargs) if kwargs else before(*args)
-        except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
-            record_error(place, error)
-        result = host(*args, **kwargs) if kwargs else host(*args)
-        if token is not None and after is not None:
-            try:
-                if kwargs:
-                    after(token, result, *args, **kwargs)
-                else:
-                    after(token, result, *args)
-            except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
-                record_error(place, error)
-        return result
-
-    return wrapper
-
-
-def _wrap_after(place: str, host: AnyCall, after: AnyCall, ready: object) -> AnyCall:
-    @functools.wraps(host)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        result = host(*args, **kwargs)
-        if ready:
-            try:
-                if kwargs:
-                    after(None, result, *args, **kwargs)
-                else:
-                    after(None, result, *args)
-            except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
-                record_error(place, error)
+            result = host(*args, **kwargs) if kwargs else host(*args)
+            is_wanted = is_always or token is not None
+        finally:
+            if is_wanted and after is not None:
+                try:
+                    if kwargs:
+                        after(token, result, *args, **kwargs)
+                    else:
+                        after(token, result, *args)
+                except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
+                    record_error(place, error)
         return result
 
     return wrapper
@@ -126,10 +123,8 @@ def _wrap_after(place: str, host: AnyCall, after: AnyCall, ready: object) -> Any
 def _wrap_coroutine(
     place: str, host: AnyCall, before: AnyCall | None, after: AnyCall | None, ready: object
 ) -> AnyCall:
-    run_before, run_after = (
-        silence_errors(place, before or _do_nothing),
-        silence_errors(place, after or _do_nothing),
-    )
+    run_before = silence_errors(place, before or _do_nothing)
+    run_after = silence_errors(place, after or _do_nothing)
 
     @functools.wraps(host)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -180,35 +175,6 @@ def wrap_marked(
         except IndexError:  # a call that `host` will refuse
             is_marked = True
         return wrapped(*args, **kwargs) if is_marked else host(*args, **kwargs)
-
-    return wrapper
-
-
-def wrap_call_finally(
-    place: str, host: AnyCall, before: AnyCall, after: AnyCall, ready: object
-) -> AnyCall:
-    """As wrap_call(), but `after` also runs when `host` has raised (with result None).
-
-    For hooks that would leave state behind if `after` were skipped, which gets no keywords.
-    """
-
-    @functools.wraps(host)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not ready:
-            return host(*args, **kwargs) if kwargs else host(*args)
-        token = result = None
-        try:
-            token = before(*args, **kwargs) if kwargs else before(*args)
-        except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
-            record_error(place, error)
-        try:
-            result = host(*args, **kwargs) if kwargs else host(*args)
-        finally:
-            try:
-                after(token, result, *args)
-            except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
-                record_error(place, error)
-        return result
 
     return wrapper
 

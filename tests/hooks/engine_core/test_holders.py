@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
+
+from ttft_otel.hooks.engine_core.held_steps import HeldRequests
 from ttft_otel.hooks.engine_core.holders import HolderLog
 from ttft_otel.hooks.engine_core.step_work import StepWork, describe_step
 
@@ -18,6 +21,16 @@ def make_step(tokens: dict[str, int], new: tuple[str, ...] = ()) -> StepWork:
         scheduled_encoder_inputs={},
     )
     return describe_step(None, output, 0)
+
+
+def test_plain_step() -> None:
+    """A step in which all decode is noted without describe_step(), as that would describe it."""
+    work = make_step({"a": 1, "b": 1})
+    work.scheduled, work.is_plain = 7, True
+    held = HeldRequests()
+    held.note_schedule(None, work.output, 7)
+
+    assert msgspec.structs.asdict(held.log.in_flight[-1]) == msgspec.structs.asdict(work)
 
 
 def test_not_begun() -> None:

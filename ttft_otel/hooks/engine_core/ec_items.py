@@ -101,13 +101,6 @@ def skip_cached(timeline: EngineTimeline, features: Any, computed: int) -> None:
             media[at] |= SOURCE_SKIPPED
 
 
-def note_allocated(media: list[int], index: int) -> None:
-    """Space was allocated for item `index`, to encode or to load it."""
-    # After a preemption space is allocated again; where the item came from first stays.
-    if not media[HEADER_LENGTH + index] & SOURCE_MASK:
-        media[HEADER_LENGTH + index] |= SOURCE_ALLOCATED
-
-
 def settle_items(
     timeline: EngineTimeline,
     request: Any,

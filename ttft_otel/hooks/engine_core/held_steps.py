@@ -21,7 +21,7 @@ from ttft_otel.hooks.engine_core.step_work import (
     describe_step,
     take_out_own,
 )
-from ttft_otel.model.held_waits import MAX_SEGMENTS, SEGMENT_SIZE, halve_segments, split_length
+from ttft_otel.model.held_waits import MAX_SEGMENTS, SEGMENT_SIZE, halve_segments, split_step
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 
@@ -69,22 +69,25 @@ class HeldRequests:
 
     def note_schedule(self, scheduler: Any, output: Any, now: int) -> None:
         """After a schedule() that returned at `now` (us), while a traced request waits."""
-        total, log = output.total_num_scheduled_tokens, self.log
-        if total == len(output.num_scheduled_tokens) and not output.scheduled_encoder_inputs:
-            work = StepWork(output, now, total, total, total)  # as describe_step() does it
-            if not (output.scheduled_new_reqs or log.halted):  # most steps
-                work.is_plain = True
-                log.in_flight.append(work)
-                return
-        else:
-            work = describe_step(scheduler, output, now)
-        if log.halted:
-            work.resumed, log.halted = True, False
+        log = self.log
+        total = output.total_num_scheduled_tokens
+        if total == len(output.num_scheduled_tokens) and not (
+            output.scheduled_encoder_inputs or output.scheduled_new_reqs or log.halted
+        ):
+            # Most steps: what describe_step() makes of one in which all decode, without its call.
+            work = StepWork(output, now, total, total, total)
+            work.is_plain = True
+            log.in_flight.append(work)
+            return
+        work = describe_step(scheduler, output, now)
         if output.scheduled_new_reqs or work.chunks or work.items:
             log.settle()
             log.holders.open_step(work, scheduler.requests)
-        elif not work.resumed:
+        elif not log.halted:
             work.is_plain = True
+        if log.halted:
+            work.resumed = True
+            log.halted = False
         log.in_flight.append(work)
 
     def note_pause(self) -> None:
@@ -301,7 +304,7 @@ class HeldRequests:
         if begin > held.last:
             held.add_segment(begin, held.sums)
         if elapsed and work.total:
-            shares = split_length(elapsed, (work.prefill, work.decode, work.encoder), work.total)
+            shares = split_step(elapsed, work.prefill, work.decode, work.encoder, work.total)
             held.timeline.held += (elapsed, *shares, 0)
 
     def _forget_arrival(self, held: HeldRequest) -> None:

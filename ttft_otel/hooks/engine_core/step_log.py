@@ -13,6 +13,7 @@ import msgspec
 
 from ttft_otel.hooks.engine_core.holders import HolderLog, WaitStart
 from ttft_otel.hooks.engine_core.step_work import SCALE, StepWork
+from ttft_otel.model.held_waits import split_step
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 
 MAX_EDGES: Final = 512  # ends of steps that are kept; of older ones every second is forgotten
@@ -108,17 +109,8 @@ class StepLog:
                 self.sums = (prefill, decode + length if work.total else decode, encoder)
                 steady = work.decoders if work.total else 0
             else:
-                prefill_us = length * work.prefill // work.total
-                encoder_us = length * work.encoder // work.total
-                decode_us = length * work.decode // work.total
-                # As held_waits.split_length() does it, in a third of the time.
-                rest = length - prefill_us - encoder_us - decode_us
-                if work.prefill >= work.decode and work.prefill >= work.encoder:
-                    prefill_us += rest
-                elif work.decode >= work.encoder:
-                    decode_us += rest
-                else:
-                    encoder_us += rest
+                shares = split_step(length, work.prefill, work.decode, work.encoder, work.total)
+                prefill_us, decode_us, encoder_us = shares
                 self.sums = (prefill + prefill_us, decode + decode_us, encoder + encoder_us)
             self.add_edge(now)
         self.edge, self.latest, self.steady = now, work, steady

@@ -26,6 +26,7 @@ from ttft_otel.model.names import header_names
 from ttft_otel.tracing import carrier, clock
 from ttft_otel.tracing.carrier import EncoderRun
 from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing.media_items import HEADER_LENGTH, SOURCE_ALLOCATED, SOURCE_MASK
 
 log = logging.getLogger("ttft_otel")
 MAX_AWAITING_REQUESTS: Final = 8192  # in EngineCoreTracer.awaiting
@@ -331,7 +332,9 @@ class EngineCoreTracer:
         if timeline is None or timeline.sent:
             return
         media = timeline.read_details().media or self._open_media(timeline, request, connector)
-        ec_items.note_allocated(media, index)
+        # After a preemption space is allocated again; where the item came from first stays.
+        if not media[HEADER_LENGTH + index] & SOURCE_MASK:
+            media[HEADER_LENGTH + index] |= SOURCE_ALLOCATED
 
     # The output of its steps.
 
@@ -341,9 +344,8 @@ class EngineCoreTracer:
         True when there was any.
         """
         record = getattr(model_runner_output, "_ttft_record", None)
-        unfinished = False
-        if record:
-            unfinished = record[carrier.RECORD_FLAGS] & carrier.ENCODER_UNFINISHED
+        unfinished = record and record[carrier.RECORD_FLAGS] & carrier.ENCODER_UNFINISHED
+        if record and self.encoder_runs:
             runs = getattr(model_runner_output, "_ttft_runs", None)
             # By another host's clock they would mean nothing here.
             if runs and record[carrier.RECORD_BOOT] == clock.get_boot_number():
@@ -373,7 +375,7 @@ class EngineCoreTracer:
         return has_part
 
     def attach_timelines(
-        self, has_part: bool | None, outputs: Any, scheduler: Any, *args: Any
+        self, has_part: bool | None, outputs: Any, scheduler: Any, *args: Any, **kwargs: Any
     ) -> None:
         """After update_from_output(): put each traced request's timeline onto its first output.
 

@@ -11,7 +11,7 @@ import bisect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ttft_otel.hooks.worker.device_anchor import UNKNOWN, Anchor
 from ttft_otel.tracing import clock
@@ -45,49 +45,46 @@ class Placement:  # neither frozen nor a NamedTuple: both take 0.3 us more
     error_us: int
 
 
-class StepClock(Protocol):
-    """Stamps are added while work is being queued, and placed when the results have been read."""
+class StepClock:
+    """Stamps are added while work is being queued, and placed when the results have been read.
 
-    kind: int
+    This one is for a platform without timing events: launch times would look like compute, so that nothing
+    has a place. Other platforms' clocks do what they can do better.
+    """
+
+    kind = clock.CLOCK_NONE
 
     def open_step(self) -> list[Any]:
-        """Before a step's first work: the list of its stamps; may hold one that only the clock needs."""
+        """Before a step's first work: the list of its stamps; may have one that only the clock needs."""
+        return []
 
     def add_stamp(self, stamps: Any) -> None:
         """Append a stamp of this point of the work to the step's `stamps`."""
+        stamps.append(None)
 
     def note_pending(self, stamps: Any, awaited: int) -> None:
         """Before something waits for the device to reach stamp `awaited`: note if it has not yet."""
 
     def place_stamps(self, stamps: Any) -> Placement:
         """Where `stamps` are, as far as the device has reached them; does not wait."""
+        return Placement([0] * len(stamps), 0, 0)
 
     def release_stamps(self, stamps: Any) -> None:
         """Nobody asks for the places of `stamps` again."""
 
 
-class HostClock:
-    """For a CPU, where work is done when the call returns: a stamp is the time itself."""
+class HostClock(StepClock):
+    """For a CPU, where work is done when the call returns: a stamp is the time itself, in microseconds."""
 
     kind = clock.CLOCK_HOST
 
-    def open_step(self) -> list[int]:
-        """A step without stamps."""
-        return []
-
     def add_stamp(self, stamps: list[int]) -> None:
-        """The time now, in microseconds."""
+        """The time now."""
         stamps.append(clock.now_us())
-
-    def note_pending(self, stamps: list[int], awaited: int) -> None:
-        """Nothing is ever pending."""
 
     def place_stamps(self, stamps: list[int]) -> Placement:
         """`stamps` are host times already."""
         return Placement(stamps, 0, 0)
-
-    def release_stamps(self, stamps: list[int]) -> None:
-        """Numbers need no release."""
 
 
 class DeviceStamps(list[tuple[Any, int]]):
@@ -105,7 +102,7 @@ class DeviceStamps(list[tuple[Any, int]]):
         self.pending_from = MAX_STAMPS
 
 
-class DeviceClock:
+class DeviceClock(StepClock):
     """Timing events on the current stream, which is the one that computes.
 
     make_event: creates an event with timing, like torch.cuda.Event(enable_timing=True).
@@ -214,26 +211,22 @@ def _count_reached(stamps: DeviceStamps) -> int:
     return bisect.bisect_left(stamps, True, key=lambda stamp: not stamp[0].query())
 
 
-class LengthsClock:
-    """For a platform whose events are not placed: lengths are the device's, places mean nothing."""
+class LengthsClock(StepClock):
+    """For a platform whose events are not placed: lengths are the device's, places mean nothing.
+
+    Its events are not used again: what recording again does to them was not tried there.
+    """
 
     kind = clock.CLOCK_LENGTHS
 
     def __init__(self, make_event: Callable[[], Any]) -> None:
         self.make_event = make_event
 
-    def open_step(self) -> list[Any]:
-        """A step without stamps."""
-        return []
-
     def add_stamp(self, stamps: list[Any]) -> None:
         """Record an event."""
         event = self.make_event()
         event.record()
         stamps.append(event)
-
-    def note_pending(self, stamps: list[Any], awaited: int) -> None:
-        """Serves places alone."""
 
     def place_stamps(self, stamps: list[Any]) -> Placement:
         """As if the first stamp were now, so that differences are right."""
@@ -244,33 +237,6 @@ class LengthsClock:
             for event, done in zip(stamps, complete, strict=True)
         ]
         return Placement(places, 0, 0)
-
-    def release_stamps(self, stamps: list[Any]) -> None:
-        """They are not pooled: what recording again does to an event was not tried there."""
-
-
-class NoClock:
-    """For a platform without timing events: launch times would be told as compute, so nothing is."""
-
-    kind = clock.CLOCK_NONE
-
-    def open_step(self) -> list[None]:
-        """A step without stamps."""
-        return []
-
-    def add_stamp(self, stamps: list[None]) -> None:
-        """A stamp without a time."""
-        stamps.append(None)
-
-    def note_pending(self, stamps: list[None], awaited: int) -> None:
-        """Nothing to note."""
-
-    def place_stamps(self, stamps: list[None]) -> Placement:
-        """None of them has a place."""
-        return Placement([0] * len(stamps), 0, 0)
-
-    def release_stamps(self, stamps: list[None]) -> None:
-        """There are no events."""
 
 
 def choose_clock() -> StepClock:
@@ -293,6 +259,6 @@ def choose_clock() -> StepClock:
         try:
             torch.Event(enable_timing=True)
         except (RuntimeError, TypeError):  # a backend without timing events
-            return NoClock()
+            return StepClock()
         return LengthsClock(lambda: torch.Event(enable_timing=True))
-    return NoClock()
+    return StepClock()
