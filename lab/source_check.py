@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ttft_otel.hooks import syntax
-from ttft_otel.hooks.targets import TARGETS, PatchTarget, TargetPlace
-from ttft_otel.hooks.targets.connector_methods import CONNECTOR_METHODS
+from ttft_otel.hooks.targets import CONNECTOR_METHODS, TARGETS, PatchTarget, TargetPlace
 from ttft_otel.hooks.targets.required_fields import FIELDS, VllmField
 
 PRESENT: Final = "present"

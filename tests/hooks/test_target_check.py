@@ -12,9 +12,15 @@ import pytest
 from hooks.process import HOOKS
 from lab import source_check, vllm_releases
 from ttft_otel import hooks
-from ttft_otel.hooks import connectors, ec_fields, target_check, vllm_fields
-from ttft_otel.hooks.targets import ALL_STAGES, TARGETS, TARGETS_BY_NAME, PatchTarget, TargetPlace
-from ttft_otel.hooks.targets.connector_methods import CONNECTOR_METHODS
+from ttft_otel.hooks import ec_fields, target_check, vllm_fields
+from ttft_otel.hooks.targets import (
+    ALL_STAGES,
+    CONNECTOR_METHODS,
+    TARGETS,
+    TARGETS_BY_NAME,
+    PatchTarget,
+    TargetPlace,
+)
 from ttft_otel.hooks.targets.required_fields import FIELDS
 from ttft_otel.model.stages import STAGE_NAMES
 
@@ -96,17 +102,6 @@ def build_table(version: str) -> dict[str, dict[str, str]]:
     }
 
 
-def test_connector_methods() -> None:
-    """The methods that are wrapped on connectors are those whose addresses are checked."""
-    wrapped = {**connectors.EC_METHODS, **connectors.SESSION_METHODS, **connectors.KV_METHODS}
-    checked = {
-        name: tuple(place.name.rpartition(".")[2] for place in places)
-        for name, places in CONNECTOR_METHODS.items()
-    }
-
-    assert wrapped == checked
-
-
 def test_fields_read() -> None:
     """Every field that the getters read is in required_fields.py, and every one there is read."""
     # On a request, on the API server's state, and what every member of an enum has.
@@ -175,7 +170,16 @@ def test_parameter(tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
     (tmp_path / "v1" / "thing.py").write_text("class Thing:\n    def run(self, other): ...\n")
     place = TargetPlace("vllm.v1.thing", "Thing.run")
-    target = PatchTarget("x", "api", (place,), "", (), "", "", reads=("request",))
+    target = PatchTarget(
+        name="x",
+        process="api",
+        places=(place,),
+        marks="",
+        lost=(),
+        why="",
+        drop_when="",
+        reads=("request",),
+    )
 
     assert target_check.check_places(tmp_path, target) == {
         "vllm.v1.thing:Thing.run": "vllm.v1.thing:Thing.run(request)"

@@ -74,7 +74,16 @@ class HookCalls:
 def make_target(*places: str, reads: tuple[str, ...] = ("request",)) -> PatchTarget:
     """A patch target for names in the module `guesthost`."""
     found = tuple(TargetPlace("guesthost", name) for name in places)
-    return PatchTarget("host.call", "api", found, "", (), "", "", reads)
+    return PatchTarget(
+        name="host.call",
+        process="api",
+        places=found,
+        marks="",
+        lost=(),
+        why="",
+        drop_when="",
+        reads=reads,
+    )
 
 
 @pytest.fixture
@@ -351,7 +360,15 @@ def test_asking_is_not_importing(install_hook: Callable[..., None]) -> None:
 
 def test_absent_module(install_hook: Callable[..., None]) -> None:
     """A module that does not exist is still absent."""
-    target = PatchTarget("host.call", "api", (TargetPlace("guestabsent", "x"),), "", (), "", "")
+    target = PatchTarget(
+        name="host.call",
+        process="api",
+        places=(TargetPlace("guestabsent", "x"),),
+        marks="",
+        lost=(),
+        why="",
+        drop_when="",
+    )
     install_hook(target, HookCalls().make_hook())
 
     assert importlib.util.find_spec("guestabsent") is None

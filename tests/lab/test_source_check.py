@@ -12,8 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lab import compat, source_check
-from ttft_otel.hooks.targets import TARGETS
-from ttft_otel.hooks.targets.connector_methods import CONNECTOR_METHODS
+from ttft_otel.hooks.targets import CONNECTOR_METHODS, TARGETS
 from ttft_otel.hooks.targets.required_fields import FIELDS
 
 SCHEDULER = "v1/core/sched/scheduler.py"

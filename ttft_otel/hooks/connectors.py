@@ -12,34 +12,12 @@ from typing import Any, Final
 
 from ttft_otel.hooks import ec_fields
 from ttft_otel.hooks.engine_core.tracer import EngineCoreTracer
-from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.hooks.worker.model_runners import WorkerTracer
 from ttft_otel.hooks.wrap import Hook, Patcher
 
-EC_METHODS: Final = {
-    "transfer.wait": ("ensure_cache_available",),
-    "transfer.place": ("update_state_after_alloc",),
-    "transfer.keep": ("request_finished",),
-    "transfer.ready": ("update_connector_output",),
-    "transfer.load": ("start_load_caches",),
-    # start_save_caches() (0.32) publishes items of earlier steps, which no save_caches() sees.
-    "transfer.save": ("save_caches", "start_save_caches"),
-    "transfer.flush": ("get_finished",),
-}
 # Wrapped also where they are empty: on an encoder's step without anything to encode they are the only
 # sign that the worker was reached.
 _LOAD_AND_SAVE: Final = ("transfer.load", "transfer.save")
-# Of ECCPUConnector's session that serves fetches.
-SESSION_METHODS: Final = {
-    "transfer.fetched": ("_drain_notifs",),
-    "transfer.lease": ("_sweep_timeouts",),
-}
-KV_METHODS: Final = {
-    "kv.match": ("get_num_new_matched_tokens",),
-    "kv.keep": ("request_finished", "request_finished_all_groups"),
-    "kv.load": ("start_load_kv",),
-    "kv.save": ("wait_for_save",),
-}
 
 
 def build_connector_hooks(
@@ -51,15 +29,19 @@ def build_connector_hooks(
         before=worker.stamp_transfer_start, after=worker.record_encodings, ready=steps
     )
     move_blocks = Hook(before=worker.stamp_transfer_start, after=worker.record_blocks, ready=steps)
-    methods = {
+    ec_methods = {
         "transfer.wait": Hook(after=core.record_ec_wait),
         "transfer.place": Hook(after=core.note_allocated),
+        "transfer.keep": Hook(after=core.encodings.record_announced),
+        "transfer.ready": Hook(after=core.encodings.record_saved, ready=core.encodings.leases),
         "transfer.load": move_encodings,
         "transfer.save": move_encodings,
         "transfer.flush": Hook(
             before=worker.stamp_flush_start, after=worker.record_encodings, ready=steps
         ),
-        **core.encodings.build_hooks(),
+    }
+    session_methods = core.encodings.build_session_hooks()
+    kv_methods = {
         "kv.match": Hook(after=core.blocks.record_match),
         "kv.keep": Hook(after=core.blocks.record_kept_blocks),
         "kv.load": move_blocks,
@@ -67,27 +49,28 @@ def build_connector_hooks(
     }
 
     def wrap_ec_connector(_: None, connector: Any, *args: Any, **kwargs: Any) -> None:
-        kind = type(connector)
         # ec_both is both. The engine core and the worker each create a connector, of the same roles.
         worker.ec_roles.update(
             name for name in ("producer", "consumer") if getattr(connector, f"is_{name}", False)
         )
-        for target, names in EC_METHODS.items():
-            for name in names:
-                # A hook around vLLM's empty method would run in every step and see nothing.
-                if ec_fields.has_own_method(kind, name) or (
-                    target in _LOAD_AND_SAVE and hasattr(kind, name)
-                ):
-                    patcher.patch_attribute(TARGETS_BY_NAME[target], kind, name, methods[target])
+        patcher.patch_methods(type(connector), ec_methods, _is_worth_wrapping)
         delegate = getattr(connector, "connector_scheduler", None)
-        session = getattr(delegate, "_producer_session", None)
-        patcher.patch_methods(type(session), SESSION_METHODS, methods)
+        patcher.patch_methods(type(getattr(delegate, "_producer_session", None)), session_methods)
 
     def wrap_kv_connector(_: None, connector: Any, *args: Any, **kwargs: Any) -> None:
-        patcher.patch_methods(type(connector), KV_METHODS, methods)
+        patcher.patch_methods(type(connector), kv_methods)
 
     return {
         "transfer.create": Hook(after=wrap_ec_connector),
         "kv.create": Hook(after=wrap_kv_connector),
-        **methods,
+        **ec_methods,
+        **session_methods,
+        **kv_methods,
     }
+
+
+def _is_worth_wrapping(kind: type[Any], target: str, name: str) -> bool:
+    # A hook around vLLM's empty method would run in every step and see nothing.
+    return ec_fields.has_own_method(kind, name) or (
+        target in _LOAD_AND_SAVE and hasattr(kind, name)
+    )

@@ -157,13 +157,23 @@ class Patcher(importlib.abc.MetaPathFinder):
             hook.extend(owner)
 
     def patch_methods(
-        self, kind: type[Any], names: Mapping[str, Iterable[str]], hooks: Mapping[str, Hook]
+        self,
+        kind: type[Any],
+        hooks: Mapping[str, Hook],
+        has_method: Callable[[type[Any], str, str], bool] = lambda kind, _, name: hasattr(
+            kind, name
+        ),
     ) -> None:
-        """Patch those of the methods `names` (target name -> methods) that the class `kind` has."""
-        for target, methods in names.items():
-            for name in methods:
-                if hasattr(kind, name):
-                    self.patch_attribute(TARGETS_BY_NAME[target], kind, name, hooks[target])
+        """Patch those methods of the connector's class `kind` that it has.
+
+        hooks: target name -> hook. has_method: asked about class, target and method.
+        """
+        for target_name, hook in hooks.items():
+            target = TARGETS_BY_NAME[target_name]
+            for place in target.methods:
+                name = place.name.rpartition(".")[2]
+                if has_method(kind, target_name, name):
+                    self.patch_attribute(target, kind, name, hook)
 
     def switch(self, off: Iterable[str] = (), fail: Iterable[str] = ()) -> None:
         """For tests: remove the targets `off`, make the hooks of `fail` raise, install all others."""

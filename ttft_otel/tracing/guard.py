@@ -75,8 +75,8 @@ def wrap_call(
 ) -> AnyCall:
     """Wrap the vLLM function `host` so that our functions run before and after it.
 
-    Our exceptions are caught in line: a separate guarding wrapper would cost 0.2 us per call. `host` is called
-    outside every `try` that catches. Handing on keywords that are not there costs a dictionary for each call.
+    Our exceptions are caught in line: a separate guarding wrapper would cost 0.2 us per call. `host` is
+    called outside every `try` that catches. Handing on keywords that are not there costs a dictionary.
 
     Args:
         place: Name for errors, see above.

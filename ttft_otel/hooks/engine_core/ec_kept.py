@@ -98,11 +98,9 @@ class EncodingLeases:
         self.fetched_hashes.clear()
         self.dropped_leases = 0
 
-    def build_hooks(self) -> dict[str, Hook]:
-        """Hooks of the connector, and of its session that serves fetches."""
+    def build_session_hooks(self) -> dict[str, Hook]:
+        """Hooks of the connector's session that serves fetches."""
         return {
-            "transfer.keep": Hook(after=self.record_announced),
-            "transfer.ready": Hook(after=self.record_saved, ready=self.leases),
             "transfer.fetched": Hook(
                 before=snapshot_reads, after=self.record_fetched, ready=self.leases
             ),

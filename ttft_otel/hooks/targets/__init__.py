@@ -26,4 +26,16 @@ TARGETS: Final[tuple[PatchTarget, ...]] = (
 # For connectors' hooks, which patch a class at run time, and for doctor's messages.
 TARGETS_BY_NAME: Final[dict[str, PatchTarget]] = {target.name: target for target in TARGETS}
 
-__all__ = ["TARGETS_BY_NAME", "ALL_STAGES", "TARGETS", "TargetPlace", "PatchTarget"]
+# Of those methods, as of all targets, names and parameters can be checked.
+CONNECTOR_METHODS: Final[dict[str, tuple[TargetPlace, ...]]] = {
+    target.name: target.methods for target in TARGETS if target.methods
+}
+
+__all__ = [
+    "ALL_STAGES",
+    "CONNECTOR_METHODS",
+    "PatchTarget",
+    "TARGETS",
+    "TARGETS_BY_NAME",
+    "TargetPlace",
+]

@@ -55,23 +55,28 @@ def _parse_release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2]) if version else ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PatchTarget:
-    """One patched function.
-
-    process: vLLM process. marks: what the hook measures. lost, lost_encode: stages that become
-    unattributed without it, see the package's docstring. why: why a patch is needed.
-    drop_when: what vLLM has to offer before it can go. reads: parameters that the hook reads by name.
-    """
+    """One patched function."""
 
     name: str
+    #: The vLLM processes in which it runs: "api", "core", "worker" or "core+worker".
     process: str
-    places: tuple[TargetPlace, ...]
+    #: Where it is in each release; () for a connector's method.
+    places: tuple[TargetPlace, ...] = ()
+    #: A connector's method on vLLM's base classes; it is wrapped on the class that vLLM's factory makes.
+    methods: tuple[TargetPlace, ...] = ()
+    #: What the hook measures.
     marks: str
-    lost: tuple[str, ...]
+    #: Stages that become unattributed without it; the total stays exact.
+    lost: tuple[str, ...] = ()
+    #: Why a patch is needed.
     why: str
+    #: What vLLM has to offer before the patch can go.
     drop_when: str
+    #: Parameters that the hook reads by name.
     reads: tuple[str, ...] = ()
+    #: `lost` on an encoder instance; None: the same.
     lost_encode: tuple[str, ...] | None = None
-    runner: str = ""
-    part: bool = False  # a detail inside a stage: without it nothing becomes unattributed
+    #: A detail inside a stage: without it nothing becomes unattributed.
+    part: bool = False
