@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from ttft_otel.model.breakdown import (
     CODE_EC_TRANSFER,
     CODE_ENCODER,
@@ -140,20 +142,43 @@ def test_a_lost_save_takes_the_encoder_that_may_contain_it() -> None:
     assert is_closed(breakdown)
 
 
-def test_gaps_between_steps_are_stall_and_inside_a_step_dispatch() -> None:
-    """Two chunks with an image in the second one's step."""
-    steps = [
-        EngineStep([(CODE_FORWARD, 1450, 1500)], 1510),
-        EngineStep([(CODE_ENCODER, 1540, 1560), (CODE_FORWARD, 1570, 1650)], 1700),
-    ]
+TWO_CHUNKS = [
+    EngineStep([(CODE_FORWARD, 1450, 1500)], 1510),
+    EngineStep([(CODE_ENCODER, 1540, 1560), (CODE_FORWARD, 1570, 1650)], 1700),
+]
 
-    breakdown = partition_marks(make_marks(steps=steps))
 
+@pytest.mark.parametrize(
+    ("turn", "stall"),
+    [
+        ((1515, 0), 0),  # no step left it out: its own turnaround
+        ((1515, 1525), 10),  # until a step that left it out had ended
+        ((1490, 1530), 30),  # its own step's end came before its forward's, by a clock's error
+        ((1515, 1590), 25),  # the worker began before the engine core had the other's end
+        ((1545, 1560), 0),  # async scheduling: both were known after the worker had begun
+        ((1530, 1520), 0),
+    ],
+)
+def test_between_chunks_only_what_left_the_request_out_is_a_stall(
+    turn: tuple[int, int], stall: int
+) -> None:
+    """Two chunks with an image in the second one's step; all else of the gap is dispatch."""
+    breakdown = partition_marks(make_marks(steps=TWO_CHUNKS, turns=[turn]))
+
+    assert breakdown.stages.get("prefill.stall", 0) == stall
+    assert breakdown.stages["dispatch"] == 50 + 40 + 10 - stall
     assert breakdown.stages["prefill.compute"] == 130
-    assert breakdown.stages["prefill.stall"] == 40
-    assert breakdown.stages["dispatch"] == 60
     assert breakdown.stages["encoder.compute"] == 20
     assert breakdown.stages["sample"] == 50
+    assert breakdown.unattributed == breakdown.clamped == 0 and is_closed(breakdown)
+
+
+def test_a_turn_that_nobody_saw_is_unattributed() -> None:
+    """Whether other requests were worked for cannot be told then."""
+    breakdown = partition_marks(make_marks(steps=TWO_CHUNKS))
+
+    assert "prefill.stall" not in breakdown.stages
+    assert breakdown.unattributed == 40 and is_closed(breakdown)
 
 
 def test_a_connectors_wait_is_cut_out_of_the_queue() -> None:
@@ -349,9 +374,9 @@ def test_a_save_between_two_chunks_is_no_dispatch() -> None:
         EngineStep([(CODE_FORWARD, 1410, 1430), (CODE_KV_TRANSFER, 1440, 1450)], 1435),
         EngineStep([(CODE_FORWARD, 1500, 1600)], 1700),
     ]
-    breakdown = partition_marks(make_marks(steps=steps))
+    breakdown = partition_marks(make_marks(steps=steps, turns=[(1460, 1490)]))
 
-    assert (breakdown.stages["dispatch"], breakdown.stages["prefill.stall"]) == (10, 60)
+    assert (breakdown.stages["dispatch"], breakdown.stages["prefill.stall"]) == (40, 30)
     assert breakdown.stages["kv.transfer"] == 10 and is_closed(breakdown)
 
 

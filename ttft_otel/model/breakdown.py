@@ -58,6 +58,8 @@ class Marks(msgspec.Struct, gc=False):
         another one, and by how much that may be wrong; see clock_offsets.py.
     egress: 0 when the TTFT ends with `output`. encode_only: the language model does not run.
     truncated: steps were dropped. queue_lost: a wait whose hook is missing may hide in the queue.
+    turns: of each step after the first one, by the engine core: when the request's step before it had ended,
+        and until when steps that had left the request out were scheduled or ran, 0 where none had.
     """
 
     arrive: int
@@ -72,6 +74,7 @@ class Marks(msgspec.Struct, gc=False):
     reasons: list[tuple[int, int]] = []
     held: list[int] = []
     steps: list[EngineStep] = []
+    turns: list[tuple[int, int]] = []
     entered: int = 0
     received: int = 0
     output: int = 0
@@ -198,16 +201,38 @@ def _close_worker_stages(cursor: PartitionCursor, marks: Marks) -> None:
     for number, step in enumerate(marks.steps):
         if number == last and marks.truncated:
             cursor.is_open = True  # steps were dropped before this one
-        first = "prefill.stall" if number else "dispatch"
-        end, later = 0, "prefill.stall"
+        if number:
+            _close_turn(cursor, marks.turns, number, step)
+        end, later = 0, "dispatch"
         # Only the last chunk's step gives the first token.
         if number == last and not marks.partial:
             end, later = step.sampled, "sample" if step.sampled else UNATTRIBUTED
-        _close_step(cursor, step, (first, later), end, marks.encode_only)
+        _close_step(cursor, step, later, end, marks.encode_only)
         cursor.is_open = cursor.is_open or bool(step.lost & LOST_AFTER)
     cursor.is_open = cursor.is_open or not marks.steps
     if marks.steps and not marks.encode_only and not marks.partial:
         _close_sampling(cursor, marks.steps[last])
+
+
+def _close_turn(
+    cursor: PartitionCursor, turns: list[tuple[int, int]], number: int, step: EngineStep
+) -> None:
+    """The stall before step `number`, and what of the turnaround lies before it.
+
+    Until the request's own step has ended, and from the schedule() call that took it again on, the time is
+    its own turnaround and preparation, `dispatch`. Only what steps that left it out account for is a stall.
+    """
+    if number > len(turns):
+        cursor.is_open = True  # nobody saw whether a step left it out
+        return
+    ended, others = turns[number - 1]
+    # Under async scheduling the worker begins with a step before the engine core has the one before.
+    begun = min((start for _, start, _ in step.pairs), default=others)
+    ended, others = max(min(ended, begun), cursor.position), min(others, begun)
+    if others > ended:
+        if ended > cursor.position:
+            cursor.close_stage("dispatch", ended)
+        cursor.close_stage("prefill.stall", others)
 
 
 def _close_sampling(cursor: PartitionCursor, step: EngineStep) -> None:
@@ -221,13 +246,16 @@ def _close_sampling(cursor: PartitionCursor, step: EngineStep) -> None:
 
 
 def _close_step(
-    cursor: PartitionCursor, step: EngineStep, gaps: tuple[str, str], end: int, encode_only: bool
+    cursor: PartitionCursor, step: EngineStep, later: str, end: int, encode_only: bool
 ) -> None:
-    """One step's intervals up to `end` (0: all); a gap that may hide a lost interval is left open."""
+    """One step's intervals up to `end` (0: all); a gap that may hide a lost interval is left open.
+
+    later: the stage of gaps after its forward.
+    """
     may_hide_interval = bool(step.lost & (LOST_ENCODER | LOST_LOAD | LOST_BEFORE | LOST_EARLIER))
     save_lost = bool(step.lost & LOST_SAVE)
     forward = False
-    gap, later = gaps  # stage before the step's first interval, and stage of gaps after its forward
+    gap = "dispatch"
     for code, start, stop in flatten_intervals(step.pairs):
         if end and start >= end:
             break
