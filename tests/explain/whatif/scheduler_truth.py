@@ -41,6 +41,7 @@ class Served:
     first_token: int = 0
     end: int = 0
     chunk_end: int = 0
+    chunk_step: int = 0
     blocked: int = 0
     preemptions: int = 0
 
@@ -98,7 +99,7 @@ def _run_scheduler(arrivals: tuple[Arrival, ...], limits: EngineLimits) -> tuple
     scheduler, served = driver.scheduler, [Served() for _ in arrivals]
     depth, device_free = 2 if limits.async_scheduling else 1, 0
     flying: deque[tuple[int, Any, list[str], list[bool]]] = deque()
-    looked, blocked = 0, list[Any]()
+    looked, blocked, steps = 0, list[Any](), 0
     while coming or scheduler.requests:
         if not scheduler.requests:
             now = max(now, coming[0][1].at_us)
@@ -113,6 +114,7 @@ def _run_scheduler(arrivals: tuple[Arrival, ...], limits: EngineLimits) -> tuple
         for each in output.preempted_req_ids or ():
             served[int(each)].preemptions += 1
         if output.total_num_scheduled_tokens:
+            steps += 1
             length = BASE_US + TOKEN_US * output.total_num_scheduled_tokens
             begun = max(now, device_free)
             device_free = begun + length
@@ -123,7 +125,10 @@ def _run_scheduler(arrivals: tuple[Arrival, ...], limits: EngineLimits) -> tuple
             ]
             for each, is_whole in zip(ids, whole, strict=True):
                 one = served[int(each)]
-                note_step(one, arrivals[int(each)], output, (now, begun, device_free), is_whole)
+                left_out = steps - one.chunk_step > 1
+                one.chunk_step = steps
+                times = (now, begun, device_free)
+                note_step(one, arrivals[int(each)], output, times, is_whole, left_out)
             flying.append((device_free, output, ids, whole))
             if len(flying) < depth:
                 continue
@@ -157,17 +162,27 @@ def make_result(ids: list[str], whole: list[bool]) -> Any:
 
 
 def note_step(
-    one: Served, arrival: Arrival, output: Any, times: tuple[int, int, int], is_whole: bool
+    one: Served,
+    arrival: Arrival,
+    output: Any,
+    times: tuple[int, int, int],
+    is_whole: bool,
+    left_out: bool,
 ) -> None:
-    """A step that is scheduled, begins and ends at `times` has a part of this request."""
+    """A step that is scheduled, begins and ends at `times` has a part of this request.
+
+    left_out: the step before had none. Beginning a step takes no time, so that it began when that one ended.
+    """
     scheduled, begun, one.end = times
     if one.first_token:
         return
     if one.queue < 0:
         one.queue = scheduled - arrival.at_us
         one.dispatch = begun - scheduled
-    else:
+    elif left_out:
         one.stall += begun - one.chunk_end
+    else:
+        one.dispatch += begun - one.chunk_end
     one.chunks += 1
     one.step_tokens += output.total_num_scheduled_tokens
     one.compute += one.end - begun

@@ -72,6 +72,7 @@ class QueuedPrompt:
     sample: int = 0
     step_tokens: int = 0
     chunk_end: int = 0
+    chunk_step: int = 0
 
     @property
     def to_compute(self) -> int:
@@ -281,13 +282,15 @@ class EngineModel:
             return
         self._in_flight += 1
         length = self._measure_step(step)
-        begun = max(now + length.lead, self._device_free)
+        # Until then other steps were scheduled, or ran.
+        free = max(now, self._device_free)
+        begun = max(now + length.lead, free)
         end = begun + length.encoder + length.forward + length.sample
         self._device_free = end
         self.busy_us += end - begun
         self._shortest = min(self._shortest, end - begun)
         for prompt, _ in step.parts:
-            _add_times(prompt, step, length, begun)
+            _add_times(prompt, step, length, begun, free)
         self._schedule_event(end, lambda then: self._finish_step(step, then, length.gap))
         if depth == 2 and self._in_flight < depth:
             self._host_free = now + length.lead
@@ -451,12 +454,19 @@ class EngineModel:
             prompt.left(now)
 
 
-def _add_times(prompt: QueuedPrompt, step: Step, length: StepLength, begun: int) -> None:
-    """A step's length to the stages of a prompt in it, as breakdown.py divides a step."""
+def _add_times(prompt: QueuedPrompt, step: Step, length: StepLength, begun: int, free: int) -> None:
+    """A step's length to the stages of a prompt in it, as breakdown.py divides a step.
+
+    free: until then other steps were scheduled, or ran. begun: from then on the device works for this one.
+    """
     if prompt.chunks == 1:
         prompt.dispatch = begun - step.scheduled
     else:
-        prompt.stall += begun - prompt.chunk_end
+        left_out = step.number - prompt.chunk_step > 1
+        stall = max(min(free, begun) - prompt.chunk_end - prompt.sample, 0) if left_out else 0
+        prompt.stall += stall
+        prompt.dispatch += begun - prompt.chunk_end - stall
+    prompt.chunk_step = step.number
     # The encoder's run is the whole step's, for everybody in it.
     prompt.encoder += length.encoder
     prompt.compute += length.forward

@@ -138,12 +138,13 @@ def fit_steps(visits: Sequence[EngineVisit], is_async: bool) -> StepFit:
     # One number by itself says nothing of single chunks, so those of several count with their mean.
     ratios = numpy.clip(lengths / expected, 1 / MAX_RATIO, MAX_RATIO)
     told = prefills or visits
-    leads = clip_rare([each.stages.get("dispatch", 0) for each in told])
+    samplings = clip_rare([each.stages.get("sample", 0) for each in told])
+    gap, knows_gap = find_gap(visits, samplings)
+    turn = gap + round(float(numpy.median(samplings)))
+    leads = clip_rare([find_lead(each, turn) for each in told])
     if is_async:
         lowest = sorted(leads)[: max(1, round(len(leads) * ASYNC_LEAD_SHARE))]
         leads = [round(sum(lowest) / len(lowest))] * len(leads)
-    samplings = clip_rare([each.stages.get("sample", 0) for each in told])
-    gap, knows_gap = find_gap(visits, leads, samplings)
     sizes = [each.step_tokens // each.chunks for each in prefills] or [0]
     return StepFit(
         times=StepTimes(
@@ -236,22 +237,35 @@ def fit_encoder(visits: Sequence[EngineVisit]) -> tuple[float, float]:
     return fit_line(rows, lengths)[:2]
 
 
-def find_gap(
-    visits: Sequence[EngineVisit], leads: Sequence[int], samplings: Sequence[int]
-) -> tuple[int, bool]:
+def find_gap(visits: Sequence[EngineVisit], samplings: Sequence[int]) -> tuple[int, bool]:
     """Microseconds from a sampled token to the next schedule(), and whether the window tells them.
 
-    Between two chunks lie the sampling of the first, the gap, and the second one's `dispatch`.
+    Between two chunks of a prompt that no step left out lie the sampling of the first, the gap, and the
+    second one's lead: `dispatch` has all of them, and the first chunk's lead.
     """
-    stalls = [
-        each.stages.get("prefill.stall", 0) / (each.chunks - 1)
-        for each in visits
-        if each.chunks > 1 and not each.preemptions
-    ]
-    if len(stalls) < MIN_CHUNKED:
+    chunked = [each for each in visits if each.chunks > 1 and not each.preemptions]
+    alone = [each for each in chunked if not each.stages.get("prefill.stall", 0)]
+    leads = [each.stages.get("dispatch", 0) for each in visits if each.chunks == 1]
+    if len(alone) < MIN_CHUNKED:
         return 0, False
-    inside = sum(float(numpy.median(values)) for values in (leads, samplings))
-    return max(0, round(float(numpy.median(stalls)) - inside)), True
+    if len(leads) < MIN_CHUNKED:
+        return 0, True  # the gap and the lead are one: no prompt has the lead alone
+    lead = float(numpy.median(leads))
+    turns = [(each.stages.get("dispatch", 0) - lead) / (each.chunks - 1) for each in alone]
+    inside = lead + float(numpy.median(samplings))
+    return max(0, round(float(numpy.median(turns)) - inside)), True
+
+
+def find_lead(visit: EngineVisit, turn: int) -> int:
+    """From schedule() to the beginning of a step's work, the mean of the visit's steps, microseconds.
+
+    turn: from the end of a chunk's forward to the next schedule(), which `dispatch` has, too, where no step
+    left the request out.
+    """
+    whole = visit.stages.get("dispatch", 0)
+    if visit.chunks < 2:
+        return whole
+    return max(0, round((whole - (visit.chunks - 1) * turn) / visit.chunks))
 
 
 def find_wake(visits: Sequence[EngineVisit]) -> int:
