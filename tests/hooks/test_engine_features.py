@@ -91,16 +91,19 @@ def test_a_pause_that_keeps_is_a_wait(core: FakeEngineCore, clock: testing.FakeC
     clock.tick(50_000)
     steps = []
     for name in (("r",), ()):
+        if steps:
+            CORE.record_pause(None, None, core, "PAUSED_ALL")
+            clock.tick(30_000)
         step = core.schedule(name, {"r": 10})
         begin = clock.at
         clock.tick(1_000)
         steps.append((BOOT, begin + 900, 0, CODE_FORWARD, begin + 100, begin + 800))
         headers = core.update(step, first=("r",) if not name else (), record=steps[-1])
-        clock.tick(30_000)
     marks, _ = decode_headers(headers["r"])
     cut = breakdown.partition_marks(marks, clock.at)
 
-    assert cut.stages["prefill.stall"] == 30_300
+    assert cut.stages["prefill.stall"] == 30_000
+    assert {part.reason for part in cut.reasons if part.stage == "prefill.stall"} == {"paused"}
     assert cut.stages["prefill.compute"] == 1_400
     core.free("r")
 

@@ -39,7 +39,7 @@ AskSix = Callable[
 SHARED: dict[str, tuple[str, ...]] = {
     "tokenize": ("preprocess",),
     "forward": ("prefill.compute", "prefill.queue", "prefill.stall"),
-    "sample": ("sample", "prefill.queue", "prefill.stall"),
+    "sample": ("sample", "prefill.queue", "prefill.stall", "dispatch"),
     "output": ("output", "receive", "preprocess", "egress"),
     "dispatch": ("dispatch", "prefill.queue", "prefill.stall"),
 }

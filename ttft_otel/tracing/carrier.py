@@ -146,6 +146,8 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
             marks.waits.append((STAGES_BY_CODE[code].name, start, end))
     if details.reasons:
         marks.reasons = list(zip(details.reasons[::2], details.reasons[1::2], strict=False))
+    if details.turns:
+        marks.turns = list(zip(details.turns[::2], details.turns[1::2], strict=False))
     marks.held = timeline.held
     for record in timeline.steps:
         if _has_one_interval(record, timeline.boot):

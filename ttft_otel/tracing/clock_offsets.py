@@ -118,6 +118,9 @@ def _shift_core_marks(marks: Marks, offset: int) -> None:
     )
     marks.waits = [(stage, start - offset, end - offset) for stage, start, end in marks.waits]
     marks.reasons = [(since - offset, code) for since, code in marks.reasons]
+    marks.turns = [
+        (ended - offset, others - offset if others else 0) for ended, others in marks.turns
+    ]
     marks.held = [each - offset for each in marks.held[:1]] + marks.held[1:]
     if marks.foreign:
         return
@@ -133,4 +136,4 @@ def _shift_core_marks(marks: Marks, offset: int) -> None:
 
 def _remove_core_marks(marks: Marks) -> None:
     marks.added = marks.scheduled = marks.entered = marks.moving = marks.asking = 0
-    marks.waits, marks.reasons, marks.held, marks.steps = [], [], [], []
+    marks.waits, marks.reasons, marks.held, marks.steps, marks.turns = [], [], [], [], []

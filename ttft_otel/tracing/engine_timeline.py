@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 # Hosts of one data-parallel deployment may have different releases of this package.
-TIMELINE_VERSION: Final = 8
+TIMELINE_VERSION: Final = 9
 # Steps kept per request. Of a prompt with more chunks the first ones and the last one stay, so that
 # the time between them becomes unattributed.
 MAX_STEPS: Final = 512
@@ -30,6 +30,9 @@ class EngineDetails(msgspec.Struct, array_like=True, gc=False):
     media: its media items and where their encodings came from (media_items.py); empty without any.
     waits: stage code, start, end, repeated.
     reasons: since when, and why (position in stages.WAIT_REASONS), repeated: in the queue and in stalls.
+    turns: of each chunk after the first one: when the step of the chunk before had ended, and until when
+        steps that left the request out were scheduled or ran (0: none had), repeated.
+    left_out: since its latest chunk was scheduled a step has left it out, at this time; 0: none has.
     holders: whose work held the queue longest: microseconds, tokens, kind (position in
         stages.HOLDING_KINDS), request ID, traceparent ("" without).
     holders_lost: a larger one may be missing.
@@ -49,6 +52,8 @@ class EngineDetails(msgspec.Struct, array_like=True, gc=False):
     media: list[int] = []
     waits: list[int] = []
     reasons: list[int] = []
+    turns: list[int] = []
+    left_out: int = 0
     holders: list[tuple[int, int, int, str, str]] = []
 
 
@@ -109,3 +114,32 @@ class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
             self.open_details().truncated = True
         # Also without a record: a step that is left out would make a stall of its time.
         self.steps.append(record or ())
+
+    def begin_turn(self, now: int) -> None:
+        """A later chunk was scheduled at `now` (us); its step's marks begin with what was between."""
+        details = self.open_details()
+        if len(details.turns) >= 2 * (MAX_STEPS - 1):
+            del details.turns[-2:]  # as add_step() does
+        # Under async scheduling the step before has not ended yet.
+        ended = self.entered if len(self.steps) >= min(self.chunks, MAX_STEPS) else 0
+        details.turns += (ended, now if details.left_out else 0)
+        details.left_out = 0
+
+    def end_step(self, record: tuple[int, ...] | None, now: int) -> None:
+        """The output of one of its steps entered the scheduler at `now` (us), with the worker's record."""
+        self.add_step(record)
+        self.entered = now
+        details = self.details
+        if details is not None and details.turns and not details.turns[-2]:
+            details.turns[-2] = now
+
+    def note_other_step(self, now: int) -> None:
+        """The output of a step without it entered the scheduler at `now` (us)."""
+        details = self.details
+        if details is None:
+            return
+        if details.left_out:
+            details.left_out = now
+        elif details.turns and details.turns[-1]:
+            # Under async scheduling its next chunk is scheduled already, and runs after that step.
+            details.turns[-1] = now

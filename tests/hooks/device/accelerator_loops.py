@@ -287,6 +287,9 @@ def _judge_stages(
     ours, true = (_make_marks(steps, encode_only) for _ in range(2))
     for step in steps:
         assert step.record is not None
+        if ours.steps:  # no step of others lies between
+            ours.turns.append((step.scheduled_at, 0))
+            true.turns.append((step.scheduled_at, 0))
         ours.steps.append(
             breakdown.EngineStep(read_intervals(step.record), step.record[1], step.record[2])
         )

@@ -114,6 +114,9 @@ def see_request(
     true.egress = received + 90
     for step in steps:
         assert step.record is not None
+        if timeline.steps:  # no step of others lies between
+            timeline.open_details().turns += (core.read(step.scheduled_at), 0)
+            true.turns.append((step.scheduled_at, 0))
         timeline.add_step(convert_record(step.record, worker))
         pairs = [(code, round(begin), round(end)) for code, begin, end in step.truth.intervals]
         true.steps.append(breakdown.EngineStep(pairs, round(step.truth.sampled), step.record[2]))

@@ -63,7 +63,8 @@ def test_aborted_in_first_step(drive: MakeDriver, tokens: int, overlapping: bool
     while driver.scheduler.requests:
         driver.step()
     cut, _ = driver.read("second")
-    assert cut.held
+    # Beside few tokens of the first one its own first chunk has room at once.
+    assert bool(cut.held) == (tokens > 8)
     assert_nothing_kept()
 
 

@@ -53,7 +53,8 @@ def test_long_prompt(drive: MakeDriver) -> None:
 
     assert sum_held(driver, "short", *QUEUE_STAGES) == {"prefill": 40_000}
     assert read_holders(driver, "short") == [(40_000, 256, "prefill", "long")]
-    assert sum_held(driver, "long", STALL_STAGE) == {"own": 1_004}
+    # Between its chunks no step left it out: that is its own turnaround.
+    assert sum_held(driver, "long", STALL_STAGE) == {}
 
 
 def test_decoding(drive: MakeDriver) -> None:

@@ -123,7 +123,7 @@ class EngineCoreTracer:
                 ready=unanswered,
                 runs_after_error=True,
             ),
-            "scheduler.pause": Hook(after=self.queue.record_pause, ready=unanswered),
+            "scheduler.pause": Hook(after=self.record_pause, ready=unanswered),
             "scheduler.free": Hook(before=self.record_freed, ready=unanswered),
             "kv.arrive": Hook(before=self.blocks.record_arrivals, ready=self.blocks.tracked),
         }
@@ -200,6 +200,8 @@ class EngineCoreTracer:
                 if not timeline.complete:
                     request = scheduler.requests[request_id]
                     self._record_chunk(timeline, facts, request, own_tokens or 0, output, now)
+            elif not timeline.complete and timeline.scheduled:
+                timeline.open_details().left_out = now
             if not timeline.complete:
                 request = scheduler.requests.get(request_id)
                 if request is not None:
@@ -209,6 +211,17 @@ class EngineCoreTracer:
             output._ttft_marked = (
                 True  # survives pickling to the workers, which then measure this step
             )
+
+    def record_pause(self, _: None, result: Any, scheduler: Any, pause_state: Any) -> None:
+        """After set_pause_state(): an engine core may run no step then that leaves requests out."""
+        self.queue.record_pause(pause_state)
+        if not pause_state:
+            return
+        now = clock.now_us()
+        for timeline in self.awaiting.values():
+            if not timeline.complete:
+                timeline.open_details().left_out = now
+                self.queue.note_stall(timeline, queue_reasons.PAUSED, now)
 
     def _find_unseen(self, request: Any) -> EngineTimeline | None:
         """A timeline for a traced request whose arrival was not seen, as the hook at it is missing."""
@@ -253,6 +266,7 @@ class EngineCoreTracer:
         own_tokens: of this request in the step `output`, which was scheduled at `now` (us).
         """
         if timeline.scheduled:
+            timeline.begin_turn(now)
             _record_later_chunk(timeline, facts, request, own_tokens, output)
             return
         timeline.scheduled = now
@@ -366,12 +380,13 @@ class EngineCoreTracer:
             if request_id in tokens or request_id in encoding:
                 if follows:
                     held.add_own_step(request_id)
-                timeline.add_step(record)
+                timeline.end_step(record, now)
                 if unfinished:
                     timeline.open_details().kept |= carrier.ENCODER_RUN_BIT
                     self._expect_run(request_id)
-                timeline.entered = now
                 has_part = True
+            elif timeline.details is not None:
+                timeline.note_other_step(now)
         return has_part
 
     def attach_timelines(

@@ -101,7 +101,7 @@ class WaitingQueue:
         if self._blocked or deferred:
             self._follow_blocked(scheduler, facts, deferred, now)
 
-    def record_pause(self, _: None, result: Any, scheduler: Any, pause_state: Any) -> None:
+    def record_pause(self, pause_state: Any) -> None:
         """After set_pause_state(): no step may run, and note it, until the scheduler goes on."""
         self.held.note_pause()
         if pause_state and self.waiting and (not self._codes or self._codes[-1] != PAUSED):
