@@ -11,7 +11,7 @@ RECORD = (1, 2, 0, 10, 3, 4)
 
 
 def play_steps(events: str) -> EngineTimeline:
-    """Play events 10 us apart: S a chunk is scheduled, s a step without it; E its step's output, e another's."""
+    """Play events, 10 us apart: a chunk is scheduled (S), or a step without it (s); outputs of both (E, e)."""
     timeline = EngineTimeline()
     for number, event in enumerate(events, start=1):
         now = 10 * number
