@@ -11,7 +11,7 @@ RECORD = (1, 2, 0, 10, 3, 4)
 
 
 def play_steps(events: str) -> EngineTimeline:
-    """Play events, 10 us apart: a chunk is scheduled (S), or a step without it (s); outputs of both (E, e)."""
+    """Play events, 10 us apart: a step with it (S) or without it (s) is scheduled; their outputs (E, e)."""
     timeline = EngineTimeline()
     for number, event in enumerate(events, start=1):
         now = 10 * number
