@@ -13,12 +13,13 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 
 from tests.stack.known_requests import KnownTruth, build_known_requests, build_known_spans
 from tests.stack.running_stack import RunningTempo, StackStarter, wait_until
-from ttft_otel.report.breakdown_source import SourceChoice, open_source
+from ttft_otel.report.breakdown_source import open_source
 from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 from ttft_otel.report.store.span_store import SpanStore
 from ttft_otel.report.tempo import tempo_source
-from ttft_otel.report.tempo.tempo_client import TempoAccess, TempoError
+from ttft_otel.report.tempo.tempo_client import TempoError
 
 ROWS = 400
 BATCH = 500
@@ -84,7 +85,7 @@ def test_same_requests(
 
 def test_version_and_retention(tempo: RunningTempo) -> None:
     """Tempo is known as Tempo, and says for how long it keeps traces."""
-    source = tempo_source.TempoSource(TempoAccess(tempo.url))
+    source = tempo_source.TempoSource(SourceChoice(tempo=tempo.url))
     try:
         kept_s = source._run(source._client.read_retention_s())
         assert kept_s == 336 * 3600  # block_retention of grafana/tempo/native.yaml

@@ -28,8 +28,8 @@ from ttft_otel.explain.window.window_reading import (
     list_with_progress,
 )
 from ttft_otel.report import breakdown_source
-from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
-from ttft_otel.report.report_types import Request
+from ttft_otel.report.breakdown_source import BreakdownSource
+from ttft_otel.report.report_types import Request, SourceChoice
 from ttft_otel.report.store.database_reader import MAX_REQUESTS
 
 
@@ -98,7 +98,7 @@ def load_sides(
 
 
 def compare_sides(a: ComparedSide, b: ComparedSide) -> Difference:
-    """Compare them. Raises CannotTellError, which also tells who has no first token."""
+    """Compare them. Raises CannotTellError, which also says who has no first token."""
     try:
         found = compare_windows(a.facts, b.facts)
     except CannotTellError as error:

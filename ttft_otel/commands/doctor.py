@@ -32,7 +32,6 @@ from ttft_otel.model import record, stages, timing
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, MODELS_PATH
 from ttft_otel.model.names import env_names, header_names, metric_names
 from ttft_otel.tracing import context, settings
-from ttft_otel.tracing.settings import Settings
 
 CheckState = Literal["ok", "note", "fail"]
 
@@ -104,8 +103,29 @@ def check_settings(chosen: settings.Settings) -> Iterator[Check]:
     else:
         remedy = f"set {env_names.TTFT_OTEL}=1 where vllm serve is started"
         yield Check("settings", "note", f"{env_names.TTFT_OTEL} is off in this environment", remedy)
-    well, description, remedy = describe_metrics(chosen)
-    yield Check("metrics", "ok" if well else "note", description, remedy)
+    yield check_metrics(chosen)
+
+
+def check_metrics(chosen: settings.Settings) -> Check:
+    """Check whether metrics count every request, and say who makes them."""
+    if chosen.metrics:
+        where = os.environ.get(env_names.OTEL_EXPORTER_OTLP_METRICS_ENDPOINT) or chosen.endpoint
+        says = (
+            f"{env_names.TTFT_OTEL_METRICS} is on: the exporter process counts every request and sends "
+            f"{chosen.temporality} metrics to {where}; the collector makes none of its spans"
+        )
+        return Check("metrics", "ok", says)
+    # endswith(): also parentbased_, whose root requests are all sampled.
+    if chosen.sampler.endswith("always_on"):
+        says = "the collector makes them of the spans, of which all are sent"
+        return Check("metrics", "ok", says)
+    sampled = f"sampler {chosen.sampler}"
+    if chosen.sampler.endswith("traceidratio"):
+        sampled += f", ratio {chosen.ratio:g}"
+    # A note, not a failure: shares and quantiles may be right, counts are not.
+    says = f"the collector makes them of sampled requests alone ({sampled})"
+    remedy = f"set {env_names.TTFT_OTEL_METRICS}=1, and the exporter process counts all of them"
+    return Check("metrics", "note", says, remedy)
 
 
 def check_plugin() -> Iterator[Check]:
@@ -226,13 +246,46 @@ def check_server(url: str, timeout: float) -> Iterator[Check]:
     else:
         yield Check(base, "ok", f"{message}, {unattributed / 1000:.1f} ms {stages.UNATTRIBUTED}")
     if parsed.clock is not None:
-        well, description, remedy = describe_clock(parsed.clock)
-        yield Check(f"{base} worker", "ok" if well else "note", description, remedy)
-    items = read_recomputed_items(base, timeout)
-    if items is not None:
-        description, any_twice = describe_recomputed_items(items), any(items.values())
-        remedy = RECOMPUTED_REMEDY if any_twice else ""
-        yield Check(f"{base}/metrics", "note" if any_twice else "ok", description, remedy)
+        yield _check_clock(f"{base} worker", parsed.clock)
+    yield from _check_recomputed_items(base, timeout)
+
+
+def _check_clock(name: str, note: timing.ClockNote) -> Check:
+    """The clock that a server uses for its worker's marks, as its Server-Timing names it."""
+    says = CLOCK_REASONS[note.word].format(error_us=note.error_us)
+    if note.word not in ("host", "device"):
+        return Check(name, "note", says, GAPS_REMEDY)
+    # A host clock has no such error; it reads 0.
+    if note.error_us > NOTABLE_ERROR_US:
+        return Check(name, "note", says, LATE_REMEDY)
+    return Check(name, "ok", says)
+
+
+def _check_recomputed_items(base: str, timeout: float) -> Iterator[Check]:
+    """Media items that each instance behind a router has encoded again since the router started.
+
+    doctor's own request is text and cannot show that, so this reads what the router has counted for its
+    clients. Nothing where this is no router with encoders, or /metrics cannot be read (another check
+    reports servers that do not answer).
+    """
+    try:
+        with urlopen(f"{base}/metrics", timeout=timeout) as answer:
+            page = answer.read(MAX_PAGE_BYTES).decode("utf-8", "replace")
+    except (URLError, OSError, ValueError):
+        return
+    # float() first: the page's numbers are floats, and large ones have an exponent.
+    items = {instance: int(float(count)) for instance, count in _SAMPLE.findall(page)}
+    # No sample: not a router with encoders. Zeros are an answer, and are shown.
+    if not items:
+        return
+    name, since = f"{base}/metrics", "encoded twice since this router started"
+    total = sum(items.values())
+    if not total:
+        yield Check(name, "ok", f"no media item was {since}")
+        return
+    by = ", ".join(f"{instance} ({count})" for instance, count in items.items() if count)
+    were = "media item was" if total == 1 else "media items were"
+    yield Check(name, "note", f"{total} {were} {since}, by {by}", RECOMPUTED_REMEDY)
 
 
 def _request_first_token(base: str, timeout: float) -> str:
@@ -313,67 +366,3 @@ def command(urls: tuple[str, ...], plain: bool, timeout: float) -> None:
     else:
         print_checks(results)
     sys.exit(0 if passed else 1)
-
-
-def describe_clock(note: timing.ClockNote) -> tuple[bool, str, str]:
-    """Whether all is well with the clock of `note`, the sentence that names it, and the remedy."""
-    sentence = CLOCK_REASONS[note.word].format(error_us=note.error_us)
-    if note.word not in ("host", "device"):
-        return False, sentence, GAPS_REMEDY
-    # A host clock has no such error; it reads 0.
-    late = note.error_us > NOTABLE_ERROR_US
-    return not late, sentence, LATE_REMEDY if late else ""
-
-
-def read_recomputed_items(base: str, timeout: float) -> dict[str, int] | None:
-    """Media items that each instance behind a router has encoded again since the router started.
-
-    base: URL of a router or server, without path. timeout: seconds.
-    None when this is not a router with encoders, or /metrics cannot be read (another check reports
-    servers that do not answer).
-    """
-    try:
-        with urlopen(f"{base}/metrics", timeout=timeout) as answer:
-            page = answer.read(MAX_PAGE_BYTES).decode("utf-8", "replace")
-    except (URLError, OSError, ValueError):
-        return None
-    # float() first: the page's numbers are floats, and large ones have an exponent.
-    items = {instance: int(float(count)) for instance, count in _SAMPLE.findall(page)}
-    # No sample: not a router with encoders. Zeros are an answer, and are told.
-    return items or None
-
-
-def describe_recomputed_items(items: dict[str, int]) -> str:
-    """The check's message: `3 media items were encoded twice ..., by http://...:8002 (3)`.
-
-    items: instance -> number of media items, as of read_recomputed_items().
-    """
-    total = sum(items.values())
-    if not total:
-        return "no media item was encoded twice since this router started"
-    by = ", ".join(f"{instance} ({count})" for instance, count in items.items() if count)
-    said = "media item was" if total == 1 else "media items were"
-    return f"{total} {said} encoded twice since this router started, by {by}"
-
-
-COUNT_REMEDY = f"set {env_names.TTFT_OTEL_METRICS}=1, and the exporter process counts all of them"
-
-
-def describe_metrics(chosen: Settings) -> tuple[bool, str, str]:
-    """Whether metrics count every request, a sentence that says who makes them, and what to do if not."""
-    if chosen.metrics:
-        where = os.environ.get(env_names.OTEL_EXPORTER_OTLP_METRICS_ENDPOINT) or chosen.endpoint
-        return (
-            True,
-            f"{env_names.TTFT_OTEL_METRICS} is on: the exporter process counts every request and sends "
-            f"{chosen.temporality} metrics to {where}; the collector makes none of its spans",
-            "",
-        )
-    # endswith(): also parentbased_, whose root requests are all sampled.
-    if chosen.sampler.endswith("always_on"):
-        return True, "the collector makes them of the spans, of which all are sent", ""
-    sampled = f"sampler {chosen.sampler}"
-    if chosen.sampler.endswith("traceidratio"):
-        sampled += f", ratio {chosen.ratio:g}"
-    # A note, not a failure: shares and quantiles may be right, counts are not.
-    return False, f"the collector makes them of sampled requests alone ({sampled})", COUNT_REMEDY

@@ -28,8 +28,8 @@ from ttft_otel.explain.window.window_reading import (
     track_replays,
 )
 from ttft_otel.report import breakdown_source
-from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
-from ttft_otel.report.report_types import Request
+from ttft_otel.report.breakdown_source import BreakdownSource
+from ttft_otel.report.report_types import Request, SourceChoice
 from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
 
 

@@ -99,7 +99,7 @@ class LazyGroup(click.Group):
         """Write the subcommands' help, whatever is installed."""
         # click's own version calls get_command() for each, which would import all of them.
         with formatter.section("Commands"):
-            formatter.write_dl([(name, door.help_text) for name, door in SUBCOMMANDS.items()])
+            formatter.write_dl([(name, each.help_text) for name, each in SUBCOMMANDS.items()])
 
 
 def load_subcommand(name: str, subcommand: Subcommand) -> click.Command:

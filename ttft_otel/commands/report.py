@@ -17,8 +17,8 @@ from rich.console import Console
 from ttft_otel.commands import source_options
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.assemble.summary import summarize
-from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
-from ttft_otel.report.report_types import Request
+from ttft_otel.report.breakdown_source import BreakdownSource
+from ttft_otel.report.report_types import Request, SourceChoice
 from ttft_otel.report.show import json_answers, perfetto_trace, terminal
 from ttft_otel.report.store.database_reader import (
     MAX_REQUESTS,
@@ -61,7 +61,7 @@ def report(
     source: SourceChoice,
 ) -> None:
     """Print where the time to first token went: one request, or percentiles over many."""
-    # An empty ID counts as given, too: it is told to be unknown.
+    # An empty ID counts as given, too: the answer is that it is unknown.
     if sum(each is not None for each in (last, trace_id, request_id)) > 1:
         raise click.UsageError("--last, --trace and --request exclude each other")
     if as_json and perfetto:

@@ -116,7 +116,7 @@ def _print_addresses(server: ReportServer) -> None:
     if server.grpc_port >= 0:
         lines.append(f"                 OTLP/gRPC on {at}{server.grpc_port}")
     lines.append(f"                 spans in {options.path}")
-    # 4318 is where servers send unless they are told otherwise (settings.py).
+    # 4318 is where servers send unless they are configured otherwise (settings.py).
     endpoint_setting = (
         ""
         if server.http_port == 4318

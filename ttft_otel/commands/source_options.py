@@ -20,7 +20,7 @@ from opentelemetry.util.re import parse_env_headers
 
 from ttft_otel.commands.command_options import Command, add_options
 from ttft_otel.model.names import env_names
-from ttft_otel.report.breakdown_source import SourceChoice
+from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.show.terminal import remove_controls
 from ttft_otel.report.store import database_schema
 

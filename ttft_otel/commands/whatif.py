@@ -14,8 +14,13 @@ import click
 
 from ttft_otel.commands import source_options
 from ttft_otel.commands.command_options import OptionDecorator
-from ttft_otel.explain.whatif import planned_change, what_if, what_if_text
-from ttft_otel.explain.whatif.planned_change import PlannedChange
+from ttft_otel.explain.whatif import what_if, what_if_text
+from ttft_otel.explain.whatif.planned_change import (
+    PlannedChange,
+    parse_more,
+    parse_rate,
+    parse_share,
+)
 from ttft_otel.explain.whatif.replay_facts import Recording, read_recording
 from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.explain.window.window_reading import (
@@ -26,7 +31,8 @@ from ttft_otel.explain.window.window_reading import (
     track_replays,
 )
 from ttft_otel.report import breakdown_source
-from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
+from ttft_otel.report.breakdown_source import BreakdownSource
+from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.store.database_reader import MAX_REQUESTS
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 
@@ -58,13 +64,8 @@ Examples:
   ttft-otel whatif                                        how well it knows the window itself
 """
 )
-@declare_change(
-    "--instances",
-    "+N",
-    planned_change.parse_more,
-    "So many more instances, each like the first one.",
-)
-@declare_change("--encoders", "+N", planned_change.parse_more, "So many more encoder instances.")
+@declare_change("--instances", "+N", parse_more, "So many more instances, each like the first one.")
+@declare_change("--encoders", "+N", parse_more, "So many more encoder instances.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="vLLM's option of this name.")
 @click.option(
     "--max-num-batched-tokens", type=click.IntRange(1), help="vLLM's option of this name."
@@ -74,22 +75,17 @@ Examples:
     type=click.Choice(list(POLICIES)),
     help="The router's policy; those that decide by shared prefixes or sessions are refused.",
 )
-@declare_change(
-    "--rate",
-    "FACTORx",
-    planned_change.parse_rate,
-    "The same requests, so many times as fast: 1.5x.",
-)
+@declare_change("--rate", "FACTORx", parse_rate, "The same requests, so many times as fast: 1.5x.")
 @declare_change(
     "--cache-hit",
     "SHARE%",
-    planned_change.parse_share,
+    parse_share,
     "So much more of all prompt tokens is in the prefix cache: +20%.",
 )
 @declare_change(
     "--kv-cache",
     "FACTORx",
-    planned_change.parse_rate,
+    parse_rate,
     "The KV cache holds so many times as much: 2x for --kv-cache-dtype fp8.",
 )
 @click.option("--since", metavar="WINDOW", default="1h..", show_default=True, help=WINDOW_HELP)

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final, Protocol
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 
-from ttft_otel.report.report_types import Request, StoredSpan
+from ttft_otel.report.report_types import Request, SourceChoice, StoredSpan
 from ttft_otel.report.store import database_schema
 from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace, open_reader
 
@@ -40,23 +38,6 @@ class BreakdownSource(Protocol):
         """The `ttft` and `encode` spans of a trace; [] when there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceChoice:
-    """The source that a user has chosen: Tempo where `tempo` is its URL, else the database `db`."""
-
-    db: Path | None = None
-    tempo: str = ""
-    #: For Tempo; they hold credentials and are in no representation.
-    headers: dict[str, str] = field(default_factory=dict, repr=False)
-    ca_file: Path | None = None
-    timeout_s: float = 30.0
-
-    @property
-    def name(self) -> str:
-        """Which source it is, for messages."""
-        return "Tempo" if self.tempo else "the embedded store"
-
-
 @contextmanager
 def open_source(choice: SourceChoice) -> Iterator[BreakdownSource]:
     """Open the chosen source for reading. Raises StoreError, whose text has the remedy.
@@ -69,17 +50,15 @@ def open_source(choice: SourceChoice) -> Iterator[BreakdownSource]:
         return
     try:
         # Here, because aiohttp comes with an extra that the embedded store does not need.
-        from ttft_otel.report.tempo.tempo_client import TempoAccess
         from ttft_otel.report.tempo.tempo_source import TempoSource
     except ModuleNotFoundError as error:
         raise database_schema.StoreError(
             f"--tempo needs {error.name}, which is not installed: pip install 'ttft-otel[{NEEDED_EXTRA}]'"
         ) from error
-    access = TempoAccess(choice.tempo, choice.headers, choice.ca_file, choice.timeout_s)
     with show_progress() as report_progress:
         # To stderr, as the bar is.
         with closing(
-            TempoSource(access, report_progress, lambda text: click.echo(f"note: {text}", err=True))
+            TempoSource(choice, report_progress, lambda text: click.echo(f"note: {text}", err=True))
         ) as tempo:
             yield tempo
 

@@ -8,6 +8,7 @@ JSON show them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from ttft_otel.model import stages
@@ -170,3 +171,15 @@ class Request:
         """The slowest leg of `role`, which is the one on the critical path; None without one."""
         legs = [leg for leg in self.legs if leg.role == role]
         return max(legs, key=lambda leg: leg.ttft_us, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceChoice:
+    """The source that a user has chosen: Tempo where `tempo` is its URL, else the database `db`."""
+
+    db: Path | None = None
+    tempo: str = ""
+    #: For Tempo; they have credentials and are in no representation.
+    headers: dict[str, str] = field(default_factory=dict, repr=False)
+    ca_file: Path | None = None  #: of a private CA that signed Tempo's certificate
+    timeout_s: float = 30.0  #: for one answer of Tempo

@@ -15,8 +15,8 @@ from tests.fake_tempo import FakeTempo
 from ttft_otel.explain.window.holding_work import list_holders
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import HeldBy, Record
-from ttft_otel.report.breakdown_source import SourceChoice, open_source
-from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.report.breakdown_source import open_source
+from ttft_otel.report.report_types import SourceChoice, StoredSpan
 from ttft_otel.report.store.span_conversion import StoredHolder
 
 LONG = HeldBy(150_000, 4096, "prefill", "long-1", "ab" * 16, "cd" * 8)

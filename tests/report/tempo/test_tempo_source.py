@@ -24,12 +24,13 @@ from ttft_otel.commands import main as cli
 from ttft_otel.commands.source_options import parse_headers
 from ttft_otel.model.names import env_names
 from ttft_otel.model.record import Record
-from ttft_otel.report.breakdown_source import SourceChoice, open_source
+from ttft_otel.report.breakdown_source import open_source
 from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 from ttft_otel.report.store.span_store import SpanStore
 from ttft_otel.report.tempo import tempo_source
-from ttft_otel.report.tempo.tempo_client import TempoAccess, TempoError, parse_go_duration
+from ttft_otel.report.tempo.tempo_client import TempoClient, TempoError, parse_go_duration
 from ttft_otel.report.tempo.tempo_source import TempoSource
 
 BEGIN_S = int(time.time()) - 3000
@@ -215,7 +216,7 @@ def test_only_what_is_needed(tempo: FakeTempo) -> None:
 def test_bounded_memory(tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more traces are kept than an answer may have, and no answer is read beyond its bound."""
     monkeypatch.setattr(tempo_source, "MAX_REQUESTS", 5)
-    source = TempoSource(TempoAccess(tempo.url))
+    source = TempoSource(SourceChoice(tempo=tempo.url))
     try:
         assert len(source.list_latest(RequestFilter())) == 5
         assert len(source._trunks) == 5
@@ -230,7 +231,9 @@ def test_progress_and_notes(tempo: FakeTempo) -> None:
     """Searching and reading are told; so is a window that begins before what Tempo keeps."""
     steps: list[tuple[str, int, int]] = []
     notes: list[str] = []
-    source = TempoSource(TempoAccess(tempo.url), lambda *step: steps.append(step), notes.append)
+    source = TempoSource(
+        SourceChoice(tempo=tempo.url), lambda *step: steps.append(step), notes.append
+    )
     try:
         tempo.retention = "30m0s"
         source.list_latest(RequestFilter(since_ns=BEGIN_S * 10**9))
@@ -338,14 +341,14 @@ def test_credentials(tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_source(choice) as searched:
         searched.list_latest(RequestFilter(last=1))
     assert all(sent["authorization"] == f"Bearer {SECRET}" for sent in tempo.headers)
-    assert SECRET not in repr(choice) and SECRET not in repr(TempoAccess(tempo.url, headers))
+    assert SECRET not in repr(choice)
     result = CliRunner().invoke(
         cli.main, ["report", "--tempo", tempo.url, "--tempo-header", SECRET]
     )
     assert result.exit_code == 2 and SECRET not in result.output
-    assert TempoAccess("http://tempo.example", headers).is_exposed
-    assert not TempoAccess("https://tempo.example", headers).is_exposed
-    assert not TempoAccess("http://127.0.0.1:1", headers).is_exposed
+    assert TempoClient(SourceChoice(tempo="http://tempo.example", headers=headers)).is_exposed
+    assert not TempoClient(SourceChoice(tempo="https://tempo.example", headers=headers)).is_exposed
+    assert not TempoClient(SourceChoice(tempo="http://127.0.0.1:1", headers=headers)).is_exposed
 
 
 def test_tls(tempo: FakeTempo, tmp_path: Path) -> None:

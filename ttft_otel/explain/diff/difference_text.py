@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ttft_otel.explain.diff.stage_difference import LEVEL, MIX, Change, Difference
 from ttft_otel.explain.window.lost_requests import describe_lost
-from ttft_otel.report.show.terminal import format_short, remove_controls
+from ttft_otel.report.show.terminal import format_short, remove_controls, round_ms
 
 
 def describe_difference(difference: Difference) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def describe_difference(difference: Difference) -> dict[str, Any]:
         "answered": True,
         "requests": {"a": difference.requests_a, "b": difference.requests_b},
         "shared": difference.shared,
-        "clock_error_ms": round(difference.clock_error_us / 1000, 3),
+        "clock_error_ms": round_ms(difference.clock_error_us),
         "without_token": {
             "a": describe_lost(difference.lost_a),
             "b": describe_lost(difference.lost_b),
@@ -42,22 +42,20 @@ def describe_difference(difference: Difference) -> dict[str, Any]:
 
 def describe_change(change: Change) -> dict[str, Any]:
     """One change; `since` only where it began inside of B."""
-    times = {
-        "a_ms": change.a_us,
-        "b_ms": change.b_us,
-        "change_ms": change.change_us,
-        "low_ms": change.low_us,
-        "high_ms": change.high_us,
+    described: dict[str, Any] = {
+        "name": change.name,
+        "a_ms": round_ms(change.a_us),
+        "b_ms": round_ms(change.b_us),
+        "change_ms": round_ms(change.change_us),
+        "low_ms": round_ms(change.low_us),
+        "high_ms": round_ms(change.high_us),
+        "named": change.named,
     }
-    told: dict[str, Any] = {"name": change.name}
-    # float() because numpy's scalars are no JSON; three decimals are the marks' microseconds.
-    told |= {name: round(float(value) / 1000, 3) for name, value in times.items()}
-    told["named"] = change.named
     if change.kind:
-        told["kind"] = change.kind
+        described["kind"] = change.kind
     if change.since_ns:
-        told["since"] = to_local(change.since_ns).isoformat(timespec="seconds")
-    return told
+        described["since"] = to_local(change.since_ns).isoformat(timespec="seconds")
+    return described
 
 
 def list_sentences(difference: Difference) -> list[str]:
@@ -98,7 +96,7 @@ def describe_in_words(change: Change) -> str:
     """A change as a sentence."""
     # The interval stands beside every figure: a bare mean would claim more than it knows.
     interval = f"{format_signed(change.low_us)} to {format_signed(change.high_us)}"
-    # The mix is no stage: "longer" would blame servers for what clients sent.
+    # The mix is no stage: "longer" would attribute to servers what clients sent.
     if change.name == MIX:
         return (
             f"{format_signed(change.change_us)} because other requests came, "

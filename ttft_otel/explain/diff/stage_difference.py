@@ -13,7 +13,7 @@ so that a window compared with itself rarely names anything.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy
@@ -231,12 +231,7 @@ def locate_change(
         for index, value in zip(matched, excess, strict=True)
         if not kind or requests[index].kind == kind
     ]
-    since_ns = find_start(timed)
-    return Change(
-        *(change.name, change.a_us, change.b_us, change.change_us, change.low_us, change.high_us),
-        kind=kind,
-        since_ns=since_ns,
-    )
+    return replace(change, kind=kind, since_ns=find_start(timed))
 
 
 def find_start(excess: Sequence[tuple[int, float]]) -> int:

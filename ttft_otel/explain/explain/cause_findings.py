@@ -66,7 +66,6 @@ class Finding:
     stage: str  #: full name
     word: str  #: without its leg; `router.hop` of any hop
     reason: str = ""  #: that has most of the wait, "" where none is known
-    reason_share: float = 0.0  #: of the stage's difference
     instance: str = ""  #: where MAIN_SHARE of the difference is on one of several, else ""
     instance_share: float = 0.0
     figures: Mapping[str, float] = field(default_factory=dict)  #: by the names of FIGURES
@@ -220,8 +219,8 @@ def build_finding(
     compared: ComparedRequests,
 ) -> Finding:
     """What the rules are asked about."""
-    # Late requests may tell no reason, for example while their server's spans are still on the way.
-    reason, reason_share = reasons[0] if reasons and reasons[0][1] > 0 else ("", 0.0)
+    # Late requests may have no reason, for example while their server's spans are still on the way.
+    reason = reasons[0][0] if reasons and reasons[0][1] > 0 else ""
     instance, instance_share, its_requests = instances[0] if instances else ("", 0.0, 1.0)
     # An instance with nearly all of the traffic has nearly every difference: that says nothing.
     is_one = instance_share >= MAIN_SHARE and its_requests < MAIN_SHARE
@@ -229,7 +228,6 @@ def build_finding(
         stage=stage,
         word="router.hop" if stage.startswith(HOP) else stages.strip_leg(stage),
         reason=reason,
-        reason_share=reason_share,
         instance=instance if is_one else "",
         instance_share=instance_share if is_one else 0.0,
         figures=compute_figures(compared),
@@ -248,7 +246,7 @@ def compute_figures(compared: ComparedRequests) -> dict[str, float]:
 
 
 def find_prompt(side: Sequence[RequestEvidence]) -> float:
-    """The median prompt in tokens; 0.0 where it is not told."""
+    """The median prompt in tokens; 0.0 where that is not known."""
     return float(median(each.facts.tokens for each in side))
 
 

@@ -101,7 +101,7 @@ class Explanation:
 
     @property
     def model(self) -> ModelShare:
-        """The model that tells the late requests most from the others."""
+        """The model that distinguishes the late requests most from the others."""
         return find_model(self.difference.compared)
 
 
@@ -162,87 +162,72 @@ def find_model(compared: ComparedRequests) -> ModelShare:
 
 def list_alternatives(difference: LateDifference) -> list[Alternative]:
     """What else could have been the cause, each with the figures for or against it."""
-    compared, finding = difference.compared, difference.finding
+    compared, finding, top = difference.compared, difference.finding, difference.parts[0]
     late, typical = compared.late, compared.typical
-    ratio, drop = finding.figures["tokens_ratio"], finding.figures["cached_drop"]
-    told = f"{find_prompt(late):.0f} tokens, usual are {find_prompt(typical):.0f}"
-    found = [
-        judge(
-            "longer prompts",
-            1 / LIKE_RATIO < ratio < LIKE_RATIO or ratio < 1,
-            f"{'median prompt' if len(late) > 1 else 'its prompt'} {told}",
-        ),
-        judge(
-            "a colder prefix cache",
-            drop < LIKE_SHARE,
-            f"{find_cached_share(late):.0%} of the prompt cached, usual are "
-            f"{find_cached_share(typical):.0%}",
-        ),
-    ]
+    found: list[Alternative] = []
+
+    def judge(name: str, excluded: bool, figures: str) -> None:
+        verdict = "Not" if excluded else "Perhaps also"
+        found.append(Alternative(name, excluded, f"{verdict} {name}: {figures}."))
+
+    ratio = finding.figures["tokens_ratio"]
+    prompt = "median prompt" if len(late) > 1 else "its prompt"
+    judge(
+        "longer prompts",
+        ratio < LIKE_RATIO,
+        f"{prompt} {find_prompt(late):.0f} tokens, usual are {find_prompt(typical):.0f}",
+    )
+    cached, usual_cached = find_cached_share(late), find_cached_share(typical)
+    judge(
+        "a colder prefix cache",
+        finding.figures["cached_drop"] < LIKE_SHARE,
+        f"{cached:.0%} of the prompt cached, usual are {usual_cached:.0%}",
+    )
     media, usual_media = (
         sum(each.facts.kind == MEDIA for each in side) / len(side) for side in (late, typical)
     )
-    found.append(
-        judge(
-            "media",
-            media - usual_media < LIKE_SHARE,
-            f"{media:.0%} have media, usual are {usual_media:.0%}",
-        )
+    judge(
+        "media",
+        media - usual_media < LIKE_SHARE,
+        f"{media:.0%} have media, usual are {usual_media:.0%}",
     )
     model = find_model(compared)
     if len({each.facts.model for each in compared.window}) > 1:
-        found.append(
-            judge(
-                "another model",
-                model.late - model.window < LIKE_SHARE,
-                f"{model.late:.0%} are for {model.name or 'no model'}, of all requests {model.window:.0%}",
-            )
+        judge(
+            "another model",
+            model.late - model.window < LIKE_SHARE,
+            f"{model.late:.0%} are for {model.name or 'no model'}, of all requests {model.window:.0%}",
         )
-    rest = [part for part in difference.parts[1:] if part.name != UNATTRIBUTED]
-    if rest:
-        second = rest[0]
-        found.append(
-            judge(
-                "another stage",
-                second.high < difference.parts[0].low,
-                f"next is {second.name} with {second.share:.0%} ({second.low:.0%} to {second.high:.0%})",
-            )
+    second = next((part for part in difference.parts[1:] if part.name != UNATTRIBUTED), None)
+    if second is not None:
+        judge(
+            "another stage",
+            second.high < top.low,
+            f"next is {second.name} with {second.share:.0%} ({second.low:.0%} to {second.high:.0%})",
         )
     error_us = max(each.facts.clock_error_us for each in (*late, *typical))
     if error_us:
-        found.append(
-            judge(
-                "the clocks",
-                error_us < LIKE_SHARE * difference.parts[0].us,
-                f"boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off, "
-                f"{difference.parts[0].name} is {difference.parts[0].us / 1000:.1f} ms longer",
-            )
+        judge(
+            "the clocks",
+            error_us < LIKE_SHARE * top.us,
+            f"boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off, "
+            f"{top.name} is {top.us / 1000:.1f} ms longer",
         )
     lost = next((part for part in difference.parts if part.name == UNATTRIBUTED), None)
     if lost is not None:
-        found.append(
-            judge(
-                "something unmeasured",
-                lost.share < LIKE_SHARE,
-                f"{max(0.0, lost.share):.1%} of the difference is unattributed",
-            )
+        judge(
+            "something unmeasured",
+            lost.share < LIKE_SHARE,
+            f"{max(0.0, lost.share):.1%} of the difference is unattributed",
         )
     if len(difference.instances) > 1 or finding.instance:
         instance, share, requests = difference.instances[0]
-        found.append(
-            judge(
-                "one instance",
-                not finding.instance and share < requests + LIKE_SHARE,
-                f"{instance} has {share:.0%} of it, and {requests:.0%} of the requests",
-            )
+        judge(
+            "one instance",
+            not finding.instance and share < requests + LIKE_SHARE,
+            f"{instance} has {share:.0%} of it, and {requests:.0%} of the requests",
         )
     return found
-
-
-def judge(name: str, excluded: bool, figures: str) -> Alternative:
-    """An alternative with its verdict in words."""
-    verdict = "Not" if excluded else "Perhaps also"
-    return Alternative(name, excluded, f"{verdict} {name}: {figures}.")
 
 
 def describe_reasons(reasons: Sequence[tuple[str, float]]) -> str:

@@ -14,7 +14,7 @@ from ttft_otel.explain.explain.cause_rules import describe_source
 from ttft_otel.explain.explain.explanation import Explanation, describe_reasons
 from ttft_otel.explain.window.holding_work import HoldingWork
 from ttft_otel.explain.window.lost_requests import describe_lost
-from ttft_otel.report.show.terminal import format_short, remove_controls
+from ttft_otel.report.show.terminal import format_short, remove_controls, round_ms
 
 QUALITATIVE = "qualitative"  # a price is what a setting trades
 PREDICTED = "predicted"  # what-if has its figure, the time per output token
@@ -74,12 +74,12 @@ def describe_headline(explanation: Explanation) -> str:
     longer = format_signed(explanation.difference.difference_us)
     if compared.likeness:
         (one,) = late
-        told = (
+        sentence = (
             f"{one.facts.request_id}: first token after {format_short(one.facts.ttft_us)}, {longer} "
             f"against {len(compared.window)} requests like it ({compared.likeness}); "
             f"{compared.rank:.0%} of them were faster."
         )
-        return told if explanation.is_unusual else f"{told} That is not unusual."
+        return sentence if explanation.is_unusual else f"{sentence} That is not unusual."
     who = (
         f"{len(late)} of {len(compared.window)} requests were later than {explanation.slo_us / 1000:g} ms"
         if explanation.slo_us
@@ -148,15 +148,15 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
         "without_token": describe_lost(explanation.lost),
         "unusual": explanation.is_unusual,
         "rank": round(compared.rank, 4),
-        "p50_ms": to_rounded_ms(explanation.p50_us),
-        "p99_ms": to_rounded_ms(explanation.p99_us),
-        "difference_ms": to_rounded_ms(difference.difference_us),
+        "p50_ms": round_ms(explanation.p50_us),
+        "p99_ms": round_ms(explanation.p99_us),
+        "difference_ms": round_ms(difference.difference_us),
         "level": LEVEL,
         "stages": [
             {
                 "name": part.name,
-                "late_ms": to_rounded_ms(part.late_us),
-                "typical_ms": to_rounded_ms(part.typical_us),
+                "late_ms": round_ms(part.late_us),
+                "typical_ms": round_ms(part.typical_us),
                 "share": round(part.share, 4),
                 "low": round(part.low, 4),
                 "high": round(part.high, 4),
@@ -193,7 +193,7 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
         "slo": {
             "ms": explanation.slo_us / 1000,
             "stages": [
-                {"name": name, "ms": to_rounded_ms(us), "share": round(us / late_us, 4)}
+                {"name": name, "ms": round_ms(us), "share": round(us / late_us, 4)}
                 for name, us in explanation.slo.items()
             ],
         }
@@ -203,7 +203,7 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
             {
                 "request_id": each.facts.request_id,
                 "trace_id": each.trace_id,
-                "ttft_ms": to_rounded_ms(each.facts.ttft_us),
+                "ttft_ms": round_ms(each.facts.ttft_us),
             }
             for each in explanation.examples
         ],
@@ -211,7 +211,7 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
 
 
 def describe_holders(holding: HoldingWork | None) -> dict[str, Any] | None:
-    """Who held the late requests; None where that is not told."""
+    """Who held the late requests; None where that is not known."""
     if holding is None:
         return None
     return {
@@ -222,7 +222,7 @@ def describe_holders(holding: HoldingWork | None) -> dict[str, Any] | None:
                 "request_id": each.request_id,
                 "trace_id": each.trace_id,
                 "kind": each.kind,
-                "ms": to_rounded_ms(each.us),
+                "ms": round_ms(each.us),
                 "tokens": each.tokens,
                 "delayed": each.delayed,
             }
@@ -240,22 +240,17 @@ def describe_prediction(explanation: Explanation) -> dict[str, Any] | None:
     found = explanation.prediction
     return {
         "setting": found.setting,
-        "recorded_p99_ms": to_rounded_ms(found.recorded_us),
-        "low_p99_ms": to_rounded_ms(found.low_us),
-        "high_p99_ms": to_rounded_ms(found.high_us),
+        "recorded_p99_ms": round_ms(found.recorded_us),
+        "low_p99_ms": round_ms(found.low_us),
+        "high_p99_ms": round_ms(found.high_us),
         "replay_error": round(found.error, 4),
         "time_per_output_token": {
-            "recorded_p99_ms": to_rounded_ms(found.token_time.recorded),
-            "low_p99_ms": to_rounded_ms(found.token_time.low),
-            "high_p99_ms": to_rounded_ms(found.token_time.high),
+            "recorded_p99_ms": round_ms(found.token_time.recorded),
+            "low_p99_ms": round_ms(found.token_time.low),
+            "high_p99_ms": round_ms(found.token_time.high),
             "change": round(found.token_time.change, 4),
             "replay_error": round(found.token_error, 4),
         }
         if found.token_time
         else None,
     }
-
-
-def to_rounded_ms(us: float) -> float:
-    """Milliseconds with the marks' three decimals; a float, as numpy's scalars are no JSON."""
-    return round(float(us) / 1000, 3)

@@ -45,14 +45,14 @@ class RemedyPrediction:
     def sentence(self) -> str:
         """The prediction in words."""
         low, high = (f"{us / 1000:.0f}" for us in (self.low_us, self.high_us))
-        told = (
+        sentence = (
             f"Predicted with {self.setting}: p99 {low} to {high} ms ({LEVEL:.0%}), recorded "
             f"{self.recorded_us / 1000:.0f} ms; the model's error on the window itself is {self.error:+.0%}."
         )
         if self.token_time is None:
-            return told
+            return sentence
         return (
-            f"{told} Its price: p99 of the time per output token {self.token_time.change:+.0%}, "
+            f"{sentence} Its price: p99 of the time per output token {self.token_time.change:+.0%}, "
             f"{self.token_time.low / 1000:.1f} to {self.token_time.high / 1000:.1f} ms after "
             f"{self.token_time.recorded / 1000:.1f} ms (error {self.token_error:+.0%})."
         )
@@ -72,7 +72,8 @@ def predict_remedy(
         raise CannotTellError(f"what-if has no model of the remedy for {rule.name}")
     flag, factor = rule.trial
     recorded = max(
-        (told.get(SETTING_ATTRIBUTES[flag], 0) for told in recording.settings.values()), default=0
+        (settings.get(SETTING_ATTRIBUTES[flag], 0) for settings in recording.settings.values()),
+        default=0,
     )
     if not recorded:
         raise CannotTellError(

@@ -14,8 +14,8 @@ from ttft_otel.explain.window.holding_work import read_holding
 from ttft_otel.explain.window.late_requests import choose_like
 from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence, read_evidence
 from ttft_otel.model.wait_reasons import WAIT_STAGES
-from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice, open_source
-from ttft_otel.report.report_types import Request
+from ttft_otel.report.breakdown_source import BreakdownSource, open_source
+from ttft_otel.report.report_types import Request, SourceChoice
 from ttft_otel.report.store.database_reader import RequestFilter
 
 LIKE_LAST: Final = 1000  # requests among which those like a single one are looked for
@@ -78,7 +78,7 @@ def find_request(opened: BreakdownSource, request_id: str | None, trace_id: str 
         request = opened.find_request(request_id)
     else:
         trace = opened.find_trace((trace_id or "").lower())
-        # A client's trace may hold several: the slowest one is asked about.
+        # A client's trace may have several: the slowest one is asked about.
         request = max(trace.requests if trace else (), key=lambda each: each.ttft_us, default=None)
     if request is None:
         name = trace_id if request_id is None else request_id

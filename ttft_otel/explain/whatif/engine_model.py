@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-BLOCK_TOKENS: Final = 16  # of a KV block, where servers do not tell: vLLM's own default
+BLOCK_TOKENS: Final = 16  # of a KV block, where servers do not say: vLLM's own default
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class EngineLimits:
     max_items: int = 0  #: media items that a step encodes, 0 without a limit
     chunked: bool = True  #: a prompt may be computed in several steps
     async_scheduling: bool = False  #: the next step is composed while one runs
-    kv_tokens: int = 0  #: tokens that the KV cache holds, 0 where that is not known
+    kv_tokens: int = 0  #: tokens that the KV cache takes, 0 where that is not known
     block_tokens: int = BLOCK_TOKENS  #: of one of its blocks
     shares_blocks: bool = False  #: requests share some, nobody knows how many: then all have enough
 
@@ -154,7 +154,7 @@ class KvMemory:
         prompt.blocks = 0
 
     def count_owned(self, prompt: QueuedPrompt, number: int) -> int:
-        """The blocks that it holds after step `number`."""
+        """The blocks that it has after step `number`."""
         if prompt.ticket < 0:
             return prompt.blocks
         decoded = min(number, prompt.last_step or number) - prompt.first_step

@@ -25,7 +25,7 @@ from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import PolicyState
 
-# They decide by what prompts share, or by sessions, which traces do not tell.
+# They decide by what prompts share, or by sessions, which traces do not show.
 BLIND_POLICIES: Final = ("session", "prefix", "kvaware")
 MODEL_NAME: Final = "model"
 
@@ -54,7 +54,6 @@ class Replayed:
     start: int
     stages: dict[str, int] = field(default_factory=dict)
     prompt: QueuedPrompt | None = None
-    sent: int = 0
 
     @property
     def ttft_us(self) -> int:
@@ -63,22 +62,27 @@ class Replayed:
 
 
 class PolicyRouter:
-    """One leg's policy over modelled engines, told of each request as the real one is."""
+    """One leg's policy over modelled engines, which learns of each request as the real one does."""
 
     def __init__(self, policy: str, count: int, seed: int) -> None:
         self.instances = [
             types.parse_instance_url(f"http://127.0.0.1:{9000 + number}", "mono")
             for number in range(count)
         ]
-        # Blocks of one token: what is cached is told with each request.
+        # Blocks of one token: what is cached is given with each request.
         self.state = PolicyState(BlockHolders(1), tie_breaker=random.Random(f"ties {seed}"))
         self.policy = POLICIES[policy](self.state)
         self._positions = {each.url: number for number, each in enumerate(self.instances)}
 
     def choose(self, key: str, tokens: int, cached: int, now: int) -> tuple[int, QueuedPrompt]:
-        """The number of the engine that gets a request, and the prompt that tells the policy its end."""
+        """The number of the engine that gets a request, and the prompt that reports its end to the policy."""
         request = types.RoutingRequest(
-            *("mono", COMPLETIONS_PATH, MODEL_NAME, key, {}, b""),
+            "mono",
+            COMPLETIONS_PATH,
+            MODEL_NAME,
+            key,
+            {},
+            b"",
             prompt_tokens=tokens,
             cached_tokens_by_url={each.url: cached for each in self.instances},
         )
@@ -155,11 +159,11 @@ class FleetModel:
         else:
             at, prompt = self._encoder_router.choose(f"{number} {visit.arrived}", 1, 0, now)
         prompt.items = max(visit.items, 1)
-        told = prompt.done
+        report_done = prompt.done
 
         def finish(done: QueuedPrompt) -> None:
-            if told is not None:
-                told(done)
+            if report_done is not None:
+                report_done(done)
             ends.append(done.first_token + visit.after_us)
             if len(ends) == len(request.encodes):
                 slowest = max(ends)
@@ -184,11 +188,11 @@ class FleetModel:
         prompt.items = request.main.items
         prompt.output_tokens = self.plan.outputs[number]
         prompt.answer_us = max(request.main.answer_us, 0)
-        told = prompt.done
+        report_done = prompt.done
 
         def finish(done: QueuedPrompt) -> None:
-            if told is not None:
-                told(done)
+            if report_done is not None:
+                report_done(done)
             replayed.stages = merge_stages(request, done, replayed.start)
 
         prompt.done, replayed.prompt = finish, prompt
@@ -213,7 +217,7 @@ def merge_stages(request: ReplayRequest, prompt: QueuedPrompt, start: int) -> di
         if us or f"{prefix}{name}" in request.stages:
             merged[f"{prefix}{name}"] = us
     if request.encodes:
-        # Which encoder is the slowest may change: what its stages do together is told as its queue.
+        # Which encoder is the slowest may change: what its stages do together counts as its queue.
         shift = (prompt.arrived - start) - (request.main.arrived - request.start)
         merged["encode.encoder.queue"] = merged.get("encode.encoder.queue", 0) + shift
     return merged

@@ -24,7 +24,7 @@ class PlannedChange:
     policy: str = ""  #: name of --routing-logic
     rate: float = 1.0  #: arrivals come so many times as fast
     cache_hit: float = 0.0  #: share of all prompt tokens that is cached in addition
-    kv_cache: float = 1.0  #: the KV cache holds so many times as much
+    kv_cache: float = 1.0  #: the KV cache takes so many times as much
 
 
 def parse_more(text: str) -> int:

@@ -189,10 +189,10 @@ def read_visit(leg: Leg, span: StoredSpan, server: StoredSpan | None, epoch_ns: 
 
 
 def read_settings(resource: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """The scheduler's settings among a resource's attributes, those that it tells."""
+    """The scheduler's settings among a resource's attributes, those that it has."""
     for name in keys.ENGINE_SETTINGS:
         value = resource.get(name)
-        # True is an int to Python, and asynchronous scheduling is told as 0 or 1.
+        # True is an int to Python, and asynchronous scheduling is given as 0 or 1.
         if isinstance(value, int) and value >= 0:
             yield name, int(value)
 

@@ -4,7 +4,7 @@
 Input: EngineVisits of replay_facts.py. Output: StepTimes, by which engine_model.py runs its steps.
 
 A forward pass takes a + b * tokens of the step + d * attention pairs of its prompts. What `prefill.compute`
-measures is the whole step's, and `ttft.prefill.step_tokens` tells all of its tokens, so that each traced
+measures is the whole step's, and `ttft.prefill.step_tokens` has all of its tokens, so that each traced
 prompt is a sample. Least squares with non-negative coefficients, relative errors, and Huber's weights: a
 step that something else has delayed must not bend the line. What the line leaves over is drawn from samples
 of the same part of the window: what slows a machine down lasts for a while.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Final
 
@@ -34,9 +34,9 @@ MAX_RATIO: Final = 3.0  # of a measured step to the line; what is beyond it coun
 # Of `dispatch` and `sample`: MAX_RATIO times that is the most that counts.
 USUAL_SHARE: Final = 0.95
 NEAR_SAMPLES: Final = 8  # of the same part of the window, from which a step's noise is drawn
-# Prompts with several chunks that are needed to tell the gap between two steps.
+# Prompts with several chunks that are needed to know the gap between two steps.
 MIN_CHUNKED: Final = 5
-CALM_SHARE: Final = 0.25  # of all steps, which are shorter than a calm one
+QUIET_SHARE: Final = 0.25  # of all steps, which are shorter than an undisturbed one
 MAX_WAKE_US: Final = 2000  # of an engine that is idle; a longer wait has another cause
 WAKE_SHARE: Final = 0.05  # the shortest waits are those of prompts that found an idle engine
 # Under async scheduling most of `dispatch` is the rest of another step.
@@ -91,14 +91,14 @@ class StepTimes:
             return sum(values[at] for at in near) / len(near)
         return values[self.chance.choice(near)]
 
-    def build_calm(self) -> StepTimes:
+    def build_undisturbed(self) -> StepTimes:
         """The same steps as they would be if nothing but their work had made them longer."""
         if not self.ratios:
             return self
         return replace(
             self,
             moments=[0],
-            ratios=[float(numpy.quantile(self.ratios, CALM_SHARE))],
+            ratios=[float(numpy.quantile(self.ratios, QUIET_SHARE))],
             leads=[int(numpy.median(self.leads))],
             samplings=[int(numpy.median(self.samplings))],
         )
@@ -115,7 +115,7 @@ class StepFit:
     knows_gap: bool  #: whether prompts of several chunks show the time between two steps
     samples: int = 0
     seen_items: int = 0
-    tokens_vary: bool = field(default=True)
+    tokens_vary: bool = True
     #: By how much steps differ from what their work takes, on average, relative.
     unexplained: float = 0.0
 
@@ -137,11 +137,11 @@ def fit_steps(visits: Sequence[EngineVisit], is_async: bool) -> StepFit:
     expected = numpy.maximum(rows @ numpy.array(forward), 1.0)
     # One number by itself says nothing of single chunks, so those of several count with their mean.
     ratios = numpy.clip(lengths / expected, 1 / MAX_RATIO, MAX_RATIO)
-    told = prefills or visits
-    samplings = clip_rare([each.stages.get("sample", 0) for each in told])
+    sampled = prefills or visits
+    samplings = clip_rare([each.stages.get("sample", 0) for each in sampled])
     gap, knows_gap = find_gap(visits, samplings)
     turn = gap + round(float(numpy.median(samplings)))
-    leads = clip_rare([find_lead(each, turn) for each in told])
+    leads = clip_rare([find_lead(each, turn) for each in sampled])
     if is_async:
         lowest = sorted(leads)[: max(1, round(len(leads) * ASYNC_LEAD_SHARE))]
         leads = [round(sum(lowest) / len(lowest))] * len(leads)
@@ -150,7 +150,7 @@ def fit_steps(visits: Sequence[EngineVisit], is_async: bool) -> StepFit:
         times=StepTimes(
             forward=forward,
             encoder=fit_encoder(visits),
-            moments=[each.arrived for each in told],
+            moments=[each.arrived for each in sampled],
             ratios=ratios.tolist(),
             leads=leads,
             samplings=samplings,
@@ -238,7 +238,7 @@ def fit_encoder(visits: Sequence[EngineVisit]) -> tuple[float, float]:
 
 
 def find_gap(visits: Sequence[EngineVisit], samplings: Sequence[int]) -> tuple[int, bool]:
-    """Microseconds from a sampled token to the next schedule(), and whether the window tells them.
+    """Microseconds from a sampled token to the next schedule(), and whether the window shows them.
 
     Between two chunks of a prompt that no step left out lie the sampling of the first, the gap, and the
     second one's lead: `dispatch` has all of them, and the first chunk's lead.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict what a recorded window's TTFT would have been with other settings, and how far to trust that.
 
-Input: a Recording of replay_facts.py and a PlannedChange. Output: a Prediction, which what_if_text.py tells.
+Input: a Recording of replay_facts.py and a PlannedChange. Output: a Prediction, which what_if_text.py shows.
 First the window itself is predicted, with nothing changed: the error of that is part of every answer.
 Pure; needs numpy.
 """
@@ -60,7 +60,7 @@ class Fleet:
     outputs: tuple[int, ...]  #: tokens of each answer, 0 where that is not known
     policy: str
     decode_factor: float = 1.0
-    is_calm: bool = False  #: steps take what their work takes
+    is_undisturbed: bool = False  #: steps take what their work takes
 
     @property
     def main_visits(self) -> list[EngineVisit]:
@@ -95,11 +95,11 @@ def predict_change(
 ) -> Prediction:
     """Predict `change` from `recording`. Raises CannotTellError, which says why not.
 
-    given: settings of the recorded servers, where their spans do not tell them. repetitions: replays,
+    given: settings of the recorded servers, where their spans do not have them. repetitions: replays,
     each with its own noise and its own draw of the requests from which the steps' times are learned.
     track: called with 1 after each replay.
     """
-    limits = {name: read_limits(told, given) for name, told in recording.settings.items()}
+    limits = {name: read_limits(known, given) for name, known in recording.settings.items()}
     window_check.check_window(recording, limits)
     window_check.check_sizes(recording.requests, limits)
     fleet = learn_answers(settle_memory(build_fleet(recording, limits)))
@@ -121,12 +121,12 @@ def predict_change(
         replays.append(collect(replay(fleet, PlannedChange(), chance, number), timed))
         changed.append(collect(replay(fleet, change, chance, number), timed))
         track(1)
-    calm = None
+    undisturbed = None
     if window_check.is_disturbed(fit):
-        calm = collect(replay(replace(fleet, is_calm=True), change, None, 0), timed)
+        undisturbed = collect(replay(replace(fleet, is_undisturbed=True), change, None, 0), timed)
     recorded = collect_stages([each.stages for each in fleet.requests])
     recorded = what_if_figures.add_recorded(recorded, fleet.requests, timed)
-    figures = build_figures(recorded, replays, changed, calm)
+    figures = build_figures(recorded, replays, changed, undisturbed)
     errors: dict[str, tuple[float, ...]] = {
         name: tuple(each.replayed / each.recorded - 1 for each in figures[name])
         for name in (TTFT, TOKEN_TIME)
@@ -152,7 +152,7 @@ def predict_change(
 
 
 def collect(model: FleetModel, timed: Sequence[int]) -> dict[str, Array]:
-    """A replay's lengths by stage, and its times per output token. timed: requests that tell these."""
+    """A replay's lengths by stage, and its times per output token. timed: requests that have these."""
     columns = collect_stages([each.stages for each in model.replayed])
     return what_if_figures.add_replayed(columns, model, timed)
 
@@ -169,7 +169,7 @@ def settle_memory(fleet: Fleet) -> Fleet:
 
 
 def build_fleet(recording: Recording, limits: dict[str, EngineLimits]) -> Fleet:
-    """The recorded fleet, of which answers' lengths are known as far as spans tell them."""
+    """The recorded fleet, of which answers' lengths are known as far as spans have them."""
     requests = recording.requests
     encoders = sorted({visit.instance for each in requests for visit in each.encodes})
     policies = [each.policy for each in requests if each.policy]
@@ -188,23 +188,23 @@ def is_async(fleet: Fleet) -> bool:
 
 
 def learn_answers(fleet: Fleet) -> Fleet:
-    """Derive how many tokens each answer had: from how long it held its place, by replaying that.
+    """Derive how many tokens each answer had: from how long it ran, by replaying that.
 
-    Where spans tell the lengths, or the time between two tokens, the length of decode steps is fitted to
+    Where spans have the lengths, or the time between two tokens, the length of decode steps is fitted to
     these instead.
     """
     known = [each > 0 for each in fleet.outputs]
-    held = replace(fleet, outputs=tuple(0 for _ in fleet.outputs))
+    timed_only = replace(fleet, outputs=tuple(0 for _ in fleet.outputs))
     factor = 1.0
     for _ in range(DECODE_ROUNDS if any(known) else 1):
-        held = replace(held, decode_factor=factor)
-        model = replay(held, PlannedChange(), None, 0)
+        timed_only = replace(timed_only, decode_factor=factor)
+        model = replay(timed_only, PlannedChange(), None, 0)
         steps = [each.prompt.decode_steps if each.prompt else 0 for each in model.replayed]
-        told = sum(count - 1 for count in fleet.outputs if count > 0)
+        generated = sum(count - 1 for count in fleet.outputs if count > 0)
         seen = sum(step for step, is_known in zip(steps, known, strict=True) if is_known)
         # As many steps as there were tokens have to fit into the recorded times.
-        if told > 0 and seen > 0:
-            factor *= seen / told
+        if generated > 0 and seen > 0:
+            factor *= seen / generated
     outputs = [count or step + 1 for count, step in zip(fleet.outputs, steps, strict=True)]
     learned = replace(fleet, outputs=tuple(outputs), decode_factor=factor if any(known) else 1.0)
     # Better than from whole answers, whose ends are seen late: from the time between two tokens.
@@ -221,7 +221,7 @@ def replay(
 ) -> FleetModel:
     """One replay with `change`. chance: draws the requests to learn from, and noise; None for neither."""
     main = fit_steps(draw_visits(fleet.main_visits, chance), is_async(fleet))
-    times = main.times.build_calm() if fleet.is_calm else main.times
+    times = main.times.build_undisturbed() if fleet.is_undisturbed else main.times
     main = replace(main, times=replace(times, decode_factor=fleet.decode_factor))
     like = next(iter(fleet.limits.values()))
     added = {f"+{number}": like for number in range(1, change.instances + 1)}

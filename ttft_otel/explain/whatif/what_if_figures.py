@@ -57,31 +57,31 @@ def build_figures(
     recorded: Mapping[str, Array],
     replays: Sequence[Mapping[str, Array]],
     changed: Sequence[Mapping[str, Array]],
-    calm: Mapping[str, Array] | None = None,
+    undisturbed: Mapping[str, Array] | None = None,
 ) -> dict[str, tuple[PredictedFigure, ...]]:
     """Quantiles of all stages that were recorded or are predicted.
 
-    calm: as predicted if nothing but their work made steps longer; None where nothing else did.
+    undisturbed: as predicted if nothing but their work made steps longer; None where nothing else did.
     """
     stages = dict.fromkeys([*recorded, *(name for each in changed for name in each)])
     figures: dict[str, tuple[PredictedFigure, ...]] = {}
     for name in stages:
         some = [build_figure(name, share, recorded, replays, changed) for share in QUANTILES]
-        if calm is not None and name in calm:
+        if undisturbed is not None and name in undisturbed:
             some = [
-                widen_figure(each, float(numpy.quantile(calm[name], share)))
+                widen_figure(each, float(numpy.quantile(undisturbed[name], share)))
                 for each, share in zip(some, QUANTILES, strict=True)
             ]
         figures[name] = tuple(some)
     return figures
 
 
-def widen_figure(figure: PredictedFigure, calm: float) -> PredictedFigure:
-    """The figure with an interval that reaches to its `calm` value, and as far to the other side."""
-    if calm <= 0 or figure.predicted <= 0:
+def widen_figure(figure: PredictedFigure, undisturbed: float) -> PredictedFigure:
+    """The figure with an interval that reaches to its `undisturbed` value, and as far to the other side."""
+    if undisturbed <= 0 or figure.predicted <= 0:
         return figure
-    mirrored = figure.predicted**2 / calm
-    low, high = min(figure.low, calm, mirrored), max(figure.high, calm, mirrored)
+    mirrored = figure.predicted**2 / undisturbed
+    low, high = min(figure.low, undisturbed, mirrored), max(figure.high, undisturbed, mirrored)
     return replace(figure, low=low, high=high)
 
 
@@ -107,7 +107,7 @@ def build_figure(
 
 
 def list_timed(requests: Sequence[ReplayRequest]) -> list[int]:
-    """The numbers of the requests that tell it; none where they are too few."""
+    """The numbers of the requests that have it; none where they are too few."""
     timed = [number for number, each in enumerate(requests) if each.main.token_us]
     return timed if len(timed) >= MIN_TIMED else []
 

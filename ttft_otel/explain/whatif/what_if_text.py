@@ -12,7 +12,7 @@ from rich.text import Text
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.what_if import Prediction
 from ttft_otel.explain.whatif.what_if_figures import LEVEL, QUANTILES, TTFT, PredictedFigure
-from ttft_otel.report.show.terminal import format_short, remove_controls
+from ttft_otel.report.show.terminal import format_short, remove_controls, round_ms
 
 QUANTILE_NAMES: Final = tuple(f"p{round(100 * share)}" for share in QUANTILES)
 SHOWN_SHARE: Final = 0.005  # of the predicted p95 of the TTFT; smaller stages are only in the JSON
@@ -54,24 +54,19 @@ def describe_figures(figures: tuple[PredictedFigure, ...]) -> dict[str, dict[str
     """The quantiles of one stage."""
     return {
         name: {
-            "recorded_ms": to_ms(figure.recorded),
-            "replayed_ms": to_ms(figure.replayed),
-            "predicted_ms": to_ms(figure.predicted),
-            "low_ms": to_ms(figure.low),
-            "high_ms": to_ms(figure.high),
+            "recorded_ms": round_ms(figure.recorded),
+            "replayed_ms": round_ms(figure.replayed),
+            "predicted_ms": round_ms(figure.predicted),
+            "low_ms": round_ms(figure.low),
+            "high_ms": round_ms(figure.high),
         }
         for name, figure in zip(QUANTILE_NAMES, figures, strict=True)
     }
 
 
-def to_ms(us: float) -> float:
-    """Milliseconds with the marks' microseconds."""
-    return round(float(us) / 1000, 3)
-
-
 def describe_change(change: PlannedChange) -> dict[str, Any]:
     """What was changed, by the names of the options; nothing where nothing was."""
-    told: dict[str, Any] = {
+    given: dict[str, Any] = {
         "instances": change.instances,
         "encoders": change.encoders,
         "max_num_seqs": change.max_num_seqs,
@@ -81,7 +76,7 @@ def describe_change(change: PlannedChange) -> dict[str, Any]:
         "cache_hit": change.cache_hit,
         "kv_cache": change.kv_cache if change.kv_cache != 1 else 0,
     }
-    return {name: value for name, value in told.items() if value}
+    return {name: value for name, value in given.items() if value}
 
 
 def name_change(change: PlannedChange) -> str:
@@ -95,8 +90,8 @@ def name_change(change: PlannedChange) -> str:
         "rate": "{:g} times the rate",
         "kv_cache": "{:g} times the KV cache",
     }
-    told = describe_change(change)
-    parts = [text.format(told[name]) for name, text in words.items() if name in told]
+    given = describe_change(change)
+    parts = [text.format(given[name]) for name, text in words.items() if name in given]
     if change.cache_hit:
         parts.append(f"{change.cache_hit:+.0%} of prompt tokens cached")
     return ", ".join(parts) or "nothing changed"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse a what-if that a recorded window cannot tell, with a sentence; list what an answer assumes. Pure.
+"""Refuse a what-if that a recorded window cannot answer, with a sentence; list what an answer assumes. Pure.
 
 what_if.py asks before it replays, after the first replay, and at its end. Blocks that requests share, of
 prefixes that are cached, are in no trace: where the replay has too few KV blocks and the recorded window had
@@ -108,14 +108,14 @@ def _check_growth(points: Sequence[tuple[int, int]], what: str) -> None:
 
 
 def check_change(recording: Recording, fit: StepFit, change: PlannedChange) -> None:
-    """Refuse changes of which the window's traces tell nothing."""
+    """Refuse changes of which the window's traces say nothing."""
     if change.policy in BLIND_POLICIES:
         raise CannotTellError(
             f"--routing-logic {change.policy} decides by what prompts share or by sessions, which traces "
             "do not tell"
         )
     if change.kv_cache != 1 and not any(
-        told.get(keys.ENGINE_KV_TOKENS) for told in recording.settings.values()
+        each.get(keys.ENGINE_KV_TOKENS) for each in recording.settings.values()
     ):
         raise CannotTellError("the spans do not tell the size of the KV cache")
     if change.encoders and not any(each.encodes for each in recording.requests):
@@ -151,8 +151,8 @@ def _check_models(requests: Sequence[ReplayRequest]) -> None:
 def check_replay(recording: Recording, model: FleetModel) -> None:
     """Refuse where the steps had more work than the recorded requests bring: sampling hides load."""
     chunks = sum(each.main.chunks for each in recording.requests)
-    told = [each for each in recording.requests if each.main.step_tokens]
-    others = sum(each.main.step_tokens - each.main.own_tokens for each in told) / max(chunks, 1)
+    sized = [each for each in recording.requests if each.main.step_tokens]
+    others = sum(each.main.step_tokens - each.main.own_tokens for each in sized) / max(chunks, 1)
     prompts = [each.prompt for each in model.replayed if each.prompt is not None]
     replayed = sum(each.step_tokens - each.tokens for each in prompts)
     expected = replayed / max(sum(each.chunks for each in prompts), 1)
@@ -267,7 +267,7 @@ def is_scarce(shares: tuple[float, float]) -> bool:
 
 
 def check_sizes(requests: Sequence[ReplayRequest], limits: Mapping[str, EngineLimits]) -> None:
-    """Refuse scarce memory of unknown size, and prompts that are larger than what is told."""
+    """Refuse scarce memory of unknown size, and prompts that are larger than the cache."""
     if is_scarce(measure_recorded(requests)) and not all(
         each.kv_tokens for each in limits.values()
     ):
@@ -276,11 +276,11 @@ def check_sizes(requests: Sequence[ReplayRequest], limits: Mapping[str, EngineLi
             "cache: its memory is not modelled"
         )
     for each in requests:
-        held = limits[each.main.instance]
+        limit = limits[each.main.instance]
         needed = each.main.computed + each.main.cached
-        if 0 < held.kv_tokens <= needed:
+        if 0 < limit.kv_tokens <= needed:
             raise CannotTellError(
-                f"a prompt needs {needed} tokens of KV cache, there are {held.kv_tokens}"
+                f"a prompt needs {needed} tokens of KV cache, there are {limit.kv_tokens}"
             )
 
 
@@ -305,8 +305,8 @@ def check_memory(plain: FleetModel, other: FleetModel) -> list[str]:
         other.engines,
         strict=False,
     ):
-        held = max(engine.limits.kv_tokens, round(NOTABLE_EXTRAPOLATION * each.peak_tokens))
-        if engine.limits.shares_blocks and engine.peak_tokens > held:
+        available = max(engine.limits.kv_tokens, round(NOTABLE_EXTRAPOLATION * each.peak_tokens))
+        if engine.limits.shares_blocks and engine.peak_tokens > available:
             raise CannotTellError(
                 f"the prediction needs {engine.peak_tokens} tokens of KV cache, there are "
                 f"{engine.limits.kv_tokens}: how many of them requests share is not known"

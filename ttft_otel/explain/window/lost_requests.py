@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count the requests of a window that ended without a first token; explain and diff tell them. Pure.
+"""Count the requests of a window that ended without a first token, for explain and diff. Pure.
 
 They have no TTFT, so that a window whose slowest requests are given up by their clients looks faster than it
 was. Requests that were refused with 4xx are not among them: they were not served late.
@@ -15,7 +15,7 @@ from typing import Any
 
 from ttft_otel.model.names import keys
 from ttft_otel.report.report_types import Request
-from ttft_otel.report.show.terminal import format_short
+from ttft_otel.report.show.terminal import format_short, round_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class LostRequests:
         if not self.total:
             return ""
         word = "request" if self.total == 1 else "requests"
-        told = (
+        summary = (
             f"{self.total} {word} ended without a first token, after {format_short(self.median_us)}"
         )
         details = [f"given up by their clients: {self.left}"] if self.left else []
@@ -41,7 +41,9 @@ class LostRequests:
             stage, count = max(self.died.items(), key=lambda each: (each[1], each[0]))
             details.append(f"most in {stage}: {count}")
         return (
-            f"{told} at the median ({'; '.join(details)})" if details else f"{told} at the median"
+            f"{summary} at the median ({'; '.join(details)})"
+            if details
+            else f"{summary} at the median"
         )
 
 
@@ -69,5 +71,5 @@ def describe_lost(lost: LostRequests) -> dict[str, Any]:
         "requests": lost.total,
         "left": lost.left,
         "died_in": dict(lost.died),
-        "median_ms": round(lost.median_us / 1000, 3),
+        "median_ms": round_ms(lost.median_us),
     }

@@ -84,7 +84,7 @@ def build_facts(request: Request, trunks: Iterable[StoredSpan], group_by: str = 
         start_ns=request.start_ns,
         # As a stage, so that the stages add up to the TTFT and lost time can be named as a change.
         stages={**request.stages, UNATTRIBUTED: request.unattributed_us},
-        # Each leg tells the whole prompt; an encoder's leg may tell less.
+        # Each leg has the whole prompt; an encoder's leg may have less.
         tokens=max((read_count(span, keys.INPUT_TOKENS) for span in spans), default=0),
         cached=max((read_count(span, keys.CACHED_TOKENS) for span in spans), default=0),
         kind=MEDIA if has_media else TEXT,
@@ -151,7 +151,7 @@ def build_evidence(request: Request, trunks: Sequence[StoredSpan]) -> RequestEvi
         legs=legs,
         reasons={name: found for name, found in reasons.items() if found},
         instances={name: place for name, place in places.items() if place},
-        # Legs that ran side by side each tell their own.
+        # Legs that ran side by side each have their own counts.
         counts={
             count: sum(read_count(span, attribute) for span in spans)
             for count, attribute in COUNTS.items()
@@ -165,7 +165,7 @@ def build_evidence(request: Request, trunks: Sequence[StoredSpan]) -> RequestEvi
 
 
 def find_instance(request: Request, stage: str) -> str:
-    """The service.instance.id of the server that had `stage`; "" where it is not told."""
+    """The service.instance.id of the server that had `stage`; "" where that is not known."""
     if stage.startswith(HOP):
         # A hop's time passes on the way to its leg, and in that leg's accept queue.
         return name_instance(request.find_leg(stage.removeprefix(HOP)))

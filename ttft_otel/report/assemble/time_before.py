@@ -136,8 +136,8 @@ def _bound_clock_shift(
     """
     low = max(span.start_ns - start_ns for span in callers)
     length = sent_ns - start_ns
-    rooms = [span.end_ns - sent_ns for span in callers if span.end_ns - span.start_ns >= length]
-    high = min((room for room in rooms if room >= 0), default=max(rooms, default=low - 1))
+    slacks = [span.end_ns - sent_ns for span in callers if span.end_ns - span.start_ns >= length]
+    high = min((slack for slack in slacks if slack >= 0), default=max(slacks, default=low - 1))
     shift = max(0, low) if high < low else min(max(0, low), high)
     return shift, -1 if high < low else max(high - shift, shift - low)
 

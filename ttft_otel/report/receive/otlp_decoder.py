@@ -31,7 +31,7 @@ from ttft_otel.report.store.span_conversion import (
 )
 
 MAX_EXPORT_SPANS: Final = 20_000  # of one export, further ones are refused; the SDK sends 512
-# Values of a JSON body, by its commas and brackets: json holds the interpreter while it builds them.
+# Values of a JSON body, by its commas and brackets: json keeps the interpreter while it builds them.
 MAX_JSON_VALUES: Final = 200_000
 _IDS: Final = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
 _EXPORT_FULL: Final = f"more than {MAX_EXPORT_SPANS} spans in one export"

@@ -178,7 +178,7 @@ class Receiver:
     async def _read_message(self, messages: AsyncIterator[bytes]) -> bytes:
         """The message of a gRPC call. Raises TimeoutError, StoreUnavailableError and OtlpDecodeError."""
         if len(self._arriving) >= MAX_ARRIVING_RPCS:
-            # A call that only holds its place would keep all others out.
+            # A call that only occupies its slot would keep all others out.
             next(iter(self._arriving)).cancel()
         reading = asyncio.ensure_future(_take_first(messages))
         self._arriving[reading] = None

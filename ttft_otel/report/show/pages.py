@@ -211,17 +211,18 @@ def _create_environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for call in (
-        format_duration,
-        format_exact_ms,
-        compute_share,
-        build_segments,
-        build_mean_bar,
-        build_waterfall,
-        list_legend,
-    ):
-        environment.globals[call.__name__] = call
     environment.globals.update(
+        format_duration=format_duration,
+        format_exact_ms=format_exact_ms,
+        compute_share=compute_share,
+        build_segments=build_segments,
+        build_mean_bar=build_mean_bar,
+        build_waterfall=build_waterfall,
+        list_legend=list_legend,
+        collect_recomputed=collect_recomputed,
+        describe_recomputed=describe_recomputed,
+        find_clock_error=find_clock_error,
+        describe_clock_error=describe_clock_error,
         palette=palette,
         stages=stages,
         version=__version__,
@@ -229,14 +230,6 @@ def _create_environment() -> Environment:
         clock=_format_clock,
         kinds=SPAN_KINDS,
         failed=STATUS_ERROR,
-    )
-    environment.globals.update(
-        collect_recomputed=collect_recomputed,
-        describe_recomputed=describe_recomputed,
-        find_clock_error=find_clock_error,
-        describe_clock_error=describe_clock_error,
-    )
-    environment.globals.update(
         deep=MAX_INDENT,
         UNATTRIBUTED=stages.UNATTRIBUTED,
         WAIT_REASONS=stages.WAIT_REASONS,

@@ -65,10 +65,10 @@ def print_waterfall(
     start, end = waterfall_rows.find_window(trace.spans)
     # Room for indented names, but never most of the screen.
     left = min(44, max(24, out.width // 3))
-    room = max(10, out.width - left - 12)
+    axis_width = max(10, out.width - left - 12)
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=left, no_wrap=True, overflow="ellipsis")
-    grid.add_column(width=room, no_wrap=True)
+    grid.add_column(width=axis_width, no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
     rows = waterfall_rows.build_rows(trace.spans)
     # A trace may have thousands: the terminal would scroll the request away.
@@ -83,7 +83,9 @@ def print_waterfall(
             palette.find_color(row.stage) if row.what == "stage" else _choose_role_color(row.role)
         )
         grid.add_row(
-            name, _draw_track(place, room, color, row.what), Text(format_short(row.us), style="dim")
+            name,
+            _draw_track(place, axis_width, color, row.what),
+            Text(format_short(row.us), style="dim"),
         )
     out.print(grid)
     if len(rows) > MAX_SHOWN_ROWS:
@@ -205,22 +207,22 @@ def _draw_bar(parts: Sequence[tuple[str, float]], width: int) -> Text:
     return text
 
 
-def _draw_track(place: tuple[float, float], room: int, color: str, kind: str) -> Text:
+def _draw_track(place: tuple[float, float], axis_width: int, color: str, kind: str) -> Text:
     """One span on the axis, to an eighth of a cell.
 
     place: start and end as shares of the window; parts outside of 0 to 1 are cut off.
     """
-    low = min(max(place[0], 0.0), 1.0) * room
+    low = min(max(place[0], 0.0), 1.0) * axis_width
     # At least an eighth of a cell: the shortest span is still seen.
-    high = max(min(place[1], 1.0) * room, low + 0.125)
+    high = max(min(place[1], 1.0) * axis_width, low + 0.125)
     # Different glyphs: without colours the kinds still differ.
     glyph = {"stage": "█", "trunk": "━", "part": "─"}.get(kind, "─")
     cells = max(1, round(high) - int(low))
-    text = Text(" " * min(int(low), room - 1))
+    text = Text(" " * min(int(low), axis_width - 1))
     if glyph == "█" and high - low < 1:
         text.append(EIGHTHS[max(1, int((high - low) * 8))], style=color)
     else:
-        text.append(glyph * min(cells, room - min(int(low), room - 1)), style=color)
+        text.append(glyph * min(cells, axis_width - min(int(low), axis_width - 1)), style=color)
     return text
 
 
@@ -243,6 +245,11 @@ def _choose_role_color(role: str) -> str:
 def remove_controls(text: str) -> str:
     """Replace control characters: a span's name must not be able to control the terminal."""
     return "".join(each if each.isprintable() else "�" for each in text)
+
+
+def round_ms(us: float) -> float:
+    """Milliseconds with the marks' three decimals; a float, as numpy's scalars are no JSON."""
+    return round(float(us) / 1000, 3)
 
 
 def format_short(us: float) -> str:

@@ -202,6 +202,12 @@ def _pack_raw_span(raw: Span, resource: dict[str, Any], scope: str) -> bytes | t
 def _list_values(span: StoredSpan) -> tuple[object, ...]:
     """What decode_item() reads; the rest is in the chunk."""
     return (
-        *(span.name, span.kind, span.start_ns, span.end_ns),
-        *(span.status, span.message, span.attributes, span.dropped),
+        span.name,
+        span.kind,
+        span.start_ns,
+        span.end_ns,
+        span.status,
+        span.message,
+        span.attributes,
+        span.dropped,
     )

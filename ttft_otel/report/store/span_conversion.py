@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert spans of OTLP to StoredSpans, with bounds on what one span can hold.
+"""Convert spans of OTLP to StoredSpans, with bounds on what one span can have.
 
 otlp_decoder.py does so for reports that are read elsewhere, span_chunks.py when somebody reads a stored span.
 Who held a waiting request (links and events of its span) is kept as one attribute, and read back here.

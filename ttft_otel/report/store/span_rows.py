@@ -172,7 +172,7 @@ class ChunkInserter:
 def _keep_new(
     chunk: SpanChunk, trace: TouchedTrace, known: set[bytes]
 ) -> tuple[SpanChunk, InsertOutcome]:
-    """The part of a chunk that its trace does not have and has room for.
+    """The part of a chunk that its trace does not have and can take.
 
     It is counted in `trace`, and added to `known`, the IDs of the trace's spans.
     """
@@ -237,8 +237,18 @@ def _assemble_trace(
 def _make_row(trace: int, number: int, request: Request) -> tuple[object, ...]:
     # A request without an ID of its own is found by its trace.
     request_id = "" if request.request_id == request.trace_id else request.request_id
+    roles = " ".join(request.roles)
+    request_id, model, roles, error = (
+        text[:MAX_SEARCHED_CHARS] for text in (request_id, request.model, roles, request.error)
+    )
     return (
-        *(trace, number, request_id[:MAX_SEARCHED_CHARS], request.start_ns),
-        *(request.model[:MAX_SEARCHED_CHARS], " ".join(request.roles)[:MAX_SEARCHED_CHARS]),
-        *(request.ttft_us, request.error[:MAX_SEARCHED_CHARS], int(request.pending)),
+        trace,
+        number,
+        request_id,
+        request.start_ns,
+        model,
+        roles,
+        request.ttft_us,
+        error,
+        int(request.pending),
     )

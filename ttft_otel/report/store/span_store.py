@@ -88,7 +88,7 @@ class SpanStore:
             done.set_result(0)
             return done
         try:
-            # Never waits: the sender is told at once that the queue is full, and retries.
+            # Never waits: the sender learns at once that the queue is full, and retries.
             self._queue.put_nowait((chunks, done))
         except Full:
             self.counts["busy"] += 1

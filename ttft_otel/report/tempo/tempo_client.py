@@ -11,8 +11,7 @@ import asyncio
 import re
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ import msgspec
 from yarl import URL
 
 from ttft_otel.model.names import env_names
+from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.store.database_schema import StoreError
 
 LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -28,6 +28,15 @@ MAX_SEARCH_BYTES: Final = 16 << 20  # of one answer to a search; 1000 traces hav
 # Of one trace; Tempo's own limit at ingestion (max_bytes_per_trace) is 5 MB by default.
 MAX_TRACE_BYTES: Final = 32 << 20
 MAX_ERROR_CHARS: Final = 200  # of an error's body, which may be a page of HTML
+# What reading an answer raises that is not of Tempo's form.
+BAD_ANSWERS: Final = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 CONNECT_TIMEOUT_S: Final = 10.0
 OLDEST_MAJOR: Final = 2  # Tempo 1 has no TraceQL, and ignores the parameter
 HEADERS_REMEDY: Final = (
@@ -53,32 +62,6 @@ class SearchTooLargeError(TempoError):
 
 
 @dataclass(frozen=True, slots=True)
-class TempoAccess:
-    """Tempo's address, and what is needed to be let in."""
-
-    url: str
-    #: Sent with every request, never printed.
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    ca_file: Path | None = None  #: of a private CA
-    timeout_s: float = 30.0  #: for one answer
-
-    @property
-    def shown_url(self) -> str:
-        """The URL without the credentials that it may have."""
-        url = URL(self.url)
-        return str(url.with_user(None)) if url.absolute else self.url
-
-    @property
-    def is_exposed(self) -> bool:
-        """Whether credentials would cross a network unencrypted."""
-        url = URL(self.url)
-        has_secret = bool(url.user) or any(
-            name.lower() not in ("x-scope-orgid", "accept") for name in self.headers
-        )
-        return url.scheme == "http" and url.host not in LOOPBACK_HOSTS and has_secret
-
-
-@dataclass(frozen=True, slots=True)
 class FoundTrace:
     """One hit of a search."""
 
@@ -89,35 +72,44 @@ class FoundTrace:
 
 
 class TempoClient:
-    """Tempo's HTTP API: `async with TempoClient(access) as client`."""
+    """Tempo's HTTP API: `async with TempoClient(choice) as client`. `shown_url` has no credentials."""
 
-    def __init__(self, access: TempoAccess) -> None:
-        self.access = access
+    def __init__(self, choice: SourceChoice) -> None:
+        self._choice = choice
         try:
-            self._url = URL(access.url.rstrip("/"))
+            self._url = URL(choice.tempo.rstrip("/"))
         except ValueError as error:
             # Without the text, which may have credentials in a place where nobody looks for them.
             raise TempoError(f"--tempo is no address ({error}): {ADDRESS_REMEDY}") from error
+        self.shown_url = str(self._url.with_user(None)) if self._url.absolute else choice.tempo
         if self._url.scheme not in ("http", "https") or not self._url.host:
-            raise TempoError(f"{access.shown_url!r} is not an HTTP address: {ADDRESS_REMEDY}")
+            raise TempoError(f"{self.shown_url!r} is not an HTTP address: {ADDRESS_REMEDY}")
         self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether credentials would cross a network unencrypted."""
+        has_secret = bool(self._url.user) or any(
+            name.lower() not in ("x-scope-orgid", "accept") for name in self._choice.headers
+        )
+        return self._url.scheme == "http" and self._url.host not in LOOPBACK_HOSTS and has_secret
 
     async def __aenter__(self) -> TempoClient:
         try:
             context = ssl.create_default_context(
-                cafile=str(self.access.ca_file) if self.access.ca_file else None
+                cafile=str(self._choice.ca_file) if self._choice.ca_file else None
             )
         except (OSError, ssl.SSLError) as error:
             raise TempoError(
-                f"--tempo-ca {self.access.ca_file} cannot be read: {error}; it is a file of PEM certificates"
+                f"--tempo-ca {self._choice.ca_file} cannot be read: {error}; it is a file of PEM certificates"
             ) from error
         # Without a connector's limit of its own: the caller bounds how many traces it asks for.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=context),
             timeout=aiohttp.ClientTimeout(
-                total=self.access.timeout_s, sock_connect=CONNECT_TIMEOUT_S
+                total=self._choice.timeout_s, sock_connect=CONNECT_TIMEOUT_S
             ),
-            headers=dict(self.access.headers),
+            headers=dict(self._choice.headers),
         )
         return self
 
@@ -139,19 +131,19 @@ class TempoClient:
             if body is None:
                 raise ValueError("no such page")
             version = str(msgspec.json.decode(body)["version"])
-        except (ValueError, KeyError, TypeError, RecursionError, msgspec.DecodeError) as error:
+        except BAD_ANSWERS as error:
             raise TempoError(
-                f"{self.access.shown_url} is not Tempo ({error}): {ADDRESS_REMEDY}"
+                f"{self.shown_url} is not Tempo ({error}): {ADDRESS_REMEDY}"
             ) from error
         if (found := re.match(r"v?(\d+)\.\d+", version)) and int(found[1]) < OLDEST_MAJOR:
             raise TempoError(
-                f"{self.access.shown_url} is Tempo {version}, which has no TraceQL; "
+                f"{self.shown_url} is Tempo {version}, which has no TraceQL; "
                 f"{OLDEST_MAJOR}.0 or newer is needed"
             )
         return version
 
     async def read_retention_s(self) -> float:
-        """For how long Tempo keeps traces, from its configuration; 0 where it does not tell."""
+        """For how long Tempo keeps traces, from its configuration; 0 where it does not say."""
         try:
             body = await self._get("/status/config", {}, MAX_SEARCH_BYTES)
         except TempoError:
@@ -180,14 +172,11 @@ class TempoClient:
             found = [read_found_trace(each) for each in document.get("traces") or []]
             metrics = document.get("metrics") or {}
             # Tempo ends a search at its limit; below that, a job that is missing has failed.
-            jobs = (int(metrics.get(name) or 0) for name in ("completedJobs", "totalJobs"))
-            completed, total = jobs
-        except (
-            *(ValueError, KeyError, TypeError, AttributeError),
-            *(OverflowError, RecursionError, msgspec.DecodeError),
-        ) as error:
+            completed = int(metrics.get("completedJobs") or 0)
+            total = int(metrics.get("totalJobs") or 0)
+        except BAD_ANSWERS as error:
             raise TempoError(
-                f"{self.access.shown_url} gave no search result ({error}): {ADDRESS_REMEDY}"
+                f"{self.shown_url} gave no search result ({error}): {ADDRESS_REMEDY}"
             ) from error
         return found, completed >= total or len(found) >= limit
 
@@ -219,7 +208,7 @@ class TempoClient:
                     body += chunk
                     if len(body) > max_bytes:
                         raise TempoError(
-                            f"{self.access.shown_url} gave more than {max_bytes >> 20} MiB for {path}; "
+                            f"{self.shown_url} gave more than {max_bytes >> 20} MiB for {path}; "
                             "ask for a shorter window"
                         )
                 if response.status == 404:
@@ -234,7 +223,7 @@ class TempoClient:
         self, response: aiohttp.ClientResponse, path: str, body: bytes
     ) -> TempoError:
         status, text = response.status, self._clean_text(body.decode(errors="replace"))
-        place = f"{self.access.shown_url} answered {status}"
+        place = f"{self.shown_url} answered {status}"
         if status in (401, 403):
             return TempoError(f"{place}, it wants to know who asks: {HEADERS_REMEDY}")
         if 300 <= status < 400:
@@ -264,7 +253,7 @@ class TempoClient:
         return TempoError(f"{place} to {path} ({text or 'no reason given'}): {remedy}")
 
     def _explain_failure(self, error: BaseException) -> str:
-        place = self.access.shown_url
+        place = self.shown_url
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
             return (
                 f"{place} has a certificate that is not trusted "
@@ -274,7 +263,7 @@ class TempoClient:
             return f"{place} does not speak TLS as it should ({self._clean_text(str(error))}): is it http://?"
         if isinstance(error, asyncio.TimeoutError):
             return (
-                f"{place} did not answer within {self.access.timeout_s:g} s: ask for a shorter window, "
+                f"{place} did not answer within {self._choice.timeout_s:g} s: ask for a shorter window, "
                 "or wait longer with --tempo-timeout"
             )
         if isinstance(error, aiohttp.ClientConnectorError):
@@ -285,7 +274,7 @@ class TempoClient:
 
     def _clean_text(self, text: str) -> str:
         """One short line that a terminal can show, without what only we and Tempo should know."""
-        for secret in (*self.access.headers.values(), self._url.password or ""):
+        for secret in (*self._choice.headers.values(), self._url.password or ""):
             if secret:
                 text = text.replace(secret, "***")
         printable = "".join(each if each.isprintable() else " " for each in text)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests from Tempo, as DatabaseReader gives them from the embedded store: the same objects.
 
-Tempo's search has no cursor: windows of time are halved until each holds fewer traces than the limit of a
+Tempo's search has no cursor: windows of time are halved until each has fewer traces than the limit of a
 search, newest first, and no more traces are fetched than the answer needs. breakdown_source.py opens it.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from ttft_otel.model.names import keys
 from ttft_otel.report.receive import otlp_decoder
-from ttft_otel.report.report_types import TTFT_SPAN_NAMES, Request, StoredSpan
+from ttft_otel.report.report_types import TTFT_SPAN_NAMES, Request, SourceChoice, StoredSpan
 from ttft_otel.report.store.database_reader import (
     MAX_REQUESTS,
     RequestFilter,
@@ -29,7 +29,6 @@ from ttft_otel.report.store.trace_reader import MAX_TRACE_TRUNKS, get_time_order
 from ttft_otel.report.tempo.tempo_client import (
     FoundTrace,
     SearchTooLargeError,
-    TempoAccess,
     TempoClient,
     TempoError,
     is_trace_id,
@@ -59,20 +58,20 @@ class TempoSource:
 
     def __init__(
         self,
-        access: TempoAccess,
+        choice: SourceChoice,
         report_progress: ProgressReporter = lambda text, done, total: None,
         report_note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._client = TempoClient(access)
+        self._client = TempoClient(choice)
         self._report_progress = report_progress
         self._report_note = report_note
-        self._allowed = MAX_SECOND_LIMIT  # traces of one search, as far as Tempo has told
+        self._allowed = MAX_SECOND_LIMIT  # traces of one search, as far as Tempo has said
         # What list_latest() has read is asked for again, request by request.
         self._trunks: OrderedDict[str, list[StoredSpan]] = OrderedDict()
         # Of its own, because the commands are not asynchronous.
         self._loop = asyncio.new_event_loop()
         try:
-            self._run(self._open(access))
+            self._run(self._open())
         except BaseException:
             self.close()
             raise
@@ -122,11 +121,11 @@ class TempoSource:
         finally:
             self._report_progress("", 0, 0)
 
-    async def _open(self, access: TempoAccess) -> None:
+    async def _open(self) -> None:
         await self._client.__aenter__()
-        if access.is_exposed:
+        if self._client.is_exposed:
             self._report_note(
-                f"the credentials for {access.shown_url} are sent without encryption; use https://"
+                f"the credentials for {self._client.shown_url} are sent without encryption; use https://"
             )
         await self._client.read_version()
 
@@ -206,7 +205,7 @@ class TempoSource:
         found: dict[tuple[str, int], Request],
     ) -> None:
         """Add requests of `traces` until no trace that is left can have one of the newest `last`."""
-        # By end: a request begins before its trace ends, so that the rest holds only older ones.
+        # By end: a request begins before its trace ends, so that the rest has only older ones.
         ordered = sorted(traces, key=lambda trace: -trace.end_ns)
         for start in range(0, len(ordered), MAX_PARALLEL):
             some = ordered[start : start + MAX_PARALLEL]
@@ -260,7 +259,7 @@ class TempoSource:
 
 
 def build_query(wanted: RequestFilter) -> str:
-    """TraceQL for the traces that can hold a request of `wanted`; matches_filter() decides."""
+    """TraceQL for the traces that can have a request of `wanted`; matches_filter() decides."""
     # Not only outermost ones: behind some routers a request has none, and is pending.
     named = " || ".join(f'name = "{name}"' for name in TTFT_SPAN_NAMES)
     conditions = [f"({named})", f"span.{keys.TOTAL_US} >= 0"]
