@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What it costs to ask another process for cached prefixes, beside a look into one's own index.
 
-With --workers and KV events one process keeps the index (router/workers/index_keeper.py). A real one is asked
-over its socket, one prompt after the other; the same prompts are then looked up in an index of this process.
+With --workers and KV events one process has the index (router/workers/index_service.py). A real one is
+asked over its socket, one prompt after the other; the same prompts are then looked up in an index of this
+process.
 
     python -m benchmarks.index_keeper [--rounds 9] [--json FILE]
 """
@@ -33,7 +34,7 @@ from benchmarks.process_cpu import read_process_cpu_s
 from ttft_otel.router.routing.prefixes.block_ledger import ReportedIndex
 from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
 from ttft_otel.router.routing.prefixes.shared_index_source import IndexChannel
-from ttft_otel.router.workers.index_keeper import IndexKeeper
+from ttft_otel.router.workers.index_service import IndexService
 
 INSTANCE_URLS: Final = tuple(f"http://127.0.0.1:{port}" for port in range(1, 9))
 BLOCK_COUNTS: Final = (16, 100, 512)  # of a prompt
@@ -70,7 +71,7 @@ def keep_index(path: Path, lifeline: tuple[int, int]) -> None:
     os.close(lifeline[1])
     source = KvEventsSource(BLOCK_TOKENS, MAX_BLOCKS, ())
     fill_index(source.reported)
-    uvloop.run(IndexKeeper(source, path).run(lifeline[0]))
+    uvloop.run(IndexService(source, path).run(lifeline[0]))
 
 
 async def measure_rounds(path: Path, keeper_pid: int, rounds: int) -> dict[str, Figure]:

@@ -50,7 +50,7 @@ class SharedStateSimulation(WorkerSimulation):
             (self.indices[instance.url], instance.in_flight, self.arrivals[owner, instance.url])
         ]
         for replica, due_us in self.list_readers(owner, now_us):
-            show = functools.partial(replica.siblings.apply_counts, owner, changes)
+            show = functools.partial(replica.remote.apply_counts, owner, changes)
             self.schedule_event(due_us, show)
 
     def list_readers(self, owner: int, now_us: int) -> list[tuple[SimulatedWorker, int]]:

@@ -28,7 +28,7 @@ from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import PolicyState, PrefillSample
 from ttft_otel.router.workers import messages
-from ttft_otel.router.workers.sibling_loads import SiblingLoads
+from ttft_otel.router.workers.remote_loads import RemoteLoads
 
 LEG: Final = "prefill"
 # What is in a ring is read before the next decision. Two that decide in the same moment know nothing of
@@ -43,7 +43,7 @@ class SimulatedWorker:
     instances: dict[str, types.Instance]
     state: PolicyState
     policy: types.RoutingPolicy
-    siblings: SiblingLoads
+    remote: RemoteLoads
 
 
 class WorkerSimulation(Simulation):
@@ -67,7 +67,7 @@ class WorkerSimulation(Simulation):
         for number, worker in enumerate(self.workers):
             for owner in range(worker_count):
                 if owner != number and are_sharing:
-                    worker.siblings.apply_places(owner, places)
+                    worker.remote.apply_places(owner, places)
         self.last_sample: PrefillSample | None = None
 
     def _build_worker(self, case: dict[str, Any], policy: str, ties: str) -> SimulatedWorker:
@@ -81,9 +81,9 @@ class WorkerSimulation(Simulation):
         state.first_token_listener = self._keep_sample
         name = "ttft" if policy in ("trapezoid", "calibrated") else policy
         instances = {url: types.parse_instance_url(url, LEG) for url in self.by_url}
-        siblings = SiblingLoads(lambda _, url: instances.get(url), lambda _: state)
+        remote = RemoteLoads(lambda _, url: instances.get(url), lambda _: state)
         made = (PEER_POLICIES.get(name) or POLICIES[name])(state)
-        return SimulatedWorker(instances, state, made, siblings)
+        return SimulatedWorker(instances, state, made, remote)
 
     def handle_arrival(self, number: int, row: TraceRow, now_us: int) -> None:
         """A worker that the kernel chose by chance sends the request where its policy says."""
@@ -140,7 +140,7 @@ class WorkerSimulation(Simulation):
         changes = [(self.indices[instance.url], instance.in_flight, arrivals)]
         for worker in self.list_others(owner):
             due_us = now_us + round(TELL_S * US_PER_SECOND)
-            show = functools.partial(worker.siblings.apply_counts, owner, changes)
+            show = functools.partial(worker.remote.apply_counts, owner, changes)
             self.schedule_event(due_us, show)
 
     def list_others(self, owner: int) -> list[SimulatedWorker]:
@@ -155,9 +155,9 @@ class WorkerSimulation(Simulation):
 def deliver(worker: SimulatedWorker, owner: int, message: messages.LoadMessage, _: int) -> None:
     """Put a message of the worker `owner` into the books of another one; an event of the simulation."""
     if isinstance(message, messages.Sent):
-        worker.siblings.apply_sent(owner, message)
+        worker.remote.apply_sent(owner, message)
     elif isinstance(message, messages.FirstToken):
-        worker.siblings.apply_first_token(owner, message)
+        worker.remote.apply_first_token(owner, message)
 
 
 def run_workers(
@@ -175,6 +175,6 @@ def run_workers(
     simulation.run(rows, compute_speedup(rows, case["load"], capacity))
     assert len(simulation.ttfts_s) == len(rows)
     for worker in simulation.workers:
-        assert not len(worker.state.pending) and not worker.siblings.count_attempts()
+        assert not len(worker.state.pending) and not worker.remote.count_attempts()
         assert not any(each.all_in_flight for each in worker.instances.values())
     return simulation

@@ -21,7 +21,7 @@ class Replica(JoinedWorker):
 
     def __init__(self, policy: str) -> None:
         super().__init__(policy)
-        self.others = OtherReplicas(self.pool, self.siblings)
+        self.others = OtherReplicas(self.pool, self.remote)
 
     def read(self, other: Replica, name: str = "other") -> None:
         """Take in what another one has under way."""
@@ -67,7 +67,7 @@ def test_whatever_was_missed(policy: str, seed: int) -> None:
             url = f"http://127.0.0.1:{10 + len(one.pool)}"
             for each in (one, other):
                 each.pool.add_instance(types.parse_instance_url(url, LEG))
-                each.siblings.sync_instances()
+                each.remote.sync_instances()
                 each.others.sync_instances()
         if chance.random() < 0.2:
             other.read(one)
@@ -76,7 +76,7 @@ def test_whatever_was_missed(policy: str, seed: int) -> None:
         one.pool.record_ended(attempt)
     other.read(one)
     compare(one, other)
-    assert not other.siblings.count_attempts()
+    assert not other.remote.count_attempts()
 
 
 def test_instances_that_are_unknown_or_on_another_leg() -> None:
@@ -126,7 +126,7 @@ def test_the_largest_snapshot_fits() -> None:
     urls = [f"http://127.0.0.1:1/{number:04}".ljust(512, "x") for number in range(1100)]
     for each in (one, other):
         each.pool.replace_instances({LEG: [types.parse_instance_url(url, LEG) for url in urls]})
-        each.siblings.sync_instances()
+        each.remote.sync_instances()
         each.others.sync_instances()
     for number in range(2200):
         one.send(build_request(number), urls[number % 1000])
@@ -146,13 +146,13 @@ def test_instances_that_came_and_went_are_bounded() -> None:
         urls = [f"http://127.0.0.1:1/{turn}/{number}" for number in range(1000)]
         instances = [types.parse_instance_url(url, LEG) for url in urls]
         it.pool.replace_instances({LEG: instances})
-        it.siblings.sync_instances()
+        it.remote.sync_instances()
         it.others.sync_instances()
         rows = tuple(snapshots.SharedInstance(LEG, url, 1, 1, False) for url in urls)
         value = msgspec.msgpack.encode(snapshots.Snapshot(rows, ()))
         it.others.apply_value("it", value)
         it.others.apply_value("it", value)
-        assert it.siblings.count_places("it") <= snapshots.MAX_ROWS
+        assert it.remote.count_places("it") <= snapshots.MAX_ROWS
         assert sum(each.all_in_flight for each in it.pool) == 1000
 
 

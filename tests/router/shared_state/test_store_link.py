@@ -8,7 +8,7 @@ import logging
 import signal
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -33,7 +33,7 @@ class LinkedReplica(JoinedWorker):
     ) -> None:
         super().__init__("ttft")
         settings = StoreSettings(url, password_file, prefix)
-        self.link = StoreLink(settings, self.pool, self.own, self.siblings, replica)
+        self.link = StoreLink(settings, self.pool, self.own, self.remote, replica)
 
     def count_elsewhere(self) -> int:
         """Requests in flight of others, as it believes."""
@@ -54,13 +54,10 @@ async def run_replicas(
 ) -> AsyncIterator[list[LinkedReplica]]:
     """A replica for each name."""
     replicas = [LinkedReplica(url, name, prefix, password_file) for name in names]
-    for each in replicas:
-        await each.link.start()
-    try:
-        yield replicas
-    finally:
+    async with AsyncExitStack() as stack:
         for each in replicas:
-            await each.link.close()
+            await stack.enter_async_context(each.link)
+        yield replicas
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers import messages
-from ttft_otel.router.workers.load_counts import CountReader, CountWriter, LoadCounts
 from ttft_otel.router.workers.own_loads import OwnLoads
-from ttft_otel.router.workers.sibling_loads import SiblingLoads
+from ttft_otel.router.workers.remote_loads import RemoteLoads
+from ttft_otel.router.workers.shared_memory import CountReader, CountWriter, SharedMemory
 from ttft_otel.tracing import clock
 
 LEG = "mono"
@@ -31,13 +31,13 @@ class JoinedWorker:
         self.state = self.routing.get_leg_policy(LEG).state
         self.state.index = SentHistory(16, 1000)
         self.outbox: list[messages.LoadMessage] = []
-        self.counts = LoadCounts(1)
+        self.counts = SharedMemory(1)
         self.own = OwnLoads(
             self.pool, self.routing, CountWriter(self.counts, 0), self.outbox.append
         )
         self.own.start()
         self._readers: dict[int, CountReader] = {}
-        self.siblings = SiblingLoads(self.pool.find_instance, lambda _: self.state)
+        self.remote = RemoteLoads(self.pool.find_instance, lambda _: self.state)
 
     def choose(self, request: types.RoutingRequest) -> types.Decision:
         """Which instance its policy chooses now."""
@@ -57,32 +57,32 @@ class JoinedWorker:
         self.pool.record_sent(attempt)
         return attempt
 
-    def hear(self, seat: int, message: messages.LoadMessage) -> None:
-        """Take in a message of the worker on `seat`."""
+    def hear(self, slot: int, message: messages.LoadMessage) -> None:
+        """Take in a message of the worker on `slot`."""
         handlers: dict[type, Callable[[int, Any], None]] = {
-            messages.Places: self.siblings.apply_places,
-            messages.Sent: self.siblings.apply_sent,
-            messages.FirstToken: self.siblings.apply_first_token,
-            messages.Ended: self.siblings.apply_ended,
+            messages.Places: self.remote.apply_places,
+            messages.Sent: self.remote.apply_sent,
+            messages.FirstToken: self.remote.apply_first_token,
+            messages.Ended: self.remote.apply_ended,
         }
-        handlers[type(message)](seat, messages.decode_load(messages.encode_load(message)))
+        handlers[type(message)](slot, messages.decode_load(messages.encode_load(message)))
 
-    def see(self, seat: int, other: JoinedWorker) -> None:
-        """Read the numbers of the worker on `seat`, all of them the first time."""
-        if seat not in self._readers:
-            self._readers[seat] = CountReader(other.counts, 0)
-            self._readers[seat].read_all_next()
-        changes = self._readers[seat].read_changes(self.siblings.count_places(seat))
-        self.siblings.apply_counts(seat, changes, clock.now_us())
+    def see(self, slot: int, other: JoinedWorker) -> None:
+        """Read the numbers of the worker on `slot`, all of them the first time."""
+        if slot not in self._readers:
+            self._readers[slot] = CountReader(other.counts, 0)
+            self._readers[slot].read_all_next()
+        changes = self._readers[slot].read_changes(self.remote.count_places(slot))
+        self.remote.apply_counts(slot, changes, clock.now_us())
 
-    def resync(self, seat: int, other: JoinedWorker) -> None:
-        """Hear everything anew that the worker on `seat` has under way."""
-        self.siblings.drop_seat(seat, clock.now_us())
-        self._readers.pop(seat, None)
-        self.hear(seat, other.own.describe_places())
+    def resync(self, slot: int, other: JoinedWorker) -> None:
+        """Hear everything anew that the worker on `slot` has under way."""
+        self.remote.forget_process(slot, clock.now_us())
+        self._readers.pop(slot, None)
+        self.hear(slot, other.own.describe_places())
         for sent in other.own.list_pending():
-            self.hear(seat, sent)
-        self.see(seat, other)
+            self.hear(slot, sent)
+        self.see(slot, other)
 
 
 def build_request(number: int, tokens: int = 64) -> types.RoutingRequest:

@@ -8,38 +8,43 @@ import random
 import pytest
 
 from router.workers.forked_process import run_forked
-from ttft_otel.router.workers.load_counts import MAX_CHANGES, CountReader, CountWriter, LoadCounts
+from ttft_otel.router.workers.shared_memory import (
+    MAX_CHANGES,
+    CountReader,
+    CountWriter,
+    SharedMemory,
+)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_has_changed_is_seen(seed: int) -> None:
-    """By many changes or few between two looks, of two seats that share nothing."""
+    """By many changes or few between two looks, of two slots that share nothing."""
     chance = random.Random(seed)
-    counts = LoadCounts(2)
-    writers = [CountWriter(counts, seat) for seat in range(2)]
-    readers = [CountReader(counts, seat) for seat in range(2)]
+    counts = SharedMemory(2)
+    writers = [CountWriter(counts, slot) for slot in range(2)]
+    readers = [CountReader(counts, slot) for slot in range(2)]
     truth = [{index: [0, 0] for index in range(20)} for _ in range(2)]
     seen: list[dict[int, list[int]]] = [{index: [0, 0] for index in range(20)} for _ in range(2)]
     for _ in range(60):
         for _ in range(chance.choice((0, 1, 5, MAX_CHANGES // 2 + 1, 3 * MAX_CHANGES))):
-            seat, index = chance.randrange(2), chance.randrange(20)
-            if truth[seat][index][0] and chance.random() < 0.5:
-                writers[seat].count_ended(index)
-                truth[seat][index][0] -= 1
+            slot, index = chance.randrange(2), chance.randrange(20)
+            if truth[slot][index][0] and chance.random() < 0.5:
+                writers[slot].count_ended(index)
+                truth[slot][index][0] -= 1
             else:
-                writers[seat].count_sent(index)
-                truth[seat][index][0] += 1
-                truth[seat][index][1] += 1
-        for seat, reader in enumerate(readers):
+                writers[slot].count_sent(index)
+                truth[slot][index][0] += 1
+                truth[slot][index][1] += 1
+        for slot, reader in enumerate(readers):
             for index, in_flight, arrivals in reader.read_changes(20):
-                seen[seat][index] = [in_flight, arrivals]
+                seen[slot][index] = [in_flight, arrivals]
             assert not reader.has_news()
         assert seen == truth
 
 
 def test_nothing_is_read_twice() -> None:
     """What has not changed is left out, unless all is asked for."""
-    counts = LoadCounts(1)
+    counts = SharedMemory(1)
     writer, reader = CountWriter(counts, 0), CountReader(counts, 0)
     writer.count_sent(3)
     assert reader.read_changes(5) == [(3, 1, 1)]
@@ -50,7 +55,7 @@ def test_nothing_is_read_twice() -> None:
 
 def test_a_successor_begins_at_nothing() -> None:
     """What was under way ended with its predecessor."""
-    counts = LoadCounts(2)
+    counts = SharedMemory(2)
     CountWriter(counts, 0).count_sent(0)
     CountWriter(counts, 1).count_sent(0)
 
@@ -60,7 +65,7 @@ def test_a_successor_begins_at_nothing() -> None:
     assert CountWriter(counts, 1).get_counts(0) == (1, 1)
 
 
-def count_up(counts: LoadCounts, number: int) -> None:
+def count_up(counts: SharedMemory, number: int) -> None:
     """In another process."""
     writer = CountWriter(counts, 0)
     for each in range(number):
@@ -72,7 +77,7 @@ def count_up(counts: LoadCounts, number: int) -> None:
 def test_between_processes() -> None:
     """While one counts, the other reads: numbers only go where they were, and the last ones are right."""
     number = 70_000
-    counts = LoadCounts(1)
+    counts = SharedMemory(1)
     reader = CountReader(counts, 0)
     seen = {index: (0, 0) for index in range(7)}
     with run_forked(count_up, counts, number) as process:

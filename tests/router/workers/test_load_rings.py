@@ -10,13 +10,13 @@ import pytest
 
 from router.workers.forked_process import run_forked
 from ttft_otel.router.errors import RingOverrun
-from ttft_otel.router.workers import load_rings
-from ttft_otel.router.workers.load_rings import (
+from ttft_otel.router.workers import shared_memory
+from ttft_otel.router.workers.shared_memory import (
     MAX_FRAME_BYTES,
     RING_BYTES,
-    LoadRings,
     RingReader,
     RingWriter,
+    SharedMemory,
 )
 
 
@@ -30,19 +30,19 @@ def read_all(reader: RingReader) -> list[bytes]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_frames_arrive_in_order(seed: int) -> None:
-    """Of all sizes and many laps, also those that meet the end of the ring; each seat has its own."""
+    """Of all sizes and many laps, also those that meet the end of the ring; each slot has its own."""
     chance = random.Random(seed)
-    rings = LoadRings(3)
-    writers = [RingWriter(rings, seat) for seat in (0, 2)]
-    readers = [RingReader(rings, seat) for seat in (0, 2)]
+    rings = SharedMemory(3)
+    writers = [RingWriter(rings, slot) for slot in (0, 2)]
+    readers = [RingReader(rings, slot) for slot in (0, 2)]
     written_bytes = 0
     while written_bytes < 5 * RING_BYTES:
         sent: list[list[bytes]] = [[], []]
         for _ in range(chance.randrange(1, 4)):
-            seat = chance.randrange(2)
+            slot = chance.randrange(2)
             data = chance.randbytes(chance.choice((0, 1, 9, 100, 5000, RING_BYTES // 8)))
-            assert writers[seat].write_frame(data)
-            sent[seat].append(data)
+            assert writers[slot].write_frame(data)
+            sent[slot].append(data)
             written_bytes += len(data)
         assert [read_all(reader) for reader in readers] == sent
 
@@ -50,7 +50,7 @@ def test_frames_arrive_in_order(seed: int) -> None:
 def test_the_last_bytes_of_a_ring() -> None:
     """Wherever the end of the ring cuts a header or a frame, nothing is lost."""
     for rest in range(40):
-        rings = LoadRings(1)
+        rings = SharedMemory(1)
         writer, reader = RingWriter(rings, 0), RingReader(rings, 0)
         filled = 0
         while RING_BYTES - filled > MAX_FRAME_BYTES + 8:
@@ -67,7 +67,7 @@ def test_the_last_bytes_of_a_ring() -> None:
 def test_a_reader_that_is_too_slow() -> None:
     """It is told, whatever lies where it stopped; afterwards it goes on with what is new."""
     for extra in range(1, 60):
-        rings = LoadRings(1)
+        rings = SharedMemory(1)
         writer, reader = RingWriter(rings, 0), RingReader(rings, 0)
         # Frames of one size, so that those of the next lap begin where those of the first did.
         frame = bytes(RING_BYTES // 64 - 8)
@@ -82,11 +82,11 @@ def test_a_reader_that_is_too_slow() -> None:
 
 def test_what_is_half_overwritten() -> None:
     """A frame that changes while it is read is no frame."""
-    rings = LoadRings(1)
+    rings = SharedMemory(1)
     writer, reader = RingWriter(rings, 0), RingReader(rings, 0)
     writer.write_frame(b"attempt 1 was sent")
     start = rings.find_start(0)
-    rings.memory[start + 12] ^= 1
+    rings.rings[start + 12] ^= 1
 
     with pytest.raises(RingOverrun):
         reader.read_frames(10)
@@ -95,11 +95,11 @@ def test_what_is_half_overwritten() -> None:
 @pytest.mark.parametrize("length", [0xFFFFFFFE, RING_BYTES, 20])
 def test_a_length_that_is_wrong(length: int) -> None:
     """Nothing outside the ring is read for it, nor what is not written yet."""
-    rings = LoadRings(1)
+    rings = SharedMemory(1)
     writer, reader = RingWriter(rings, 0), RingReader(rings, 0)
     writer.write_frame(b"short")
     start = rings.find_start(0)
-    rings.memory[start : start + 4] = length.to_bytes(4, "little")
+    rings.rings[start : start + 4] = length.to_bytes(4, "little")
 
     with pytest.raises(RingOverrun):
         reader.read_frames(10)
@@ -107,7 +107,7 @@ def test_a_length_that_is_wrong(length: int) -> None:
 
 def test_too_long() -> None:
     """It would overwrite most of what others have not read: refused, and nothing changes."""
-    rings = LoadRings(1)
+    rings = SharedMemory(1)
     writer, reader = RingWriter(rings, 0), RingReader(rings, 0)
 
     assert not writer.write_frame(bytes(MAX_FRAME_BYTES + 1))
@@ -117,7 +117,7 @@ def test_too_long() -> None:
 
 def test_a_successor_goes_on() -> None:
     """Readers follow it from where its predecessor stopped."""
-    rings = LoadRings(1)
+    rings = SharedMemory(1)
     reader = RingReader(rings, 0)
     RingWriter(rings, 0).write_frame(b"one")
     RingWriter(rings, 0).write_frame(b"two")
@@ -125,7 +125,7 @@ def test_a_successor_goes_on() -> None:
     assert read_all(reader) == [b"one", b"two"]
 
 
-def write_numbers(rings: LoadRings, count: int) -> None:
+def write_numbers(rings: SharedMemory, count: int) -> None:
     """In another process: numbers, as fast as it can."""
     writer = RingWriter(rings, 1)
     for number in range(count):
@@ -135,7 +135,7 @@ def write_numbers(rings: LoadRings, count: int) -> None:
 def test_between_processes() -> None:
     """While one writes, the other reads: every frame is whole, and in order; gaps are noticed."""
     count = 200_000
-    rings = LoadRings(2)
+    rings = SharedMemory(2)
     reader = RingReader(rings, 1)
     last, overruns = -1, 0
     with run_forked(write_numbers, rings, count) as process:
@@ -164,9 +164,9 @@ def test_between_processes() -> None:
 def test_memory_is_not_taken_before_it_is_used() -> None:
     """Rings of 64 workers cost nothing while they are empty."""
     before = read_resident_bytes()
-    rings = LoadRings(64)
+    rings = SharedMemory(64)
     assert read_resident_bytes() - before < 1 << 20
-    assert len(rings.memory) > 64 * load_rings.RING_BYTES
+    assert len(rings.rings) > 64 * shared_memory.RING_BYTES
 
 
 def read_resident_bytes() -> int:

@@ -10,7 +10,7 @@ import pytest
 from router.workers.joined_workers import LEG, URLS, JoinedWorker, build_request
 from ttft_otel.router import types
 from ttft_otel.router.timeline import Attempt
-from ttft_otel.router.workers import load_rings, messages, own_loads
+from ttft_otel.router.workers import messages, own_loads, shared_memory
 from ttft_otel.tracing import clock
 
 
@@ -55,7 +55,7 @@ def test_an_end_is_told() -> None:
     )
     deliver(one, other)
     assert not len(other.state.pending)
-    assert other.siblings.count_attempts() == 1, "its answer goes on"
+    assert other.remote.count_attempts() == 1, "its answer goes on"
     assert other.pool.get(LEG)[URLS.index(attempt.instance.url)].all_in_flight == 1
     assert other.state.index.match_blocks(request.block_keys, [attempt.instance.url]) == [4]
     fits = {url: fit.samples for (_, url), fit in other.state.models.list_fits().items() if url}
@@ -63,7 +63,7 @@ def test_an_end_is_told() -> None:
 
     one.pool.record_ended(attempt)
     deliver(one, other)
-    assert not other.siblings.count_attempts()
+    assert not other.remote.count_attempts()
     assert [each.all_in_flight for each in other.pool] == [0, 0]
 
 
@@ -82,9 +82,9 @@ def test_a_worker_that_is_gone() -> None:
         one.send(build_request(number))
     deliver(one, other)
 
-    other.siblings.drop_seat(0, clock.now_us())
+    other.remote.forget_process(0, clock.now_us())
 
-    assert not other.siblings.count_attempts() and not len(other.state.pending)
+    assert not other.remote.count_attempts() and not len(other.state.pending)
     assert [each.all_in_flight for each in other.pool] == [0, 0]
 
 
@@ -97,7 +97,7 @@ def test_an_instance_that_came_later_has_its_load() -> None:
     deliver(one, other)
 
     other.pool.add_instance(late)
-    other.siblings.sync_instances()
+    other.remote.sync_instances()
 
     assert late.all_in_flight == 1
 
@@ -123,11 +123,11 @@ def test_lost_messages(policy: str, seed: int) -> None:
         one.outbox.clear()
         other.see(0, one)
 
-    has_lost = not other.siblings.agrees_with(0, one.own.build_totals())
+    has_lost = not other.remote.agrees_with(0, one.own.build_totals())
     assert has_lost or policy == "least_requests"
     if has_lost:
         other.resync(0, one)
-    assert other.siblings.agrees_with(0, one.own.build_totals())
+    assert other.remote.agrees_with(0, one.own.build_totals())
     assert len(other.state.pending) == len(one.state.pending)
     for ours, theirs in zip(other.pool, one.pool, strict=True):
         assert (ours.in_flight, ours.all_in_flight) == (0, theirs.in_flight)
@@ -135,7 +135,7 @@ def test_lost_messages(policy: str, seed: int) -> None:
     for attempt in open_attempts:
         one.pool.record_ended(attempt)
     deliver(one, other)
-    assert not other.siblings.count_attempts() and not len(other.state.pending)
+    assert not other.remote.count_attempts() and not len(other.state.pending)
 
 
 def test_instances_come_and_go() -> None:
@@ -145,12 +145,12 @@ def test_instances_come_and_go() -> None:
     deliver(one, other)
     for worker in (one, other):
         worker.pool.remove_instance(worker.pool.get(LEG)[0])
-        worker.siblings.sync_instances()
+        worker.remote.sync_instances()
     for number in range(3):
         url = f"http://127.0.0.1:{10 + number}"
         for worker in (one, other):
             worker.pool.add_instance(types.parse_instance_url(url, LEG))
-            worker.siblings.sync_instances()
+            worker.remote.sync_instances()
         one.send(build_request(3 + number), url)
         deliver(one, other)
         assert [each.all_in_flight for each in other.pool] == [1] * (2 + number)
@@ -192,7 +192,7 @@ def test_results_are_told_with_totals() -> None:
     one.pool.record_ended(attempt)
     deliver(one, other)
 
-    assert other.siblings.agrees_with(0, one.own.build_totals())
+    assert other.remote.agrees_with(0, one.own.build_totals())
 
     elsewhere = other.pool.get(LEG)[0].elsewhere
     assert elsewhere is not None and elsewhere.results_by_owner == {0: {"2xx": 1}}
@@ -209,7 +209,7 @@ def test_all_anew_is_bounded() -> None:
     assert len(told) == 60 and all(sent.pairs for sent in told)
     assert [len(sent.block_keys) for sent in told[:2]] == [messages.MAX_BLOCK_KEYS] * 2
     assert sum(len(sent.block_keys) for sent in told) == own_loads.MAX_RESENT_KEYS
-    assert sum(len(messages.encode_load(sent)) for sent in told) < load_rings.RING_BYTES // 2
+    assert sum(len(messages.encode_load(sent)) for sent in told) < shared_memory.RING_BYTES // 2
 
 
 def test_long_prompts_fit() -> None:

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from ttft_otel.router.workers import child_process, supervisor
+from ttft_otel.router.workers import supervisor
 
 FAILING_START = """
 import sys
-from ttft_otel.router.workers.load_counts import LoadCounts
-from ttft_otel.router.workers.load_rings import LoadRings
+from ttft_otel.router.workers.shared_memory import SharedMemory
+from ttft_otel.router.workers.shared_memory import SharedMemory
 from ttft_otel.router.workers.supervisor import WorkerSupervisor
-sys.exit(WorkerSupervisor(2, lambda seat: sys.exit(3), 1.0, lambda: None).run())
+sys.exit(WorkerSupervisor(2, lambda slot: sys.exit(3), 1.0, lambda: None).run())
 """
 
 
@@ -24,16 +24,16 @@ def test_pauses() -> None:
     """None after a steady life; else doubled, up to a limit."""
     pauses = [0.0]
     for _ in range(8):
-        pauses.append(child_process.choose_pause_s(pauses[-1], 1.0))
+        pauses.append(supervisor.choose_pause_s(pauses[-1], 1.0))
 
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert child_process.choose_pause_s(30.0, child_process.STEADY_S) == 0.0
+    assert supervisor.choose_pause_s(30.0, supervisor.STEADY_S) == 0.0
 
 
 def test_ends_in_words() -> None:
     """A signal by its name, else the exit code."""
-    assert child_process.describe_end(-9) == "was ended by SIGKILL"
-    assert child_process.describe_end(1) == "ended with exit code 1"
+    assert supervisor.describe_end(-9) == "was ended by SIGKILL"
+    assert supervisor.describe_end(1) == "ended with exit code 1"
 
 
 def test_a_port_is_reserved() -> None:

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ttft_otel.router.workers.messages import Answer, Frame, Message, Resync, decode_frame
+from ttft_otel.router.workers.messages import Answer, Message, Question, decode_frame
 from ttft_otel.router.workers.worker_socket import WorkerSocket, build_path
+
+Frame = tuple[int, list[Message]]  # the sender's slot, and what it says
 
 
 @contextmanager
@@ -19,7 +21,11 @@ def make_sockets(
 ) -> Iterator[tuple[list[WorkerSocket], list[list[Frame]]]]:
     """Sockets of so many workers, which are closed at the end, and what each has received."""
     received: list[list[Frame]] = [[] for _ in range(count)]
-    sockets = [WorkerSocket(folder, seat, count, received[seat].append) for seat in range(count)]
+
+    def make_socket(slot: int) -> WorkerSocket:
+        return WorkerSocket(folder, slot, count, lambda *frame: received[slot].append(frame))
+
+    sockets = [make_socket(slot) for slot in range(count)]
     try:
         yield sockets, received
     finally:
@@ -29,7 +35,7 @@ def make_sockets(
 
 def list_messages(frames: list[Frame]) -> list[Message]:
     """The messages in several frames."""
-    return [message for frame in frames for message in frame.messages]
+    return [message for _, messages in frames for message in messages]
 
 
 async def test_messages_arrive_in_order(tmp_path: Path) -> None:
@@ -74,12 +80,12 @@ async def test_nobody_waits_for_a_worker_that_is_gone(tmp_path: Path) -> None:
     """Neither before it starts nor after it died; its successor takes its place."""
     with make_sockets(tmp_path, 2) as (sockets, received):
         sockets[0].open()
-        sockets[0].send([Resync()], [1])
+        sockets[0].send([Question(0, "load")], [1])
         sockets[1].open()
         sockets[1].close()  # leaves its path, as a killed process does
-        sockets[0].send([Resync()], [1])
+        sockets[0].send([Question(0, "load")], [1])
         sockets[1].open()
-        sockets[0].send([Resync()], [1])
+        sockets[0].send([Question(0, "load")], [1])
         while not received[1]:
             await asyncio.sleep(0.01)
         assert len(received[1]) == 1
@@ -93,6 +99,6 @@ async def test_rubbish_is_skipped(tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
             stranger.sendto(b"\xffrubbish", str(build_path(tmp_path, 1)))
         sockets[0].open()
-        sockets[0].send([Resync()], [1])
+        sockets[0].send([Question(0, "load")], [1])
         while not received[1]:
             await asyncio.sleep(0.01)

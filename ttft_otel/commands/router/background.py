@@ -52,8 +52,7 @@ async def run_background(
         if discovery is not None:
             await stack.enter_async_context(discovery.run())
         if store is not None:
-            await store.start()
-            stack.push_async_callback(store.close)
+            await stack.enter_async_context(store)
         yield
 
 

@@ -89,7 +89,7 @@ class RouterOptions(RoutingOptions):
         return self.register or bool(self.discover)
 
     @property
-    def has_index_keeper(self) -> bool:
+    def has_index_service(self) -> bool:
         """Whether one process keeps the index of KV events for all workers."""
         reads_prompts = self.routing_logic in PROMPT_POLICIES
         return self.workers > 1 and reads_prompts and self.prefix_index == "kv-events"

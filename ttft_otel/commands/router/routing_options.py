@@ -110,7 +110,7 @@ class RoutingOptions:
         )
 
     @property
-    def has_index_keeper(self) -> bool:
+    def has_index_service(self) -> bool:
         """Whether one process keeps the index of KV events for several routers."""
         return False
 
@@ -136,7 +136,7 @@ class RoutingOptions:
                 kv_endpoints=self.kv_events_endpoint,
                 lmcache_url=self.lmcache_controller_url,
                 lmcache_instances=names,
-                is_kept_elsewhere=self.has_index_keeper,
+                is_kept_elsewhere=self.has_index_service,
             )
         except ValueError as error:
             raise click.UsageError(str(error)) from error

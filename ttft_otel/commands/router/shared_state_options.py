@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ttft_otel.router.routing.routing_service import RoutingService
     from ttft_otel.router.shared_state.store_link import StoreLink, StoreSettings
     from ttft_otel.router.upstream.instance_pool import InstancePool
-    from ttft_otel.router.workers.worker_link import WorkerLink
+    from ttft_otel.router.workers.worker import WorkerLink
 
 DEFAULT_PREFIX: Final = "ttft-otel"
 # What a URL of the client may say; everything else could turn off checks and time-outs.
@@ -113,6 +113,6 @@ def build_worker_link(options: RouterOptions, link: WorkerLink) -> StoreLink | N
     from ttft_otel.router.shared_state.store_link import StoreLink
 
     loads = link.loads
-    made = StoreLink(settings, link.pool, loads.own, loads.siblings, link.seat.replica)
+    made = StoreLink(settings, link.pool, loads.own, loads.remote, link.slot.replica)
     link.app.metrics.collect_shared_state = made.collect_metrics
     return made

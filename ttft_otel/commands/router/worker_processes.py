@@ -15,8 +15,8 @@ import click
 from ttft_otel.commands.router import router_options, shared_state_options
 from ttft_otel.commands.router.router_options import RouterOptions
 from ttft_otel.router.routing.prefixes import DEFAULT_BLOCK_SIZE, MAX_HISTORY_BLOCKS
-from ttft_otel.router.workers.supervisor import WorkerSeat, WorkerSupervisor, reserve_port
-from ttft_otel.router.workers.worker_server import run_worker_server
+from ttft_otel.router.workers.supervisor import WorkerSlot, WorkerSupervisor, reserve_port
+from ttft_otel.router.workers.worker import run_worker_server
 
 log: Final = logging.getLogger("ttft_otel")
 
@@ -32,22 +32,22 @@ class WorkerProcesses:
     ) -> None:
         self.ctx, self.options, self.serve = ctx, options, serve
 
-    def run_worker(self, seat: WorkerSeat) -> None:
+    def run_worker(self, slot: WorkerSlot) -> None:
         """Be a worker, until a signal ends it."""
         build = functools.partial(shared_state_options.build_worker_link, self.options)
-        self.serve(self.options, functools.partial(run_worker_server, seat, build))
+        self.serve(self.options, functools.partial(run_worker_server, slot, build))
 
-    def run_keeper(self, folder: Path, lifeline_fd: int) -> None:
+    def run_index(self, folder: Path, lifeline_fd: int) -> None:
         """Keep the index of KV events for all workers, until they and their supervisor are gone."""
         # Not needed where prefixes come from elsewhere, and it needs ZMQ.
         from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
-        from ttft_otel.router.workers.index_keeper import run_index_keeper
+        from ttft_otel.router.workers.index_service import run_index_service
 
         endpoints = self.options.kv_events_endpoint
         source = functools.partial(
             KvEventsSource, DEFAULT_BLOCK_SIZE, MAX_HISTORY_BLOCKS, endpoints
         )
-        run_index_keeper(source, folder, lifeline_fd)
+        run_index_service(source, folder, lifeline_fd)
 
     def reload_options(self) -> None:
         """Read the configuration again for workers that start later; those that run do so themselves."""
@@ -83,7 +83,7 @@ def run_workers(ctx: click.Context, options: RouterOptions, serve: Callable[...,
         processes.run_worker,
         options.drain_timeout,
         processes.reload_options,
-        processes.run_keeper if options.has_index_keeper else None,
+        processes.run_index if options.has_index_service else None,
     )
     try:
         return supervisor.run()

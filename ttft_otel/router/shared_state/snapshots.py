@@ -20,7 +20,7 @@ from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers.messages import Ended, Places, Sent
 from ttft_otel.router.workers.own_loads import OwnLoads
-from ttft_otel.router.workers.sibling_loads import SiblingLoads
+from ttft_otel.router.workers.remote_loads import RemoteLoads
 from ttft_otel.tracing import clock
 
 MAX_INSTANCES: Final = 1024  # instances in one value; others are not shared
@@ -116,7 +116,7 @@ class OtherReplicas:
     loads: takes what is in their snapshots.
     """
 
-    def __init__(self, pool: InstancePool, loads: SiblingLoads) -> None:
+    def __init__(self, pool: InstancePool, loads: RemoteLoads) -> None:
         self._pool, self._loads = pool, loads
         self._processes: dict[str, KnownProcess] = {}
         self._instances: dict[str, list[Instance]] = {}  # by URL
@@ -165,7 +165,7 @@ class OtherReplicas:
     def forget_process(self, owner: str) -> None:
         """The process `owner` is gone, and with it all that it had."""
         del self._processes[owner]
-        self._loads.drop_seat(owner, clock.now_us())
+        self._loads.forget_process(owner, clock.now_us())
         for each in self._pool:
             if each.elsewhere is not None:
                 each.elsewhere.breaker_openers.discard(owner)

@@ -40,9 +40,9 @@ from ttft_otel.router.shared_state.snapshots import (
     build_snapshot,
 )
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.workers.load_counts import CountWriter, LoadCounts
 from ttft_otel.router.workers.own_loads import OwnLoads
-from ttft_otel.router.workers.sibling_loads import SiblingLoads
+from ttft_otel.router.workers.remote_loads import RemoteLoads
+from ttft_otel.router.workers.shared_memory import CountWriter, SharedMemory
 from ttft_otel.tracing.guard import Guard
 
 CHANNEL: Final = "changes"
@@ -81,7 +81,7 @@ class StoreLink:
         settings: StoreSettings,
         pool: InstancePool,
         own: OwnLoads,
-        loads: SiblingLoads,
+        loads: RemoteLoads,
         replica: str,
     ) -> None:
         self._settings, self._pool, self._own = settings, pool, own
@@ -98,13 +98,13 @@ class StoreLink:
         self._tasks: list[asyncio.Task[None]] = []
         self._remove_listener: Callable[[], None] | None = None
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> None:
         """Share from now on; a store that cannot be reached delays nothing."""
         self._own.on_change = self._note_change
         self._remove_listener = self._pool.change_listeners.add(self._sync_instances)
         self._tasks = [asyncio.create_task(self._share_forever())]
 
-    async def close(self) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Leave: the others forget at once what was under way here."""
         self._own.on_change = None
         if self._remove_listener is not None:
@@ -325,8 +325,8 @@ def build_lone_link(
     settings: StoreSettings, pool: InstancePool, routing: RoutingService
 ) -> StoreLink:
     """The link of a router without --workers, which else would not keep account of its load."""
-    own = OwnLoads(pool, routing, CountWriter(LoadCounts(1), 0), lambda _: None)
-    loads = SiblingLoads(pool.find_instance, lambda leg: routing.get_leg_policy(leg).state)
+    own = OwnLoads(pool, routing, CountWriter(SharedMemory(1), 0), lambda _: None)
+    loads = RemoteLoads(pool.find_instance, lambda leg: routing.get_leg_policy(leg).state)
     own.start()
     pool.change_listeners.add(loads.sync_instances)
     return StoreLink(settings, pool, own, loads, secrets.token_hex(8))

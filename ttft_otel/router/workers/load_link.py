@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load of all workers: what this one tells the others through memory that they share, and what it reads.
+"""The load of all workers: what this one reports through memory that all share, and what it reads.
 
-worker_link.py starts it; the routing service has it read before each decision by load.
+worker.py starts it; the routing service has it read before each decision by load.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from ttft_otel.router.errors import RingOverrun
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers import messages
-from ttft_otel.router.workers.load_counts import CountReader, CountWriter
-from ttft_otel.router.workers.load_rings import RingReader, RingWriter
 from ttft_otel.router.workers.own_loads import OwnLoads
-from ttft_otel.router.workers.sibling_loads import SiblingLoads
-from ttft_otel.router.workers.supervisor import WorkerSeat
+from ttft_otel.router.workers.remote_loads import RemoteLoads
+from ttft_otel.router.workers.shared_memory import CountReader, CountWriter, RingReader, RingWriter
+from ttft_otel.router.workers.supervisor import WorkerSlot
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.guard import Guard
 
@@ -27,92 +26,96 @@ from ttft_otel.tracing.guard import Guard
 READ_INTERVAL_S: Final = 0.05
 MAX_READS: Final = 512  # messages of one ring that are taken in at once: some 3 ms
 SILENCE_S: Final = 5.0  # seconds after which what a silent worker had under way is forgotten
-RESYNC_INTERVAL_S: Final = 1.0  # seconds before the same worker is asked for everything once more
+ASK_INTERVAL_S: Final = 1.0  # seconds before the same worker is asked for everything once more
 
 
 class LoadLink:
     """What is under way here and at all other workers.
 
-    ask_resync: asks the worker on a seat to tell everything anew; it does so by `tell_all_anew`.
-    lost: messages that were too long, and times that a ring was overwritten before it was read.
+    Args:
+        slot: This worker's.
+        pool: The instances.
+        routing: The policies, which have it read before they decide.
+        ask_for_load: Asks the worker on a slot to report everything anew; it does so by `report_all`.
     """
 
     def __init__(
         self,
-        seat: WorkerSeat,
+        slot: WorkerSlot,
         pool: InstancePool,
         routing: RoutingService,
-        ask_resync: Callable[[int], None],
+        ask_for_load: Callable[[int], None],
     ) -> None:
-        self.pool, self.routing, self.ask_resync = pool, routing, ask_resync
+        self.pool = pool
+        self.routing = routing
+        self.ask_for_load = ask_for_load
+        # Messages that were too long, and times that a ring was overwritten before it was read.
         self.lost = 0
-        counts = CountWriter(seat.counts, seat.number)
-        self.own = OwnLoads(pool, routing, counts, self._tell_others)
-        self.siblings = SiblingLoads(
-            pool.find_instance, lambda leg: routing.get_leg_policy(leg).state
-        )
-        self._own_seat = seat.number
+        counts = CountWriter(slot.shared, slot.number)
+        self.own = OwnLoads(pool, routing, counts, self._report)
+        self.remote = RemoteLoads(pool.find_instance, lambda leg: routing.get_leg_policy(leg).state)
+        self._own_slot = slot.number
         # What cannot be handled must not cost the request that is decided on.
         self._guard = Guard("router.workers")
-        self._writer = RingWriter(seat.rings, seat.number)
+        self._writer = RingWriter(slot.shared, slot.number)
         self._readers = [
-            (RingReader(seat.rings, number), CountReader(seat.counts, number))
-            for number in range(seat.count)
-            if number != seat.number
+            (RingReader(slot.shared, number), CountReader(slot.shared, number))
+            for number in range(slot.count)
+            if number != slot.number
         ]
-        self._heard_s: dict[int, float] = {}  # by seat
-        self._asked_s: dict[int, float] = {}  # for everything anew, by seat
+        self._heard_s: dict[int, float] = {}  # by slot
+        self._asked_s: dict[int, float] = {}  # for everything anew, by slot
         self._timer: asyncio.TimerHandle | None = None
         self._handlers: dict[type, Callable[[int, Any], None]] = {
-            messages.Places: self._take_places,
-            messages.Sent: self.siblings.apply_sent,
-            messages.FirstToken: self.siblings.apply_first_token,
-            messages.Ended: self.siblings.apply_ended,
+            messages.Places: self._apply_places,
+            messages.Sent: self.remote.apply_sent,
+            messages.FirstToken: self.remote.apply_first_token,
+            messages.Ended: self.remote.apply_ended,
             messages.Totals: self._compare_totals,
-            messages.Reset: self._drop_seat,
+            messages.Reset: self._forget_worker,
         }
 
     def start(self) -> None:
-        """Tell and read from now on, on the running event loop."""
+        """Report and read from now on, on the running event loop."""
         # What a predecessor had under way ended with it.
-        self._tell_others(messages.Reset())
+        self._report(messages.Reset())
         self.own.start()
-        self.pool.change_listeners.add(self.siblings.sync_instances)
+        self.pool.change_listeners.add(self.remote.sync_instances)
         for ring, _ in self._readers:
             # Who joins has missed all that is under way.
             ring.skip_all()
-            self.ask_resync(ring.seat)
+            self.ask_for_load(ring.slot)
         self.routing.read_others = self.read_others
         self._read_on_timer()
 
     def close(self) -> None:
-        """Tell the others to forget what was under way here, so that they do not count it until SILENCE_S."""
+        """Have the others forget what was under way here, so that they do not count it until SILENCE_S."""
         if self._timer is not None:
             self._timer.cancel()
         self.routing.read_others = None
-        self._tell_others(messages.Reset())
+        self._report(messages.Reset())
 
     def read_others(self) -> None:
         """Take in what the others have said until now."""
         for ring, counts in self._readers:
             if ring.has_news():
-                self._read_seat(ring, counts)
+                self._read_slot(ring, counts)
             # The usual case where no work is compared: a few microseconds less for each decision.
             elif counts.has_news():
                 with self._guard:
-                    self._read_counts(ring.seat, counts)
+                    self._read_counts(ring.slot, counts)
 
-    def tell_totals(self) -> None:
+    def report_totals(self) -> None:
         """Once a second: by these the others see whether they have missed something."""
-        self._tell_others(self.own.build_totals())
+        self._report(self.own.build_totals())
 
-    def tell_all_anew(self, number: int) -> None:
-        """Tell the worker on seat `number` everything that is under way."""
-        # There may be too much or too little in its book.
-        self._tell_others(messages.Reset(number))
-        self._tell_others(self.own.describe_places())
+    def report_all(self, number: int) -> None:
+        """Report everything that is under way to the worker on slot `number`."""
+        # It may know too much or too little.
+        self._report(messages.Reset(number))
+        self._report(self.own.describe_places())
         for sent in self.own.list_pending():
-            self._tell_others(sent)
+            self._report(sent)
 
     def forget_silent(self) -> None:
         """Forget what is under way at workers that say nothing any more."""
@@ -121,7 +124,7 @@ class LoadLink:
             if moment - heard_s > SILENCE_S:
                 # Should it be back, its totals will not agree, and it is asked for all.
                 del self._heard_s[number]
-                self.siblings.drop_seat(number, clock.now_us())
+                self.remote.forget_process(number, clock.now_us())
 
     def _read_on_timer(self) -> None:
         self.read_others()
@@ -130,12 +133,12 @@ class LoadLink:
         delay_s = 0.0 if has_more else READ_INTERVAL_S
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._read_on_timer)
 
-    def _read_seat(self, ring: RingReader, counts: CountReader) -> None:
-        number = ring.seat
+    def _read_slot(self, ring: RingReader, counts: CountReader) -> None:
+        number = ring.slot
         with self._guard:
             self._heard_s[number] = time.monotonic()
             # Before the ring, so that what these numbers mean is in it, or was before.
-            changes = counts.read_changes(self.siblings.count_places(number))
+            changes = counts.read_changes(self.remote.count_places(number))
             try:
                 frames = ring.read_frames(MAX_READS)
             except RingOverrun:
@@ -146,33 +149,33 @@ class LoadLink:
             for data in frames:
                 message = messages.decode_load(data)
                 self._handlers[type(message)](number, message)
-            self.siblings.apply_counts(number, changes, clock.now_us())
+            self.remote.apply_counts(number, changes, clock.now_us())
 
     def _read_counts(self, number: int, counts: CountReader) -> None:
-        changes = counts.read_changes(self.siblings.count_places(number))
-        self.siblings.apply_counts(number, changes, clock.now_us())
+        changes = counts.read_changes(self.remote.count_places(number))
+        self.remote.apply_counts(number, changes, clock.now_us())
 
-    def _tell_others(self, message: messages.LoadMessage) -> None:
+    def _report(self, message: messages.LoadMessage) -> None:
         if not self._writer.write_frame(messages.encode_load(message)):
             self.lost += 1
 
     def _compare_totals(self, number: int, totals: messages.Totals) -> None:
-        if not self.siblings.agrees_with(number, totals):
+        if not self.remote.agrees_with(number, totals):
             self._ask_for_all(number)
 
     def _ask_for_all(self, number: int) -> None:
         moment = time.monotonic()
         # All of it is megabytes: a worker that cannot keep up would make it worse for everybody.
-        if moment - self._asked_s.get(number, -RESYNC_INTERVAL_S) >= RESYNC_INTERVAL_S:
+        if moment - self._asked_s.get(number, -ASK_INTERVAL_S) >= ASK_INTERVAL_S:
             self._asked_s[number] = moment
-            self.ask_resync(number)
+            self.ask_for_load(number)
 
-    def _take_places(self, number: int, places: messages.Places) -> None:
-        self.siblings.apply_places(number, places)
+    def _apply_places(self, number: int, places: messages.Places) -> None:
+        self.remote.apply_places(number, places)
         for ring, counts in self._readers:
-            if ring.seat == number:
+            if ring.slot == number:
                 counts.read_all_next()
 
-    def _drop_seat(self, number: int, reset: messages.Reset) -> None:
-        if reset.seat in (-1, self._own_seat):
-            self.siblings.drop_seat(number, clock.now_us())
+    def _forget_worker(self, number: int, reset: messages.Reset) -> None:
+        if reset.slot in (-1, self._own_slot):
+            self.remote.forget_process(number, clock.now_us())

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What workers of one router tell one another, in MessagePack.
 
-What all are told as it happens goes through load_rings.py, what single ones are told or asked through
+What all are told as it happens goes through shared_memory.py, what single ones are told or asked through
 worker_socket.py.
 Times are microseconds of the sender's monotonic clock, which processes of one machine share.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import msgspec
@@ -17,7 +18,7 @@ MAX_BLOCK_KEYS: Final = 4096  # leading blocks of a prompt that others hear of: 
 
 # array_like: the names of fields would be most of the bytes.
 class Places(msgspec.Struct, array_like=True, tag="p", frozen=True):
-    """Where the numbers of load_counts.py belong, by index.
+    """Where the numbers of shared_memory.py belong, by index.
 
     rows: leg, URL, and the requests that were ever sent there before the receiver counts; URL "": unused.
     """
@@ -28,7 +29,7 @@ class Places(msgspec.Struct, array_like=True, tag="p", frozen=True):
 class Sent(msgspec.Struct, array_like=True, tag="s", frozen=True):
     """An attempt is on its way, with the work and blocks that are pending until its first token.
 
-    Only where the leg's policy compares work; others count (load_counts.py).
+    Only where the leg's policy compares work; others count (shared_memory.py).
     """
 
     span_id: str
@@ -58,34 +59,23 @@ class Ended(msgspec.Struct, array_like=True, tag="e", frozen=True):
     now_us: int
 
 
-class InstanceTotals(msgspec.Struct, array_like=True, frozen=True):
-    """The results of what has ended at one instance."""
-
-    leg: str
-    url: str
-    # Since the worker's start, so that nothing is lost with a message.
-    results: dict[str, int]
-
-
 class Totals(msgspec.Struct, array_like=True, tag="n", frozen=True):
     """Once a second: by these the others see whether they have missed something.
 
-    pending: attempts that were sent and have no first token. places: indices in use.
+    pending: attempts that were sent and have no first token. places: indices in use. results: leg, URL, and
+    the results of what has ended at that instance since the worker's start, so that nothing is lost with
+    a message.
     """
 
     pending: int
     places: int
-    rows: list[InstanceTotals]
+    results: list[tuple[str, str, dict[str, int]]]
 
 
 class Reset(msgspec.Struct, array_like=True, tag="z", frozen=True):
-    """Forget what I have under way: all of it follows. seat: who is told so, -1 for everybody."""
+    """Forget what I have under way: all of it follows. slot: whom this is for, -1 for everybody."""
 
-    seat: int = -1
-
-
-class Resync(msgspec.Struct, array_like=True, tag="r", frozen=True):
-    """Send me, who is named by the frame, all that you have under way: I have missed something."""
+    slot: int = -1
 
 
 class Order(msgspec.Struct, array_like=True, tag="o", frozen=True):
@@ -97,7 +87,10 @@ class Order(msgspec.Struct, array_like=True, tag="o", frozen=True):
 
 
 class Question(msgspec.Struct, array_like=True, tag="q", frozen=True):
-    """Answer with this number; topic: `report` of a request, or `roster`."""
+    """Answer with this number; topic: `report` of a request, or `instances`.
+
+    Topic `load` is answered through the ring, with all that is under way: the asker has missed something.
+    """
 
     number: int
     topic: str
@@ -113,19 +106,12 @@ class Answer(msgspec.Struct, array_like=True, tag="a", frozen=True):
 
 # The decoders check tag and types, so that no handler has to.
 LoadMessage: TypeAlias = Places | Sent | FirstToken | Ended | Totals | Reset
-Message: TypeAlias = Resync | Order | Question | Answer
-
-
-class Frame(msgspec.Struct, array_like=True):
-    """One datagram. seat: the sender's number."""
-
-    seat: int
-    messages: list[Message]
+Message: TypeAlias = Order | Question | Answer
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _LOAD_DECODER: Final = msgspec.msgpack.Decoder(LoadMessage)
-_FRAME_DECODER: Final = msgspec.msgpack.Decoder(Frame)
+_FRAME_DECODER: Final = msgspec.msgpack.Decoder(tuple[int, list[Message]])
 
 
 def encode_load(message: LoadMessage) -> bytes:
@@ -139,11 +125,11 @@ def decode_load(data: bytes) -> LoadMessage:
     return message
 
 
-def encode_frame(frame: Frame) -> bytes:
-    """The bytes of a datagram."""
-    return _ENCODER.encode(frame)
+def encode_frame(slot: int, messages: Sequence[Message]) -> bytes:
+    """The bytes of a datagram of the worker on `slot`."""
+    return _ENCODER.encode((slot, messages))
 
 
-def decode_frame(data: bytes) -> Frame:
-    """The frame in a datagram. Raises msgspec.MsgspecError for anything else."""
+def decode_frame(data: bytes) -> tuple[int, list[Message]]:
+    """The sender's slot and the messages of a datagram. Raises msgspec.MsgspecError for anything else."""
     return _FRAME_DECODER.decode(data)

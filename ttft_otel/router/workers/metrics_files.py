@@ -52,10 +52,10 @@ _DECODER: Final = msgspec.msgpack.Decoder(list[Family])
 
 
 class MetricsFiles:
-    """The files of all workers in `folder`; `seat` is this worker's, which goes on from its predecessor's."""
+    """The files of all workers in `folder`; `slot` is this worker's, which goes on from its predecessor's."""
 
-    def __init__(self, folder: Path, seat: int) -> None:
-        self.folder, self._own_path = folder, folder / f"worker-{seat}.metrics"
+    def __init__(self, folder: Path, slot: int) -> None:
+        self.folder, self._own_path = folder, folder / f"worker-{slot}.metrics"
         inherited = self._read_file(self._own_path)
         # Its gauges ended with it; what it counted belongs to the router.
         self._inherited = [each for each in inherited if each.kind == "counter"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this worker has under way, told to the others as it happens; pool and policies call it.
+"""What this worker has under way, reported to the others as it happens; pool and policies call it.
 
-How much is counted in memory that all share (load_counts.py); of work that a policy compares they are told
-each request, through the ring.
+How much is counted in memory that all share (shared_memory.py); where a policy compares work, each request
+is reported through the ring as well.
 """
 
 from __future__ import annotations
@@ -16,27 +16,30 @@ from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import DEFAULT_POLICY
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.workers.load_counts import MAX_PLACES, CountWriter
 from ttft_otel.router.workers.messages import (
     MAX_BLOCK_KEYS,
     Ended,
     FirstToken,
-    InstanceTotals,
     LoadMessage,
     Places,
     Sent,
     Totals,
 )
+from ttft_otel.router.workers.shared_memory import MAX_PLACES, CountWriter
 from ttft_otel.tracing import clock
 
-MAX_RESENT_KEYS: Final = 1 << 17  # blocks of all prompts that are told anew: 1.2 MB
-MAX_RESENT: Final = 16_384  # attempts that are told anew
+MAX_RESENT_KEYS: Final = 1 << 17  # blocks of all prompts that are reported anew: 1.2 MB
+MAX_RESENT: Final = 16_384  # attempts that are reported anew
 
 
 class OwnLoads:
-    """The attempts of this worker that others know of. send: tells all of them.
+    """The attempts of this worker that others know of.
 
-    on_change: called when anything of it has changed, None without --shared-state.
+    Args:
+        pool: The instances.
+        routing: The policies, whose pending work is reported.
+        counts: This worker's numbers in the shared memory.
+        send: Reports a message to all other workers.
     """
 
     def __init__(
@@ -46,20 +49,23 @@ class OwnLoads:
         counts: CountWriter,
         send: Callable[[LoadMessage], None],
     ) -> None:
-        self.pool, self.routing, self.counts, self.send = pool, routing, counts, send
-        self.on_change: Callable[[], None] | None = None
+        self.pool = pool
+        self.routing = routing
+        self.counts = counts
+        self.send = send
+        self.on_change: Callable[[], None] | None = None  # with --shared-state
         self._pending: dict[str, Attempt] = {}  # by span ID, in the order of sending
         self._places: list[tuple[str, str]] = []  # leg and URL, by index
         self._indices: dict[tuple[str, str], int] = {}
 
     def start(self) -> None:
-        """Tell of everything from now on."""
+        """Report everything from now on."""
         self.counts.clear()
         self.pool.attempt_listener = self
         self.routing.listen_to_first_tokens(self.record_first_token)
 
     def record_sent(self, attempt: Attempt) -> None:
-        """Tell of an attempt that starts, unless nothing is decided by load on its leg."""
+        """Report an attempt that starts, unless nothing is decided by load on its leg."""
         if attempt.policy == DEFAULT_POLICY:
             return
         place = (attempt.leg, attempt.instance.url)
@@ -76,17 +82,17 @@ class OwnLoads:
             entry = leg_policy.state.pending.find_entry((attempt.leg, attempt.span_id))
             if entry is not None:
                 self._pending[attempt.span_id] = attempt
-                self._say(_describe_entry(attempt, entry, MAX_BLOCK_KEYS))
+                self._report(_describe_entry(attempt, entry, MAX_BLOCK_KEYS))
 
     def record_first_token(
         self, key: RequestKey, now_us: int, sample: PrefillSample | None
     ) -> None:
-        """Tell of the first token of the request of `key`, and what its prefill took."""
+        """Report the first token of the request of `key`, and what its prefill took."""
         if self._pending.pop(key[1], None) is not None:
-            self._say(FirstToken(key[1], now_us, *(() if sample is None else sample)))
+            self._report(FirstToken(key[1], now_us, *(() if sample is None else sample)))
 
     def record_ended(self, attempt: Attempt) -> None:
-        """Tell of its end."""
+        """Report its end."""
         index = self._indices.get((attempt.leg, attempt.instance.url), MAX_PLACES)
         if index < MAX_PLACES:
             self.counts.count_ended(index)
@@ -94,7 +100,7 @@ class OwnLoads:
         if index < MAX_PLACES or attempt.error:
             self._note_change()
         if self._pending.pop(attempt.span_id, None) is not None:
-            self._say(Ended(attempt.span_id, clock.now_us()))
+            self._report(Ended(attempt.span_id, clock.now_us()))
 
     def describe_places(self) -> Places:
         """What the numbers mean to who has not read them before."""
@@ -117,17 +123,15 @@ class OwnLoads:
             yield sent
 
     def build_totals(self) -> Totals:
-        """How much was told, and the results of what has ended at each instance."""
-        rows = [
-            InstanceTotals(each.leg, each.url, dict(each.attempt_results)) for each in self.pool
-        ]
-        return Totals(len(self._pending), len(self._places), rows)
+        """How much is under way, and the results of what has ended at each instance."""
+        results = [(each.leg, each.url, dict(each.attempt_results)) for each in self.pool]
+        return Totals(len(self._pending), len(self._places), results)
 
     def _note_change(self) -> None:
         if self.on_change is not None:
             self.on_change()
 
-    def _say(self, message: LoadMessage) -> None:
+    def _report(self, message: LoadMessage) -> None:
         self.send(message)
         self._note_change()
 
@@ -136,7 +140,7 @@ class OwnLoads:
         index = next(
             (at for at in range(len(self._places)) if self._is_free(at)), len(self._places)
         )
-        # Not in _indices: what is under way there is told by nobody.
+        # Not in _indices: nobody reports what is under way there.
         if index == MAX_PLACES:
             return index
         if index == len(self._places):

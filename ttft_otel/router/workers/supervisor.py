@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parent of the workers: starts them, replaces those that die, passes signals on; serves nothing.
 
-With an index of KV events it runs the process that keeps it for all of them, too (index_keeper.py).
+With an index of KV events it runs the process that has it for all of them, too (index_service.py).
 
-cli/worker_processes.py gives it the function that a worker runs. It forks before there is an event loop or
-a thread, so that a successor needs milliseconds, not the seconds that imports take.
+commands/router/worker_processes.py gives it the function that a worker runs. It forks before there is an
+event loop or a thread, so that a successor needs milliseconds, not the seconds that imports take.
 """
 
 from __future__ import annotations
@@ -20,64 +20,98 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.context import ForkProcess
+from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any, Final
 
-from ttft_otel.router.workers.child_process import ChildProcess, describe_end
-from ttft_otel.router.workers.load_counts import LoadCounts
-from ttft_otel.router.workers.load_rings import LoadRings
 from ttft_otel.router.workers.private_folder import make_private_folder
+from ttft_otel.router.workers.shared_memory import SharedMemory
 
 WATCHED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 # Beyond the drain timeout: for cancelled responses to end and the last records to leave.
 END_GRACE_S: Final = 10.0
 
+STEADY_S: Final = 10.0  # seconds after which a process that dies is replaced at once
+FIRST_PAUSE_S: Final = 0.5  # before one that died sooner is replaced; doubled while it goes on
+MAX_PAUSE_S: Final = 30.0
+
 log: Final = logging.getLogger("ttft_otel")
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSeat:
-    """One worker's place among `count`. folder: private, with the sockets and files of all.
-
-    rings, counts: memory that all share. lifeline_fd: at its end of file the supervisor is gone.
-    is_successor: another worker died on this seat. replica: names this router among its replicas.
-    """
+class WorkerSlot:
+    """One worker's place among all."""
 
     number: int
-    count: int
-    folder: Path
-    rings: LoadRings
-    counts: LoadCounts
-    lifeline_fd: int
-    is_successor: bool = False
-    replica: str = ""
+    count: int  # of all workers
+    folder: Path  # private, with the sockets and files of all
+    shared: SharedMemory
+    lifeline_fd: int  # at its end of file the supervisor is gone
+    is_successor: bool = False  # another worker died on this slot
+    replica: str = ""  # names this router among its replicas
+
+
+@dataclass(slots=True)
+class ChildProcess:
+    """A process that the supervisor runs and replaces when it dies; times are monotonic seconds."""
+
+    process: ForkProcess | None = None
+    started_s: float = 0.0
+    restart_at_s: float = 0.0  # 0 while it is not to be replaced
+    pause_s: float = 0.0  # before the latest start
+
+    def start(self, context: ForkContext, enter: Callable[[], None], name: str) -> None:
+        """Fork a process that does `enter`."""
+        self.process = context.Process(target=enter, name=name)
+        self.started_s, self.restart_at_s = time.monotonic(), 0.0
+        self.process.start()
+
+    def has_ended(self) -> bool:
+        """Whether it was started and has ended; reaps it."""
+        return self.process is not None and self.process.exitcode is not None
+
+    def is_due(self) -> bool:
+        """Whether it is to be replaced now."""
+        return self.process is None and 0 < self.restart_at_s <= time.monotonic()
+
+    def plan_restart(self) -> str:
+        """Have an ended one replaced; returns when that is, in words."""
+        self.process, moment = None, time.monotonic()
+        self.pause_s = choose_pause_s(self.pause_s, moment - self.started_s)
+        self.restart_at_s = moment + self.pause_s
+        return f"in {self.pause_s:g} s" if self.pause_s else "at once"
 
 
 class WorkerSupervisor:
-    """Keeps `count` workers running. run_worker: what each process does, given its seat.
+    """Keeps `count` workers running.
 
-    drain_timeout_s: seconds that workers have to end after SIGTERM. reload: called at SIGHUP, so that
-    workers that start later have the new configuration. run_keeper: what the process does that keeps the
-    index of KV events, given folder and lifeline; None where there is no such index.
+    Args:
+        count: How many workers.
+        run_worker: What each process does, given its slot.
+        drain_timeout_s: Seconds that workers have to end after SIGTERM.
+        reload: Called at SIGHUP, so that workers that start later have the new configuration.
+        run_index: What the process does that has the index of KV events, given folder and lifeline; None
+            where there is no such index.
     """
 
     def __init__(
         self,
         count: int,
-        run_worker: Callable[[WorkerSeat], None],
+        run_worker: Callable[[WorkerSlot], None],
         drain_timeout_s: float,
         reload: Callable[[], None],
-        run_keeper: Callable[[Path, int], None] | None = None,
+        run_index: Callable[[Path, int], None] | None = None,
     ) -> None:
-        self.run_keeper = run_keeper
-        self.run_worker, self.drain_timeout_s, self.reload = run_worker, drain_timeout_s, reload
+        self.run_index = run_index
+        self.run_worker = run_worker
+        self.drain_timeout_s = drain_timeout_s
+        self.reload = reload
         self.folder = make_private_folder()
         self._replica = secrets.token_hex(8)
         # Before the first fork: successors have it, too.
-        self._rings, self._counts = LoadRings(count), LoadCounts(count)
+        self._shared = SharedMemory(count)
         self._states = [ChildProcess() for _ in range(count)]
-        self._keeper = ChildProcess()
+        self._index_process = ChildProcess()
         # Not spawn: a worker would import everything again, and share no memory.
         self._context = multiprocessing.get_context("fork")
         # Nobody writes to it: its end of file tells workers that this process is gone.
@@ -90,7 +124,7 @@ class WorkerSupervisor:
         # Blocked, they are taken one after the other by sigtimedwait: no handler interrupts a fork.
         signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED_SIGNALS)
         try:
-            self._start_keeper()
+            self._start_index()
             for number in range(len(self._states)):
                 self._start_worker(number)
             while not self._kill_at_s or self._list_running():
@@ -100,25 +134,31 @@ class WorkerSupervisor:
                 self._reap_workers()
                 self._restart_due()
         finally:
-            # Workers are left only after an exception here; the keeper served them to the end.
-            for process in (*self._list_running(), self._keeper.process):
+            # Workers are left only after an exception here; the index served them to the end.
+            for process in (*self._list_running(), self._index_process.process):
                 if process is not None:
                     process.kill()
             shutil.rmtree(self.folder, ignore_errors=True)
         return self._exit_code
 
     def _start_worker(self, number: int) -> None:
-        state, is_successor = self._states[number], self._has_served(number)
-        shared = (self.folder, self._rings, self._counts, self._lifeline[0])
-        seat = WorkerSeat(number, len(self._states), *shared, is_successor, self._replica)
-        enter = functools.partial(self._enter_child, functools.partial(self.run_worker, seat))
-        state.start(self._context, enter, f"ttft-otel-worker-{number}")
+        slot = WorkerSlot(
+            number,
+            len(self._states),
+            self.folder,
+            self._shared,
+            self._lifeline[0],
+            is_successor=self._has_served(number),
+            replica=self._replica,
+        )
+        enter = functools.partial(self._enter_child, functools.partial(self.run_worker, slot))
+        self._states[number].start(self._context, enter, f"ttft-otel-worker-{number}")
 
-    def _start_keeper(self) -> None:
-        if self.run_keeper is not None:
-            keep = functools.partial(self.run_keeper, self.folder, self._lifeline[0])
+    def _start_index(self) -> None:
+        if self.run_index is not None:
+            keep = functools.partial(self.run_index, self.folder, self._lifeline[0])
             enter = functools.partial(self._enter_child, keep)
-            self._keeper.start(self._context, enter, "ttft-otel-index")
+            self._index_process.start(self._context, enter, "ttft-otel-index")
 
     def _enter_child(self, run: Callable[[], None]) -> None:
         """In the new process: leave what is the supervisor's, and do its work."""
@@ -139,7 +179,7 @@ class WorkerSupervisor:
     def _choose_wait_s(self) -> float:
         """Seconds until something is due; a signal ends the wait sooner."""
         moment = time.monotonic()
-        children = (*self._states, self._keeper)
+        children = (*self._states, self._index_process)
         due_s = [each.restart_at_s for each in children if each.restart_at_s]
         if self._kill_at_s:
             due_s = [self._kill_at_s]
@@ -171,8 +211,8 @@ class WorkerSupervisor:
         for number, state in enumerate(self._states):
             if state.process is not None and state.has_ended():
                 self._note_end(number, state, state.process)
-        if self._keeper.process is not None and self._keeper.has_ended():
-            self._note_keeper_end(self._keeper.process)
+        if self._index_process.process is not None and self._index_process.has_ended():
+            self._note_index_end(self._index_process.process)
         if self._kill_at_s and time.monotonic() >= self._kill_at_s:
             for process in self._list_running():
                 log.error("ttft-otel: worker process %d does not end: it is killed", process.pid)
@@ -203,17 +243,17 @@ class WorkerSupervisor:
             state.plan_restart(),
         )
 
-    def _note_keeper_end(self, process: ForkProcess) -> None:
+    def _note_index_end(self, process: ForkProcess) -> None:
         """The index is lost, and fills anew in a successor; nothing that clients see ends with it."""
         if self._kill_at_s:
-            self._keeper.process = None
+            self._index_process.process = None
             return
         log.error(
             "ttft-otel: the process that keeps the index of KV events (%s) %s: workers estimate cached "
             "prefixes from the prompts sent until its successor has the events; it is replaced %s",
             process.pid,
             describe_end(process.exitcode or 0),
-            self._keeper.plan_restart(),
+            self._index_process.plan_restart(),
         )
 
     def _restart_due(self) -> None:
@@ -222,8 +262,8 @@ class WorkerSupervisor:
         for number, state in enumerate(self._states):
             if state.is_due():
                 self._start_worker(number)
-        if self._keeper.is_due():
-            self._start_keeper()
+        if self._index_process.is_due():
+            self._start_index()
 
 
 def reserve_port(host: str, port: int) -> tuple[int, list[socket.socket]]:
@@ -247,9 +287,8 @@ def bind_shared_port(host: str, port: int) -> list[socket.socket]:
         bound = socket.socket(*kind)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if (
-            kind[0] == socket.AF_INET6
-        ):  # as asyncio does: the same host may have an IPv4 address too
+        # As asyncio does: the same host may have an IPv4 address too.
+        if kind[0] == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         bound.bind(address)
         bound.setblocking(False)
@@ -261,3 +300,17 @@ def resolve_host(host: str, port: int) -> list[tuple[tuple[int, int, int], Any]]
     """For each address of `host`, family, type and protocol of a socket, and what to bind it to."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return [((family, kind, protocol), address) for family, kind, protocol, _, address in found]
+
+
+def choose_pause_s(last_pause_s: float, lived_s: float) -> float:
+    """Seconds before a process is replaced that lived `lived_s` seconds after `last_pause_s` of waiting."""
+    if lived_s >= STEADY_S:
+        return 0.0
+    return min(max(last_pause_s * 2, FIRST_PAUSE_S), MAX_PAUSE_S)
+
+
+def describe_end(exit_code: int) -> str:
+    """How log lines say that a process has ended; `exit_code` is negative after a signal."""
+    if exit_code < 0:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"

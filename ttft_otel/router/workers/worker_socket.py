@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's Unix datagram socket: what it tells or asks single other workers; worker_link.py reads it.
+"""A worker's Unix datagram socket: its orders, questions and answers to other workers; worker.py reads it.
 
-What everybody is told of each request goes through load_rings.py.
+What is reported of each request goes through the rings of shared_memory.py.
 
 The sockets lie in a folder that only this user can enter, so whoever sends is one of us.
 """
@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from ttft_otel.router.workers.messages import Frame, Message, decode_frame, encode_frame
+from ttft_otel.router.workers.messages import Message, decode_frame, encode_frame
 
 RETRY_S: Final = 0.005  # seconds until a datagram is tried again whose receiver's queue was full
 # The kernel queues 10 datagrams per socket by default (net.unix.max_dgram_qlen): a worker that is busy
@@ -32,24 +32,34 @@ log: Final = logging.getLogger("ttft_otel")
 
 
 class WorkerSocket:
-    """One worker's end. seat, seat_count: its number and how many there are. lost: datagrams given up.
+    """One worker's end.
 
-    receive: called with each frame of another worker.
+    Args:
+        folder: Where the sockets of all workers are.
+        slot: This worker's number.
+        slot_count: How many workers there are.
+        receive: Called with the slot and the messages of each datagram of another worker.
     """
 
     def __init__(
-        self, folder: Path, seat: int, seat_count: int, receive: Callable[[Frame], None]
+        self,
+        folder: Path,
+        slot: int,
+        slot_count: int,
+        receive: Callable[[int, list[Message]], None],
     ) -> None:
-        self.folder, self.seat, self.receive = folder, seat, receive
-        self.others = tuple(number for number in range(seat_count) if number != seat)
-        self.lost = 0
+        self.folder = folder
+        self.slot = slot
+        self.receive = receive
+        self.others = tuple(number for number in range(slot_count) if number != slot)
+        self.lost = 0  # datagrams that were given up
         self._backlogs: dict[int, deque[bytes]] = {number: deque() for number in self.others}
         self._timer: asyncio.TimerHandle | None = None
         self._socket: socket.socket | None = None
 
     def open(self) -> None:
-        """Bind the socket of this seat, in place of a predecessor's, and read it from now on."""
-        path = build_path(self.folder, self.seat)
+        """Bind the socket of this slot, in place of a predecessor's, and read it from now on."""
+        path = build_path(self.folder, self.slot)
         # A predecessor that was killed has left its file, on which bind() would fail.
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
@@ -70,20 +80,20 @@ class WorkerSocket:
         self._socket.close()
         self._socket = None
 
-    def send(self, messages: Sequence[Message], seats: Sequence[int]) -> None:
-        """Tell those on `seats`, in one datagram each."""
-        if not seats:
+    def send(self, messages: Sequence[Message], slots: Sequence[int]) -> None:
+        """Send to those on `slots`, in one datagram each."""
+        if not slots:
             return
-        data = encode_frame(Frame(self.seat, list(messages)))
-        for seat in seats:
-            self._backlogs[seat].append(data)
+        data = encode_frame(self.slot, messages)
+        for slot in slots:
+            self._backlogs[slot].append(data)
         self._send_waiting()
 
     def _send_waiting(self) -> None:
         """Send as much of what waits as the receivers' queues take."""
-        for seat, backlog in self._backlogs.items():
+        for slot, backlog in self._backlogs.items():
             # In order: the answer to a question must not overtake an order before it.
-            while backlog and self._send_datagram(backlog[0], seat):
+            while backlog and self._send_datagram(backlog[0], slot):
                 backlog.popleft()
             while len(backlog) > MAX_BACKLOG:
                 backlog.popleft()
@@ -95,19 +105,19 @@ class WorkerSocket:
         self._timer = None
         self._send_waiting()
 
-    def _send_datagram(self, data: bytes, seat: int) -> bool:
+    def _send_datagram(self, data: bytes, slot: int) -> bool:
         """Send it; returns False if it has to be tried again."""
         if self._socket is None:
             return True
         try:
-            self._socket.sendto(data, str(build_path(self.folder, seat)))
+            self._socket.sendto(data, str(build_path(self.folder, slot)))
         except BlockingIOError:
             return False
         except (ConnectionRefusedError, FileNotFoundError):
             pass  # it is being replaced, and its successor asks for all of it
         except OSError as error:
             self.lost += 1
-            log.warning("ttft-otel: a message to worker %d was lost: %s", seat, error)
+            log.warning("ttft-otel: a message to worker %d was lost: %s", slot, error)
         return True
 
     def _read_datagrams(self) -> None:
@@ -119,13 +129,13 @@ class WorkerSocket:
             if not data:
                 return
             try:
-                frame = decode_frame(data)
+                sender, messages = decode_frame(data)
             except msgspec.MsgspecError as error:
                 log.warning("ttft-otel: a message of another worker is not readable: %s", error)
                 continue
-            self.receive(frame)
+            self.receive(sender, messages)
 
 
-def build_path(folder: Path, seat: int) -> Path:
-    """Where the worker on `seat` listens."""
-    return folder / f"worker-{seat}.sock"
+def build_path(folder: Path, slot: int) -> Path:
+    """Where the worker on `slot` listens."""
+    return folder / f"worker-{slot}.sock"

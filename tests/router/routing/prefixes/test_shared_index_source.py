@@ -25,7 +25,7 @@ from ttft_otel.router.routing.prefixes.shared_index_source import IndexChannel, 
 from ttft_otel.router.routing.prompts.prompt_reader import Prompt
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import QueryClient
-from ttft_otel.router.workers.index_keeper import IndexKeeper
+from ttft_otel.router.workers.index_service import IndexService
 
 BLOCK_TOKENS = 4
 IDS = [*range(5 * BLOCK_TOKENS)]
@@ -40,10 +40,10 @@ def path() -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def run_keeper(path: Path) -> AsyncIterator[IndexKeeper]:
+async def run_keeper(path: Path) -> AsyncIterator[IndexService]:
     """A real keeper, until the block ends: then its lifeline does."""
     read_fd, write_fd = os.pipe()
-    keeper = IndexKeeper(KvEventsSource(BLOCK_TOKENS, 1000, ()), path)
+    keeper = IndexService(KvEventsSource(BLOCK_TOKENS, 1000, ()), path)
     task = asyncio.create_task(keeper.run(read_fd))
     try:
         yield keeper
@@ -161,7 +161,7 @@ async def test_a_keeper_that_cannot_follow(path: Path) -> None:
             raise OSError("no sockets left")
 
     read_fd, write_fd = os.pipe()
-    keeper = IndexKeeper(FailingSource(BLOCK_TOKENS, 1000, ()), path)
+    keeper = IndexService(FailingSource(BLOCK_TOKENS, 1000, ()), path)
     task = asyncio.create_task(keeper.run(read_fd))
     async with run_source(path, "http://127.0.0.1:1"):
         with pytest.raises(OSError, match="no sockets left"):

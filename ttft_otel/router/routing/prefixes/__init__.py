@@ -38,7 +38,7 @@ def build_source(
         kv_endpoints: values of --kv-events-endpoint.
         lmcache_url: the controller's URL.
         lmcache_instances: the controller's IDs of the instances.
-        is_kept_elsewhere: another process follows KV events (workers/index_keeper.py), this one asks it.
+        is_kept_elsewhere: another process follows KV events (workers/index_service.py), this one asks it.
     """
     # Flags that do nothing would look like a working set-up.
     if kv_endpoints and kind != "kv-events":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a worker (shared_index_source.py) and the owner of the index (workers/index_keeper.py).
+"""Messages between a worker (shared_index_source.py) and the owner of the index (workers/index_service.py).
 
 A frame is the length of the message, big-endian, followed by the message in msgpack, on a Unix stream socket
 in a folder that only this user can enter.

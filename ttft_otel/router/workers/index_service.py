@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that keeps the index of KV events for all workers; supervisor.py runs and replaces it.
+"""The process that has the index of KV events for all workers; supervisor.py runs and replaces it.
 
 Workers tell it their instances and ask it by a Unix stream socket (routing/prefixes/shared_index_source.py).
 It follows the instances of all of them. A new one begins with an empty index, which vLLM's replay fills.
@@ -37,15 +37,14 @@ if TYPE_CHECKING:
     from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
 
 STATUS_INTERVAL_S: Final = 1.0
-MAX_UNREAD_BYTES: Final = (
-    1 << 20
-)  # of answers that a worker does not read; it is told no state meanwhile
+# Of answers that a worker does not read; it gets no status meanwhile.
+MAX_UNREAD_BYTES: Final = 1 << 20
 
 log: Final = logging.getLogger("ttft_otel")
 
 
-class IndexKeeper:
-    """Keeps the index of `source`, and listens at `path`."""
+class IndexService:
+    """Has the index of `source`, and answers workers at `path`."""
 
     def __init__(self, source: KvEventsSource, path: Path) -> None:
         self.source, self.path = source, path
@@ -67,16 +66,16 @@ class IndexKeeper:
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         server = await loop.create_unix_server(lambda: WorkerConnection(self), str(self.path))
-        telling = asyncio.create_task(self._tell_forever())
+        reporting_task = asyncio.create_task(self._report_forever())
         ending = asyncio.create_task(self._is_over.wait())
         try:
-            await asyncio.wait({telling, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if telling.done():
-                telling.result()
+            await asyncio.wait({reporting_task, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if reporting_task.done():
+                reporting_task.result()
         finally:
-            telling.cancel()
+            reporting_task.cancel()
             ending.cancel()
-            await asyncio.gather(telling, ending, return_exceptions=True)
+            await asyncio.gather(reporting_task, ending, return_exceptions=True)
             server.close()
 
     def follow_urls(self, worker: WorkerConnection, urls: list[str]) -> None:
@@ -119,8 +118,8 @@ class IndexKeeper:
         if not self.urls_by_worker:
             self._is_over.set()
 
-    async def _tell_forever(self) -> None:
-        """Start the source once a worker has named its instances; then tell all workers how it goes."""
+    async def _report_forever(self) -> None:
+        """Start the source once a worker has named its instances; then report its state to all workers."""
         await self._is_following.wait()
         async with QueryClient() as queries:
             await self.source.start(queries, self.pool)
@@ -128,12 +127,12 @@ class IndexKeeper:
             try:
                 while True:
                     with Guard("router.index"):
-                        self._tell_workers()
+                        self._report_status()
                     await asyncio.sleep(STATUS_INTERVAL_S)
             finally:
                 await self.source.close()
 
-    def _tell_workers(self) -> None:
+    def _report_status(self) -> None:
         reporting = self.source.reported.reporting
         instances = {
             url: described
@@ -142,14 +141,15 @@ class IndexKeeper:
         }
         frame = frame_message(Status(self.source.index.block_size, instances))
         for worker in self.urls_by_worker:
-            worker.tell(frame)
+            worker.send(frame)
 
 
 class WorkerConnection(asyncio.Protocol):
-    """The keeper's end of one worker's connection."""
+    """The service's end of one worker's connection."""
 
-    def __init__(self, keeper: IndexKeeper) -> None:
-        self.keeper, self._splitter = keeper, FrameSplitter()
+    def __init__(self, service: IndexService) -> None:
+        self.service = service
+        self._splitter = FrameSplitter()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Wait for its instances."""
@@ -161,35 +161,35 @@ class WorkerConnection(asyncio.Protocol):
             for frame in self._splitter.split_frames(data):
                 message = worker_decoder.decode(frame)
                 if isinstance(message, Lookup):
-                    self.transport.write(frame_message(self.keeper.find_depths(message)))
+                    self.transport.write(frame_message(self.service.find_depths(message)))
                 else:
-                    self.keeper.follow_urls(self, message.urls)
+                    self.service.follow_urls(self, message.urls)
         except (ValueError, msgspec.MsgspecError) as error:
             log.warning("ttft-otel: a worker's question to the index is not readable: %s", error)
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
-        self.keeper.forget_worker(self)
+        self.service.forget_worker(self)
 
-    def tell(self, frame: bytes) -> None:
+    def send(self, frame: bytes) -> None:
         """Send `frame`, unless the worker does not read."""
         if self.transport.get_write_buffer_size() <= MAX_UNREAD_BYTES:
             self.transport.write(frame)
 
 
-def run_index_keeper(
+def run_index_service(
     build_source: Callable[[], KvEventsSource], folder: Path, lifeline_fd: int
 ) -> None:
-    """Keep the index of the source that `build_source` makes, for the workers of `folder`."""
+    """Have the index of the source that `build_source` makes, for the workers of `folder`."""
     raise_file_limit()
 
-    async def keep_index() -> None:
-        await IndexKeeper(build_source(), build_keeper_path(folder)).run(lifeline_fd)
+    async def serve_index() -> None:
+        await IndexService(build_source(), build_index_path(folder)).run(lifeline_fd)
 
-    uvloop.run(keep_index())
+    uvloop.run(serve_index())
 
 
-def build_keeper_path(folder: Path) -> Path:
-    """Where the keeper of the workers of `folder` listens."""
+def build_index_path(folder: Path) -> Path:
+    """Where the index service of the workers of `folder` listens."""
     return folder / "index.sock"

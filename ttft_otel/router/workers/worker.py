@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker: its server on the shared port, joined to the other workers; worker_processes.py runs it.
+
+load_link.py has the load. Reports, metrics, operators' orders and the instances of a successor go through
+worker_socket.py and metrics_files.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any, Final
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from ttft_otel.model.names import metric_names
+from ttft_otel.router.control.admin import apply_order
+from ttft_otel.router.control.app import RouterApp
+from ttft_otel.router.control.routing_metrics import build_counter
+from ttft_otel.router.control.uvicorn_server import DrainingServer, ServerPlan, run_router_server
+from ttft_otel.router.errors import RequestRejected
+from ttft_otel.router.routing.prefixes.shared_index_source import SharedIndexSource
+from ttft_otel.router.time_limits import wait_at_most
+from ttft_otel.router.types import parse_instance_url
+from ttft_otel.router.workers import messages
+from ttft_otel.router.workers.index_service import build_index_path
+from ttft_otel.router.workers.load_link import LoadLink
+from ttft_otel.router.workers.metrics_files import MetricsFiles
+from ttft_otel.router.workers.private_folder import leave_folder
+from ttft_otel.router.workers.supervisor import WorkerSlot, bind_shared_port
+from ttft_otel.router.workers.worker_socket import WorkerSocket
+from ttft_otel.tracing.guard import Guard
+
+TOTALS_INTERVAL_S: Final = (
+    1.0  # seconds between two comparisons of totals, and two files of metrics
+)
+ANSWER_TIMEOUT_S: Final = 1.0  # seconds for the others to answer a question
+REGISTER: Final = "register"
+DEREGISTER: Final = "deregister"
+
+log: Final = logging.getLogger("ttft_otel")
+
+
+class InstanceSet(msgspec.Struct, array_like=True):
+    """A worker's instances, for a successor."""
+
+    members: list[tuple[str, str, bool]]  # leg, URL, whether it drains
+    roles: dict[str, str]  # of those that registered, by URL
+
+
+class WorkerLink:
+    """What one worker and the others know of one another.
+
+    companion: what starts and ends with it, None without --shared-state.
+    """
+
+    def __init__(self, slot: WorkerSlot, app: RouterApp) -> None:
+        self.companion: AbstractAsyncContextManager[None] | None = None
+        self.slot = slot
+        self.app = app
+        self.pool = app.endpoint.upstream.pool
+        source = app.endpoint.routing.prefix_source
+        self.shared_index = source if isinstance(source, SharedIndexSource) else None
+        self.socket = WorkerSocket(slot.folder, slot.number, slot.count, self.receive_messages)
+        self.loads = LoadLink(slot, self.pool, app.endpoint.routing, self._ask_for_load)
+        self.metrics_files = MetricsFiles(slot.folder, slot.number)
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Queue[bytes]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stack = AsyncExitStack()
+        self._handlers: dict[type, Callable[[int, Any], None]] = {
+            messages.Order: lambda _, order: follow_order(self.app, order),
+            messages.Question: self._answer_question,
+            messages.Answer: self._take_answer,
+        }
+
+    async def start(self) -> None:
+        """Join the others; a successor takes over the instances that they have."""
+        # First, so that what the others say from now on waits in it.
+        self.socket.open()
+        self.loads.start()
+        self.pool.order_listeners.add(self._relay_order)
+        self.app.endpoint.reports.ask_elsewhere = self._find_report
+        self.app.metrics.merge_workers = self._merge_metrics
+        if self.slot.is_successor:
+            data = await self._ask_others("instances")
+            if data:
+                apply_instances(self.app, data)
+        if self.shared_index is not None:
+            self.shared_index.join_owner(build_index_path(self.slot.folder))
+        if self.companion is not None:
+            await self._stack.enter_async_context(self.companion)
+        # Last, as its file is also the sign for the supervisor that this worker has started.
+        self._write_metrics(self.app.metrics.collect_own())
+        self._tasks.append(asyncio.create_task(self._compare_forever()))
+
+    async def close(self) -> None:
+        """Leave; the others forget what was under way here."""
+        await self._stack.aclose()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # For the sum of the others, and for a successor.
+        self._write_metrics(self.app.metrics.collect_own())
+        self.loads.close()
+        self.socket.close()
+
+    def receive_messages(self, sender: int, received: list[messages.Message]) -> None:
+        """Take in one datagram of the worker on slot `sender`."""
+        # One message that cannot be handled must not end the reading.
+        with Guard("router.workers"):
+            for message in received:
+                self._handlers[type(message)](sender, message)
+
+    async def _compare_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TOTALS_INTERVAL_S)
+            with Guard("router.workers"):
+                self.loads.report_totals()
+                self._write_metrics(self.app.metrics.collect_own())
+                self.loads.forget_silent()
+
+    def _ask_for_load(self, number: int) -> None:
+        self.socket.send([messages.Question(0, "load")], [number])
+
+    def _relay_order(self, action: str, leg: str, url: str) -> None:
+        # Before the operator has the answer: the next order may go to another worker.
+        self.socket.send([messages.Order(action, leg, url)], self.socket.others)
+
+    def _answer_question(self, number: int, question: messages.Question) -> None:
+        if question.topic == "load":
+            self.loads.report_all(number)
+            return
+        data = b""
+        if question.topic == "instances":
+            data = encode_instances(self.app)
+        elif (report := self.app.endpoint.reports.get_report(question.subject)) is not None:
+            data = msgspec.json.encode(report)
+        self.socket.send([messages.Answer(question.number, data)], [number])
+
+    def _take_answer(self, _: int, answer: messages.Answer) -> None:
+        waiting = self._answers.get(answer.number)
+        if waiting is not None:
+            waiting.put_nowait(answer.data)
+
+    async def _ask_others(self, topic: str, subject: str = "") -> bytes:
+        """The first answer that is not empty; empty if there is none within ANSWER_TIMEOUT_S."""
+        question = messages.Question(next(self._numbers), topic, subject)
+        answers = self._answers[question.number] = asyncio.Queue()
+        self.socket.send([question], self.socket.others)
+
+        async def take_first() -> bytes:
+            # Each answers once, and all but one with nothing.
+            for _ in self.socket.others:
+                if data := await answers.get():
+                    return data
+            return b""
+
+        try:
+            return await wait_at_most(take_first(), ANSWER_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            return b""
+        finally:
+            del self._answers[question.number]
+
+    async def _find_report(self, request_id: str) -> dict[str, Any] | None:
+        data = await self._ask_others("report", request_id)
+        return msgspec.json.decode(data, type=dict[str, Any]) if data else None
+
+    def _merge_metrics(self, own: Iterator[Metric]) -> Iterator[Metric]:
+        self._write_metrics(own)
+        return self.metrics_files.collect_all()
+
+    def _write_metrics(self, own: Iterator[Metric]) -> None:
+        urls = {each.url for each in self.pool}
+        self.metrics_files.write_own(itertools.chain(own, self._collect_workers()), urls)
+
+    def _collect_workers(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            metric_names.ROUTER_WORKERS, "Workers that serve the port.", value=1
+        )
+        restarts_help = "Workers that ended and were replaced."
+        # 0 or 1 for each process: a successor inherits what was counted before it.
+        yield CounterMetricFamily(
+            metric_names.ROUTER_WORKER_RESTARTS, restarts_help, value=int(self.slot.is_successor)
+        )
+        lost_help = "Messages between workers that were given up; totals are compared each second."
+        yield CounterMetricFamily(
+            metric_names.ROUTER_WORKER_MESSAGES_LOST,
+            lost_help,
+            value=self.socket.lost + self.loads.lost,
+        )
+        if self.shared_index is not None and self.shared_index.channel is not None:
+            lookups_help = (
+                "Prompts that were looked up in the index of KV events, by what came of it."
+            )
+            yield build_counter(
+                metric_names.ROUTER_INDEX_LOOKUPS,
+                lookups_help,
+                "result",
+                self.shared_index.channel.counts,
+            )
+
+
+class WorkerServer(DrainingServer):
+    """A draining server that is linked to the other workers while it serves.
+
+    It drains too when its supervisor is gone: nobody would replace it, nor pass signals on.
+    """
+
+    def __init__(self, app: RouterApp, plan: ServerPlan, link: WorkerLink) -> None:
+        super().__init__(app, plan)
+        self.link = link
+        self.is_orphaned = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Join the others, then listen on `sockets`: a successor first takes over their instances."""
+        start_app = self.lifespan.startup
+
+        async def start_and_join() -> None:
+            await start_app()
+            if not self.lifespan.should_exit:
+                await self.link.start()
+
+        # Between the application's start and the first connection uvicorn offers no other place.
+        self.lifespan.startup = start_and_join
+        await super().startup(sockets)
+        # Nobody writes to it: it is readable when the supervisor is gone.
+        asyncio.get_running_loop().add_reader(self.link.slot.lifeline_fd, self._leave_orphaned)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, then leave the others."""
+        asyncio.get_running_loop().remove_reader(self.link.slot.lifeline_fd)
+        # Linked until the last request is over, whose end the others have to hear of.
+        await super().shutdown(sockets)
+        await self.link.close()
+        if self.is_orphaned:
+            leave_folder(self.link.slot.folder, self.link.slot.number)
+
+    def _leave_orphaned(self) -> None:
+        # An end of file stays readable: this would be called in every turn of the loop.
+        asyncio.get_running_loop().remove_reader(self.link.slot.lifeline_fd)
+        self.is_orphaned = True
+        # If it drains already, a second signal would end it at once.
+        if not self.stop_requested_s:
+            log.error("ttft-otel: the supervisor of the workers is gone: this one drains and ends")
+            signal.raise_signal(signal.SIGTERM)
+
+
+def run_worker_server(
+    slot: WorkerSlot,
+    build_companion: Callable[[WorkerLink], AbstractAsyncContextManager[None] | None],
+    app: RouterApp,
+    plan: ServerPlan,
+) -> None:
+    """Serve `app` as `plan` says, on the port that all workers share."""
+    link = WorkerLink(slot, app)
+    link.companion = build_companion(link)
+    build_server = functools.partial(WorkerServer, link=link)
+    run_router_server(app, plan, build_server, bind_shared_port(plan.host, plan.port))
+
+
+def follow_order(app: RouterApp, order: messages.Order) -> None:
+    """Do what another worker was asked for, and did."""
+    # Not by the handlers, whose listeners would tell the others once more.
+    try:
+        if order.action == REGISTER and app.registrations is not None:
+            app.registrations.register_instance(order.leg, order.url)
+        elif order.action == DEREGISTER and app.registrations is not None:
+            app.registrations.deregister_instance(order.url)
+        else:
+            instance = parse_instance_url(order.url, order.leg)
+            apply_order(app.endpoint.upstream.pool, order.action, instance)
+    # This worker may have other instances for a moment: one order must not end it.
+    except (RequestRejected, ValueError) as error:
+        log.warning(
+            "ttft-otel: %s of %s, which another worker did, failed here: %s",
+            order.action,
+            order.url,
+            error,
+        )
+
+
+def encode_instances(app: RouterApp) -> bytes:
+    """This worker's InstanceSet."""
+    roles = {} if app.registrations is None else app.registrations.list_roles()
+    members = [
+        (each.leg, each.url, each.state == "draining") for each in app.endpoint.upstream.pool
+    ]
+    return msgspec.msgpack.encode(InstanceSet(members, roles))
+
+
+def apply_instances(app: RouterApp, data: bytes) -> None:
+    """Have the instances of another worker's InstanceSet: operators' orders are in no configuration."""
+    given = msgspec.msgpack.decode(data, type=InstanceSet)
+    pool = app.endpoint.upstream.pool
+    # Registered ones first, by role: these are swept when they stay away.
+    for url, role in given.roles.items():
+        follow_order(app, messages.Order(REGISTER, role, url))
+    for leg, url, is_draining in given.members:
+        instance = pool.find_instance(leg, url)
+        # Not registered: an operator added it.
+        if instance is None:
+            instance = parse_instance_url(url, leg)
+            pool.add_instance(instance)
+        if is_draining:
+            pool.set_draining(instance, True)
+    # What goes comes last, so that no leg is empty in between.
+    staying = {(leg, url) for leg, url, _ in given.members}
+    for instance in list(pool):
+        if (instance.leg, instance.url) not in staying:
+            pool.remove_instance(instance)
