@@ -14,7 +14,7 @@ from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers import messages
 from ttft_otel.router.workers.own_loads import OwnLoads
 from ttft_otel.router.workers.remote_loads import RemoteLoads
-from ttft_otel.router.workers.shared_memory import CountReader, CountWriter, SharedMemory
+from ttft_otel.router.workers.shared_memory import SharedMemory, SlotReader, SlotWriter
 from ttft_otel.tracing import clock
 
 LEG = "mono"
@@ -32,11 +32,9 @@ class JoinedWorker:
         self.state.index = SentHistory(16, 1000)
         self.outbox: list[messages.LoadMessage] = []
         self.counts = SharedMemory(1)
-        self.own = OwnLoads(
-            self.pool, self.routing, CountWriter(self.counts, 0), self.outbox.append
-        )
+        self.own = OwnLoads(self.pool, self.routing, SlotWriter(self.counts, 0), self.outbox.append)
         self.own.start()
-        self._readers: dict[int, CountReader] = {}
+        self._readers: dict[int, SlotReader] = {}
         self.remote = RemoteLoads(self.pool.find_instance, lambda _: self.state)
 
     def choose(self, request: types.RoutingRequest) -> types.Decision:
@@ -70,7 +68,7 @@ class JoinedWorker:
     def see(self, slot: int, other: JoinedWorker) -> None:
         """Read the numbers of the worker on `slot`, all of them the first time."""
         if slot not in self._readers:
-            self._readers[slot] = CountReader(other.counts, 0)
+            self._readers[slot] = SlotReader(other.counts, 0)
             self._readers[slot].read_all_next()
         changes = self._readers[slot].read_changes(self.remote.count_places(slot))
         self.remote.apply_counts(slot, changes, clock.now_us())

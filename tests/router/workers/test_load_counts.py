@@ -10,9 +10,9 @@ import pytest
 from router.workers.forked_process import run_forked
 from ttft_otel.router.workers.shared_memory import (
     MAX_CHANGES,
-    CountReader,
-    CountWriter,
     SharedMemory,
+    SlotReader,
+    SlotWriter,
 )
 
 
@@ -21,8 +21,8 @@ def test_what_has_changed_is_seen(seed: int) -> None:
     """By many changes or few between two looks, of two slots that share nothing."""
     chance = random.Random(seed)
     counts = SharedMemory(2)
-    writers = [CountWriter(counts, slot) for slot in range(2)]
-    readers = [CountReader(counts, slot) for slot in range(2)]
+    writers = [SlotWriter(counts, slot) for slot in range(2)]
+    readers = [SlotReader(counts, slot) for slot in range(2)]
     truth = [{index: [0, 0] for index in range(20)} for _ in range(2)]
     seen: list[dict[int, list[int]]] = [{index: [0, 0] for index in range(20)} for _ in range(2)]
     for _ in range(60):
@@ -38,14 +38,14 @@ def test_what_has_changed_is_seen(seed: int) -> None:
         for slot, reader in enumerate(readers):
             for index, in_flight, arrivals in reader.read_changes(20):
                 seen[slot][index] = [in_flight, arrivals]
-            assert not reader.has_news()
+            assert not reader.has_changes()
         assert seen == truth
 
 
 def test_nothing_is_read_twice() -> None:
     """What has not changed is left out, unless all is asked for."""
     counts = SharedMemory(1)
-    writer, reader = CountWriter(counts, 0), CountReader(counts, 0)
+    writer, reader = SlotWriter(counts, 0), SlotReader(counts, 0)
     writer.count_sent(3)
     assert reader.read_changes(5) == [(3, 1, 1)]
     assert reader.read_changes(5) == []
@@ -56,18 +56,18 @@ def test_nothing_is_read_twice() -> None:
 def test_a_successor_begins_at_nothing() -> None:
     """What was under way ended with its predecessor."""
     counts = SharedMemory(2)
-    CountWriter(counts, 0).count_sent(0)
-    CountWriter(counts, 1).count_sent(0)
+    SlotWriter(counts, 0).count_sent(0)
+    SlotWriter(counts, 1).count_sent(0)
 
-    CountWriter(counts, 0).clear()
+    SlotWriter(counts, 0).clear()
 
-    assert CountWriter(counts, 0).get_counts(0) == (0, 0)
-    assert CountWriter(counts, 1).get_counts(0) == (1, 1)
+    assert SlotWriter(counts, 0).get_counts(0) == (0, 0)
+    assert SlotWriter(counts, 1).get_counts(0) == (1, 1)
 
 
 def count_up(counts: SharedMemory, number: int) -> None:
     """In another process."""
-    writer = CountWriter(counts, 0)
+    writer = SlotWriter(counts, 0)
     for each in range(number):
         writer.count_sent(each % 7)
     for each in range(number):
@@ -78,7 +78,7 @@ def test_between_processes() -> None:
     """While one counts, the other reads: numbers only go where they were, and the last ones are right."""
     number = 70_000
     counts = SharedMemory(1)
-    reader = CountReader(counts, 0)
+    reader = SlotReader(counts, 0)
     seen = {index: (0, 0) for index in range(7)}
     with run_forked(count_up, counts, number) as process:
         is_over = False

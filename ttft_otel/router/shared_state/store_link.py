@@ -42,7 +42,7 @@ from ttft_otel.router.shared_state.snapshots import (
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers.own_loads import OwnLoads
 from ttft_otel.router.workers.remote_loads import RemoteLoads
-from ttft_otel.router.workers.shared_memory import CountWriter, SharedMemory
+from ttft_otel.router.workers.shared_memory import SharedMemory, SlotWriter
 from ttft_otel.tracing.guard import Guard
 
 CHANNEL: Final = "changes"
@@ -325,7 +325,7 @@ def build_lone_link(
     settings: StoreSettings, pool: InstancePool, routing: RoutingService
 ) -> StoreLink:
     """The link of a router without --workers, which else would not keep account of its load."""
-    own = OwnLoads(pool, routing, CountWriter(SharedMemory(1), 0), lambda _: None)
+    own = OwnLoads(pool, routing, SlotWriter(SharedMemory(1), 0), lambda _: None)
     loads = RemoteLoads(pool.find_instance, lambda leg: routing.get_leg_policy(leg).state)
     own.start()
     pool.change_listeners.add(loads.sync_instances)

@@ -17,7 +17,7 @@ from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers import messages
 from ttft_otel.router.workers.own_loads import OwnLoads
 from ttft_otel.router.workers.remote_loads import RemoteLoads
-from ttft_otel.router.workers.shared_memory import CountReader, CountWriter, RingReader, RingWriter
+from ttft_otel.router.workers.shared_memory import SlotReader, SlotWriter
 from ttft_otel.router.workers.supervisor import WorkerSlot
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.guard import Guard
@@ -51,17 +51,14 @@ class LoadLink:
         self.ask_for_load = ask_for_load
         # Messages that were too long, and times that a ring was overwritten before it was read.
         self.lost = 0
-        counts = CountWriter(slot.shared, slot.number)
-        self.own = OwnLoads(pool, routing, counts, self._report)
+        self._writer = SlotWriter(slot.shared, slot.number)
+        self.own = OwnLoads(pool, routing, self._writer, self._report)
         self.remote = RemoteLoads(pool.find_instance, lambda leg: routing.get_leg_policy(leg).state)
         self._own_slot = slot.number
         # What cannot be handled must not cost the request that is decided on.
         self._guard = Guard("router.workers")
-        self._writer = RingWriter(slot.shared, slot.number)
         self._readers = [
-            (RingReader(slot.shared, number), CountReader(slot.shared, number))
-            for number in range(slot.count)
-            if number != slot.number
+            SlotReader(slot.shared, number) for number in range(slot.count) if number != slot.number
         ]
         self._heard_s: dict[int, float] = {}  # by slot
         self._asked_s: dict[int, float] = {}  # for everything anew, by slot
@@ -81,10 +78,10 @@ class LoadLink:
         self._report(messages.Reset())
         self.own.start()
         self.pool.change_listeners.add(self.remote.sync_instances)
-        for ring, _ in self._readers:
+        for reader in self._readers:
             # Who joins has missed all that is under way.
-            ring.skip_all()
-            self.ask_for_load(ring.slot)
+            reader.skip_messages()
+            self.ask_for_load(reader.slot)
         self.routing.read_others = self.read_others
         self._read_on_timer()
 
@@ -97,13 +94,13 @@ class LoadLink:
 
     def read_others(self) -> None:
         """Take in what the others have said until now."""
-        for ring, counts in self._readers:
-            if ring.has_news():
-                self._read_slot(ring, counts)
+        for reader in self._readers:
+            if reader.has_messages():
+                self._read_slot(reader)
             # The usual case where no work is compared: a few microseconds less for each decision.
-            elif counts.has_news():
+            elif reader.has_changes():
                 with self._guard:
-                    self._read_counts(ring.slot, counts)
+                    self._read_counts(reader)
 
     def report_totals(self) -> None:
         """Once a second: by these the others see whether they have missed something."""
@@ -128,22 +125,22 @@ class LoadLink:
 
     def _read_on_timer(self) -> None:
         self.read_others()
-        has_more = any(ring.has_news() for ring, _ in self._readers)
+        has_more = any(each.has_messages() for each in self._readers)
         # With more at once, but after a turn for requests.
         delay_s = 0.0 if has_more else READ_INTERVAL_S
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._read_on_timer)
 
-    def _read_slot(self, ring: RingReader, counts: CountReader) -> None:
-        number = ring.slot
+    def _read_slot(self, reader: SlotReader) -> None:
+        number = reader.slot
         with self._guard:
             self._heard_s[number] = time.monotonic()
             # Before the ring, so that what these numbers mean is in it, or was before.
-            changes = counts.read_changes(self.remote.count_places(number))
+            changes = reader.read_changes(self.remote.count_places(number))
             try:
-                frames = ring.read_frames(MAX_READS)
+                frames = reader.read_frames(MAX_READS)
             except RingOverrun:
                 self.lost += 1
-                ring.skip_all()
+                reader.skip_messages()
                 self._ask_for_all(number)
                 return
             for data in frames:
@@ -151,9 +148,9 @@ class LoadLink:
                 self._handlers[type(message)](number, message)
             self.remote.apply_counts(number, changes, clock.now_us())
 
-    def _read_counts(self, number: int, counts: CountReader) -> None:
-        changes = counts.read_changes(self.remote.count_places(number))
-        self.remote.apply_counts(number, changes, clock.now_us())
+    def _read_counts(self, reader: SlotReader) -> None:
+        changes = reader.read_changes(self.remote.count_places(reader.slot))
+        self.remote.apply_counts(reader.slot, changes, clock.now_us())
 
     def _report(self, message: messages.LoadMessage) -> None:
         if not self._writer.write_frame(messages.encode_load(message)):
@@ -172,9 +169,9 @@ class LoadLink:
 
     def _apply_places(self, number: int, places: messages.Places) -> None:
         self.remote.apply_places(number, places)
-        for ring, counts in self._readers:
-            if ring.slot == number:
-                counts.read_all_next()
+        for reader in self._readers:
+            if reader.slot == number:
+                reader.read_all_next()
 
     def _forget_worker(self, number: int, reset: messages.Reset) -> None:
         if reset.slot in (-1, self._own_slot):

@@ -25,7 +25,7 @@ from ttft_otel.router.workers.messages import (
     Sent,
     Totals,
 )
-from ttft_otel.router.workers.shared_memory import MAX_PLACES, CountWriter
+from ttft_otel.router.workers.shared_memory import MAX_PLACES, SlotWriter
 from ttft_otel.tracing import clock
 
 MAX_RESENT_KEYS: Final = 1 << 17  # blocks of all prompts that are reported anew: 1.2 MB
@@ -46,7 +46,7 @@ class OwnLoads:
         self,
         pool: InstancePool,
         routing: RoutingService,
-        counts: CountWriter,
+        counts: SlotWriter,
         send: Callable[[LoadMessage], None],
     ) -> None:
         self.pool = pool

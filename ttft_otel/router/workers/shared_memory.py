@@ -52,11 +52,20 @@ class SharedMemory:
         return self._heads_bytes + slot * RING_BYTES
 
 
-class CountWriter:
-    """The numbers of `slot`, by index: requests in flight, and requests ever sent."""
+class SlotWriter:
+    """The slot of one worker: its numbers, by index, and its ring.
+
+    The numbers are requests in flight, and requests ever sent. The ring goes on from a predecessor's bytes.
+    """
 
     def __init__(self, shared: SharedMemory, slot: int) -> None:
-        self._words, self._start = shared.words, slot * _SLOT_WORDS
+        self._words = shared.words
+        self._start = slot * _SLOT_WORDS
+        self._rings = shared.rings
+        self._heads = shared.heads
+        self._head = shared.find_head(slot)
+        self._ring_start = shared.find_start(slot)
+        self._position = self._heads[self._head]
 
     def clear(self) -> None:
         """Set all to 0: what a predecessor had under way ended with it."""
@@ -98,17 +107,49 @@ class CountWriter:
         # Last: who sees it finds the numbers changed.
         words[start] = changes + 1
 
+    def write_frame(self, data: bytes) -> bool:
+        """Write `data`; the oldest is overwritten. False if it is too long."""
+        length = len(data)
+        if length > MAX_FRAME_BYTES:
+            return False
+        position = self._position
+        place = position % RING_BYTES
+        if place + _HEADER.size + length > RING_BYTES:
+            position = self._skip_to_beginning(position)
+            place = 0
+        begin = self._ring_start + place
+        # With the position, so that a frame of another lap is no frame to a reader that was too slow.
+        header = _HEADER.pack(length, zlib.crc32(data, position & 0xFFFFFFFF))
+        self._rings[begin : begin + _HEADER.size + length] = header + data
+        # Last: who reads up to here finds all of it.
+        self._position = self._heads[self._head] = position + _HEADER.size + length
+        return True
 
-class CountReader:
-    """What has changed in the numbers of another `slot`."""
+    def _skip_to_beginning(self, position: int) -> int:
+        place = position % RING_BYTES
+        if place + _HEADER.size <= RING_BYTES:
+            begin = self._ring_start + place
+            self._rings[begin : begin + _HEADER.size] = _HEADER.pack(_PAST_END, 0)
+        return position - place + RING_BYTES
+
+
+class SlotReader:
+    """Reads the slot of another worker, from what is written next."""
 
     def __init__(self, shared: SharedMemory, slot: int) -> None:
-        self._words, self._start = shared.words, slot * _SLOT_WORDS
+        self.slot = slot
+        self._words = shared.words
+        self._start = slot * _SLOT_WORDS
         self._changes = self._words[self._start]
         self._reads_all = False
+        self._rings = shared.rings
+        self._heads = shared.heads
+        self._head = shared.find_head(slot)
+        self._ring_start = shared.find_start(slot)
+        self._position = self._heads[self._head]
 
-    def has_news(self) -> bool:
-        """Whether there is anything to read."""
+    def has_changes(self) -> bool:
+        """Whether there are other numbers to read."""
         return self._words[self._start] != self._changes or self._reads_all
 
     def read_all_next(self) -> None:
@@ -132,68 +173,24 @@ class CountReader:
         at = start + _COUNTS_AT
         return [(each, words[at + 2 * each], words[at + 2 * each + 1]) for each in indices]
 
-
-class RingWriter:
-    """The ring of `slot`, whose predecessors' bytes it goes on from."""
-
-    def __init__(self, shared: SharedMemory, slot: int) -> None:
-        self._memory, self._heads = shared.rings, shared.heads
-        self._head, self._start = shared.find_head(slot), shared.find_start(slot)
-        self._position = self._heads[self._head]
-
-    def write_frame(self, data: bytes) -> bool:
-        """Write `data`; the oldest is overwritten. False if it is too long."""
-        length = len(data)
-        if length > MAX_FRAME_BYTES:
-            return False
-        position = self._position
-        place = position % RING_BYTES
-        if place + _HEADER.size + length > RING_BYTES:
-            position = self._skip_to_beginning(position)
-            place = 0
-        begin = self._start + place
-        # With the position, so that a frame of another lap is no frame to a reader that was too slow.
-        header = _HEADER.pack(length, zlib.crc32(data, position & 0xFFFFFFFF))
-        self._memory[begin : begin + _HEADER.size + length] = header + data
-        # Last: who reads up to here finds all of it.
-        self._position = self._heads[self._head] = position + _HEADER.size + length
-        return True
-
-    def _skip_to_beginning(self, position: int) -> int:
-        place = position % RING_BYTES
-        if place + _HEADER.size <= RING_BYTES:
-            begin = self._start + place
-            self._memory[begin : begin + _HEADER.size] = _HEADER.pack(_PAST_END, 0)
-        return position - place + RING_BYTES
-
-
-class RingReader:
-    """Reads the ring of another `slot`, from what is written next."""
-
-    def __init__(self, shared: SharedMemory, slot: int) -> None:
-        self.slot = slot
-        self._memory, self._heads = shared.rings, shared.heads
-        self._head, self._start = shared.find_head(slot), shared.find_start(slot)
-        self._position = self._heads[self._head]
-
-    def has_news(self) -> bool:
-        """Whether there is anything to read."""
+    def has_messages(self) -> bool:
+        """Whether there is a frame to read."""
         return self._heads[self._head] != self._position
 
-    def skip_all(self) -> None:
+    def skip_messages(self) -> None:
         """Go on from what is written next."""
         self._position = self._heads[self._head]
 
     def read_frames(self, max_frames: int) -> list[bytes]:
         """The next frames, so many at most. Raises RingOverrun if some are lost."""
         frames: list[bytes] = []
-        memory, position, head = self._memory, self._position, self._heads[self._head]
+        memory, position, head = self._rings, self._position, self._heads[self._head]
         while position != head and len(frames) < max_frames:
             place = position % RING_BYTES
             if place + _HEADER.size > RING_BYTES:
                 position += RING_BYTES - place
                 continue
-            begin = self._start + place
+            begin = self._ring_start + place
             length, checksum = _HEADER.unpack_from(memory, begin)
             if length == _PAST_END:
                 position += RING_BYTES - place

@@ -15,7 +15,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -45,14 +45,11 @@ ANSWER_TIMEOUT_S: Final = 1.0  # seconds for the others to answer a question
 REGISTER: Final = "register"
 DEREGISTER: Final = "deregister"
 
+# A worker's instances for a successor: leg, URL and whether it drains; and roles by URL of those that have
+# registered.
+InstanceSet: TypeAlias = tuple[list[tuple[str, str, bool]], dict[str, str]]
+
 log: Final = logging.getLogger("ttft_otel")
-
-
-class InstanceSet(msgspec.Struct, array_like=True):
-    """A worker's instances, for a successor."""
-
-    members: list[tuple[str, str, bool]]  # leg, URL, whether it drains
-    roles: dict[str, str]  # of those that registered, by URL
 
 
 class WorkerLink:
@@ -289,22 +286,22 @@ def follow_order(app: RouterApp, order: messages.Order) -> None:
 
 
 def encode_instances(app: RouterApp) -> bytes:
-    """This worker's InstanceSet."""
+    """This worker's instances."""
     roles = {} if app.registrations is None else app.registrations.list_roles()
     members = [
         (each.leg, each.url, each.state == "draining") for each in app.endpoint.upstream.pool
     ]
-    return msgspec.msgpack.encode(InstanceSet(members, roles))
+    return msgspec.msgpack.encode((members, roles))
 
 
 def apply_instances(app: RouterApp, data: bytes) -> None:
-    """Have the instances of another worker's InstanceSet: operators' orders are in no configuration."""
-    given = msgspec.msgpack.decode(data, type=InstanceSet)
+    """Have the instances of another worker: operators' orders are in no configuration."""
+    members, roles = msgspec.msgpack.decode(data, type=InstanceSet)
     pool = app.endpoint.upstream.pool
     # Registered ones first, by role: these are swept when they stay away.
-    for url, role in given.roles.items():
+    for url, role in roles.items():
         follow_order(app, messages.Order(REGISTER, role, url))
-    for leg, url, is_draining in given.members:
+    for leg, url, is_draining in members:
         instance = pool.find_instance(leg, url)
         # Not registered: an operator added it.
         if instance is None:
@@ -313,7 +310,7 @@ def apply_instances(app: RouterApp, data: bytes) -> None:
         if is_draining:
             pool.set_draining(instance, True)
     # What goes comes last, so that no leg is empty in between.
-    staying = {(leg, url) for leg, url, _ in given.members}
+    staying = {(leg, url) for leg, url, _ in members}
     for instance in list(pool):
         if (instance.leg, instance.url) not in staying:
             pool.remove_instance(instance)
