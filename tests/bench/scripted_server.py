@@ -68,11 +68,8 @@ class ScriptedStreamServer:
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         try:
             if line.startswith("GET /v1/models"):
-                write_json(
-                    writer,
-                    200,
-                    {"data": [{"id": "fake", "max_model_len": self.script.context_tokens}]},
-                )
+                card = {"id": "fake", "max_model_len": self.script.context_tokens}
+                write_json(writer, 200, {"data": [card]})
             elif line.startswith("GET"):
                 write_json(writer, 200, self.notes)
             else:

@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from bench.conftest import RunBench, validate_document
+from bench.conftest import RunBench, invoke_bench, validate_document
 from bench.scripted_server import ServerScript, run_scripted_server
 from bench.test_request_statistics import build_result, build_target_document
 from ttft_otel.bench.comparison import compare_targets, compute_margins
 from ttft_otel.bench.result_document import RESULT_FORMAT
-from ttft_otel.commands import main as cli
 
 
 def build_request_row(queue_ms: float, compute_ms: float) -> dict[str, Any]:
@@ -48,12 +46,15 @@ def index_rows(comparison: Any) -> dict[str, Any]:
     return {row["name"]: row for row in comparison["rows"]}
 
 
+def compare(one: Any, other: Any, paired: bool = False) -> dict[str, Any]:
+    """The rows of two targets' comparison by their names."""
+    return index_rows(compare_targets(one, other, paired))
+
+
 def test_found() -> None:
     """2 ms more queue show in the queue and in the TTFT, and nowhere else."""
     chance = np.random.default_rng(1)
-    found = index_rows(
-        compare_targets(build_target(chance, 10, 5), build_target(chance, 12, 5), paired=False)
-    )
+    found = compare(build_target(chance, 10, 5), build_target(chance, 12, 5))
 
     clear = {name for name, row in found.items() if row["clear"]}
     assert {"ttft mean", "ttft p50", "latency mean", "prefill.queue mean"} <= clear
@@ -118,7 +119,7 @@ def test_coverage() -> None:
     wrong = 0
     for _ in range(40):
         one, other = (build_target(chance, 50, 3, 5.0) for _ in "ab")
-        wrong += index_rows(compare_targets(one, other, paired=False))["ttft mean"]["clear"]
+        wrong += compare(one, other)["ttft mean"]["clear"]
 
     assert wrong <= 4
 
@@ -131,8 +132,8 @@ def test_paired() -> None:
     for each in (each for run in other["runs"] for each in run["requests"]):
         each["ttft_ms"] += 1.0 + 0.1 * chance.normal()
 
-    assert index_rows(compare_targets(one, other, paired=True))["ttft mean"]["clear"]
-    assert not index_rows(compare_targets(one, other, paired=False))["ttft mean"]["clear"]
+    assert compare(one, other, paired=True)["ttft mean"]["clear"]
+    assert not compare(one, other)["ttft mean"]["clear"]
 
 
 def test_figures() -> None:
@@ -144,7 +145,7 @@ def test_figures() -> None:
     other = build_target_document(
         [build_result(0, [10, 20, 40], parts), build_result(1, [30, 90], {"prefill.queue": 24})]
     )
-    found = index_rows(compare_targets(one, other, paired=False))
+    found = compare(one, other)
 
     for name, line in other["summary"]["figures_ms"].items():
         assert found[f"{name} mean"]["b"] == pytest.approx(line["mean"], abs=0.001), name
@@ -159,7 +160,7 @@ def test_older() -> None:
     for request in other["runs"][0]["requests"]:
         del request["itl_ms"], request["itl_count"]
 
-    found = index_rows(compare_targets(one, other, paired=False))
+    found = compare(one, other)
     assert "itl mean" not in found and {"ttft mean", "tpot mean", "latency mean"} <= set(found)
 
 
@@ -171,9 +172,7 @@ def test_untold() -> None:
     for each in other["runs"][0]["requests"]:
         each["stages_ms"] = {}
 
-    assert not [
-        name for name in index_rows(compare_targets(one, other, paired=False)) if "prefill" in name
-    ]
+    assert not [name for name in compare(one, other) if "prefill" in name]
 
 
 def test_routed() -> None:
@@ -184,7 +183,7 @@ def test_routed() -> None:
     for each in other["runs"][0]["requests"]:
         queue = each["stages_ms"].pop("prefill.queue")
         each["stages_ms"] = {"router.route": 1.0, "mono.prefill.queue": queue}
-    found = index_rows(compare_targets(one, other, paired=False))
+    found = compare(one, other)
 
     assert found["prefill.queue mean"]["b"] == pytest.approx(10, abs=0.5)
     assert found["router.route mean"]["difference"] == 1.0
@@ -230,8 +229,7 @@ def test_dead(tmp_path: Path, fails: tuple[str, str], says: str) -> None:
     with run_scripted_server(one) as a, run_scripted_server(other) as b:
         words = "--concurrency 1 --requests 2 --repeat 2"
         out = ("--output", files[0], "--html", files[1])
-        given = ["bench", "--ab", a.url, b.url, *map(str, (words, *out))]
-        shown = CliRunner().invoke(cli.main, given).output
+        shown = invoke_bench("--ab", a.url, b.url, words, *out).output
 
     found = validate_document(json.loads(files[0].read_text("utf-8")))
     assert (found["comparison"], found["uncompared"]) == (None, says)
@@ -257,8 +255,8 @@ def test_files(bench: RunBench, tmp_path: Path) -> None:
         for concurrency, file in enumerate(files, 1):
             words = ("--concurrency", concurrency, "--requests 4 --output", file)
             bench("--url", server.url, *words)
-    told = CliRunner().invoke(cli.main, ["bench", "compare", *map(str, files), "--json"])
-    shown = CliRunner().invoke(cli.main, ["bench", "compare", *map(str, files)])
+    told = invoke_bench("compare", *files, "--json")
+    shown = invoke_bench("compare", *files)
 
     assert told.exit_code == 0 and shown.exit_code == 0, told.output
     assert "ttft p99" in index_rows(json.loads(told.stdout))
@@ -281,7 +279,7 @@ def test_strange(tmp_path: Path, text: str) -> None:
     """A file that is no result of the benchmark is named, without a traceback."""
     file = tmp_path / "strange.json"
     file.write_text(text, "utf-8")
-    result = CliRunner().invoke(cli.main, ["bench", "compare", str(file), str(file)])
+    result = invoke_bench("compare", file, file)
 
     assert result.exit_code == 1
     assert "strange.json" in result.output

@@ -235,16 +235,6 @@ def test_help(module: str) -> None:
     assert "{figure: {value, goal, met}}" in done.stdout
 
 
-def test_files_are_short() -> None:
-    """No file of the benchmarks is longer than one of the package may be."""
-    lengths = {
-        str(path.relative_to(ROOT)): path.read_text("utf-8").count("\n")
-        for path in (ROOT / "benchmarks").rglob("*.py")
-    }
-
-    assert [path for path, lines in lengths.items() if lines > 300] == []
-
-
 def test_agreement_needs_a_tokenizer() -> None:
     """Without --tokenizer the remedy is said, instead of a peer that looks for a tokenizer "None"."""
     command = [sys.executable, str(ROOT / "benchmarks" / "agreement.py")]

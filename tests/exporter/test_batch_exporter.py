@@ -47,6 +47,12 @@ def _fill_queue(inbox: RecordQueue, *records: Record) -> RecordQueue:
     return inbox
 
 
+def _export(inbox: RecordQueue, exporter: SpanExporter, *records: Record) -> None:
+    """Export `records`, and what is in the queue before them."""
+    ship = BatchExporter(exporter, inbox.counters, "http://there", threading.Event())
+    export_records(_fill_queue(inbox, *records), ship, BatchBuilder(ResourceCache(1)))
+
+
 def _list_attributes(collector: Any) -> dict[str, object]:
     attributes = collector.received[0].resource.attributes
     return {each.key: each.value.string_value or each.value.int_value for each in attributes}
@@ -62,10 +68,8 @@ def export_record(
     """Export one record to `collector` with these variables, as the exporter of the process `host`."""
 
     def export(variables: dict[str, str], host: int = 1) -> None:
-        for name, value in {
-            env_names.OTEL_EXPORTER_OTLP_ENDPOINT: collector.url,
-            **variables,
-        }.items():
+        endpoint = {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: collector.url}
+        for name, value in (endpoint | variables).items():
             monkeypatch.setenv(name, value)
         run_worker(_fill_queue(record_queue, make_record()), host)
 
@@ -126,20 +130,12 @@ def test_resources_are_bounded() -> None:
     assert len({id(each) for each in found}) <= MAX_SERVICES + 1
 
 
-def test_grpc(
-    grpc_collector: Any,
-    record_queue: RecordQueue,
-    make_record: RecordMaker,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_grpc(grpc_collector: Any, export_record: Callable[..., None]) -> None:
     """OTEL_EXPORTER_OTLP_PROTOCOL=grpc exports the same spans over gRPC."""
-    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_PROTOCOL, "grpc")
-    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, grpc_collector.url)
-    run_worker(_fill_queue(record_queue, make_record()), 1)
-    assert [span.name for span in grpc_collector.list_spans()][:2] == [
-        "POST /v1/completions",
-        "ttft",
-    ]
+    protocol = {env_names.OTEL_EXPORTER_OTLP_PROTOCOL: "grpc"}
+    export_record(protocol | {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: grpc_collector.url})
+    names = [span.name for span in grpc_collector.list_spans()]
+    assert names[:2] == ["POST /v1/completions", "ttft"]
 
 
 def test_foreign(record_queue: RecordQueue, make_record: RecordMaker) -> None:
@@ -149,11 +145,7 @@ def test_foreign(record_queue: RecordQueue, make_record: RecordMaker) -> None:
     for data in (b"no record", broken, other, encode_record(make_record())):
         record_queue.put(data)
     memory = InMemorySpanExporter()
-    export_records(
-        _fill_queue(record_queue),
-        BatchExporter(memory, record_queue.counters, "", record_queue.ended),
-        BatchBuilder(ResourceCache(1)),
-    )
+    _export(record_queue, memory)
     assert len(memory.get_finished_spans()) == SPANS_PER_RECORD
     assert record_queue.counters.get_counts()["foreign"] == 3
 
@@ -178,12 +170,7 @@ def test_batches(record_queue: RecordQueue, make_record: RecordMaker) -> None:
             sizes.append(len(spans))
             return SpanExportResult.SUCCESS
 
-    records = [make_record(number) for number in range(1000)]
-    export_records(
-        _fill_queue(record_queue, *records),
-        BatchExporter(Sizes(), record_queue.counters, "", record_queue.ended),
-        BatchBuilder(ResourceCache(1)),
-    )
+    _export(record_queue, Sizes(), *map(make_record, range(1000)))
     assert sum(sizes) == 1000 * SPANS_PER_RECORD
     assert max(sizes) <= MAX_BATCH_SPANS
 
@@ -213,13 +200,7 @@ def test_given_up(
     record_queue: RecordQueue, make_record: RecordMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Batches that fail for good are counted in spans, and the last log line tells the number."""
-    export_records(
-        _fill_queue(record_queue, make_record()),
-        BatchExporter(
-            _ScriptedExporter(1000), record_queue.counters, "http://there", threading.Event()
-        ),
-        BatchBuilder(ResourceCache(1)),
-    )
+    _export(record_queue, _ScriptedExporter(1000), make_record())
     assert record_queue.counters.get_counts()["failed"] == SPANS_PER_RECORD
     assert sum("http://there" in line for line in caplog.messages) == 1
     record_queue.counters.log_losses(final=True)
@@ -231,21 +212,17 @@ def test_collector_refuses(
     status: int,
     collector: Any,
     record_queue: RecordQueue,
-    make_record: RecordMaker,
+    export_record: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever error a collector answers: one warning, no traceback, the loss counted."""
     collector.status = status
-    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, collector.url)
-    run_worker(_fill_queue(record_queue, make_record()), 1)
+    export_record({})
     assert record_queue.counters.get_counts()["failed"] == SPANS_PER_RECORD
-    warnings = [
-        entry
-        for entry in caplog.records
-        if entry.name != "ttft_otel" or collector.url in entry.message
+    lines = [
+        each for each in caplog.records if each.name != "ttft_otel" or collector.url in each.message
     ]
-    assert len(warnings) == 1
+    assert len(lines) == 1
     assert not any(entry.exc_info for entry in caplog.records)
 
 

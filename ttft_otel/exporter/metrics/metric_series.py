@@ -153,7 +153,6 @@ class ExponentialSeries(Series):
     """
 
     def reset(self, start_ns: int) -> None:
-        """As above."""
         super().reset(start_ns)
         self.scale = MAX_SCALE
         self.zero_count = 0
@@ -193,7 +192,6 @@ class ExponentialSeries(Series):
         return first, [self.counts.get(index, 0) for index in range(first, last + 1)]
 
     def make_point(self, time_ns: int) -> ExponentialHistogramDataPoint:
-        """As above."""
         offset, counts = self.list_counts()
         return ExponentialHistogramDataPoint(
             **self._list_histogram_fields(time_ns),
@@ -215,19 +213,16 @@ class BoundedSeries(Series):
         super().__init__(labels, start_ns)
 
     def reset(self, start_ns: int) -> None:
-        """As above."""
         super().reset(start_ns)
         # One more than there are bounds: OTLP's last bucket reaches to infinity.
         self.counts = [0] * (len(self.bounds_us) + 1)
 
     def count_values(self, values: Mapping[int, int]) -> None:
-        """As above."""
         for value_us, number in values.items():
             # bisect_left: OTLP's upper bounds belong to their buckets.
             self.counts[bisect_left(self.bounds_us, value_us)] += number
 
     def make_point(self, time_ns: int) -> HistogramDataPoint:
-        """As above."""
         return HistogramDataPoint(
             **self._list_histogram_fields(time_ns),
             bucket_counts=list(self.counts),
