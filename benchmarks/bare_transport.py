@@ -17,6 +17,9 @@ from typing import Final, cast
 
 import uvloop
 
+from ttft_otel.bench.http_exchange import BenchTarget
+from ttft_otel.model.endpoints import CHAT_PATH
+
 # A short stream in one write shows what a request costs, a long paced one what a token costs.
 EVENTS_PER_STREAM: Final = 16
 TOKENS_PER_STREAM: Final = 200
@@ -185,17 +188,14 @@ async def run_client_loop(
     url: str, body: bytes, events: int, number: int, connections: int
 ) -> None:
     """A closed loop of `number` requests, each answered with `events`, over `connections`."""
-    host, _, port = url.removeprefix("http://").partition(":")
-    request_bytes = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\nAccept: */*\r\n"
-        f"User-Agent: bench\r\nContent-Type: application/json\r\ntraceparent: PARENT\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
-    ).encode() + body
+    target = BenchTarget.parse_url(url)
+    headers = {"connection": "keep-alive", "traceparent": "PARENT"}
+    request_bytes = target.encode_request(CHAT_PATH, body, headers)
     remaining = iter(range(number))
     loop = asyncio.get_running_loop()
     clients = [LoopingClient(request_bytes, events, remaining) for _ in range(connections)]
     for client in clients:
-        await loop.create_connection(partial(_return_client, client), host, int(port))
+        await loop.create_connection(partial(_return_client, client), target.host, target.port)
     await asyncio.gather(*(client.ended for client in clients))
 
 

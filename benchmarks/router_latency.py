@@ -26,6 +26,8 @@ import uvloop
 from benchmarks import bare_transport
 from benchmarks.figures import Figure, build_figure
 from benchmarks.process_cpu import read_process_cpu_s
+from ttft_otel.bench.http_exchange import BenchTarget
+from ttft_otel.model.endpoints import CHAT_PATH
 from ttft_otel.model.statistics import compute_quantile
 
 LOAD_SHARES: Final = (0.25, 0.5, 0.8)
@@ -94,15 +96,15 @@ class StampedClient(asyncio.Protocol):
 
 async def load_router(url: str, rate: float, seconds: float) -> LatencySamples:
     """Send `rate` requests a second at random moments for `seconds`, and take the times."""
-    host, _, port = url.removeprefix("http://").partition(":")
-    request_bytes = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
-    ).encode() + BODY
-    samples, idle = LatencySamples(), list[StampedClient]()
-    loop, arrivals = asyncio.get_running_loop(), random.Random(17)  # the same for all
+    target = BenchTarget.parse_url(url)
+    request_bytes = target.encode_request(CHAT_PATH, BODY, {"connection": "keep-alive"})
+    samples = LatencySamples()
+    idle: list[StampedClient] = []
+    loop = asyncio.get_running_loop()
+    arrivals = random.Random(17)  # the same for all
     for _ in range(MAX_CONNECTIONS):
-        await loop.create_connection(partial(StampedClient, samples, idle), host, int(port))
+        make_client = partial(StampedClient, samples, idle)
+        await loop.create_connection(make_client, target.host, target.port)
     clients = list(idle)
     due_s = time.monotonic()
     end_s = due_s + seconds
