@@ -77,13 +77,13 @@ class RouterConnection:
         try:
             self.http.request("POST", CHAT_PATH, json.dumps(body), headers)
             response = self.http.getresponse()
-            told = response.read()
+            reported = response.read()
         except (OSError, http.client.HTTPException) as error:
             self.http.close()
             return f"{type(error).__name__}: {error}"
         if response.status != 200:
-            return f"status {response.status}: {told[:200].decode(errors='replace')}"
-        return "" if told.rstrip().endswith(DONE) else f"broken off after {len(told)} bytes"
+            return f"status {response.status}: {reported[:200].decode(errors='replace')}"
+        return "" if reported.rstrip().endswith(DONE) else f"broken off after {len(reported)} bytes"
 
 
 class SteadyLoad:

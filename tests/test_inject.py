@@ -114,7 +114,7 @@ def test_traced(injected: Path, tmp_path: Path) -> None:
     run_uv("pip", "install", "--quiet", "--python", bare, "msgspec", "prometheus-client")
     collector = OtlpCollector()
     try:
-        told, _ = run_python(
+        reported, _ = run_python(
             bare,
             SEND_RECORD,
             injected,
@@ -123,9 +123,9 @@ def test_traced(injected: Path, tmp_path: Path) -> None:
     finally:
         collector.close()
 
-    assert told["counts"]["exported"] == 1 and told["counts"]["failed"] == 0
+    assert reported["counts"]["exported"] == 1 and reported["counts"]["failed"] == 0
     assert len(collector.spans()) == 1
-    assert not told["opentelemetry"]  # only in the exporter's process
+    assert not reported["opentelemetry"]  # only in the exporter's process
 
 
 def test_off(injected: Path, host: Path) -> None:

@@ -68,11 +68,13 @@ def test_ci() -> None:
 def test_help(module: str) -> None:
     """--help answers at once, with examples."""
     command = (sys.executable, "-m", f"lab.{module}", "--help")
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    reported = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
 
-    assert f"scripts/{module}" in told
-    assert "Examples:" in told
-    assert "Exit code" in told
+    assert f"scripts/{module}" in reported
+    assert "Examples:" in reported
+    assert "Exit code" in reported
 
 
 @pytest.fixture

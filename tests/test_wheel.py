@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 EXTRAS: Final = ("router", "tokenize", "serve", "bench", "explain")
 # The extra that a folder's modules may need; every other module must import without any.
 EXTRA_OF_FOLDER: Final = {
+    "http": "serve",  # uvicorn, which `router` has, too
     "router": "router",
     "report": "serve",
     "bench": "bench",
@@ -152,11 +153,11 @@ def test_contents(wheel: Path, record_property: Callable[[str, object], None]) -
 
 def test_help(environment: Path) -> None:
     """`ttft-otel --help` and --version need no extra; the help lists every subcommand."""
-    told = run_program(environment, "ttft-otel", "--help")
+    reported = run_program(environment, "ttft-otel", "--help")
     version = run_program(environment, "ttft-otel", "--version")
 
-    assert (told.returncode, told.stderr) == (0, "")
-    assert all(re.search(rf"^  {name} ", told.stdout, re.M) for name in cli.SUBCOMMANDS)
+    assert (reported.returncode, reported.stderr) == (0, "")
+    assert all(re.search(rf"^  {name} ", reported.stdout, re.M) for name in cli.SUBCOMMANDS)
     assert (version.returncode, version.stderr) == (0, "")
 
 
@@ -164,15 +165,15 @@ def test_help(environment: Path) -> None:
 def test_subcommand_help(environment: Path, extras: set[str], words: tuple[str, ...]) -> None:
     """A subcommand's --help exits with 0; without its extra it says what to install, with 1."""
     extra = cli.SUBCOMMANDS[words[0]].extra
-    told = run_program(environment, "ttft-otel", *words, "--help")
+    reported = run_program(environment, "ttft-otel", *words, "--help")
 
     if extra and extra not in extras:
-        assert (told.returncode, told.stdout) == (1, "")
-        assert f"pip install 'ttft-otel[{extra}]'" in told.stderr
-        assert "Traceback" not in told.stderr
+        assert (reported.returncode, reported.stdout) == (1, "")
+        assert f"pip install 'ttft-otel[{extra}]'" in reported.stderr
+        assert "Traceback" not in reported.stderr
     else:
-        assert (told.returncode, told.stderr) == (0, "")
-        assert told.stdout.startswith(f"Usage: ttft-otel {' '.join(words)} ")
+        assert (reported.returncode, reported.stderr) == (0, "")
+        assert reported.stdout.startswith(f"Usage: ttft-otel {' '.join(words)} ")
 
 
 def test_imports(environment: Path, extras: set[str]) -> None:

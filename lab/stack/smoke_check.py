@@ -142,7 +142,7 @@ def check_hop(hop: str, check: Callable[[], bool], seconds: float, remedy: str) 
         try:
             if check():
                 return HopVerdict(hop, True, time.monotonic() - started)
-        # The last reason is told: an early one may have passed while parts were starting.
+        # The last reason is reported: an early one may have passed while parts were starting.
         except backend_queries.BackendQueryError as error:
             why = str(error)
         spent = time.monotonic() - started

@@ -124,7 +124,7 @@ def show_live_table() -> Iterator[StatusCallback]:
 
 def print_ready_lines(out: Console) -> StatusCallback:
     """Each part once, when it is ready."""
-    # Called with all rows several times a second: each part is told once.
+    # Called with all rows several times a second: each part is printed once.
     printed: set[str] = set()
 
     def look(rows: list[PartStatus]) -> None:

@@ -100,11 +100,11 @@ def list_object_names(
     cluster: KubeCluster, namespace: str, release: str, release_namespace: str
 ) -> set[str]:
     """NAMESPACE/KIND/NAME of what a release has in a namespace, of the kinds that our chart uses."""
-    told = json.loads(cluster.run_kubectl("-n", namespace, "get", KINDS, "-o", "json"))
+    reported = json.loads(cluster.run_kubectl("-n", namespace, "get", KINDS, "-o", "json"))
     owner = (release, release_namespace)
     return {
         f"{namespace}/{each['kind']}/{each['metadata']['name']}"
-        for each in told["items"]
+        for each in reported["items"]
         if tuple(
             each["metadata"].get("annotations", {}).get(f"meta.helm.sh/release-{word}")
             for word in ("name", "namespace")

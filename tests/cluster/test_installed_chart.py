@@ -41,9 +41,9 @@ def run_chart(cluster: KubeCluster, command: str, namespace: str, values: Path, 
     done = cluster.run_helm(
         command, RELEASE, str(chart.CHART), "--namespace", namespace, "-f", str(values), *more
     )
-    told = done.stdout + done.stderr
-    assert done.returncode == 0, told
-    assert "arning" not in told, told
+    reported = done.stdout + done.stderr
+    assert done.returncode == 0, reported
+    assert "arning" not in reported, reported
 
 
 def find_lost_fields(written: Any, stored: Any, path: str = "") -> list[str]:
@@ -71,8 +71,8 @@ def find_lost_fields(written: Any, stored: Any, path: str = "") -> list[str]:
 
 def check_stored(cluster: KubeCluster, namespace: str) -> list[dict[str, Any]]:
     """Every object of the release is stored as it was written; gives what was written."""
-    told = cluster.run_helm("get", "manifest", RELEASE, "--namespace", namespace)
-    written = [each for each in yaml.safe_load_all(told.stdout) if each]
+    reported = cluster.run_helm("get", "manifest", RELEASE, "--namespace", namespace)
+    written = [each for each in yaml.safe_load_all(reported.stdout) if each]
     stored = json.loads(
         cluster.run_kubectl("get", "-f", "-", "-o", "json", stdin=yaml.safe_dump_all(written))
     )["items"]
@@ -118,10 +118,10 @@ def test_upgrades_leave_the_scaled_number(cluster: KubeCluster, namespace: str) 
     cluster.run_kubectl("-n", namespace, "scale", deployment, "--replicas=4")
     run_chart(cluster, "upgrade", namespace, values, *CHANGES)
 
-    told = cluster.run_kubectl(
+    reported = cluster.run_kubectl(
         "-n", namespace, "get", deployment, "-o", "jsonpath={.spec.replicas}"
     )
-    assert told == "4"
+    assert reported == "4"
     cluster.run_helm("uninstall", RELEASE, "--namespace", namespace)
 
 
@@ -137,7 +137,7 @@ def test_two_teams_watch_the_same_servers(cluster: KubeCluster, namespace: str) 
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "reported"),
     [
         ('router.extraEnv=[{"name":"A","valu":"x"}]', "valu"),
         ('router.tolerations=[{"key":"gpu","operator":"Exist"}]', "Exist"),
@@ -146,7 +146,7 @@ def test_two_teams_watch_the_same_servers(cluster: KubeCluster, namespace: str) 
     ],
 )
 def test_what_no_schema_knows_is_refused(
-    cluster: KubeCluster, namespace: str, setting: str, told: str
+    cluster: KubeCluster, namespace: str, setting: str, reported: str
 ) -> None:
     """Counter-test: the API server looks into the free parts of our values, too."""
     values = chart.CHART / "examples" / "trial" / "values.yaml"
@@ -155,4 +155,4 @@ def test_what_no_schema_knows_is_refused(
     cluster.run_helm("uninstall", RELEASE, "--namespace", namespace)
 
     assert done.returncode != 0 or "arning" in done.stderr
-    assert told in done.stdout + done.stderr
+    assert reported in done.stdout + done.stderr

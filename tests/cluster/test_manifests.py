@@ -32,10 +32,10 @@ def try_objects(cluster: KubeCluster, namespace: str, text: str) -> str:
 def test_the_server_takes_them(cluster: KubeCluster, namespace: str, path: Path) -> None:
     """Each object, with unknown fields an error."""
     text = path.read_text("utf-8")
-    told = try_objects(cluster, namespace, text)
+    reported = try_objects(cluster, namespace, text)
 
     objects = [each for each in yaml.safe_load_all(text) if each]
-    assert told.count("serverside-applied") == len(objects) > 0
+    assert reported.count("serverside-applied") == len(objects) > 0
 
 
 def test_the_guides_instrumentation(cluster: KubeCluster, namespace: str) -> None:
@@ -64,7 +64,7 @@ def test_the_prometheus_of_other_charts(cluster: KubeCluster, namespace: str) ->
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "told"),
+    ("right", "wrong", "reported"),
     [
         ("periodSeconds: 5", "periodSecond: 5", "periodSecond"),
         ("periodSeconds: 10", "periodSeconds: -10", "greater than or equal to 0"),
@@ -75,7 +75,7 @@ def test_the_prometheus_of_other_charts(cluster: KubeCluster, namespace: str) ->
     ],
 )  # fmt: skip
 def test_mistakes_are_refused(
-    cluster: KubeCluster, namespace: str, right: str, wrong: str, told: str
+    cluster: KubeCluster, namespace: str, right: str, wrong: str, reported: str
 ) -> None:
     """Counter-test: field, range, enum, selector, name and a rule between fields, each alone."""
     text = (KUBERNETES / "mono.yaml").read_text("utf-8")
@@ -83,4 +83,4 @@ def test_mistakes_are_refused(
     with pytest.raises(ClusterCommandError) as refusal:
         try_objects(cluster, namespace, text.replace(right, wrong, 1))
 
-    assert told in str(refusal.value)
+    assert reported in str(refusal.value)

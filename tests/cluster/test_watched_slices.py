@@ -175,7 +175,7 @@ def ask_rules(cluster: KubeCluster, namespace: str, token: str) -> set[tuple[str
         "kind": "SelfSubjectRulesReview",
         "spec": {"namespace": namespace},
     }
-    told = json.loads(
+    reported = json.loads(
         cluster.run_kubectl(
             "--token", token, "create", "--validate=false", "-f", "-", "-o", "json",
             stdin=json.dumps(review),
@@ -183,7 +183,7 @@ def ask_rules(cluster: KubeCluster, namespace: str, token: str) -> set[tuple[str
     )  # fmt: skip
     return {
         (group, resource, verb)
-        for rule in told["status"]["resourceRules"]
+        for rule in reported["status"]["resourceRules"]
         for group in rule["apiGroups"]
         for resource in rule["resources"]
         for verb in rule["verbs"]

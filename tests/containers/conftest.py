@@ -116,8 +116,8 @@ class ContainerStack:
 
     def check_smoke(self) -> None:
         """`scripts/stack smoke`, as a user runs it: every hop."""
-        told = self.engine.run_inside(sys.executable, "-m", "lab.stack", "smoke", "--json")
-        hops = json.loads(told)
+        reported = self.engine.run_inside(sys.executable, "-m", "lab.stack", "smoke", "--json")
+        hops = json.loads(reported)
         assert len(hops) == 4 and all(each["passed"] for each in hops), hops
 
     def send_smoke_trace(self) -> str:
@@ -132,20 +132,20 @@ class ContainerStack:
 
     def count_series(self, query: str) -> int:
         """How many series a query of Prometheus gives."""
-        told = self.fetch(
+        reported = self.fetch(
             f"{PROXY}/prometheus/api/v1/query", "-G", "--data-urlencode", f"query={query}"
         )
-        return len(told["data"]["result"])
+        return len(reported["data"]["result"])
 
     def find_traces(self, query: str) -> set[str]:
         """Ids of the traces of the last hour that a TraceQL query finds."""
         now = int(time.time())
-        told = self.fetch(
+        reported = self.fetch(
             f"{PROXY}/tempo/api/search",
             "-G", "--data-urlencode", f"q={query}",
             "-d", f"start={now - 3600}", "-d", f"end={now + 60}",
         )  # fmt: skip
-        return {each["traceID"].zfill(32) for each in told.get("traces") or ()}
+        return {each["traceID"].zfill(32) for each in reported.get("traces") or ()}
 
 
 def wait_for(check: Callable[[], Any], seconds: float = ARRIVAL_S) -> Any:

@@ -47,11 +47,11 @@ def test_the_switch(engine: ContainerEngine, injected: str) -> None:
     """A Python that never heard of us loads the plugin with two variables; read-only suffices."""
     (python,) = [name for name in list_named_images() if name.startswith("python:")]
     words = ("run", "--rm", "--read-only", "--tmpfs", "/tmp", "-v", f"{injected}:/ttft-otel:ro")
-    told = engine.run_docker(
+    reported = engine.run_docker(
         *words, "-e", "PYTHONPATH=/ttft-otel", "-e", "TTFT_OTEL=1", python,
         "python", "-c", LOAD_PLUGIN,
     )  # fmt: skip
-    found = json.loads(told.splitlines()[-1])
+    found = json.loads(reported.splitlines()[-1])
 
     assert found["plugin"] == "ttft_otel"
     assert found["file"].startswith("/ttft-otel/python")
@@ -59,8 +59,8 @@ def test_the_switch(engine: ContainerEngine, injected: str) -> None:
 
 def test_only_what_is_needed(engine: ContainerEngine) -> None:
     """The image has neither vLLM nor torch, and runs as a user without rights."""
-    told = engine.run_docker("run", "--rm", IMAGE, "ls", "/autoinstrumentation")
-    (folder,) = [name for name in told.split() if name.startswith("python3")]
+    reported = engine.run_docker("run", "--rm", IMAGE, "ls", "/autoinstrumentation")
+    (folder,) = [name for name in reported.split() if name.startswith("python3")]
     packages = engine.run_docker(
         "run", "--rm", IMAGE, "ls", f"/autoinstrumentation/{folder}"
     ).split()

@@ -67,8 +67,8 @@ def test_what_is_written_is_enforced(stack: ContainerStack) -> None:
         mounts = Path(f"/proc/{pid}/mounts").read_text("utf-8").splitlines()
         (root,) = [line.split() for line in mounts if line.split()[1] == "/"]
         assert "ro" in root[3].split(","), service
-    told = stack.engine.run_inside("ss", "-Hltn")
-    places = {line.split()[3] for line in told.splitlines()}
+    reported = stack.engine.run_inside("ss", "-Hltn")
+    places = {line.split()[3] for line in reported.splitlines()}
     assert {"127.0.0.1:3000", "127.0.0.1:4317", "127.0.0.1:4318"} <= places
     assert not any(place.startswith(("0.0.0.0:", "*:", "[::]:")) for place in places)
 

@@ -82,14 +82,14 @@ def test_a_killed_run_is_put_back_by_the_next(
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
 def test_processes_end_with_the_block(tmp_path: Path) -> None:
     """A node's host name, network and processes are its own, and none of them outlives it."""
-    told = tmp_path / "told"
+    reported = tmp_path / "reported"
     mark = f"100{os.getpid()}"
-    script = f"{{ {TELL.replace('1000', mark)}; }} > {told}; echo end >> {told}; wait"
+    script = f"{{ {TELL.replace('1000', mark)}; }} > {reported}; echo end >> {reported}; wait"
     with kube_host.run_inside("ttft-test", ("bash", "-c", script)):
-        wait_for_text(told, "end")
+        wait_for_text(reported, "end")
         assert list_sleepers(mark)
 
-    name, count, _, interfaces, _ = told.read_text().split()
+    name, count, _, interfaces, _ = reported.read_text().split()
     assert name == "ttft-test" != os.uname().nodename
     assert int(count) < 10
     # Two lines of headings and the loopback, with the machine's own interfaces outside.
@@ -121,10 +121,10 @@ def test_what_is_missing_has_its_remedy(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
 
-    told = kube_host.find_lacking(tmp_path)
+    reported = kube_host.find_lacking(tmp_path)
 
-    assert told[0].startswith("root")
-    assert "containerd" in told[1] and "apt-get install" in told[1]
+    assert reported[0].startswith("root")
+    assert "containerd" in reported[1] and "apt-get install" in reported[1]
     done = subprocess.run(
         (sys.executable, "-m", "lab.kube_command"),
         env={"PATH": str(tmp_path)},

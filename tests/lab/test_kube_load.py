@@ -69,7 +69,7 @@ def server() -> Iterator[ScriptedServer]:
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "reported"),
     [
         ("good", ""),
         ("broken", "broken off"),
@@ -77,7 +77,7 @@ def server() -> Iterator[ScriptedServer]:
         ("reset", "RemoteDisconnected"),
     ],
 )
-def test_answers_are_judged(server: ScriptedServer, script: str, told: str) -> None:
+def test_answers_are_judged(server: ScriptedServer, script: str, reported: str) -> None:
     """A stream without its end, an error and a lost connection are failures, each with its words."""
     server.script = [script]
     connection = RouterConnection(HOST, server.server_address[1], kept_alive=True)
@@ -85,7 +85,7 @@ def test_answers_are_judged(server: ScriptedServer, script: str, told: str) -> N
     failure = connection.send_request(8, "a" * 32)
     connection.http.close()
 
-    assert failure.startswith(told) and bool(failure) == bool(told)
+    assert failure.startswith(reported) and bool(failure) == bool(reported)
     assert "a" * 32 in server.traces[0]
 
 
@@ -110,11 +110,11 @@ def test_load_goes_on_after_failures(server: ScriptedServer) -> None:
     while len(load.outcomes) < 5:
         threading.Event().wait(0.05)
 
-    told = summarize_outcomes(load.stop())
+    reported = summarize_outcomes(load.stop())
 
-    assert told["requests"] == len(server.traces) >= 5
-    assert told["failed"] == 2
-    assert len(told["failures"]) == 2
+    assert reported["requests"] == len(server.traces) >= 5
+    assert reported["failed"] == 2
+    assert len(reported["failures"]) == 2
 
 
 def test_spans_are_kept_with_their_pods() -> None:

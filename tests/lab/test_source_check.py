@@ -100,14 +100,14 @@ def test_stages_named(tree: Path) -> None:
     replace_text(tree, "v1/engine/core.py", "def preprocess_add_request", "def admit_request")
 
     answer = run_source_check("--source", tree, "--json", "-")
-    told: dict[str, Any] = json.loads(answer.output)["targets"]["engine.input"]
+    reported: dict[str, Any] = json.loads(answer.output)["targets"]["engine.input"]
 
     assert answer.exit_code == 1
-    assert told["state"] == "lost"
-    assert told["unattributed"] == ["ipc", "encoder.queue", "prefill.queue", "kv.transfer"]
-    assert told["unattributed_on_encoder"] == told["unattributed"]
-    assert told["places"][0]["why"] == "the name is gone"
-    assert told["places"][0]["candidates"] == []
+    assert reported["state"] == "lost"
+    assert reported["unattributed"] == ["ipc", "encoder.queue", "prefill.queue", "kv.transfer"]
+    assert reported["unattributed_on_encoder"] == reported["unattributed"]
+    assert reported["places"][0]["why"] == "the name is gone"
+    assert reported["places"][0]["candidates"] == []
 
 
 def test_module_and_class_gone(tree: Path) -> None:

@@ -56,19 +56,21 @@ class LikeRequests:
         deadline = time.monotonic() + MAX_WAIT_S
         while True:
             result = CliRunner().invoke(cli.main, ["explain", "--db", database, *words, "--json"])
-            told: dict[str, Any] = json.loads(result.stdout)
-            usual = "no longer than usual" in told.get("refusal", "")
+            reported: dict[str, Any] = json.loads(result.stdout)
+            usual = "no longer than usual" in reported.get("refusal", "")
             # The router's spans may be there first, of which none says why the request waited.
-            cause = told.get("cause") or {}
-            is_whole = told["answered"] and cause.get("rule") != "unknown_wait"
+            cause = reported.get("cause") or {}
+            is_whole = reported["answered"] and cause.get("rule") != "unknown_wait"
             if is_whole or usual or time.monotonic() > deadline:
-                return told
+                return reported
             time.sleep(0.5)
 
 
-def check_cause(told: dict[str, Any], rule: str, min_share: float = 0.5) -> None:
+def check_cause(reported: dict[str, Any], rule: str, min_share: float = 0.5) -> None:
     """The answer names this rule, with so much of the difference."""
-    assert told["answered"], told
-    assert told["cause"] and told["cause"]["rule"] == rule, told["sentences"]
-    assert told["unusual"] and told["stages"][0]["share"] >= min_share, told["sentences"]
-    assert sum(stage["share"] for stage in told["stages"]) == pytest.approx(1, abs=0.002)
+    assert reported["answered"], reported
+    assert reported["cause"] and reported["cause"]["rule"] == rule, reported["sentences"]
+    assert reported["unusual"] and reported["stages"][0]["share"] >= min_share, reported[
+        "sentences"
+    ]
+    assert sum(stage["share"] for stage in reported["stages"]) == pytest.approx(1, abs=0.002)

@@ -70,10 +70,10 @@ def test_max_num_seqs(features: LiveDeployment, texts: dict[str, LikeRequests]) 
     """The only place is taken by a long answer."""
     like = send_texts(features, texts)
     with run_request(features, max_tokens=600):
-        told = like.explain(like.send_one())
-    check_cause(told, "max_num_seqs")
-    assert "--max-num-seqs" in told["cause"]["settings"]
-    assert told["reasons"]["max_num_seqs"] >= 0.9
+        reported = like.explain(like.send_one())
+    check_cause(reported, "max_num_seqs")
+    assert "--max-num-seqs" in reported["cause"]["settings"]
+    assert reported["reasons"]["max_num_seqs"] >= 0.9
 
 
 def test_pause(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None:
@@ -106,9 +106,9 @@ def test_priority(features: LiveDeployment, texts: dict[str, LikeRequests]) -> N
         patient = pool.submit(like.send_one, extra={"priority": 5})
         wait_for_arrival(features, before, patient)
         with run_request(features, max_tokens=2500, extra={"priority": -5}):
-            told = like.explain(patient.result())
-    check_cause(told, "priority")
-    assert told["reasons"].keys() <= {"in_step", "max_num_seqs", "priority"}
+            reported = like.explain(patient.result())
+    check_cause(reported, "priority")
+    assert reported["reasons"].keys() <= {"in_step", "max_num_seqs", "priority"}
 
 
 def test_remote_kv(pd: LiveDeployment) -> None:
@@ -119,10 +119,10 @@ def test_remote_kv(pd: LiveDeployment) -> None:
         name = like.send_one()
     finally:
         pd.control.set_injections()
-    told = like.explain(name)
-    check_cause(told, "kv_transfer")
-    assert told["cause"]["stage"] == "decode.kv.transfer"
-    assert told["cause"]["settings"] == ["--kv-transfer-config"]
+    reported = like.explain(name)
+    check_cause(reported, "kv_transfer")
+    assert reported["cause"]["stage"] == "decode.kv.transfer"
+    assert reported["cause"]["settings"] == ["--kv-transfer-config"]
 
 
 def test_a_usual_request(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None:
@@ -134,11 +134,11 @@ def test_a_usual_request(features: LiveDeployment, texts: dict[str, LikeRequests
     ranked = sorted(like.sent, key=lambda each: read_breakdown(each)["ttft"])
     upper = len(ranked) * 3 // 4
     names = [str(each.request_id) for each in ranked[upper - 8 : upper]]
-    told = [like.explain(name) for name in names]
-    assert any(each["answered"] for each in told), told
-    for each in told:
-        assert each["answered"] or "no longer than usual" in each["refusal"], told
-        assert each.get("cause") is None, told
+    reported = [like.explain(name) for name in names]
+    assert any(each["answered"] for each in reported), reported
+    for each in reported:
+        assert each["answered"] or "no longer than usual" in each["refusal"], reported
+        assert each.get("cause") is None, reported
 
 
 @pytest.mark.parametrize("place", TEXT_CAUSES)
@@ -150,9 +150,9 @@ def test_delays_of_a_text(epd: LiveDeployment, texts: dict[str, LikeRequests], p
         name = like.send_one()
     finally:
         epd.control.set_injections()
-    told = like.explain(name)
-    check_cause(told, TEXT_CAUSES[place])
-    top = told["stages"][0]
+    reported = like.explain(name)
+    check_cause(reported, TEXT_CAUSES[place])
+    top = reported["stages"][0]
     assert top["late_ms"] - top["typical_ms"] == pytest.approx(DELAY_MS, rel=0.25)
 
 
@@ -182,12 +182,12 @@ def test_long_prompts_ahead(epd: LiveDeployment) -> None:
     finally:
         epd.control.set_injections()
     name, share = max(late, key=lambda each: each[1])
-    told = like.explain(name)
-    check_cause(told, "token_budget")
+    reported = like.explain(name)
+    check_cause(reported, "token_budget")
     # Its usual is that of all like requests, ours that of the same round.
-    assert told["stages"][0]["share"] == pytest.approx(share, abs=0.15)
-    assert told["held"] is None or told["held"]["kinds"]["prefill"] >= 0.5
-    assert told["cause"]["settings"] == ["--max-num-batched-tokens"]
+    assert reported["stages"][0]["share"] == pytest.approx(share, abs=0.15)
+    assert reported["held"] is None or reported["held"]["kinds"]["prefill"] >= 0.5
+    assert reported["cause"]["settings"] == ["--max-num-batched-tokens"]
 
 
 def time_behind_long_prompts(like: LikeRequests) -> TimedResponse:
@@ -230,9 +230,9 @@ def test_the_wire(epd: LiveDeployment) -> None:
     with run_router_behind_proxies(epd) as (router, legs):
         like = LikeRequests(epd, url=router.url)
         legs["prefill_decode"].delay_s = DELAY_MS / 1000
-        told = like.explain(like.send_one())
-    check_cause(told, "hop")
-    assert told["cause"]["stage"] == "router.hop.prefill_decode"
+        reported = like.explain(like.send_one())
+    check_cause(reported, "hop")
+    assert reported["cause"]["stage"] == "router.hop.prefill_decode"
 
 
 def test_window(epd: LiveDeployment) -> None:
@@ -248,7 +248,7 @@ def test_window(epd: LiveDeployment) -> None:
     words = ["--since", f"{like.since.isoformat()}..", "--slo", str(DELAY_MS / 2), "--json"]
     database = str(epd.fleet.database)
     result = CliRunner().invoke(cli.main, ["explain", "--db", database, *words])
-    told = json.loads(result.stdout)
-    check_cause(told, "host_of_engine")
-    assert told["requests"]["late"] >= 6 and told["slo"]["stages"][0]["share"] >= 0.5
-    assert told["slo"]["stages"][0]["name"].endswith("dispatch")
+    reported = json.loads(result.stdout)
+    check_cause(reported, "host_of_engine")
+    assert reported["requests"]["late"] >= 6 and reported["slo"]["stages"][0]["share"] >= 0.5
+    assert reported["slo"]["stages"][0]["name"].endswith("dispatch")

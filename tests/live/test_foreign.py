@@ -122,8 +122,8 @@ def collect_requests(
             row for row in bench.get_json("/api/requests?last=500") if row["request_id"] in ids
         ]
         whole = sum(not row["pending"] for row in found)
-        told = all(row["before"] for row in found) == sent[0].traced
-        if (len(found), whole, told) == (rows, len(sent), True):
+        reported = all(row["before"] for row in found) == sent[0].traced
+        if (len(found), whole, reported) == (rows, len(sent), True):
             return found
         time.sleep(0.3)
     raise AssertionError(f"{len(found)} of {rows} requests: {found[:3]}")
@@ -174,8 +174,8 @@ def check_before(rows: list[dict[str, Any]], legs: tuple[str, ...]) -> None:
         )
         # It ends with the connection, and with vLLM's event loop, which other requests' ends may hold.
         assert ROUTING_S * 1000 <= before["ms"] < ROUTING_S * 1000 + 100
-        told = sum(row["stages"].values()) + row["unattributed_ms"]
-        assert told == pytest.approx(row["ttft_ms"], abs=0.001)
+        reported = sum(row["stages"].values()) + row["unattributed_ms"]
+        assert reported == pytest.approx(row["ttft_ms"], abs=0.001)
 
 
 @pytest.mark.parametrize("traced", [False, True])

@@ -39,25 +39,25 @@ def test_end(epd: LiveDeployment, path: str, stream: bool) -> None:
     """Tokens are those of `usage`; decode steps of 30 ms make the time per token at least that."""
     epd.control.set_injections({"forward": 30})
     extra = USAGE if stream else {"ignore_eos": True}
-    answer, told = call(epd, path=path, stream=stream, max_tokens=12, extra=extra)
+    answer, reported = call(epd, path=path, stream=stream, max_tokens=12, extra=extra)
 
-    assert told[keys.OUTPUT_TOKENS] == read_output_tokens(answer) == 12
-    assert json.loads(told[keys.FINISH_REASONS]) == ["length"]
-    assert told[keys.TIME_PER_OUTPUT_TOKEN_US] >= 30_000
+    assert reported[keys.OUTPUT_TOKENS] == read_output_tokens(answer) == 12
+    assert json.loads(reported[keys.FINISH_REASONS]) == ["length"]
+    assert reported[keys.TIME_PER_OUTPUT_TOKEN_US] >= 30_000
     # What the server says of the time before its first output and after it fits into the client's exchange.
     # The client's own first chunk is no bound: it may come late. Rounding: half a microsecond a token.
     cut = read_breakdown(answer)
     until_output_us = cut["ttft"] - cut.get("egress", 0)
-    assert until_output_us + told[keys.TIME_PER_OUTPUT_TOKEN_US] * 11 <= answer.total_us + 6
+    assert until_output_us + reported[keys.TIME_PER_OUTPUT_TOKEN_US] * 11 <= answer.total_us + 6
 
 
 def test_several_generations(epd: LiveDeployment) -> None:
     """With n = 2 tokens add up, and the steps are nobody's own."""
-    answer, told = call(epd, stream=False, n=2, max_tokens=5, extra={"ignore_eos": True})
+    answer, reported = call(epd, stream=False, n=2, max_tokens=5, extra={"ignore_eos": True})
 
-    assert told[keys.OUTPUT_TOKENS] == read_output_tokens(answer) == 10
-    assert json.loads(told[keys.FINISH_REASONS]) == ["length"] * 2
-    assert keys.TIME_PER_OUTPUT_TOKEN_US not in told
+    assert reported[keys.OUTPUT_TOKENS] == read_output_tokens(answer) == 10
+    assert json.loads(reported[keys.FINISH_REASONS]) == ["length"] * 2
+    assert keys.TIME_PER_OUTPUT_TOKEN_US not in reported
 
 
 def test_stop_string(epd: LiveDeployment) -> None:
@@ -72,30 +72,32 @@ def test_stop_string(epd: LiveDeployment) -> None:
     text = plain.json()["choices"][0]["text"]
     stop = text[len(text) // 2 :][:3]
     extra = {"ignore_eos": True, "temperature": 0, "seed": 1, "stop": [stop]}
-    answer, told = call(epd, stream=False, path=COMPLETIONS_PATH, max_tokens=12, extra=extra)
+    answer, reported = call(epd, stream=False, path=COMPLETIONS_PATH, max_tokens=12, extra=extra)
 
     assert answer.json()["choices"][0]["finish_reason"] == "stop"
-    assert json.loads(told[keys.FINISH_REASONS]) == ["stop"]
-    assert told[keys.OUTPUT_TOKENS] == read_output_tokens(answer) <= 12
+    assert json.loads(reported[keys.FINISH_REASONS]) == ["stop"]
+    assert reported[keys.OUTPUT_TOKENS] == read_output_tokens(answer) <= 12
 
 
 def test_beam_search(epd: LiveDeployment) -> None:
     """The steps of a beam search are not the answer's: nothing is told of them."""
     extra = {"use_beam_search": True, "ignore_eos": True}
-    answer, told = call(epd, stream=False, path=COMPLETIONS_PATH, n=2, max_tokens=4, extra=extra)
+    answer, reported = call(
+        epd, stream=False, path=COMPLETIONS_PATH, n=2, max_tokens=4, extra=extra
+    )
 
     assert answer.status == 200
-    assert not END_NAMES & set(told)
+    assert not END_NAMES & set(reported)
 
 
 def test_client_leaves(epd: LiveDeployment) -> None:
     """Of a generation that the client cut off vLLM tells no end; the request has an error."""
     epd.control.set_injections({"forward": 50})
-    answer, told = call(epd, max_tokens=200, abort_s=1.0, extra={"ignore_eos": True})
+    answer, reported = call(epd, max_tokens=200, abort_s=1.0, extra={"ignore_eos": True})
 
     assert answer.aborted
-    assert told[keys.ERROR_TYPE] == keys.ERROR_INCOMPLETE
-    assert not END_NAMES & set(told)
+    assert reported[keys.ERROR_TYPE] == keys.ERROR_INCOMPLETE
+    assert not END_NAMES & set(reported)
 
 
 def test_unknown_model(epd: LiveDeployment) -> None:

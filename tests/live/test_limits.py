@@ -123,20 +123,20 @@ def test_alone(small: LiveDeployment, reason: str) -> None:
     """One limit: it has the wait, and explain names it with its setting."""
     model = SECOND if reason == "lora" else "tiny"
     like = LikeRequests(small, count=FEWER_LIKE, model=model)
-    told = like.explain(measure_case(small, reason, reason))
+    reported = like.explain(measure_case(small, reason, reason))
 
-    check_cause(told, reason)
-    assert told["reasons"][reason] >= 0.9
+    check_cause(reported, reason)
+    assert reported["reasons"][reason] >= 0.9
 
 
 def test_preempted(small: LiveDeployment) -> None:
     """Answers fill the cache, one is preempted: who comes later waits behind it, for blocks as it does."""
     like = LikeRequests(small, count=FEWER_LIKE)
     before = sum_metric(small, "vllm:num_preemptions_total")
-    told = like.explain(measure_case(small, "preempted", "kv_blocks"))
+    reported = like.explain(measure_case(small, "preempted", "kv_blocks"))
 
     assert sum_metric(small, "vllm:num_preemptions_total") > before
-    check_cause(told, "kv_blocks")
+    check_cause(reported, "kv_blocks")
 
 
 # Two at once: which of them is told. Written before the first run.
@@ -164,26 +164,26 @@ def test_in_step(small: LiveDeployment) -> None:
         began_ns = time.monotonic_ns()
         with run_request(small, max_tokens=2):
             small.control.set_injections()
-            told = like.explain(like.send_one())
-        if told["answered"] and small.control.read_delays(began_ns):
+            reported = like.explain(like.send_one())
+        if reported["answered"] and small.control.read_delays(began_ns):
             break
-    check_cause(told, "in_step")
-    assert told["reasons"] == {"in_step": 1.0}
+    check_cause(reported, "in_step")
+    assert reported["reasons"] == {"in_step": 1.0}
 
 
 def test_long_prompt(small: LiveDeployment) -> None:
     """Nobody else is there, and the prompt is long."""
     like = LikeRequests(small, count=FEWER_LIKE)
-    told = like.explain(like.send_one(**make_prompt(LARGE_BLOCKS)))
+    reported = like.explain(like.send_one(**make_prompt(LARGE_BLOCKS)))
 
-    check_cause(told, "long_prompts")
-    assert told["figures"]["tokens_ratio"] > LARGE_BLOCKS
+    check_cause(reported, "long_prompts")
+    assert reported["figures"]["tokens_ratio"] > LARGE_BLOCKS
 
 
 def test_cache_miss(small: LiveDeployment) -> None:
     """The prompt is as long as others, of which the prefix cache has all but the last block."""
     like = LikeRequests(small, count=FEWER_LIKE, **make_prompt(LARGE_BLOCKS))
-    told = like.explain(like.send_one(**make_prompt(LARGE_BLOCKS)))
+    reported = like.explain(like.send_one(**make_prompt(LARGE_BLOCKS)))
 
-    check_cause(told, "cache_misses")
-    assert "--enable-prefix-caching" in told["cause"]["settings"]
+    check_cause(reported, "cache_misses")
+    assert "--enable-prefix-caching" in reported["cause"]["settings"]

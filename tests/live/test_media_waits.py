@@ -46,13 +46,13 @@ def test_late_encoding(epd: LiveDeployment) -> None:
     like = LikeRequests(epd, count=FEWER_LIKE, image=True)
     epd.control.set_injections({"ec_wait": LATE_MS})
     try:
-        told = like.explain(like.send_one())
+        reported = like.explain(like.send_one())
     finally:
         epd.control.set_injections()
-    check_cause(told, "ec_transfer")
-    assert told["cause"]["stage"] == "prefill_decode.ec.transfer"
+    check_cause(reported, "ec_transfer")
+    assert reported["cause"]["stage"] == "prefill_decode.ec.transfer"
     times = {
-        each["name"].removeprefix("prefill_decode."): each["late_ms"] for each in told["stages"]
+        each["name"].removeprefix("prefill_decode."): each["late_ms"] for each in reported["stages"]
     }
     queued = times.get("encoder.queue", 0.0) + times.get("prefill.queue", 0.0)
 
@@ -77,12 +77,12 @@ def test_one_image_at_a_time(deck: DeploymentDeck, tmp_path: Path) -> None:
             sent = list(pool.map(lambda _: like.time_one(), range(IMAGES)))
         bench.control.set_injections()
         last = max(sent, key=lambda each: each.client_ttft_us or 0)
-        told = like.explain(str(last.request_id))
-        found = fetch_ttft_span(bench, told["examples"][0]["trace_id"])
+        reported = like.explain(str(last.request_id))
+        found = fetch_ttft_span(bench, reported["examples"][0]["trace_id"])
     reasons = read_stall_reasons(found)
 
     assert reasons["encoder_budget"] >= MIN_SHARE * sum(reasons.values()), reasons
     # Else few of the others were encoded in between.
     queued = [found.get(keys.name_stage_attribute(stage), 0) for stage in stages.QUEUE_STAGES]
     assert reasons["encoder_budget"] >= sum(queued)
-    check_cause(told, "encoder_budget")
+    check_cause(reported, "encoder_budget")

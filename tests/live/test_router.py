@@ -186,10 +186,10 @@ def test_a_real_encoders_items_are_learnt_from(epd: LiveDeployment) -> None:
             )
             assert found["router.tokenize"] > 0 and found["encode.encoder.compute"] > 0
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/instances", timeout=10) as answer:
-            told = json.loads(answer.read())
+            reported = json.loads(answer.read())
 
-    assert told["routing"]["encoders"] == "ttft"
-    encoder = next(each for each in told["instances"] if each["leg"] == "encode")
+    assert reported["routing"]["encoders"] == "ttft"
+    encoder = next(each for each in reported["instances"] if each["leg"] == "encode")
     (fit,) = encoder["fits"].values()
     assert fit["samples"] == 12 and max(fit["a"], fit["b"], fit["d"]) > 0
     assert encoder["predictions"]["outcomes"] >= 4 and encoder["besides"] > 0

@@ -32,9 +32,9 @@ def run_benchmark(part: str, folder: Path) -> tuple[dict[str, Any], list[dict[st
     subprocess.run(
         (*command, "--predictions", predictions), cwd=Path(__file__).parents[2], check=False
     )
-    told: dict[str, Any] = json.loads(figures.read_text("utf-8"))
+    reported: dict[str, Any] = json.loads(figures.read_text("utf-8"))
     outcomes: list[dict[str, Any]] = json.loads(predictions.read_text("utf-8"))
-    return told, outcomes
+    return reported, outcomes
 
 
 @pytest.mark.skipif(target_check.find_vllm_folder() is None, reason="no vLLM here: scripts/install")
@@ -42,18 +42,18 @@ def run_benchmark(part: str, folder: Path) -> tuple[dict[str, Any], list[dict[st
 def test_predictions(tmp_path: Path, part: str) -> None:
     """The mean error of p50 and p95 is at most 15 %, and whoever expects no change is further off."""
     for _ in range(ATTEMPTS):
-        told, outcomes = run_benchmark(part, tmp_path)
+        reported, outcomes = run_benchmark(part, tmp_path)
         assert len(outcomes) == CHANGES[part]
         assert all(len(each["measured"]) == len(each["repeated"]) == 2 for each in outcomes)
-        if told["judged"]["value"] == CHANGES[part]:
+        if reported["judged"]["value"] == CHANGES[part]:
             break
-    if not told["judged"]["value"]:
-        drifts = {name: figure["value"] for name, figure in told.items() if "drift" in name}
+    if not reported["judged"]["value"]:
+        drifts = {name: figure["value"] for name, figure in reported.items() if "drift" in name}
         pytest.skip(
             f"the unchanged windows differ by more than {whatif_changes.MAX_DRIFT:.0%}, so that no run "
             f"judges a prediction: something else uses the machine ({drifts})"
         )
 
-    assert told["mean_error"]["value"] <= whatif.MAX_MEAN_ERROR
+    assert reported["mean_error"]["value"] <= whatif.MAX_MEAN_ERROR
     # Else the changes test nothing.
-    assert told["mean_error"]["value"] < told["mean_error_of_no_change"]["value"]
+    assert reported["mean_error"]["value"] < reported["mean_error_of_no_change"]["value"]

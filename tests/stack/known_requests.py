@@ -522,12 +522,12 @@ def build_known_spans(rows: Iterable[KnownRequest], end_ns: int) -> list[Readabl
     resources: dict[tuple[str, str], Resource] = {}
     found: list[ReadableSpan] = []
     for row in rows:
-        for told in build_known_records(row, end_ns):
-            key = (told.record.service, told.instance)
+        for reported in build_known_records(row, end_ns):
+            key = (reported.record.service, reported.instance)
             if key not in resources:
                 own = {"service.name": key[0], "service.instance.id": key[1]}
                 resources[key] = Resource(own)
-            found += exporter.build_spans(told.record, resources[key])
+            found += exporter.build_spans(reported.record, resources[key])
     return found
 
 

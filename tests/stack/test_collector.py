@@ -87,14 +87,14 @@ def front(bench: StackStarter) -> Iterator[CollectorFront]:
 def test_validates(binaries: StackBinaries, layers: list[Path], tmp_path: Path) -> None:
     """Each configuration, and each overlay on it, is accepted by the program that runs it."""
     words = [f"--config={layer}" for layer in layers]
-    told = subprocess.run(
+    reported = subprocess.run(
         [binaries.collector, "validate", *words],
         env={"TTFT_COLLECTOR_STORAGE": str(tmp_path)},
         capture_output=True,
         text=True,
     )
 
-    assert told.returncode == 0, told.stderr
+    assert reported.returncode == 0, reported.stderr
 
 
 @pytest.mark.parametrize("path", [COLLECTOR_CONFIG, TIER1], ids=lambda path: str(path.stem))
@@ -120,9 +120,9 @@ def rows(front: CollectorFront) -> list[known_requests.KnownRequest]:
         row for row in known_requests.build_known_requests() if not row.number % 8 or row.error
     ]
     records = [
-        told.record
+        reported.record
         for row in chosen
-        for told in known_requests.build_known_records(row, time.time_ns())
+        for reported in known_requests.build_known_records(row, time.time_ns())
     ]
     front.send_and_wait(
         *(
@@ -137,7 +137,9 @@ def rows(front: CollectorFront) -> list[known_requests.KnownRequest]:
 
 def test_known_requests(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
     """Every ttft and encode span gets its TTFT in ms, rounded down, and the sum of its stages."""
-    records = [told.record for row in rows for told in known_requests.build_known_records(row, 0)]
+    records = [
+        reported.record for row in rows for reported in known_requests.build_known_records(row, 0)
+    ]
     expected = {each.ttft.span_id: each.ttft for each in records if each.ttft}
     found = {
         span.span_id.hex(): to_attributes(span.attributes) for span in front.spans.list_spans()
@@ -202,7 +204,9 @@ def list_points(
 
 def test_ends(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
     """Durations are of outermost requests, by their errors; times per token of all who decode."""
-    records = [told.record for row in rows for told in known_requests.build_known_records(row, 0)]
+    records = [
+        reported.record for row in rows for reported in known_requests.build_known_records(row, 0)
+    ]
     durations: dict[str, list[int]] = {}
     token_times: list[int] = []
     for record in records:
@@ -323,11 +327,11 @@ def test_queue_reasons(front: CollectorFront, rows: list[known_requests.KnownReq
     wanted = known_requests.sum_reasons_us(rows)
     metric = metric_names.QUEUE_REASON_DURATION
     wait_until(lambda: front.metrics.sum_field(metric, "sum") >= sum(wanted.values()) / 1e6 - 1e-6)
-    told = dict.fromkeys(wanted, 0.0)
+    reported = dict.fromkeys(wanted, 0.0)
     for labels, point in front.metrics.get_series(metric):
-        told[labels[keys.QUEUE_REASON]] += point.sum
+        reported[labels[keys.QUEUE_REASON]] += point.sum
 
-    assert told == pytest.approx({reason: us / 1e6 for reason, us in wanted.items()})
+    assert reported == pytest.approx({reason: us / 1e6 for reason, us in wanted.items()})
 
 
 def test_holding_work(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
@@ -336,11 +340,11 @@ def test_holding_work(front: CollectorFront, rows: list[known_requests.KnownRequ
     metric, whole = metric_names.QUEUE_HELD_DURATION, sum(wanted.values()) / 1e6
     assert whole == pytest.approx(sum(known_requests.sum_reasons_us(rows).values()) / 1e6)
     wait_until(lambda: front.metrics.sum_field(metric, "sum") >= whole - 1e-6)
-    told = dict.fromkeys(wanted, 0.0)
+    reported = dict.fromkeys(wanted, 0.0)
     for labels, point in front.metrics.get_series(metric):
-        told[labels[keys.HELD_BY_KIND]] += point.sum
+        reported[labels[keys.HELD_BY_KIND]] += point.sum
 
-    assert told == pytest.approx({kind: us / 1e6 for kind, us in wanted.items()})
+    assert reported == pytest.approx({kind: us / 1e6 for kind, us in wanted.items()})
 
 
 def test_queue_with_several_reasons(front: CollectorFront) -> None:
@@ -368,11 +372,11 @@ def test_queue_with_several_reasons(front: CollectorFront) -> None:
         (metric_names.QUEUE_HELD_DURATION, keys.HELD_BY_KIND, {"decode": 300e-6, "own": 700e-6}),
     ):
         wait_until(lambda metric=metric: front.metrics.sum_field(metric, job="several") >= 2)
-        told = {
+        reported = {
             labels[label]: point.sum
             for labels, point in front.metrics.get_series(metric, job="several")
         }
-        assert told == pytest.approx(sums)
+        assert reported == pytest.approx(sums)
 
 
 def test_labels(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
@@ -400,8 +404,8 @@ def test_labels(front: CollectorFront, rows: list[known_requests.KnownRequest]) 
         found = [each for each, _ in front.metrics.get_series(metric)]
         assert found
         assert {name for each in found for name in each} == {*labels, "job", "instance"}
-        told = {str(value) for each in found for value in each.values()}
-        assert not told & ids
+        reported = {str(value) for each in found for value in each.values()}
+        assert not reported & ids
     legs = {
         (labels.get(keys.LEG), labels.get(keys.INSTANCE))
         for labels, _ in front.metrics.get_series(
@@ -425,7 +429,9 @@ def test_one_request_counts_once(front: CollectorFront) -> None:
     row = next(
         row for row in known_requests.build_known_requests() if row.kind == "epd" and not row.spare
     )
-    records = [told.record for told in known_requests.build_known_records(row, time.time_ns())]
+    records = [
+        reported.record for reported in known_requests.build_known_records(row, time.time_ns())
+    ]
     assert [each.role for each in records] == ["encode", "prefill_decode", "router"]
     before = front.metrics.sum_field(metric_names.TTFT_DURATION)
     front.send_and_wait(otlp_requests.build_own_request(records, "once"))
@@ -573,7 +579,9 @@ def test_scrub_others(front: CollectorFront) -> None:
 def test_scrub_ours(front: CollectorFront) -> None:
     """Our own spans keep the keys of names/keys.py and lose any other, whatever a mistake put there."""
     row = next(row for row in known_requests.build_known_requests() if row.kind == "epd")
-    records = [told.record for told in known_requests.build_known_records(row, time.time_ns())]
+    records = [
+        reported.record for reported in known_requests.build_known_records(row, time.time_ns())
+    ]
     sent = {
         f"{span.context.span_id:016x}": dict(span.attributes or {})
         for each in records

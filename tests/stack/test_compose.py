@@ -291,10 +291,10 @@ def test_settings() -> None:
 
 def test_versions_are_told() -> None:
     """The guide names every image that is shipped, for what was validated instead of it."""
-    told = (CHECKOUT / "docs" / "guides" / "dashboards.md").read_text("utf-8")
+    reported = (CHECKOUT / "docs" / "guides" / "dashboards.md").read_text("utf-8")
     text = (CHECKOUT / "docker-compose.yml").read_text("utf-8")
     for image in set(re.findall(r"image: (\S+/\S+)", text)):
-        assert image in told, image
+        assert image in reported, image
 
 
 def test_tempo_config() -> None:

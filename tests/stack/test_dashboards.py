@@ -228,9 +228,9 @@ def test_older_grafanas() -> None:
     render_dashboards()  # fills REQUIRED_GRAFANA_VERSION
     for board, panel in PANELS:
         needs = panel_kinds.REQUIRED_GRAFANA_VERSION.get(panel["title"])
-        told = "Needs Grafana" in panel["description"]
+        reported = "Needs Grafana" in panel["description"]
         metrics = any("_over_time" in str(t.get("query")) for t in panel.get("targets", ()))
-        assert bool(needs) == told == metrics, panel["title"]
+        assert bool(needs) == reported == metrics, panel["title"]
         if needs:
             assert panel not in board.model["panels"]
 

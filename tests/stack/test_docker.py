@@ -90,19 +90,19 @@ def test_status(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("refused", "told"),
+    ("refused", "reported"),
     [
         ("version", "docker compose is missing; install Docker with its compose plugin"),
         ("info", "the Docker daemon does not answer"),
         ("up", f"`docker compose --file {FILE} up --detach --wait` failed"),
     ],
 )
-def test_refused(run: Run, refused: str, told: str) -> None:
+def test_refused(run: Run, refused: str, reported: str) -> None:
     """When docker refuses, one line says what is missing and names a way without docker."""
     done = run("up", refused=refused)
 
     assert 1 == done.exit_code
-    assert told in done.output
+    assert reported in done.output
     assert ("scripts/stack up --native" in done.output) == (refused != "up")
 
 
@@ -127,7 +127,9 @@ def test_smoke(run: Run) -> None:
 @pytest.mark.parametrize("command", ["", "build", "up", "down", "status", "smoke"])
 def test_help(command: str) -> None:
     """--help answers at once and says what the command does; examples where there are options to combine."""
-    told = CliRunner().invoke(main, [*command.split(), "--help"], prog_name="scripts/stack").output
+    reported = (
+        CliRunner().invoke(main, [*command.split(), "--help"], prog_name="scripts/stack").output
+    )
 
-    assert f"Usage: scripts/stack {command}".strip() in told
-    assert ("Examples:" in told) == (command in ("", "build", "up", "smoke"))
+    assert f"Usage: scripts/stack {command}".strip() in reported
+    assert ("Examples:" in reported) == (command in ("", "build", "up", "smoke"))

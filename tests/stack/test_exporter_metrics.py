@@ -93,9 +93,9 @@ def records() -> list[Record]:
     """Known requests of all roles, with slow and failed ones."""
     rows = [row for row in known_requests.build_known_requests() if not row.number % 8 or row.error]
     return [
-        told.record
+        reported.record
         for row in rows
-        for told in known_requests.build_known_records(row, time.time_ns())
+        for reported in known_requests.build_known_records(row, time.time_ns())
     ]
 
 

@@ -209,12 +209,12 @@ def test_flood(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
             )
 
         with ThreadPoolExecutor(6) as pool:
-            told = list(pool.map(flood, range(FLOOD)))
-        status = [each for each, _ in told]
+            reported = list(pool.map(flood, range(FLOOD)))
+        status = [each for each, _ in reported]
         assert set(status) == {200, 503}
         # Where Go's collector of garbage has to wait for a core, up to 1.51 times were seen; without
         # GOMEMLIMIT it is four times the limit.
-        assert max(size for _, size in told) < LIMIT_MIB * 2
+        assert max(size for _, size in reported) < LIMIT_MIB * 2
         assert collector.is_alive
         refused = status.count(503) * many * SPANS
 

@@ -103,12 +103,12 @@ Asked = Callable[..., "subprocess.CompletedProcess[str]"]
 
 def test_ready(up: StackTerminal) -> None:
     """The terminal shows for each part its address and how long its start took, and what to do next."""
-    told = up.read_output()
+    reported = up.read_output()
 
     for part in PARTS:
-        assert re.search(rf"^{part} +http://127.0.0.1:\d+ +ready after \d", told, re.M)
-    assert "scripts/stack smoke" in told
-    assert "Dashboards: http://" in told or grafana_server.GRAFANA_REMEDY in told
+        assert re.search(rf"^{part} +http://127.0.0.1:\d+ +ready after \d", reported, re.M)
+    assert "scripts/stack smoke" in reported
+    assert "Dashboards: http://" in reported or grafana_server.GRAFANA_REMEDY in reported
 
 
 def test_status(up: StackTerminal, asked: Asked) -> None:

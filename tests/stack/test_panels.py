@@ -314,8 +314,8 @@ def test_whole_answers(filled: FilledStack, share: float) -> None:
 def test_media_encoded_twice(filled: FilledStack) -> None:
     """The counter has every item that a consumer encoded again, and the panel tells by whom; 0 too."""
     true = filled.truth.count_recomputed_items()
-    told = filled.stack.prometheus.query_vector("sum by (instance) (ttft_ec_recomputed_total)")
-    assert {each["metric"]["instance"]: float(each["value"][1]) for each in told} == true
+    reported = filled.stack.prometheus.query_vector("sum by (instance) (ttft_ec_recomputed_total)")
+    assert {each["metric"]["instance"]: float(each["value"][1]) for each in reported} == true
     ask = build_asker(filled)
     drawn = query_whole_range(ask, get_query("Media encoded twice"))
     assert {each["metric"]["ttft_role"] for each in drawn} == {"prefill_decode"}

@@ -35,10 +35,10 @@ def list_rules(kind: str) -> list[dict[str, Any]]:
 
 def test_config(binaries: StackBinaries) -> None:
     """promtool accepts the configuration and every rule file that it names."""
-    told = run_program(binaries.promtool, "check", "config", FOLDER / "prometheus.yml")
+    reported = run_program(binaries.promtool, "check", "config", FOLDER / "prometheus.yml")
 
-    assert f"SUCCESS: {len(RULES)} rule files found" in told
-    assert "is valid prometheus config" in told and "FAILED" not in told
+    assert f"SUCCESS: {len(RULES)} rule files found" in reported
+    assert "is valid prometheus config" in reported and "FAILED" not in reported
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)

@@ -113,9 +113,9 @@ def test_ratio(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
     spans, metrics = sinks
     rows = known_requests.build_known_requests()
     records = [
-        told.record
+        reported.record
         for row in rows
-        for told in known_requests.build_known_records(row, time.time_ns())
+        for reported in known_requests.build_known_records(row, time.time_ns())
     ]
     with bench.start_collector(
         COLLECTOR_CONFIG, SAMPLING_CONFIG, QUICK_FLUSH_CONFIG, env=build_environment(*sinks)
@@ -195,9 +195,9 @@ def test_two_tiers(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> N
         if row.number % 3 == 0 or must_be_kept(row)
     ]
     records = [
-        told.record
+        reported.record
         for row in rows
-        for told in known_requests.build_known_records(row, time.time_ns())
+        for reported in known_requests.build_known_records(row, time.time_ns())
     ]
     layers: tuple[Any, ...] = (COLLECTOR_CONFIG, SAMPLING_CONFIG, TIER2, QUICK_FLUSH_CONFIG)
     with (

@@ -42,9 +42,9 @@ def run_program(*words: str | Path, env: dict[str, str] | None = None, code: int
     """What a program prints; it must end with `code`."""
     env = {**os.environ, **(env or {})}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=env, timeout=120)
-    told = done.stdout + done.stderr
-    assert done.returncode == code, told
-    return told
+    reported = done.stdout + done.stderr
+    assert done.returncode == code, reported
+    return reported
 
 
 def read_refusal() -> str:
@@ -89,9 +89,11 @@ def test_hashes(binaries: StackBinaries, tool: GoTool) -> None:
     """What is in a program is what the committed go.sum says, module by module."""
     sums = set((tool.module_folder / "go.sum").read_text("utf-8").splitlines())
     for program in tool.programs:
-        told = run_program("go", "version", "-m", tool.build_folder / program.name)
-        linked = [line.split()[1:] for line in told.splitlines() if line.split()[:1] == ["dep"]]
-        replaced = [line.split()[1:] for line in told.splitlines() if line.split()[:1] == ["=>"]]
+        reported = run_program("go", "version", "-m", tool.build_folder / program.name)
+        linked = [line.split()[1:] for line in reported.splitlines() if line.split()[:1] == ["dep"]]
+        replaced = [
+            line.split()[1:] for line in reported.splitlines() if line.split()[:1] == ["=>"]
+        ]
         hashed = {" ".join(words) for words in linked + replaced if len(words) == 3}
 
         assert len(linked) > 3
@@ -135,9 +137,9 @@ def test_tempo(binaries: StackBinaries, tmp_path: Path) -> None:
 
 def test_compose(binaries: StackBinaries) -> None:
     """Compose's own library accepts docker-compose.yml with every profile; it refuses a misspelt key."""
-    told = run_program(binaries.compose, CHECKOUT / "docker-compose.yml", "+*")
+    reported = run_program(binaries.compose, CHECKOUT / "docker-compose.yml", "+*")
 
-    assert {"collector", "tempo", "prometheus", "grafana"} <= yaml.safe_load(told)[
+    assert {"collector", "tempo", "prometheus", "grafana"} <= yaml.safe_load(reported)[
         "services"
     ].keys()
 
@@ -180,11 +182,11 @@ def write_script(path: Path, text: str) -> Path:
 
 def test_missing(nowhere: Path) -> None:
     """Without Go and programs, one message says what to install or to name."""
-    told = read_refusal()
+    reported = read_refusal()
 
-    assert "Go is missing" in told
-    assert "https://go.dev/dl/" in told
-    assert "TTFT_STACK_COLLECTOR" in told
+    assert "Go is missing" in reported
+    assert "https://go.dev/dl/" in reported
+    assert "TTFT_STACK_COLLECTOR" in reported
 
 
 def test_old(nowhere: Path) -> None:
