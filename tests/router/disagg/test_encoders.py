@@ -175,9 +175,8 @@ def test_what_is_learnt_of_encoders() -> None:
 
     book_and_answer(build_item_request(0, 500), stages, None)
     book_and_answer(build_item_request(0, 500), stages, TokenCounts(510, 0, 510, 1020))
-    book_and_answer(
-        build_item_request(0, 500), {"preprocess": 90_000}, None
-    )  # it had this image already
+    # It had this image already.
+    book_and_answer(build_item_request(0, 500), {"preprocess": 90_000}, None)
     book_and_answer(
         RoutingRequest(
             ENCODE,
@@ -241,9 +240,8 @@ async def test_items_of_unknown_size_are_alike() -> None:
             routing=scripted_knowledge.build_routing_factory(encoders="ttft"),
         ) as router,
     ):
-        body = build_image_chat(1, 1, 1, 1, 1, 1) | {
-            "items": [4000, 100]
-        }  # these are none of its parts
+        # These are none of its parts.
+        body = build_image_chat(1, 1, 1, 1, 1, 1) | {"items": [4000, 100]}
         task = asyncio.create_task(router.post_body(CHAT_PATH, body))
         await fake_instances.wait_until(lambda: len(a.received) + len(b.received) == 6)
         assert len(a.received) == len(b.received) == 3
@@ -301,9 +299,8 @@ async def test_too_late_is_refused_before_encoders_work() -> None:
         (answering,) = router.fleet.get("prefill_decode")
         teach_leg(router, ENCODE, e.url, 0.001)
         teach_leg(router, "prefill_decode", answering.url, 0.0001)
-        first = asyncio.create_task(
-            router.post_body(CHAT_PATH, build_image_chat(2000))
-        )  # late, but who is idle tries
+        # Late, but who is idle tries.
+        first = asyncio.create_task(router.post_body(CHAT_PATH, build_image_chat(2000)))
         await fake_instances.wait_until(lambda: len(e.received) == 1)
         status, headers, _ = await router.post_body(CHAT_PATH, build_image_chat(100))
         assert status == 429 and 1 <= int(headers["Retry-After"]) <= 2

@@ -88,9 +88,8 @@ async def send_one(url: str, request: Request) -> None:
         said, path = f'{said}, "items": {[tokens] * images}', "/v1/chat/completions"
     body = f'{{"model": "tiny", "stream": {word}, {length}"from": {prompt + 1}, {said}}}'
     data = raw_http.encode_request(mood, body.encode(), path)
-    never = mood == "endless" and (
-        most is None or images
-    )  # an encoder's answer is waited for whole
+    # An encoder's answer is waited for whole.
+    never = mood == "endless" and (most is None or images)
     if most == 0 or mood == "late" or never:
         await test_endpoint_soak.send_and_leave(url, data)
     else:

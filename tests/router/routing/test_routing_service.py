@@ -275,10 +275,8 @@ async def test_the_choice_is_told() -> None:
         assert record.ttft.attributes[keys.PREDICTED_MS] == pytest.approx(80, rel=0.3)
         await router.post_body(COMPLETIONS_PATH, build_completion(800), **TRACED_HEADERS)
         again = get_route_attributes((await router.wait_for_records(4))[2])
-        assert again[keys.ROUTE_CACHED_TOKENS] == (
-            784,
-            0,
-        )  # all blocks but the one of the last token
+        # All blocks but the one of the last token.
+        assert again[keys.ROUTE_CACHED_TOKENS] == (784, 0)
 
 
 async def test_at_most_sixteen_candidates() -> None:

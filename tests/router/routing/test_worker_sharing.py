@@ -81,4 +81,4 @@ def test_command(tmp_path: Path) -> None:
         check=False,
     )
 
-    assert [figure["goal"] for figure in figures.values()] == [1.03, 1.05, None, None]
+    assert [figure["goal"] for figure in figures.values()] == [1.03, 1.02, None, None]

@@ -120,9 +120,8 @@ def _make_reference(
     if len(hashes) != 1:
         raise MediaRequired("answer")
     mm_hash = hashes[0]
-    if not _HASH_PATTERN.fullmatch(
-        mm_hash
-    ):  # with a LoRA adapter's name before it, or a client's own
+    # With a LoRA adapter's name before it, or a client's own.
+    if not _HASH_PATTERN.fullmatch(mm_hash):
         raise MediaRequired("hash")
     try:
         entry = _entry_decoder.decode(transfer_params.get_entry(mm_hash))

@@ -197,10 +197,8 @@ def _add_media(parsed: RequestBody, path: str, fields: _RequestFields) -> None:
     for position, item in enumerate(items):
         first_positions.setdefault(item, position)
     parsed.media_part_count = len(items)
-    parsed.media_items, parsed.item_positions = (
-        tuple(first_positions),
-        tuple(first_positions.values()),
-    )
+    parsed.media_items = tuple(first_positions)
+    parsed.item_positions = tuple(first_positions.values())
     if parsed.media_items:
         parsed.encoder_fields = {
             name: value

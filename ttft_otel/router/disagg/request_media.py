@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import Raw
 
 from ttft_otel.model import stages
 from ttft_otel.model.endpoints import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
@@ -40,31 +40,28 @@ _DEFAULT_MEDIA_TYPE: Final = Raw(b'"image/jpeg"')  # what vLLM takes a source wi
 _TOOL_OUTPUTS: Final = ("function_call_output", "custom_tool_call_output")
 
 
-class _ChatMessage(msgspec.Struct):
+class _Item(msgspec.Struct):
+    """A message, a block of /v1/messages, or an item of /v1/responses."""
+
+    type: Any = None
     role: Any = None
     content: Raw = _NULL_JSON
+    source: Raw = _NULL_JSON  # of an image block
+    output: Raw = _NULL_JSON  # what a tool returned
 
 
-class _ChatPart(msgspec.Struct):
-    """Of a chat message."""
-
-    type: Any = None
-    image_url: Raw | UnsetType = UNSET
-    audio_url: Raw | UnsetType = UNSET
-    input_audio: Raw | UnsetType = UNSET
-    video_url: Raw | UnsetType = UNSET
-
-
-class _AnthropicBlock(msgspec.Struct):
-    """Of a message of /v1/messages."""
+class _Part(msgspec.Struct):
+    """A part of a message of chats or of /v1/responses."""
 
     type: Any = None
-    source: Raw = _NULL_JSON
-    content: Raw = _NULL_JSON
+    image_url: Raw = _NULL_JSON
+    audio_url: Raw = _NULL_JSON
+    input_audio: Raw = _NULL_JSON
+    video_url: Raw = _NULL_JSON
 
 
-class _AnthropicSource(msgspec.Struct):
-    """Of an image block."""
+class _Source(msgspec.Struct):
+    """Of an image block of /v1/messages."""
 
     type: Any = None
     media_type: Raw = _DEFAULT_MEDIA_TYPE
@@ -72,26 +69,11 @@ class _AnthropicSource(msgspec.Struct):
     url: Raw = _NULL_JSON
 
 
-class _ResponsesItem(msgspec.Struct):
-    """An item of /v1/responses: a message, or what a tool returned."""
-
-    type: Any = None
-    content: Raw = _NULL_JSON
-    output: Raw = _NULL_JSON
-
-
-class _ResponsesPart(msgspec.Struct):
-    type: Any = None
-    image_url: Raw = _NULL_JSON
-
-
-_messages_decoder: Final = msgspec.json.Decoder(list[_ChatMessage])
-_inputs_decoder: Final = msgspec.json.Decoder(list[_ResponsesItem])
+_items_decoder: Final = msgspec.json.Decoder(list[_Item])
+_item_decoder: Final = msgspec.json.Decoder(_Item)
 _list_decoder: Final = msgspec.json.Decoder(list[Raw])
-_part_decoder: Final = msgspec.json.Decoder(_ChatPart)
-_block_decoder: Final = msgspec.json.Decoder(_AnthropicBlock)
-_source_decoder: Final = msgspec.json.Decoder(_AnthropicSource)
-_input_part_decoder: Final = msgspec.json.Decoder(_ResponsesPart)
+_part_decoder: Final = msgspec.json.Decoder(_Part)
+_source_decoder: Final = msgspec.json.Decoder(_Source)
 
 
 def may_be_encoded_apart(path: str, answering_leg: str) -> bool:
@@ -121,7 +103,7 @@ def find_items(path: str, conversation: Raw) -> list[bytes]:
 
 def _find_in_chat(conversation: Raw) -> Iterator[bytes]:
     """Parts of chat messages, as they are."""
-    for message in _messages_decoder.decode(conversation):
+    for message in _items_decoder.decode(conversation):
         for part in _list_objects(message.content):
             if _is_media(part):
                 yield bytes(part)
@@ -130,9 +112,8 @@ def _find_in_chat(conversation: Raw) -> Iterator[bytes]:
 def _is_media(part: Raw) -> bool:
     fields = _part_decoder.decode(part)
     for name in MEDIA_PART_KEYS:
-        value = getattr(fields, name)
         # vLLM infers the type of a part without one from its key.
-        if value is not UNSET and bytes(value) != b"null" and fields.type in (None, name):
+        if fields.type in (None, name) and bytes(getattr(fields, name)) != b"null":
             return True
     return False
 
@@ -143,16 +124,16 @@ def _find_in_messages(conversation: Raw) -> Iterator[bytes]:
     What a tool returned becomes a message before the one that holds it. Of system messages only
     texts are used.
     """
-    for message in _messages_decoder.decode(conversation):
+    for message in _items_decoder.decode(conversation):
         if message.role == "system":
             continue
         own_items: list[bytes] = []
         for raw in _list_objects(message.content):
-            block = _block_decoder.decode(raw)
+            block = _item_decoder.decode(raw)
             if block.type == "image":
                 own_items += _convert_source(block.source)
             elif block.type == "tool_result" and message.role == "user":
-                for inner_block in map(_block_decoder.decode, _list_objects(block.content)):
+                for inner_block in map(_item_decoder.decode, _list_objects(block.content)):
                     if inner_block.type == "image":
                         yield from _convert_source(inner_block.source)
         yield from own_items
@@ -177,9 +158,9 @@ def _find_in_responses(conversation: Raw) -> Iterator[bytes]:
     """`input_image` parts of messages and of what tools returned (responses/utils.py)."""
     if not _starts_with(conversation, b"["):
         return  # a text
-    for item in _inputs_decoder.decode(conversation):
+    for item in _items_decoder.decode(conversation):
         parts = item.output if item.type in _TOOL_OUTPUTS else item.content
-        for part in map(_input_part_decoder.decode, _list_objects(parts)):
+        for part in map(_part_decoder.decode, _list_objects(parts)):
             if part.type == "input_image":
                 yield from _build_image_part(bytes(part.image_url))
 

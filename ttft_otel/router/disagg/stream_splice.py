@@ -91,12 +91,12 @@ class StreamSplicer:
     """
 
     def __init__(self, first_token: PrefillToken, plan: LegPlan, sent_events: bytes = b"") -> None:
-        self.first_token, self.plan = first_token, plan
+        self.first_token = first_token
+        self.plan = plan
         is_repeated = plan.mode == MODE_STRIP and sent_events
         self._sent_event = sent_events[:-2].rpartition(b"\n\n")[2] if is_repeated else None
-        self.pending_text = (
-            first_token.text if plan.mode == MODE_STRIP else ""
-        )  # of the prefill text, what the decode instance will say again
+        # The part of the prefill text that the decode instance will repeat.
+        self.pending_text = first_token.text if plan.mode == MODE_STRIP else ""
         self.awaits_role = plan.is_chat
         self.is_settled = self.has_mismatch = False
         self.passes_unchanged = False  # nothing is left to change
@@ -129,9 +129,8 @@ class StreamSplicer:
         return rest
 
     def _rewrite_event(self, event: bytes) -> bytes:
-        if (
-            self.awaits_role and _ROLE_DELTA in event
-        ):  # which the client has from the prefill instance
+        # The client has the role from the prefill instance.
+        if self.awaits_role and _ROLE_DELTA in event:
             self.awaits_role = False
             return b""
         # Byte for byte the prefill event, which the client has: mostly, as `created` counts whole seconds.
@@ -140,7 +139,8 @@ class StreamSplicer:
             and not self.is_settled
             and self.pending_text is self.first_token.text
         ):
-            self.pending_text, self.is_settled = "", True
+            self.pending_text = ""
+            self.is_settled = True
             return b""
         has_usage = self.plan.mode != MODE_STRIP and b'"usage":{' in event
         # Texts of a long answer are not parsed: only what may have to change is.
@@ -200,7 +200,8 @@ class StreamSplicer:
         if pending_text.startswith(text) and not is_last:
             self.pending_text = pending_text[len(text) :]
         else:
-            self.has_mismatch, self.pending_text = True, ""
+            self.has_mismatch = True
+            self.pending_text = ""
         return ""
 
     def _align_identity(self, chunk: dict[str, Any]) -> None:

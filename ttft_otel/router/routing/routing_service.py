@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ttft_otel.model.stages import ENCODE
 from ttft_otel.router.routing.load_entry import LoadEntry
-from ttft_otel.router.routing.policies.block_index import BlockHolders, PrefixIndex
+from ttft_otel.router.routing.policies.block_index import BlockHolders
 from ttft_otel.router.routing.policies.pending_load import ARRIVAL_WINDOW_S, PendingLoads
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import (
@@ -57,9 +57,11 @@ class LegPolicy:
 class RoutingService:
     """The policies of one router.
 
-    policy_name: of the leg that prefills. window_s: seconds over which requests are counted.
-    prompt_reader, prefix_source: None if the policy does not read prompts. others_policy, encoders_policy:
-    names for the other legs; encoders_policy "" is others_policy.
+    Args:
+        policy_name: of the leg that prefills.
+        window_s: seconds over which requests are counted.
+        prompt_reader, prefix_source: None if the policy does not read prompts.
+        others_policy, encoders_policy: names for the other legs; encoders_policy "" is others_policy.
     """
 
     def __init__(
@@ -73,14 +75,18 @@ class RoutingService:
         others_policy: str = OTHER_LEGS_POLICY,
         encoders_policy: str = "",
     ) -> None:
-        self.pool, self.prompt_reader, self.prefix_source = pool, prompt_reader, prefix_source
+        self.pool = pool
+        self.prompt_reader = prompt_reader
+        self.prefix_source = prefix_source
         self.prefilling_leg = pool.prefilling_leg
         self.slo_rejections = 0  # requests that no instance could have answered in time
         self.first_token_listener: FirstTokenListener | None = None
         self.read_others: Callable[[], None] | None = None  # with --workers: what they have said
-        self._options, self._window_s = options or PolicyOptions(), window_s
+        self._options = options or PolicyOptions()
+        self._window_s = window_s
         self._leg_policies = {self.prefilling_leg: self._build_prefill_policy(policy_name)}
-        self._others_policy, self._encoders_policy = others_policy, encoders_policy or others_policy
+        self._others_policy = others_policy
+        self._encoders_policy = encoders_policy or others_policy
         if pool.has_encoders:
             self.get_leg_policy(ENCODE)
         self._remove_listener: Callable[[], None] | None = None
@@ -104,7 +110,7 @@ class RoutingService:
         options = dataclasses.replace(self._options, shared_cache=False, slo_s=0.0)
         return self._make_leg_policy(policy_name, BlockHolders(1), options)
 
-    def _make_leg_policy(self, name: str, index: PrefixIndex, options: PolicyOptions) -> LegPolicy:
+    def _make_leg_policy(self, name: str, index: BlockHolders, options: PolicyOptions) -> LegPolicy:
         state = PolicyState(index, options, PendingLoads(window_s=self._window_s))
         state.counts_arrivals = POLICIES[name].tracks_load
         return LegPolicy(name, POLICIES[name](state), state)

@@ -350,9 +350,10 @@ def test_calibrated() -> None:
     assert predict_ttft(A, 60) == pytest.approx(start - 0.9 * one)  # late: it may end any moment
     assert choose_instance("ttft", known, build_request(9, 100)).instance is C
     known.record_first_token(build_request(1, 1000), US_PER_SECOND, 1.0, 0)
+    # The next one began now.
     assert predict_ttft(A, 1) == pytest.approx(
         PREFILL_LINE.predict_seconds(compute_work(500, 0)) + new
-    )  # the next one began now
+    )
 
 
 def test_others() -> None:
@@ -393,9 +394,8 @@ def test_near() -> None:
 
     assert choose_instance("ttft", known, build_request(9, 1000)).instance is B
     known.index.add_blocks(A.url, range(2))  # type: ignore[attr-defined]
-    assert (
-        choose_instance("ttft", known, build_request(9, 1000, range(60))).instance is B
-    )  # A: 3 % less
+    # A: 3 % less.
+    assert choose_instance("ttft", known, build_request(9, 1000, range(60))).instance is B
     known.index.add_blocks(A.url, range(6))  # type: ignore[attr-defined]
     assert choose_instance("ttft", known, build_request(9, 1000, range(60))).instance is A
 

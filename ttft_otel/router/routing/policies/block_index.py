@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import islice, repeat
 from operator import or_
-from typing import Final, Protocol
+from typing import Final
 
 # Blocks freed per step of `free_retired`; between two steps the event loop may run other tasks.
 BLOCKS_PER_STEP: Final = 256
@@ -25,20 +25,6 @@ PART_COUNT: Final = 64
 PART_MASK: Final = PART_COUNT - 1
 
 
-class PrefixIndex(Protocol):
-    """An index of cached prompt blocks; `block_size` is the number of tokens per block."""
-
-    block_size: int
-
-    def match_blocks(self, blocks: Sequence[int], urls: Sequence[str]) -> list[int]:
-        """For each of `urls`, the number of leading `blocks` that the instance has cached."""
-        ...
-
-    def record_served(self, url: str, blocks: Sequence[int]) -> None:
-        """Note that the instance at `url` has just computed a prompt of `blocks`."""
-        ...
-
-
 class BlockHolders:
     """The caches that hold each block, as a bit mask with one bit per cache.
 
@@ -47,14 +33,13 @@ class BlockHolders:
     """
 
     def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+        self.block_size = block_size  # tokens per block
         self._bits: dict[tuple[str, int], int] = {}
         self._masks: dict[str, int] = {}  # the bits of all caches of an instance
         self._owners: dict[int, tuple[str, int]] = {}  # (URL, bit) by `bit.bit_length()`
         # Freed late, because clearing a bit in millions of masks would block the event loop.
-        self._retired: deque[tuple[int, Iterator[int]]] = (
-            deque()
-        )  # bits of removed caches, still set in some masks
+        # Bits of removed caches, still set in some masks, and the blocks of these.
+        self._retired: deque[tuple[int, Iterator[int]]] = deque()
         self._holders = PartitionedTable()
 
     def __len__(self) -> int:
@@ -191,13 +176,16 @@ class RecentBlocks:
 class SentHistory(BlockHolders):
     """Cached blocks estimated from the prompts sent, for instances that report nothing.
 
-    block_size: tokens per block. max_blocks: limit per instance. max_instances: instances remembered; the
-    one that was used least recently is dropped first.
+    Args:
+        block_size: tokens per block.
+        max_blocks: limit per instance.
+        max_instances: instances remembered; the one that was used least recently is dropped first.
     """
 
     def __init__(self, block_size: int, max_blocks: int, max_instances: int = 1024) -> None:
         super().__init__(block_size)
-        self.max_blocks, self.max_instances = max_blocks, max_instances
+        self.max_blocks = max_blocks
+        self.max_instances = max_instances
         self._recent_by_url: dict[str, RecentBlocks] = {}
         self._followed_urls: Collection[str] | None = None  # None: no restriction
 

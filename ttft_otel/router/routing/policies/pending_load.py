@@ -37,14 +37,11 @@ class PendingRequest(NamedTuple):
 
 # An absolute time, so that it stays right while nothing changes.
 class BusyUntil(NamedTuple):
-    """Predicted end of an instance's pending prefills, by one prefill model.
-
-    end_s: on the monotonic clock. min_wait_s: seconds that are assumed to remain even after `end_s`.
-    """
+    """Predicted end of an instance's pending prefills, by one prefill model."""
 
     line: PrefillLine
-    end_s: float
-    min_wait_s: float
+    end_s: float  # on the monotonic clock
+    min_wait_s: float  # seconds that are assumed to remain even after `end_s`
 
 
 @dataclass(slots=True)
@@ -57,9 +54,8 @@ class InstanceLoad:
     head_started_us: int = (
         0  # when the request before the first entry ended, so that this one began
     )
-    queued_blocks: Counter[int] = field(
-        default_factory=Counter
-    )  # blocks of pending prompts: cached once those have run
+    # Blocks of pending prompts: cached once those have run.
+    queued_blocks: Counter[int] = field(default_factory=Counter)
     arrivals_by_second: deque[list[int]] = field(default_factory=deque)  # [second, arrivals]
     arrivals: int = 0  # the sum of those
     recent_tokens: int = 0  # tokens sent to be computed, halved every window
@@ -102,7 +98,8 @@ class PendingLoads:
     def __init__(
         self, max_pending_us: int = MAX_PENDING_US, window_s: int = ARRIVAL_WINDOW_S
     ) -> None:
-        self.max_pending_us, self.window_s = max_pending_us, window_s
+        self.max_pending_us = max_pending_us
+        self.window_s = window_s
         self._loads: dict[str, InstanceLoad] = {}  # by URL, of instances that were sent something
         self._entries: dict[RequestKey, PendingRequest] = {}  # in the order of sending
         self._busy_count = 0  # instances with entries

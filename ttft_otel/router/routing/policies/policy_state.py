@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
-from ttft_otel.router.routing.policies.block_index import PrefixIndex
+from ttft_otel.router.routing.policies.block_index import BlockHolders
 from ttft_otel.router.routing.policies.pending_load import (
     US_PER_SECOND,
     InstanceLoad,
@@ -36,18 +36,14 @@ LATEST_WEIGHT: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class PolicyOptions:
-    """Policy options that an operator can set.
+    """Policy options that an operator can set."""
 
-    session_key: header or body key with the session ID. kv_aware_threshold: tokens that may be missing from
-    a cached prefix. ttft_model: compare predicted seconds or attention pairs. shared_cache: a prefix cached
-    at one instance counts as cached at all. slo_s: TTFT objective in seconds, 0 for none.
-    """
-
-    session_key: str = ""
-    kv_aware_threshold: int = 2000
+    session_key: str = ""  # header or body key with the session ID
+    kv_aware_threshold: int = 2000  # tokens that may be missing from a cached prefix
+    # Compare predicted seconds or attention pairs.
     ttft_model: Literal["trapezoid", "calibrated"] = "calibrated"
-    shared_cache: bool = False
-    slo_s: float = 0.0
+    shared_cache: bool = False  # a prefix cached at one instance counts as cached at all
+    slo_s: float = 0.0  # TTFT objective in seconds, 0 for none
 
 
 class PrefillSample(NamedTuple):
@@ -64,24 +60,21 @@ FirstTokenListener = Callable[[RequestKey, int, PrefillSample | None], None]
 
 @dataclass(slots=True)
 class PolicyState:
-    """Pending requests, cached prefixes and prefill models of one leg.
+    """Pending requests, cached prefixes and prefill models of one leg."""
 
-    outcomes: accuracy of predicted TTFTs, by URL. overheads_s: average seconds of a first token besides queue
-    and prefill, by URL. urls: instances to learn about, None for any. tie_breaker: seedable for simulations.
-    first_token_listener: called with key, time in microseconds and what was measured; None without workers.
-    counts_arrivals: whether the policy compares how many requests arrived.
-    """
-
-    index: PrefixIndex
+    index: BlockHolders
     options: PolicyOptions = field(default_factory=PolicyOptions)
     pending: PendingLoads = field(default_factory=PendingLoads)
     models: PrefillModels = field(default_factory=PrefillModels)
+    # Accuracy of predicted TTFTs, by URL.
     outcomes: dict[str, PredictionQuality] = field(default_factory=dict)
+    # Average seconds of a first token besides queue and prefill, by URL.
     overheads_s: dict[str, float] = field(default_factory=dict)
-    urls: Set[str] | None = None
-    tie_breaker: random.Random = field(default_factory=random.Random)
+    urls: Set[str] | None = None  # instances to learn about, None for any
+    tie_breaker: random.Random = field(default_factory=random.Random)  # seedable for simulations
+    # Called with key, time in microseconds and what was measured; None without workers.
     first_token_listener: FirstTokenListener | None = None
-    counts_arrivals: bool = True
+    counts_arrivals: bool = True  # whether the policy compares how many requests arrived
 
     def estimate_cached(
         self,
@@ -165,10 +158,14 @@ class PolicyState:
     ) -> float | None:
         """Record the first token of `request`, and learn from its prefill.
 
-        prefill_s: measured seconds, None if unknown. cached_tokens: prompt tokens not computed.
-        prompt_tokens: prompt length as the engine counted it, 0 to use the router's.
-        is_measured: whether `now_us` is the time of the first token; if not, the prediction is not judged.
         Returns seconds by which the token was later than predicted, None without a judged prediction.
+
+        Args:
+            prefill_s: measured seconds, None if unknown.
+            cached_tokens: prompt tokens not computed.
+            prompt_tokens: prompt length as the engine counted it, 0 to use the router's.
+            is_measured: whether `now_us` is the time of the first token; if not, the prediction is not
+                judged.
         """
         # None if it was ended before: a first token is recorded once.
         entry = self.record_left(request, now_us, key)

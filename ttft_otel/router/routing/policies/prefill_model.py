@@ -214,7 +214,8 @@ class PrefillModels:
     def __init__(
         self, initial_line: PrefillLine | None = None, forgetting: float = FORGETTING_FACTOR
     ) -> None:
-        self.initial_line, self.forgetting = initial_line, forgetting
+        self.initial_line = initial_line
+        self.forgetting = forgetting
         self._shared_models: dict[str, SharedModel] = {}
         self._speeds: dict[tuple[str, str], InstanceSpeed] = {}  # by (model, URL), oldest first
 

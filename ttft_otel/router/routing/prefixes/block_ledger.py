@@ -43,7 +43,10 @@ class BlockLedger:
     def __init__(
         self, index: ReportedIndex, url: str, rank: int, max_blocks: int = MAX_BLOCKS_PER_CACHE
     ) -> None:
-        self.index, self.url, self.rank, self.max_blocks = index, url, rank, max_blocks
+        self.index = index
+        self.url = url
+        self.rank = rank
+        self.max_blocks = max_blocks
         self.counts: Counter[str] = Counter()
         self.cache_group: int | None = None
         self._size = 0
@@ -80,12 +83,10 @@ class BlockLedger:
         self.index.retire_cache(
             self.url, self.rank, self.index.release_blocks(self._keys_by_hash.drain_values())
         )
-        self._keys_by_hash, self._extra_copies, self._extra_hashes, self._size = (
-            PartitionedTable(),
-            {},
-            {},
-            0,
-        )
+        self._keys_by_hash = PartitionedTable()
+        self._extra_copies = {}
+        self._extra_hashes = {}
+        self._size = 0
 
     def _store_blocks(self, event: BlocksStored) -> Iterator[None]:
         mark = self._find_medium_mark(event)
@@ -210,7 +211,8 @@ class ReportedIndex(SentHistory):
         self, block_size: int, max_blocks: int, max_reported: int = MAX_REPORTED_BLOCKS
     ) -> None:
         super().__init__(block_size, max_blocks)
-        self.max_reported, self.reported_blocks = max_reported, 0
+        self.max_reported = max_reported
+        self.reported_blocks = 0
         self.blocks_by_url: Counter[str] = Counter()
         self.reporting: set[str] = set()
         self.block_sizes: dict[str, int] = {}

@@ -32,7 +32,8 @@ class EventFeed:
     """
 
     def __init__(self, ledger: BlockLedger, replay: ReplayRequest | None = None) -> None:
-        self.ledger, self.replay = ledger, replay
+        self.ledger = ledger
+        self.replay = replay
         self.last_applied: int | None = None if replay is None else NO_MESSAGE
         self.counts: Counter[str] = Counter()
         self._is_disconnected = False
@@ -123,7 +124,8 @@ class EventFeed:
             # Part of the message may be applied, and a removal may be in the rest.
             self.counts["malformed"] += 1
             self.clear_state()
-        self.last_applied, self._last_payload = number, payload
+        self.last_applied = number
+        self._last_payload = payload
         # Between messages, so that memory of cleared caches does not pile up.
         await run_sliced(self.ledger.index.free_retired())
 

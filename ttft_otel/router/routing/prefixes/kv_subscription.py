@@ -78,12 +78,10 @@ class Subscription:
         context: zmq.asyncio.Context,
         find_endpoints: Callable[[str], Awaitable[dict[int, EventEndpoint]]],
     ) -> None:
-        self.url, self._index, self._context, self._find_endpoints = (
-            url,
-            index,
-            context,
-            find_endpoints,
-        )
+        self.url = url
+        self._index = index
+        self._context = context
+        self._find_endpoints = find_endpoints
         self._ranks: dict[int, RankFeed] = {}
         self._wake_event = asyncio.Event()
         self._last_connected_s = monotonic()  # when a feed was last seen connected

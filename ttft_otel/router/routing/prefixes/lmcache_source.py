@@ -31,9 +31,8 @@ LOOKUP_TIMEOUT_S: Final = 0.2  # seconds that a request waits for the controller
 # Lookups in flight; further requests are routed without one instead of waiting.
 MAX_CONCURRENT_LOOKUPS: Final = 64
 FAILURE_PAUSE_S: Final = 1.0  # seconds without lookups after a failed one
-MAX_ANSWER_BYTES: Final = (
-    64 << 10
-)  # of an answer, which names one instance for each chunk at most once
+# Of an answer, which names one instance for each chunk at most once.
+MAX_ANSWER_BYTES: Final = 64 << 10
 LOCATE_INTERVAL_S: Final = 10.0  # seconds between two requests for the ids of the instances
 NAMES_REMEDY: Final = (
     "name them with --lmcache-instances, in the order of the instances or as ID=URL"
@@ -72,9 +71,8 @@ class LMCacheSource(PrefixSource):
         self.counts: Counter[str] = Counter()
         self._url_by_id: dict[str, str] = {}  # instance URL by LMCache's id
         self._lookup_count = 0
-        self._unnamed_urls: set[str] = (
-            set()
-        )  # instances missing in --lmcache-instances, already logged
+        # Instances missing in --lmcache-instances, already logged.
+        self._unnamed_urls: set[str] = set()
         self._paused_until_s = 0.0  # monotonic time until which no lookup is sent
         self._last_warning = ""  # the last logged problem with the addresses
         self._locate_task: asyncio.Future[None] | None = None

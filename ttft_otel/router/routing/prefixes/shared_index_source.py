@@ -185,7 +185,9 @@ class IndexChannel(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Introduce this worker."""
         self._transport = cast(asyncio.Transport, transport)
-        self._splitter, self._late_in_row, self._paused_until_s = FrameSplitter(), 0, 0.0
+        self._splitter = FrameSplitter()
+        self._late_in_row = 0
+        self._paused_until_s = 0.0
         self.send_urls()
 
     def data_received(self, data: bytes) -> None:
@@ -250,7 +252,8 @@ class IndexChannel(asyncio.Protocol):
     def _pause(self) -> None:
         """Do not let every request wait for an index owner that is stuck."""
         moment = monotonic()
-        self._late_in_row, self._paused_until_s = 0, moment + LATE_PAUSE_S
+        self._late_in_row = 0
+        self._paused_until_s = moment + LATE_PAUSE_S
         if moment - self._warned_s >= WARNING_INTERVAL_S:
             self._warned_s = moment
             log.warning(

@@ -24,9 +24,8 @@ from ttft_otel.router.time_limits import wait_at_most
 
 # Messages in ZMQ's queue of a socket. What is published faster waits at the publisher, in its own queue.
 MAX_QUEUED_MESSAGES: Final = 32
-MAX_MESSAGE_BYTES: Final = (
-    8 << 20
-)  # bytes of a frame; a prompt of a million tokens has 7 MB of events
+# Bytes of a frame; a prompt of a million tokens has 7 MB of events.
+MAX_MESSAGE_BYTES: Final = 8 << 20
 MAX_FRAMES: Final = 4  # of a message: a replay's has an empty one, topic, number and events
 FRAMES_PER_TURN: Final = 256  # excess frames discarded before other tasks run
 MAX_REPLAYED_MESSAGES: Final = 100_000  # of one request; vLLM keeps 10 000 by default
@@ -36,10 +35,8 @@ MESSAGES_PER_TURN: Final = 16  # messages handled before other tasks run
 MAX_EMPTY_REPLAYS: Final = 3  # replays in a row without a new message
 # The number that ends a replay: -1 as vLLM's signed 64 bits.
 END_OF_REPLAY: Final = (1 << 64) - 1
-HEARTBEAT_MS: Final = {
-    "IVL": 5_000,
-    "TIMEOUT": 15_000,
-}  # milliseconds; to notice half-open connections
+# Milliseconds; to notice half-open connections.
+HEARTBEAT_MS: Final = {"IVL": 5_000, "TIMEOUT": 15_000}
 ENDPOINT_REMEDY: Final = (
     "write --kv-events-endpoint INSTANCE_URL=ENDPOINT[,REPLAY_ENDPOINT] with endpoints like "
     "tcp://host:5557 or ipc:///path, once for each data-parallel rank of the instance"

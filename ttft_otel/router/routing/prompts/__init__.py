@@ -24,8 +24,10 @@ def build_reader(
 ) -> PromptReader:
     """Create the prompt reader of --tokenize.
 
-    tokenizer: folder or hub name for all models; None to use the one that /v1/models names for each.
-    place: "engine" asks the instances, and tokenizes locally where they refuse. api_key: sent to instances.
+    Args:
+        tokenizer: folder or hub name for all models; None to use the one that /v1/models names for each.
+        place: "engine" asks the instances, and tokenizes locally where they refuse.
+        api_key: sent to instances.
     """
     # Also for "engine": it reads what instances refuse to render.
     local = LocalPromptReader(tokenizer, pool, api_key)

@@ -68,7 +68,9 @@ class EnginePromptReader:
 
     def __init__(self, local: LocalPromptReader, pool: InstancePool, api_key: str = "") -> None:
         self.counts: Counter[str] = local.counts
-        self._local, self._pool, self._api_key = local, pool, api_key
+        self._local = local
+        self._pool = pool
+        self._api_key = api_key
         self._queries: QueryClient | None = None
         self._paused_until_s: dict[
             Instance, float

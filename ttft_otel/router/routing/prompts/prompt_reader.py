@@ -13,16 +13,13 @@ from ttft_otel.router.upstream.query_client import QueryClient
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as the engine will see it.
+    """A prompt as the engine will see it."""
 
-    tokens: its length, placeholder tokens of media included. token_ids: empty if the ids of media
-    placeholders are unknown. block_keys: keys of the full blocks (policies/block_keys.py), as far as ids are
-    known. encoder_items: placeholder tokens of each media item, in order, repeated items included.
-    """
-
-    tokens: int
-    token_ids: Sequence[int]
+    tokens: int  # its length, placeholder tokens of media included
+    token_ids: Sequence[int]  # empty if the ids of media placeholders are unknown
+    # Keys of the full blocks (policies/block_keys.py), as far as ids are known.
     block_keys: tuple[int, ...]
+    # Placeholder tokens of each media item, in order, repeated items included.
     encoder_items: tuple[int, ...] = ()
 
     @property
@@ -41,8 +38,13 @@ class PromptReader(Protocol):
     ) -> Prompt | None:
         """The prompt of a request; None if it cannot be read, with the reason in `counts`.
 
-        path: of the request. body: its JSON. block_size: tokens per block of the keys.
-        Never raises and never blocks the event loop.
+        It never raises and never blocks the event loop.
+
+        Args:
+            path: of the request.
+            model: name of its model, "" for any.
+            body: its JSON.
+            block_size: tokens per block of the keys.
         """
         ...
 

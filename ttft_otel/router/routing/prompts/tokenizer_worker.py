@@ -48,9 +48,8 @@ class TokenizerWorker:
         self.child_count = 0  # children started; a new one has no tokenizer loaded
         self._command = tuple(command)
         self._process: asyncio.subprocess.Process | None = None
-        self._turn = (
-            asyncio.Lock()
-        )  # the child has one question at a time, first come, first served
+        # The child has one question at a time, first come, first served.
+        self._turn = asyncio.Lock()
         self._question_count = 0
         self._question_bytes = 0
         self._mean_prompt_s = 0.0
