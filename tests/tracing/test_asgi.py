@@ -242,7 +242,9 @@ def test_disconnect_unknown(client: FakeClient, records: testing.MemorySender) -
 def test_kept_blocks(client: FakeClient, records: testing.MemorySender) -> None:
     """Blocks that an answered request leaves for another instance: a span that follows the record."""
     client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_BLOCKS_BIT)
-    client.server.blocks_answer = carrier.KeptBlocks(1_000_900, 1_009_900, 12, 2, True).to_json()
+    client.server.blocks_answer = carrier.encode_answer(
+        carrier.KeptBlocks(1_000_900, 1_009_900, 12, 2, True)
+    )
     asyncio.run(client.call_server(traceparent=UNSAMPLED[:-1] + "1"))
     first, last = records.kept
 
@@ -259,9 +261,9 @@ def test_kept_blocks(client: FakeClient, records: testing.MemorySender) -> None:
 def test_kept_encodings(client: FakeClient, records: testing.MemorySender) -> None:
     """Encodings that an encoder keeps for another instance: the same, with a span of its own."""
     client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_ITEMS_BIT)
-    client.server.items_answer = carrier.KeptItems(
-        1_000_900, 1_009_900, 2, 8192, 1_001_000, "evicted"
-    ).to_json()
+    client.server.items_answer = carrier.encode_answer(
+        carrier.KeptItems(1_000_900, 1_009_900, 2, 8192, 1_001_000, "evicted")
+    )
     asyncio.run(client.call_server())
     _, last = records.kept
 
@@ -288,7 +290,9 @@ def test_encoder_run(
     monkeypatch.setattr(meter, "count_dropped", dropped.append)
     client.server.plan = ServerPlan(stream=False, kept=carrier.ENCODER_RUN_BIT)
     client.server.encoder_answers = [carrier.PENDING_ANSWER] * pending
-    client.server.encoder_answers.append(carrier.EncoderRun(1_000_500, 1_004_500).to_json())
+    client.server.encoder_answers.append(
+        carrier.encode_answer(carrier.EncoderRun(1_000_500, 1_004_500))
+    )
     asyncio.run(client.call_server())
     pieces = [piece for record in records.kept for piece in record.late]
 
@@ -303,8 +307,12 @@ def test_kept_both(client: FakeClient, records: testing.MemorySender) -> None:
     """An instance that keeps blocks and encodings is asked for each, and tells each as it knows it."""
     both = carrier.KEPT_BLOCKS_BIT | carrier.KEPT_ITEMS_BIT
     client.server.plan = ServerPlan(stream=False, kept=both)
-    client.server.blocks_answer = carrier.KeptBlocks(1_000_900, 1_009_900, 12, 2, False).to_json()
-    client.server.items_answer = carrier.KeptItems(1_000_900, 1_001_900, 1, 64, 0, "").to_json()
+    client.server.blocks_answer = carrier.encode_answer(
+        carrier.KeptBlocks(1_000_900, 1_009_900, 12, 2, False)
+    )
+    client.server.items_answer = carrier.encode_answer(
+        carrier.KeptItems(1_000_900, 1_001_900, 1, 64, 0, "")
+    )
     asyncio.run(client.call_server())
 
     names_told = {piece.name for record in records.kept for piece in record.late}

@@ -117,9 +117,9 @@ def test_kept_items() -> None:
     """How long encodings were kept comes back; what is not ours is nothing."""
     made = carrier.KeptItems(1, 5, 2, 128, 3, "evicted")
 
-    assert carrier.decode_kept_items(made.to_json()) == made
-    for text in ("", "[1]", "é", carrier.KeptBlocks(1, 5, 2, 3, True).to_json()):
-        assert carrier.decode_kept_items(text) is None
+    assert carrier.decode_answer(carrier.KeptItems, carrier.encode_answer(made)) == made
+    for text in ("", "[1]", "é", carrier.encode_answer(carrier.KeptBlocks(1, 5, 2, 3, True))):
+        assert carrier.decode_answer(carrier.KeptItems, text) is None
 
 
 @pytest.mark.parametrize("text", ["", "1", "x", "{}", "[99]", "null", '["a"]', "[2,[]]", "é"])

@@ -279,7 +279,9 @@ def test_kept_blocks_on_another_host(
     engine = ProcessClock(offset, boot=7)
     kept = carrier.KeptBlocks(engine.read(70_000), engine.read(90_000), 12, 2, False)
     with testing.frozen_clock(BASE_US + 100_000):
-        told = kept_spans.send_kept_span(trace, carrier.KEPT_BLOCKS_QUERY, kept.to_json(), records)
+        told = kept_spans.send_kept_span(
+            trace, carrier.KEPT_BLOCKS_QUERY, carrier.encode_answer(kept), records
+        )
 
     assert told == is_told
     for record in records.kept:

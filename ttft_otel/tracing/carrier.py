@@ -45,45 +45,33 @@ ENCODER_RUN_BIT: Final = 4  # nothing is kept, but its encoder still ran when it
 KV_ATTRIBUTES: Final = (keys.KV_TOKENS, keys.KV_BLOCKS, keys.KV_BYTES, keys.KV_MOVE_US)
 
 
-class CoreAnswer(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """What the engine core answers over vLLM's utility channel, after a request's answer."""
+class KeptBlocks(msgspec.Struct, array_like=True, gc=False):
+    """KV blocks that an engine core kept for another instance after the answer."""
 
-    def to_json(self) -> str:
-        """As a string, for the utility channel."""
-        return _encoder.encode(self).decode()
-
-
-class KeptBlocks(CoreAnswer, frozen=True):
-    """KV blocks that were kept for another instance after the answer.
-
-    since, until: from the answer until they were freed, microseconds of CLOCK_MONOTONIC.
-    expired: no instance fetched them.
-    """
-
+    #: From the answer until they were freed, microseconds of CLOCK_MONOTONIC.
     since: int
     until: int
     tokens: int
     blocks: int
+    #: No instance fetched them.
     expired: bool
 
 
-class KeptItems(CoreAnswer, frozen=True):
-    """Encodings that were kept for another instance after the answer.
+class KeptItems(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Encodings that an engine core kept for another instance after the answer."""
 
-    since, until: from the answer until all were fetched, microseconds of CLOCK_MONOTONIC.
-    ready_at: when the last of them became readable; 0 where that was not seen.
-    end_reason: "expired" or "evicted" where they can no longer be fetched, else "".
-    """
-
+    #: From the answer until all were fetched, microseconds of CLOCK_MONOTONIC.
     since: int
     until: int
     items: int
     bytes: int
+    #: When the last of them became readable; 0 where that was not seen.
     ready_at: int
+    #: "expired" or "evicted" where they can no longer be fetched, else "".
     end_reason: str
 
 
-class EncoderRun(CoreAnswer, frozen=True):
+class EncoderRun(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """When an encoder ran that had not ended when the answer left; microseconds of CLOCK_MONOTONIC."""
 
     start: int
@@ -91,12 +79,9 @@ class EncoderRun(CoreAnswer, frozen=True):
 
 
 _HOST_NOTE: Final = ClockNote(keys.CLOCK_WORDS[clock.CLOCK_HOST], 0)
-AnyAnswer = TypeVar("AnyAnswer", bound=CoreAnswer)
+AnyAnswer = TypeVar("AnyAnswer", KeptBlocks, KeptItems, EncoderRun)
 _encoder: Final = msgspec.json.Encoder()
 _decoder: Final = msgspec.json.Decoder(EngineTimeline)
-_kept_blocks_decoder: Final = msgspec.json.Decoder(KeptBlocks)
-_kept_items_decoder: Final = msgspec.json.Decoder(KeptItems)
-_encoder_run_decoder: Final = msgspec.json.Decoder(EncoderRun)
 
 
 def encode_timeline(timeline: EngineTimeline) -> str:
@@ -105,24 +90,15 @@ def encode_timeline(timeline: EngineTimeline) -> str:
     return _encoder.encode(timeline).decode()
 
 
-def decode_kept_blocks(text: str) -> KeptBlocks | None:
-    """Parse the engine core's answer about kept KV blocks; None when it is empty or malformed."""
-    return _decode_answer(_kept_blocks_decoder, text)
+def encode_answer(answer: KeptBlocks | KeptItems | EncoderRun) -> str:
+    """What the engine core answers over vLLM's utility channel, after a request's answer."""
+    return _encoder.encode(answer).decode()
 
 
-def decode_kept_items(text: str) -> KeptItems | None:
-    """Parse the engine core's answer about kept encodings; None when it is empty or malformed."""
-    return _decode_answer(_kept_items_decoder, text)
-
-
-def decode_encoder_run(text: str) -> EncoderRun | None:
-    """Parse the engine core's answer about an encoder; None when it is not known (yet)."""
-    return _decode_answer(_encoder_run_decoder, text)
-
-
-def _decode_answer(decoder: msgspec.json.Decoder[AnyAnswer], text: str) -> AnyAnswer | None:
+def decode_answer(kind: type[AnyAnswer], text: str) -> AnyAnswer | None:
+    """Parse what encode_answer() made; None where it is empty, malformed or pending."""
     try:
-        return decoder.decode(text)
+        return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeEncodeError):
         return None
 

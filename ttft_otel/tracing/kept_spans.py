@@ -13,6 +13,7 @@ from typing import Final
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, Piece
 from ttft_otel.tracing import carrier, clock, recorder
+from ttft_otel.tracing.handoff import RecordSender
 from ttft_otel.tracing.request_trace import RequestTrace
 from ttft_otel.tracing.roles import identity
 
@@ -41,9 +42,7 @@ def list_queries(trace: RequestTrace) -> list[str]:
     return [question for bit, question in KEPT_QUERIES if kept_bits & bit]
 
 
-def send_kept_span(
-    trace: RequestTrace, query: str, answer: str, sender: recorder.RecordSink
-) -> bool:
+def send_kept_span(trace: RequestTrace, query: str, answer: str, sender: RecordSender) -> bool:
     """Send the span described by the engine core's `answer`; False when it describes none.
 
     query: the utility call that was answered, one of KEPT_QUERIES.
@@ -55,7 +54,7 @@ def send_kept_span(
 
 
 def _make_blocks_piece(trace: RequestTrace, answer: str) -> Piece | None:
-    kept = carrier.decode_kept_blocks(answer)
+    kept = carrier.decode_answer(carrier.KeptBlocks, answer)
     if kept is None:
         return None
     attributes: Attributes = {keys.KV_TOKENS: kept.tokens, keys.KV_BLOCKS: kept.blocks}
@@ -67,7 +66,7 @@ def _make_blocks_piece(trace: RequestTrace, answer: str) -> Piece | None:
 
 
 def _make_items_piece(trace: RequestTrace, answer: str) -> Piece | None:
-    kept = carrier.decode_kept_items(answer)
+    kept = carrier.decode_answer(carrier.KeptItems, answer)
     if kept is None:
         return None
     attributes: Attributes = {keys.EC_ITEMS: kept.items, keys.EC_BYTES: kept.bytes}
@@ -82,7 +81,7 @@ def _make_items_piece(trace: RequestTrace, answer: str) -> Piece | None:
 
 
 def _make_encoder_piece(trace: RequestTrace, answer: str) -> Piece | None:
-    run = carrier.decode_encoder_run(answer)
+    run = carrier.decode_answer(carrier.EncoderRun, answer)
     return (
         None if run is None else _make_piece(trace, span_names.ENCODER_RUN, run.start, run.end, {})
     )

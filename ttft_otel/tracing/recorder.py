@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import Final, Protocol
+from typing import Final
 
 from ttft_otel.model import breakdown, failed_stage, stages, timing
 from ttft_otel.model.names import header_names, keys
@@ -24,6 +24,7 @@ from ttft_otel.tracing import (
     record_parts,
 )
 from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing.handoff import RecordSender
 from ttft_otel.tracing.request_trace import EngineRequest, RequestTrace
 from ttft_otel.tracing.roles import is_outermost, resolve_role
 from ttft_otel.tracing.settings import Settings
@@ -47,13 +48,6 @@ _READ_HEADERS: Final = frozenset(
         header_names.REQUEST_ID,
     )
 )
-
-
-class RecordSink(Protocol):
-    """Where a record's bytes go: handoff.RecordSender, or a test's list."""
-
-    def send(self, data: bytes) -> bool:
-        """Accept `data`, or drop it (False); does not wait."""
 
 
 current_trace: ContextVar[RequestTrace | None] = ContextVar("ttft_otel_trip", default=None)
@@ -215,7 +209,7 @@ def _make_token_counts(timeline: EngineTimeline | None) -> timing.TokenCounts | 
     )
 
 
-def send_known_halves(trace: RequestTrace, sender: RecordSink, *, server: bool) -> None:
+def send_known_halves(trace: RequestTrace, sender: RecordSender, *, server: bool) -> None:
     """Send the record's `ttft` half if it was not sent yet, and with `server` its server half."""
     # A stream's first half goes when its first token is out, so that a later crash cannot lose it.
     cut = None if trace.ttft_sent else trace.breakdown
@@ -233,7 +227,7 @@ def send_known_halves(trace: RequestTrace, sender: RecordSink, *, server: bool) 
 
 def send_record(
     trace: RequestTrace,
-    sender: RecordSink,
+    sender: RecordSender,
     ttft: Ttft | None = None,
     server: Server | None = None,
     late: tuple[Piece, ...] = (),
@@ -266,7 +260,7 @@ def send_record(
     _send_bytes(encode_record(record), sender)
 
 
-def _send_bytes(data: bytes, sender: RecordSink) -> None:
+def _send_bytes(data: bytes, sender: RecordSender) -> None:
     # Without bytes there is nothing to count.
     if data and not sender.send(data):
         meter.count_dropped("handoff")

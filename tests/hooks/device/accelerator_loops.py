@@ -231,7 +231,7 @@ def judge_encoder_runs(loop: StepLoop) -> list[tuple[float, float]]:
     loop.host.sleep(ends_at - loop.host.at + 50_000)
     runs = dict(loop.told_runs)
     for request_id in unfinished:
-        run = carrier.decode_encoder_run(CORE.answer_encoder_run(request_id))
+        run = carrier.decode_answer(carrier.EncoderRun, CORE.answer_encoder_run(request_id))
         assert run is not None and request_id not in runs
         runs[request_id] = (run.start, run.end)
     errors: list[tuple[float, float]] = []

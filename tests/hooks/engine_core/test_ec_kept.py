@@ -15,7 +15,7 @@ from hooks.process import CORE, PATCHER, wrap_ec_connector
 from ttft_otel import testing
 from ttft_otel.hooks.engine_core import ec_kept
 from ttft_otel.tracing import carrier
-from ttft_otel.tracing.carrier import KEPT_ITEMS_BIT, KeptItems, decode_kept_items
+from ttft_otel.tracing.carrier import KEPT_ITEMS_BIT, KeptItems, decode_answer
 
 if TYPE_CHECKING:
     from hooks.ec_cpu import InstancePair
@@ -32,7 +32,7 @@ def query_kept(pair: InstancePair, name: str) -> Any:
 def read_kept(pair: InstancePair, name: str) -> KeptItems | None:
     """What the engine core answers at once."""
     found = query_kept(pair, name)
-    return decode_kept_items(found if isinstance(found, str) else found.result(0))
+    return decode_answer(KeptItems, found if isinstance(found, str) else found.result(0))
 
 
 def encode_and_keep(pair: InstancePair, name: str, *items: str) -> Any:
@@ -53,7 +53,7 @@ def test_fetched(pair: InstancePair, clock: testing.FakeClock) -> None:
     pair.consume_items("b", ("cat", "dog"), params)
     pair.encoder.run_step()
 
-    kept = decode_kept_items(answer_future.result(0))
+    kept = decode_answer(KeptItems, answer_future.result(0))
     assert kept is not None
     assert (kept.since, kept.items, kept.bytes) == (began, 2, 2 * pair.size)
     assert kept.until - began >= 5000 and kept.ready_at == began and not kept.end_reason

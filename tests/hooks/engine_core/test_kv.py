@@ -20,7 +20,7 @@ from ttft_otel.model.breakdown import CODE_FORWARD, CODE_KV_TRANSFER, LOST_AFTER
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing import clock as clocks
-from ttft_otel.tracing.carrier import decode_kept_blocks, list_timeline_attributes
+from ttft_otel.tracing.carrier import KeptBlocks, decode_answer, list_timeline_attributes
 
 STEP = (clocks.get_boot_number(), 5000, 0, CODE_FORWARD, 3000, 4000)
 LOAD_US, SAVE_US = 400, 300
@@ -286,7 +286,7 @@ def test_kept(kv_core: Any, clock: testing.FakeClock) -> None:
     assert not answer_future.done()
     kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=("a",)))
 
-    assert decode_kept_blocks(answer_future.result()) == carrier.KeptBlocks(
+    assert decode_answer(KeptBlocks, answer_future.result()) == carrier.KeptBlocks(
         began, began + 900, 40, 3, False
     )
     assert CORE.blocks.answer_kept_blocks("a") == ""
@@ -299,7 +299,7 @@ def test_kept_and_asked_late(kv_core: Any, clock: testing.FakeClock) -> None:
     kv_core._update_from_kv_xfer_finished(
         make_connector_output(fetched=("a",), num_kv_expired_reqs=[1])
     )
-    kept_blocks = decode_kept_blocks(CORE.blocks.answer_kept_blocks("a"))
+    kept_blocks = decode_answer(KeptBlocks, CORE.blocks.answer_kept_blocks("a"))
 
     assert kept_blocks is not None and (kept_blocks.blocks, kept_blocks.expired) == (2, True)
     assert CORE.blocks.answer_kept_blocks("a") == ""
@@ -334,7 +334,8 @@ def test_bounded_asked(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     end_request(kv_core, "b", [2])
 
     assert (
-        list(CORE.blocks.tracked) == ["b"] and decode_kept_blocks(answer_future.result(0)) is None
+        list(CORE.blocks.tracked) == ["b"]
+        and decode_answer(KeptBlocks, answer_future.result(0)) is None
     )
     kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=("b",)))
 
@@ -342,9 +343,9 @@ def test_bounded_asked(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_not_ours() -> None:
     """An answer of another form than ours is ignored."""
     assert (
-        decode_kept_blocks("") is None
-        and decode_kept_blocks("[1]") is None
-        and decode_kept_blocks("é") is None
+        decode_answer(KeptBlocks, "") is None
+        and decode_answer(KeptBlocks, "[1]") is None
+        and decode_answer(KeptBlocks, "é") is None
     )
 
 

@@ -228,7 +228,7 @@ def test_events_of_a_shared_encoder(
     stamp_work(device_clock, simulated, 5_000)  # uses the events again
 
     assert CORE.answer_encoder_run("b") == first
-    run = carrier.decode_encoder_run(first)
+    run = carrier.decode_answer(carrier.EncoderRun, first)
     assert run is not None and abs(run.end - run.start - 30_000) <= 20
     assert len(set(map(id, device_clock.pool))) == len(device_clock.pool)
     assert CORE.answer_encoder_run("a") == ""

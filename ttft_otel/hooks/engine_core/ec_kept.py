@@ -18,7 +18,7 @@ from ttft_otel.hooks import ec_fields
 from ttft_otel.hooks.engine_core import ec_items
 from ttft_otel.hooks.wrap import Hook, Patcher
 from ttft_otel.tracing import clock
-from ttft_otel.tracing.carrier import KEPT_ITEMS_BIT, KeptItems
+from ttft_otel.tracing.carrier import KEPT_ITEMS_BIT, KeptItems, encode_answer
 
 log = logging.getLogger("ttft_otel")
 
@@ -173,7 +173,7 @@ class EncodingLeases:
         kept_items = KeptItems(
             lease.since, clock.now_us(), lease.items, lease.bytes, lease.ready_at, why
         )
-        self._remove_lease(lease, kept_items.to_json())
+        self._remove_lease(lease, encode_answer(kept_items))
 
     def _remove_lease(self, lease: EncodingLease, answer: str) -> None:
         self.leases.pop(lease.request_id, None)

@@ -14,41 +14,32 @@ from typing import Any, Final
 from ttft_otel.hooks.wrap import Patcher
 from ttft_otel.model import breakdown
 from ttft_otel.tracing import clock
-from ttft_otel.tracing.carrier import KEPT_BLOCKS_BIT, KeptBlocks
+from ttft_otel.tracing.carrier import KEPT_BLOCKS_BIT, KeptBlocks, encode_answer
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 
 MAX_TRACKED_REQUESTS: Final = 8192  # with blocks in transfer, or kept for another instance
 MAX_UNASKED_ANSWERS: Final = 256  # answers that the API server has not asked for yet
 
 
-class BlockLease:
-    """KV blocks of an answered request that are kept until another instance fetches them."""
-
-    __slots__ = ("blocks", "since", "tokens", "answer_future")
-
-    def __init__(self, tokens: int, blocks: int) -> None:
-        self.since = clock.now_us()
-        self.tokens = tokens
-        self.blocks = blocks
-        self.answer_future: Future[str] | None = None  # set when the API server asks before the end
-
-
 class BlockTransfers:
     """KV blocks of one engine core's traced requests that are on their way here, or kept for others."""
 
-    __slots__ = ("patcher", "tracked", "unasked")
+    __slots__ = ("asked", "patcher", "tracked", "unasked")
 
     def __init__(self, patcher: Patcher) -> None:
         self.patcher = patcher
-        #: By engine request ID: the timeline while blocks are transferred here, a lease while they are
+        #: By engine request ID: the timeline while blocks are transferred here, KeptBlocks while they are
         #: kept for another instance. While it is empty the hooks return at once.
-        self.tracked: dict[str, EngineTimeline | BlockLease] = {}
+        self.tracked: dict[str, EngineTimeline | KeptBlocks] = {}
+        #: The API server's queries about blocks that are still kept.
+        self.asked: dict[str, Future[str]] = {}
         #: Answers about leases that ended before the query came.
         self.unasked: OrderedDict[str, str] = OrderedDict()
 
     def drop_all(self) -> None:
         """Forget all requests, as in a new engine core."""
         self.tracked.clear()
+        self.asked.clear()
         self.unasked.clear()
 
     def record_match(
@@ -79,11 +70,14 @@ class BlockTransfers:
             details.moving = clock.now_us()
             self._track_request(request.request_id, timeline)
 
-    def _track_request(self, request_id: str, state: EngineTimeline | BlockLease) -> None:
+    def _track_request(self, request_id: str, state: EngineTimeline | KeptBlocks) -> None:
         if len(self.tracked) >= MAX_TRACKED_REQUESTS:
-            oldest = self.tracked.pop(next(iter(self.tracked)))
-            if isinstance(oldest, BlockLease) and oldest.answer_future is not None:
-                oldest.answer_future.set_result("")  # unknown: the caller must not wait any longer
+            oldest = next(iter(self.tracked))
+            del self.tracked[oldest]
+            if oldest in self.asked:
+                self.asked.pop(oldest).set_result(
+                    ""
+                )  # unknown: the caller must not wait any longer
         self.tracked[request_id] = state
 
     def close_wait(self, timeline: EngineTimeline, request_id: str, block_size: int) -> bool:
@@ -119,7 +113,7 @@ class BlockTransfers:
                     details.blocks[2:] = read_transfer_stats(kv_connector_output)
         for request_id in kv_connector_output.finished_sending or ():
             lease = self.tracked.pop(request_id, None)
-            if isinstance(lease, BlockLease):
+            if isinstance(lease, KeptBlocks):
                 self._end_lease(request_id, lease, has_expired(kv_connector_output))
 
     def record_kept_blocks(
@@ -139,18 +133,18 @@ class BlockTransfers:
         # With hybrid KV cache groups there is one list per group; the longest one counts.
         groups = block_ids if isinstance(block_ids, tuple) else (block_ids,)
         timeline.open_details().kept |= KEPT_BLOCKS_BIT
-        self._track_request(
-            request.request_id, BlockLease(request.num_computed_tokens, max(map(len, groups)))
-        )
+        blocks = max(map(len, groups))
+        lease = KeptBlocks(clock.now_us(), 0, request.num_computed_tokens, blocks, False)
+        self._track_request(request.request_id, lease)
 
-    def _end_lease(self, request_id: str, lease: BlockLease, expired: bool) -> None:
-        text = KeptBlocks(
-            lease.since, clock.now_us(), lease.tokens, lease.blocks, expired
-        ).to_json()
-        if lease.answer_future is not None:
-            lease.answer_future.set_result(text)
+    def _end_lease(self, request_id: str, lease: KeptBlocks, expired: bool) -> None:
+        lease.until = clock.now_us()
+        lease.expired = expired
+        answer = encode_answer(lease)
+        if request_id in self.asked:
+            self.asked.pop(request_id).set_result(answer)
             return
-        self.unasked[request_id] = text
+        self.unasked[request_id] = answer
         if len(self.unasked) > MAX_UNASKED_ANSWERS:
             self.unasked.popitem(last=False)
 
@@ -159,11 +153,9 @@ class BlockTransfers:
 
         Returns a Future while they are kept, which vLLM's utility channel awaits.
         """
-        lease = self.tracked.get(request_id)
-        if not isinstance(lease, BlockLease):
+        if not isinstance(self.tracked.get(request_id), KeptBlocks):
             return self.unasked.pop(request_id, "")
-        lease.answer_future = lease.answer_future or Future()
-        return lease.answer_future
+        return self.asked.setdefault(request_id, Future())
 
 
 def read_transfer_stats(output: Any) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from ttft_otel.hooks.engine_core.holders import HolderLog, WaitStart
+from ttft_otel.hooks.engine_core.queue_reasons import NO_REASON
 from ttft_otel.hooks.engine_core.step_work import SCALE, StepWork
 from ttft_otel.model.held_waits import split_step
 from ttft_otel.tracing.engine_timeline import EngineTimeline
@@ -23,25 +24,32 @@ Sums = tuple[int, int, int]  # microseconds of PREFILL, DECODE, ENCODER
 
 
 class HeldRequest(msgspec.Struct, eq=False, gc=False):
-    """A traced request that waits for its first step, or between its prompt's chunks.
-
-    misses: steps since its arrival in which the scheduler did not know it (waiting.py).
-    since: the time from which other requests' work counts as holding it. ended: when its first step was
-    scheduled, 0 before. last, sums: the time up to which `timeline.held` is written, and the log's sums then;
-    0 while it waits. own: the latest step that computed a part of it. is_followed: false for one beyond
-    MAX_FOLLOWED, or whose arrival was not seen.
-    """
+    """A traced request that waits for its first step, or between its prompt's chunks."""
 
     request_id: str
     timeline: EngineTimeline
+    #: The time from which other requests' work counts as holding it up.
     since: int
+    #: Steps since its arrival in which the scheduler did not know it.
     misses: int = 0
     start: WaitStart | None = None
+    #: When its first step was scheduled, 0 before.
     ended: int = 0
+    #: The time up to which `timeline.held` is written, and the log's sums then; 0 while it waits.
     last: int = 0
-    own: StepWork | None = None
     sums: Sums = (0, 0, 0)
+    #: The latest step that computed a part of it.
+    own: StepWork | None = None
+    #: False for one beyond MAX_FOLLOWED, or whose arrival was not seen.
     is_followed: bool = True
+    #: vLLM's Request, while it is in the scheduler's queue.
+    request: Any = None
+    #: Its own reason to wait (queue_reasons), NO_REASON while it shares the queue's.
+    reason: int = NO_REASON
+    #: From then on the queue's reason is its own; 0 while it has a reason of its own.
+    shared_since: int = 0
+    #: ID of a request that came later and runs in its place; "" without one.
+    overtaker: str = ""
 
     def add_segment(self, upto: int, sums: Sums) -> None:
         """Write what ran from `last` up to the time `upto` (us), when the log's sums are these."""
@@ -49,7 +57,8 @@ class HeldRequest(msgspec.Struct, eq=False, gc=False):
         self.timeline.held += (
             upto - self.last, sums[0] - before[0], sums[1] - before[1], sums[2] - before[2], 0
         )  # fmt: skip
-        self.last, self.sums = upto, sums
+        self.last = upto
+        self.sums = sums
 
 
 class StepLog:

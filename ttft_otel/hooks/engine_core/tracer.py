@@ -460,7 +460,7 @@ class EngineCoreTracer:
     def _note_runs(self, runs: dict[str, tuple[int, int]]) -> None:
         for request_id, interval in runs.items():
             if request_id in self.encoder_runs:
-                self.encoder_runs[request_id] = EncoderRun(*interval).to_json()
+                self.encoder_runs[request_id] = carrier.encode_answer(EncoderRun(*interval))
 
     def answer_encoder_run(self, request_id: str) -> str:
         """Utility call: from when to when a request's encoder ran, as EncoderRun JSON.
@@ -477,7 +477,7 @@ class EngineCoreTracer:
         if interval is None:
             return carrier.PENDING_ANSWER
         self.encoder_runs.pop(request_id, None)
-        return EncoderRun(*interval).to_json()
+        return carrier.encode_answer(EncoderRun(*interval))
 
 
 def stamp_engine_input(core: Any, request: Any, *args: Any, **kwargs: Any) -> int | None:

@@ -36,22 +36,6 @@ MAX_OWN_CHANGES: Final = 48  # that travel with a request; the older ones are pu
 MAX_MISSES: Final = 16  # steps until an arrival that never reaches the scheduler is given up
 
 
-class WaitingRequest:
-    """A traced request in the scheduler's queue.
-
-    since: from then on the queue's reason is its own; 0 while it has a reason of its own.
-    overtaker: ID of a request that came later and runs in its place; "" without one.
-    """
-
-    __slots__ = ("overtaker", "reason", "request", "since")
-
-    def __init__(self, request: Any, since: int) -> None:
-        self.request = request
-        self.since = since
-        self.reason = NO_REASON
-        self.overtaker = ""
-
-
 class WaitingQueue:
     """The traced requests in one scheduler's queue, and what its reasons were while they waited."""
 
@@ -61,9 +45,9 @@ class WaitingQueue:
         self.held = held
         #: Filled by the engine core's input thread, emptied by its main thread.
         self.arrived: deque[HeldRequest] = deque(maxlen=MAX_WAITING)
-        self.waiting: dict[str, WaitingRequest] = {}
+        self.waiting: dict[str, HeldRequest] = {}
         # Those of them that have a reason of their own.
-        self._blocked: dict[str, WaitingRequest] = {}
+        self._blocked: dict[str, HeldRequest] = {}
         # When the queue's reason changed, while anybody waits, and to what.
         self._times: list[int] = []
         self._codes: list[int] = []
@@ -92,8 +76,8 @@ class WaitingQueue:
         reason = find_common_reason(scheduler, facts, output, preempted)
         if not self._codes or self._codes[-1] != reason:
             self._note_change(reason, now)
-        for request in joined:
-            self._join_queue(request, now)
+        for entry in joined:
+            self._join_queue(entry, now)
         if facts.by_priority and output.scheduled_new_reqs:
             self._note_overtaken(scheduler.requests, output.scheduled_new_reqs)
         # Without either all waiting requests share the queue's reason: none is looked at.
@@ -107,7 +91,7 @@ class WaitingQueue:
         if pause_state and self.waiting and (not self._codes or self._codes[-1] != PAUSED):
             self._note_change(PAUSED, clock.now_us())
 
-    def _take_arrivals(self, known: Any) -> Sequence[Any]:
+    def _take_arrivals(self, known: Any) -> Sequence[HeldRequest]:
         """Requests that have reached the scheduler and wait there; the others stay for the next step."""
         joined = []
         for _ in range(len(self.arrived)):
@@ -117,7 +101,8 @@ class WaitingQueue:
             # Not by its ID alone, which another one may have by now.
             request = known.get(entry.request_id)
             if getattr(request, "_ttft_timeline", None) is entry.timeline:
-                joined.append(request)
+                entry.request = request
+                joined.append(entry)
             elif entry.misses < MAX_MISSES:  # it came after this step's inputs had been read
                 entry.misses += 1
                 self.arrived.append(entry)
@@ -125,11 +110,12 @@ class WaitingQueue:
                 self.held.drop_request(None, entry.request_id, clock.now_us())
         return joined
 
-    def _join_queue(self, request: Any, now: int) -> None:
+    def _join_queue(self, entry: HeldRequest, now: int) -> None:
         if len(self.waiting) < MAX_WAITING:
-            self.waiting[request.request_id] = WaitingRequest(request, now)
+            entry.shared_since = now
+            self.waiting[entry.request_id] = entry
         else:
-            request._ttft_timeline.open_details().reasons += (now, OTHER)
+            entry.timeline.open_details().reasons += (now, OTHER)
 
     def _note_change(self, reason: int, now: int) -> None:
         if len(self._times) >= MAX_CHANGES:
@@ -166,33 +152,31 @@ class WaitingQueue:
             if entry is None:
                 continue
             request = entry.request
-            reason = find_own_reason(
-                scheduler, facts, request, request._ttft_timeline, request in deferred
-            )
+            reason = find_own_reason(scheduler, facts, request, entry.timeline, request in deferred)
             if reason == NO_REASON and entry.overtaker in scheduler.requests:
                 reason = PRIORITY
             if reason != entry.reason:
                 self._change_own_reason(entry, reason, now)
 
-    def _change_own_reason(self, entry: WaitingRequest, reason: int, now: int) -> None:
+    def _change_own_reason(self, entry: HeldRequest, reason: int, now: int) -> None:
         self._copy_shared(entry, now)
         entry.reason = reason
         if reason == NO_REASON:
-            entry.since = now
-            self._blocked.pop(entry.request.request_id, None)
+            entry.shared_since = now
+            self._blocked.pop(entry.request_id, None)
         else:
-            entry.since = 0
-            entry.request._ttft_timeline.open_details().reasons += (now, reason)
-            self._blocked[entry.request.request_id] = entry
+            entry.shared_since = 0
+            entry.timeline.open_details().reasons += (now, reason)
+            self._blocked[entry.request_id] = entry
 
-    def _copy_shared(self, entry: WaitingRequest, now: int) -> None:
+    def _copy_shared(self, entry: HeldRequest, now: int) -> None:
         """Copy what the queue's reasons were while they were this request's, up to `now`."""
-        if not entry.since or not self._times:
+        if not entry.shared_since or not self._times:
             return
         # The change before `since`: its reason still held when this request joined.
-        first = max(0, bisect_right(self._times, entry.since) - 1)
-        reasons = entry.request._ttft_timeline.open_details().reasons
-        reasons += (entry.since, self._codes[first])
+        first = max(0, bisect_right(self._times, entry.shared_since) - 1)
+        reasons = entry.timeline.open_details().reasons
+        reasons += (entry.shared_since, self._codes[first])
         for index in range(first + 1, len(self._times)):
             if self._times[index] < now:
                 reasons += (self._times[index], self._codes[index])
@@ -206,6 +190,7 @@ class WaitingQueue:
             return
         self._blocked.pop(request_id, None)
         self._copy_shared(entry, now)
+        entry.request = None  # it is vLLM's, and ends with its answer
         reasons = timeline.read_details().reasons
         if len(reasons) > 2 * MAX_OWN_CHANGES:
             shortened = _shorten_changes(reasons[::2], reasons[1::2], MAX_OWN_CHANGES // 2)
