@@ -11,7 +11,7 @@ from ttft_otel.tracing import media_items
 from ttft_otel.tracing.media_items import (
     BIT_ANNOUNCED,
     BIT_AWAITED,
-    BIT_HELD,
+    BIT_CACHED,
     SOURCE_ENCODED,
     SOURCE_LOCAL,
     SOURCE_REMOTE,
@@ -35,7 +35,7 @@ def test_each_way() -> None:
     found = count_items(
         make_media(
             SOURCE_SKIPPED | BIT_ANNOUNCED,
-            SOURCE_LOCAL | BIT_ANNOUNCED | BIT_HELD,
+            SOURCE_LOCAL | BIT_ANNOUNCED | BIT_CACHED,
             SOURCE_REMOTE | BIT_ANNOUNCED,
             SOURCE_ENCODED,
             SOURCE_UNSEEN,

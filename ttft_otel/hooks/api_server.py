@@ -121,7 +121,7 @@ def record_outputs(
     for output in engine_core_outputs:
         if output.request_id in recorder.awaiting_traces:
             marks = (output.trace_headers or {}).get(header_names.CARRIER_KEY, "")
-            # Our own value came back: the engine core has no hooks, and told nothing.
+            # Our own value came back: the engine core has no hooks, and measured nothing.
             if marks == UNMEASURED:
                 marks = ""
             if vllm_fields.lacks_first_token(output):

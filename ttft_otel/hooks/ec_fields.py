@@ -63,8 +63,8 @@ def list_announced_names(params: dict[str, Any]) -> tuple[set[str], list[int]]:
     return names, places
 
 
-def find_held_test(connector: Any) -> Callable[[str], bool] | None:
-    """A function that tells for an mm_hash whether its encoding is in the connector's local cache.
+def find_cache_test(connector: Any) -> Callable[[str], bool] | None:
+    """A function that says for an mm_hash whether its encoding is in the connector's local cache.
 
     None where the connector has no local cache that we know.
     """
@@ -75,7 +75,7 @@ def find_held_test(connector: Any) -> Callable[[str], bool] | None:
     resident = getattr(delegate, "_local_cache", None)
     if isinstance(resident, set):  # ECMooncakeConnector
         return lambda name: (
-            name in resident or any(map(_is_held, list_pushed_items(connector, name)))
+            name in resident or any(map(_is_cached, list_pushed_items(connector, name)))
         )
     return None
 
@@ -90,7 +90,7 @@ def list_pushed_items(connector: Any, name: str) -> list[Any]:
     return [records[key] for key in by_hash.get(name, ()) if key in records]
 
 
-def _is_held(record: Any) -> bool:
+def _is_cached(record: Any) -> bool:
     """Whether a pushed item is one that an earlier request had loaded."""
     state = getattr(getattr(record, "state", None), "name", "")
     return state in ("READY", "RESIDENT") or bool(getattr(record.spec, "local", False))

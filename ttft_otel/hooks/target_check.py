@@ -66,7 +66,7 @@ def log_start_line(role: str) -> None:
     """Log version, `role`, active targets and endpoint in one line, and problems of the settings."""
     vllm = find_vllm_folder()
     states = check_targets(vllm) if vllm is not None else {}
-    # Missing ones are named at the start: later nobody can tell why a stage is unattributed.
+    # Missing ones are named at the start: later nobody can find out why a stage is unattributed.
     lost = [f"{name} ({what})" for name, what in states.items() if what]
     chosen = settings.get_settings()
     log.info(

@@ -174,7 +174,7 @@ def lacks_first_token(output: Any) -> bool:
 def is_beam(request: Any) -> bool:
     """Whether an EngineCoreRequest is one step of a beam search (generate/beam_search/online.py).
 
-    By its name, `<batch>-beam-<number>`, as SamplingParams do not tell; a client that gives its own
+    By its name, `<batch>-beam-<number>`, as SamplingParams do not say it; a client that gives its own
     request such a name only loses what is counted at its end.
     """
     name = str(getattr(request, "external_req_id", None) or "")
@@ -189,13 +189,13 @@ def count_output_tokens(req_state: Any) -> int:
 
 
 def read_engine_settings(config: Any) -> dict[str, int]:
-    """What `config` tells of the scheduler, by keys.ENGINE_SETTINGS; what it lacks is left out."""
+    """The scheduler's settings in `config`, by keys.ENGINE_SETTINGS; what it lacks is left out."""
     scheduler = getattr(config, "scheduler_config", None)
     cache = getattr(config, "cache_config", None)
     blocks = getattr(cache, "num_gpu_blocks", None)
     size = getattr(cache, "block_size", None)
     ranks = getattr(getattr(config, "parallel_config", None), "data_parallel_size", 1)
-    told = {
+    found = {
         keys.ENGINE_MAX_SEQS: getattr(scheduler, "max_num_seqs", None),
         keys.ENGINE_MAX_TOKENS: getattr(scheduler, "max_num_batched_tokens", None),
         keys.ENGINE_ASYNC: getattr(scheduler, "async_scheduling", None),
@@ -204,7 +204,7 @@ def read_engine_settings(config: Any) -> dict[str, int]:
         keys.ENGINE_KV_TOKENS: blocks * size // ranks if blocks and size and ranks else None,
         keys.ENGINE_BLOCK_TOKENS: size if blocks else None,
     }
-    return {name: int(value) for name, value in told.items() if isinstance(value, int)}
+    return {name: int(value) for name, value in found.items() if isinstance(value, int)}
 
 
 def get_vllm_config(state: Any) -> Any:

@@ -67,7 +67,8 @@ class TracingMiddleware:
         if trace is None:
             await self.app(scope, receive, send)
             return
-        error, sender = keys.ERROR_ENGINE, FirstChunkSender(trace, send)
+        error = keys.ERROR_ENGINE
+        sender = FirstChunkSender(trace, send)
         try:
             await self.app(scope, receive, sender.send)
             error = ""
@@ -92,7 +93,8 @@ class TracingMiddleware:
     def _begin_trace(self, scope: MutableMapping[str, Any]) -> RequestTrace | None:
         trace = recorder.begin_trace(scope["headers"], self.settings)
         if trace is not None:
-            trace.method, trace.path = scope["method"], scope["path"]
+            trace.method = scope["method"]
+            trace.path = scope["path"]
             trace.scheme = scope.get("scheme", "http")
             trace.server = tuple(scope.get("server") or trace.server)
         return trace

@@ -27,7 +27,7 @@ RECORD_SAMPLED: Final = 1
 RECORD_FLAGS: Final = 2
 RECORD_INTERVALS: Final = 3
 # Not a stage: the last entry of a worker's record, (CODE_CLOCK, clock.CLOCK_*, error in microseconds),
-# tells which clock placed its intervals. Without it they are the host's times.
+# says which clock placed its intervals. Without it they are the host's times.
 CODE_CLOCK: Final = 0
 # Beside breakdown.LOST_*: the answer left before the encoder had ended; its interval ends there.
 ENCODER_UNFINISHED: Final = 64
@@ -133,10 +133,14 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
         marks.foreign |= bool(record) and record[0] != timeline.boot
         marks.foreign |= _decode_clock(record)[0] == clock.CLOCK_LENGTHS
         marks.steps.append(_decode_step(record))
-    marks.added, marks.scheduled = timeline.added, timeline.scheduled
-    marks.encoder_first, marks.entered = details.encoder_first, timeline.entered
-    marks.moving, marks.asking = details.looking or details.moving, details.asked
-    marks.queue_lost, marks.truncated = details.wait_lost, details.truncated
+    marks.added = timeline.added
+    marks.scheduled = timeline.scheduled
+    marks.encoder_first = details.encoder_first
+    marks.entered = timeline.entered
+    marks.moving = details.looking or details.moving
+    marks.asking = details.asked
+    marks.queue_lost = details.wait_lost
+    marks.truncated = details.truncated
     return timeline
 
 

@@ -63,7 +63,7 @@ def to_wall_ns(mark: int) -> int:
 
 def read_boot_number() -> int:
     """A 32-bit number that identifies this boot of this host, and the offset of this process's time
-    namespace; 0 where the kernel does not tell.
+    namespace; 0 where the kernel does not give it.
 
     Marks of processes with different boot numbers are not comparable: CLOCK_MONOTONIC starts at boot.
     """

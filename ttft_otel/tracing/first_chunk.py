@@ -32,14 +32,19 @@ class FirstChunkSender:
     """`send` replaces ASGI's: it observes messages until the first chunk, and then is the server's own."""
 
     __slots__ = (
-        *("held_messages", "send", "send_downstream", "first_chunk_sent", "held_bytes", "trace"),
+        "buffered_bytes",
+        "buffered_messages",
+        "first_chunk_sent",
+        "send",
+        "send_downstream",
+        "trace",
     )
 
     def __init__(self, trace: RequestTrace, send_downstream: Send) -> None:
         self.trace = trace
         self.send_downstream = send_downstream
-        self.held_messages: list[Message] = []
-        self.held_bytes = 0
+        self.buffered_messages: list[Message] = []
+        self.buffered_bytes = 0
         self.first_chunk_sent = False
         # The application keeps this object, whose function is replaced when all has been observed.
         self.send = functools.partial(self._send_message)
@@ -57,19 +62,20 @@ class FirstChunkSender:
         wait = False
         with _GUARD_SEND:
             wait = self._observe_message(message)
-        if wait or self.held_messages or self.first_chunk_sent:
+        if wait or self.buffered_messages or self.first_chunk_sent:
             return self._send_observed(message, wait)
         return self.send_downstream(message)
 
     async def _send_observed(self, message: Message, wait: bool) -> None:
         """Forward what was held back and `message`, or with `wait` hold it back, too."""
         if wait:
-            self.held_messages.append(message)
+            self.buffered_messages.append(message)
             return
-        if self.held_messages:
+        if self.buffered_messages:
             # Replaced first: if sending one fails, a later call must not send them again.
-            held, self.held_messages = self.held_messages, []
-            for early in held:
+            buffered = self.buffered_messages
+            self.buffered_messages = []
+            for early in buffered:
                 await self.send_downstream(early)
         await self.send_downstream(message)
         # After the chunk was sent, so that encoding the record does not delay it.
@@ -100,12 +106,12 @@ class FirstChunkSender:
         ):
             # Keep-alive comments and opening events come before the first token. Beyond MAX_HELD_BYTES
             # they are sent, without the header: the caller should not wait for an unbounded buffer.
-            self.held_bytes += len(body)
-            return bool(self.held_messages) and self.held_bytes <= MAX_HELD_BYTES
+            self.buffered_bytes += len(body)
+            return bool(self.buffered_messages) and self.buffered_bytes <= MAX_HELD_BYTES
         if not body and not last:
-            return bool(self.held_messages)
+            return bool(self.buffered_messages)
         if trace.streamed and body.startswith(b":") and not last:  # an SSE comment is not a token
-            return bool(self.held_messages)
+            return bool(self.buffered_messages)
         self.first_chunk_sent = True
         trace.is_background = (
             trace.path == endpoints.RESPONSES_PATH and not trace.streamed and _BACKGROUND in body
@@ -134,9 +140,11 @@ class FirstChunkSender:
             recorder.close_ttft(trace, now if egress else 0)
         elif not trace.error:
             return
-        if self.held_messages:  # formatted for whoever waits for it alone: a tenth of our time here
+        if (
+            self.buffered_messages
+        ):  # formatted for whoever waits for it alone: a tenth of our time here
             # Without a token the engine ended it: a router must not take this chunk for one.
             text = recorder.format_timing_header(trace, now) or header_names.TIMING_NO_TOKEN
             own_header = (header_names.SERVER_TIMING.encode(), text.encode())
-            headers = [*self.held_messages[0].get("headers", ()), own_header]
-            self.held_messages[0]["headers"] = headers
+            headers = [*self.buffered_messages[0].get("headers", ()), own_header]
+            self.buffered_messages[0]["headers"] = headers

@@ -100,7 +100,7 @@ def wrap_call(
         if before is not None:
             try:
                 token = before(*args, **kwargs) if kwargs else before(*args)
-            except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
+            except Exception as error:  # noqa: BLE001 - vLLM must not fail because of us
                 record_error(place, error)
         is_wanted = runs_after_error
         try:
@@ -113,7 +113,7 @@ def wrap_call(
                         after(token, result, *args, **kwargs)
                     else:
                         after(token, result, *args)
-                except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
+                except Exception as error:  # noqa: BLE001 - vLLM must not fail because of us
                     record_error(place, error)
         return result
 
@@ -152,7 +152,7 @@ def wrap_new_requests(place: str, host: AnyCall, after: AnyCall, ready: object) 
         try:
             if ready or result.scheduled_new_reqs:
                 after(None, result, *args)
-        except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
+        except Exception as error:  # noqa: BLE001 - vLLM must not fail because of us
             record_error(place, error)
         return result
 
@@ -200,7 +200,7 @@ def silence_errors(place: str, call: AnyCall) -> AnyCall:
     def guarded(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
+        except Exception as error:  # noqa: BLE001 - vLLM must not fail because of us
             record_error(place, error)
             return None
 

@@ -38,8 +38,13 @@ HEALTHY_LIFETIME_S: Final = 60.0  # an exporter that lived this long resets the 
 # a killed exporter. `exported` and `failed` count spans, `counted` what metrics counted (a stream twice),
 # `merged` values of them that lost their labels, because there were too many series; the others records.
 SHARED_COUNTERS: Final = (
-    *("received", "foreign", "overflowed", "exported", "failed"),
-    *("counted", "merged"),
+    "received",
+    "foreign",
+    "overflowed",
+    "exported",
+    "failed",
+    "counted",
+    "merged",
 )
 SHARED_LAYOUT: Final = struct.Struct(f"={len(SHARED_COUNTERS)}Q")
 
@@ -170,7 +175,8 @@ class RecordSender:
                 if lived > HEALTHY_LIFETIME_S
                 else min(self._restart_pause_s * 2, MAX_RESTART_PAUSE_S)
             )
-            self._started_at, self._next_start_at = moment, moment + self._restart_pause_s
+            self._started_at = moment
+            self._next_start_at = moment + self._restart_pause_s
             with guard.Guard("handoff.start"):
                 self._reap_starter()
                 self._socket = self._spawn_exporter()

@@ -92,11 +92,9 @@ def _make_piece(
 ) -> Piece | None:
     """The piece of a time in the engine core; None when it cannot be placed on our clock."""
     # Both marks are the engine core's; the offset was found with the request's own marks.
-    start, end = (
-        since - trace.clock_offset - trace.arrive,
-        until - trace.clock_offset - trace.arrive,
-    )
-    known_end = clock.now_us() - trace.arrive  # the engine core has told it, so it is over
+    start = since - trace.clock_offset - trace.arrive
+    end = until - trace.clock_offset - trace.arrive
+    known_end = clock.now_us() - trace.arrive  # the engine core has reported it, so it is over
     # Outside of what can be, beyond the clock's error: a wrong span is worse than none.
     if not -trace.clock_error <= start <= end <= known_end + trace.clock_error:
         return None

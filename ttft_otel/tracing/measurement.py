@@ -95,7 +95,8 @@ _head_decoder = msgspec.msgpack.Decoder(MeasurementHead)
 
 def measure_record(record: Record) -> Measurement | None:
     """The measurement of `record`; None where nothing is to count."""
-    ttft, recomputed = record.ttft, _count_recomputed(record.ttft)
+    ttft = record.ttft
+    recomputed = _count_recomputed(ttft)
     reasons, held = _list_waits(ttft)
     # The outermost server counts the client's TTFT; every leg would count it once more.
     is_inner = not record.outermost and recomputed == NOT_MEASURED

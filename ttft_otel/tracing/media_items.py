@@ -31,7 +31,7 @@ SOURCE_ENCODED: Final = 4  # encoded here, at least once
 SOURCE_ALLOCATED: Final = 5  # allocated for it, source not decided yet
 SOURCE_MASK: Final = 7
 BIT_ANNOUNCED: Final = 8  # the request's ec_transfer_params name it: an encoder has encoded it
-BIT_HELD: Final = 16  # in the connector's local cache when this request was first checked
+BIT_CACHED: Final = 16  # in the connector's local cache when this request was first checked
 BIT_AWAITED: Final = 32  # not there then, and the request had to wait: it is being fetched
 
 

@@ -90,7 +90,7 @@ def make_server(trace: RequestTrace) -> Server:
 def _add_generation_attributes(attributes: Attributes, trace: RequestTrace) -> None:
     """Add what was generated, known at the end; nothing where not all of it is known.
 
-    Of an aborted generation vLLM tells no end, the engine requests of a beam search are not what the
+    Of an aborted generation vLLM reports no end, the engine requests of a beam search are not what the
     client gets, and an encoder's single step generates nothing that anybody reads.
     """
     engines = list(trace.engine_requests.values())
@@ -168,7 +168,8 @@ def list_holders(timeline: EngineTimeline) -> tuple[HeldBy, ...]:
     for us, tokens, code, request_id, parent in timeline.read_details().holders:
         # A kind of a later version has no name here.
         if 0 <= code < len(stages.HOLDING_KIND_NAMES):
-            kind, ids = stages.HOLDING_KIND_NAMES[code], parse_traceparent(parent)
+            kind = stages.HOLDING_KIND_NAMES[code]
+            ids = parse_traceparent(parent)
             found.append(HeldBy(us, tokens, kind, request_id[:MAX_ID_CHARS], *ids))
     return tuple(found)
 
@@ -186,7 +187,7 @@ def _make_stage_pieces(
 ) -> list[Piece]:
     """The stages' pieces; of a waiting one with several reasons, a piece for each below it.
 
-    holders: of the queue; they are told of its longest piece. sums: gets the microseconds of each reason
+    holders: of the queue; its longest piece gets them. sums: gets the microseconds of each reason
     and of each kind of work that held a queue; in all its pieces they add up to the stage.
     """
     base = cut.start

@@ -90,7 +90,7 @@ def register_engine_request(trace: RequestTrace, engine_id: str) -> None:
     times = trace.assign_times
     assign = times.get(engine_id) or times.get(engine_id.partition("_")[2], 0)
     engine = trace.engine_requests[engine_id] = EngineRequest(assign)
-    # Beyond, what is known only at its end is not told; its TTFT is.
+    # Beyond the bound what is known only at its end is missing; its TTFT is not.
     if len(unended_requests) < MAX_UNENDED_REQUESTS:
         unended_requests[engine_id], engine.is_watched = engine, True
     if len(awaiting_traces) >= MAX_AWAITING_REQUESTS:  # drop the oldest: dicts keep their order
@@ -105,7 +105,9 @@ def record_first_output(engine_id: str, marks: str, received: int, now: int) -> 
     if trace is None:
         return
     engine = trace.engine_requests[engine_id]
-    engine.marks, engine.received, engine.output = marks, received, now
+    engine.marks = marks
+    engine.received = received
+    engine.output = now
     if trace.first_output is None:  # of several (n > 1) the earliest is the client's first token
         trace.first_output = engine
 
@@ -115,7 +117,8 @@ def record_end(engine_id: str, finish_reason: str, output_tokens: int) -> None:
     engine = unended_requests.pop(engine_id, None)
     if engine is not None:
         engine.ended = clock.now_us()
-        engine.finish_reason, engine.output_tokens = finish_reason, output_tokens
+        engine.finish_reason = finish_reason
+        engine.output_tokens = output_tokens
 
 
 def fail_engine_request(engine_id: str, marks: str) -> None:
@@ -145,7 +148,8 @@ def collect_marks(trace: RequestTrace, egress: int, end: int = 0) -> breakdown.M
     if trace.timeline is not None:
         arrived = marks.received or marks.output or end
         clock_offsets.align_marks(marks, trace.timeline.boot, trace.timeline.rank, arrived)
-        trace.clock_offset, trace.clock_error = marks.clock_offset, marks.clock_error
+        trace.clock_offset = marks.clock_offset
+        trace.clock_error = marks.clock_error
     # An ec_both instance used as an encoder also runs the language model.
     marks.encode_only = marks.encode_only and not failed_stage.runs_language_model(marks)
     return marks
@@ -193,9 +197,10 @@ def format_timing_header(trace: RequestTrace, now: int) -> str:
     cut = trace.breakdown
     if cut is None:
         return ""
-    # A stream's headers leave before its body: there is no rest to tell yet.
+    # A stream's headers leave before its body: there is no rest yet.
     rest = None if trace.streamed else now - cut.end
-    total, tokens = cut.end - cut.start, _make_token_counts(trace.timeline)
+    total = cut.end - cut.start
+    tokens = _make_token_counts(trace.timeline)
     ec = media_items.summarize_items(record_parts.count_trace_items(trace))
     note = carrier.read_clock(trace.timeline)
     return timing.format_server_timing(cut.stages, cut.unattributed, total, rest, tokens, ec, note)

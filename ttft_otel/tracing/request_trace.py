@@ -80,7 +80,7 @@ class RequestTrace(msgspec.Struct, eq=False, gc=False):
 
     @property
     def is_unended(self) -> bool:
-        """Whether vLLM has not told the end of one of its engine requests."""
+        """Whether vLLM has not reported the end of one of its engine requests."""
         for engine in self.engine_requests.values():  # any() takes three times as long for one
             if engine.is_watched and not engine.ended:
                 return True

@@ -39,12 +39,14 @@ def encode_trace_measurement(trace: RequestTrace, cut: Breakdown | None, with_en
 
     cut: its TTFT, None where that was sent already. with_end: it has ended.
     """
-    role, outermost = resolve_role(trace), is_outermost(trace)
+    role = resolve_role(trace)
+    outermost = is_outermost(trace)
     is_encoder = cut is not None and role == "encode"
     recomputed = NOT_MEASURED if cut is None or is_encoder else _count_recomputed(trace)
     reasons, held = ((), ()) if cut is None or not cut.reasons else _list_waits(cut)
     if not (outermost or recomputed != NOT_MEASURED or reasons or held):
-        cut, is_encoder = None, False
+        cut = None
+        is_encoder = False
     times_us: list[int] = []
     stage_names: tuple[str, ...] = ()
     if cut is not None:

@@ -177,7 +177,7 @@ def run_case(
         WORKER.ec_roles |= roles  # the connector stays
     lost = breakdown.LOST_EARLIER if case.receive_us else 0
     judgement = judge_outcomes(outcomes, case.chunks, case.encode_only, lost)
-    judgement.told_runs = len(step_loop.told_runs)
+    judgement.reported_runs = len(step_loop.reported_runs)
     judgement.calls, judgement.virtual_us = simulated.calls, host.at - began_at
     judgement.encoder_errors = encoder_errors
     return judgement

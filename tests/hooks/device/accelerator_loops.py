@@ -65,7 +65,9 @@ class StepLoop:
         self.runner = runner
         self.gap_us = gap_us
         self.outcomes: list[StepOutcome] = []
-        self.told_runs: dict[str, tuple[int, int]] = {}  # of encoders, with outputs of later steps
+        self.reported_runs: dict[
+            str, tuple[int, int]
+        ] = {}  # of encoders, with outputs of later steps
 
     def run(self, steps: list[Any]) -> list[StepOutcome]:
         """Run all steps; the outcomes, in their order."""
@@ -90,7 +92,7 @@ class StepLoop:
         """The scheduler takes the output, and the API server makes a chunk of it."""
         self.host.work(60)
         record = getattr(output, "_ttft_record", None)
-        self.told_runs |= getattr(output, "_ttft_runs", {})
+        self.reported_runs |= getattr(output, "_ttft_runs", {})
         self.outcomes.append(
             StepOutcome(
                 record, output.truth, scheduled_at, answered_at, output.read_at, self.host() + 200
@@ -184,7 +186,7 @@ class Judgement:
     stage_errors: by stage (error, true length). unattributed: the difference to what it has to be.
     told_errors: (greatest error of a step's places, the error that its record tells).
     calls: how often each of the device's calls was made, in virtual_us. encoder_errors: of the length
-    and the begin of each encoder that ran on after its answer; told_runs of them by later steps.
+    and the begin of each encoder that ran on after its answer; reported_runs of them by later steps.
     outcomes: what was judged.
     """
 
@@ -197,7 +199,7 @@ class Judgement:
     calls: Counter[str] = field(default_factory=Counter)
     virtual_us: float = 0.0
     encoder_errors: list[tuple[float, float]] = field(default_factory=list)
-    told_runs: int = 0
+    reported_runs: int = 0
     outcomes: list[StepOutcome] = field(default_factory=list)
 
 
@@ -229,7 +231,7 @@ def judge_encoder_runs(loop: StepLoop) -> list[tuple[float, float]]:
         assert CORE.answer_encoder_run(unfinished[-1]) == carrier.PENDING_ANSWER
     ends_at = max(outcome.truth.intervals[-1][2] for outcome in loop.outcomes)
     loop.host.sleep(ends_at - loop.host.at + 50_000)
-    runs = dict(loop.told_runs)
+    runs = dict(loop.reported_runs)
     for request_id in unfinished:
         run = carrier.decode_answer(carrier.EncoderRun, CORE.answer_encoder_run(request_id))
         assert run is not None and request_id not in runs

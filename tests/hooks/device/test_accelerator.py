@@ -163,7 +163,7 @@ def test_encoder_runs(runs: Runs, case: AcceleratorCase) -> None:
     for run, judgement in runs[case].items():
         waits = "synchronizing" in case.connector
         if case.gap_us > case.work.encoder_us:
-            assert judgement.told_runs == case.steps - 1, run
+            assert judgement.reported_runs == case.steps - 1, run
         assert len(judgement.encoder_errors) == (0 if waits else case.steps), run
         if waits:
             continue

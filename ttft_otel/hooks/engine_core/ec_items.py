@@ -17,7 +17,7 @@ from ttft_otel.tracing.engine_timeline import EngineTimeline
 from ttft_otel.tracing.media_items import (
     BIT_ANNOUNCED,
     BIT_AWAITED,
-    BIT_HELD,
+    BIT_CACHED,
     HEADER_LENGTH,
     SOURCE_ALLOCATED,
     SOURCE_ENCODED,
@@ -50,9 +50,9 @@ def open_items(
     if params:
         _mark_named(media, features, params)
     # A producer's cache says nothing: it holds what it encoded itself, for others.
-    is_held = ec_fields.find_held_test(connector)
-    if is_held is not None and ec_fields.is_consumer(connector):
-        _mark_held(media, features, is_held, available)
+    is_cached = ec_fields.find_cache_test(connector)
+    if is_cached is not None and ec_fields.is_consumer(connector):
+        _mark_cached(media, features, is_cached, available)
     return media
 
 
@@ -70,13 +70,13 @@ def _mark_named(media: list[int], features: Any, params: dict[str, Any]) -> None
     media[media_items.INDEX_UNMATCHED] = len(names) - len(matched)
 
 
-def _mark_held(
-    media: list[int], features: Any, is_held: Callable[[str], bool], available: bool
+def _mark_cached(
+    media: list[int], features: Any, is_cached: Callable[[str], bool], available: bool
 ) -> None:
     seen: set[str] = set()  # of equal items only the first one waits for the transfer
     for at, feature in enumerate(features, HEADER_LENGTH):
-        if is_held(feature.identifier):
-            media[at] |= BIT_HELD
+        if is_cached(feature.identifier):
+            media[at] |= BIT_CACHED
         elif media[at] & BIT_ANNOUNCED and not available and feature.identifier not in seen:
             media[at] |= BIT_AWAITED
         seen.add(feature.identifier)
@@ -123,7 +123,7 @@ def settle_items(
     for at in range(HEADER_LENGTH, len(media)):
         if media[at] & SOURCE_MASK != SOURCE_ALLOCATED:
             continue
-        source = SOURCE_LOCAL if media[at] & BIT_HELD else SOURCE_REMOTE
+        source = SOURCE_LOCAL if media[at] & BIT_CACHED else SOURCE_REMOTE
         media[at] += source - SOURCE_ALLOCATED
         if source == SOURCE_REMOTE:
             name = request.mm_features[at - HEADER_LENGTH].identifier

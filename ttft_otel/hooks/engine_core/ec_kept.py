@@ -133,8 +133,8 @@ class EncodingLeases:
             for name, item in announced.items()
             if isinstance(item, dict) and "peer_host" in item
         }
-        is_held = ec_fields.find_held_test(connector)
-        unready = {name for name in sizes if is_held is not None and not is_held(name)}
+        is_cached = ec_fields.find_cache_test(connector)
+        unready = {name for name in sizes if is_cached is not None and not is_cached(name)}
         for name in unready:
             self.fetched_hashes.pop(name, None)  # saved again: this copy has not been fetched
         unfetched = {name for name in sizes if name not in self.fetched_hashes}

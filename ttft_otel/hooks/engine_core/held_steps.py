@@ -123,7 +123,9 @@ class HeldRequests:
             segments = held.timeline.held
             gap = self.log.edge - segments[0] - sum(segments[1::SEGMENT_SIZE])
             segments += (max(gap, 0), 0, 0, 0, 0)
-            held.last, held.sums, held.own = max(self.log.edge, held.last), self.log.sums, None
+            held.last = max(self.log.edge, held.last)
+            held.sums = self.log.sums
+            held.own = None
             self.followed[request_id] = held
 
     def note_end(self, request: Any) -> None:
@@ -172,7 +174,8 @@ class HeldRequests:
         if work.parts or work.output.scheduled_new_reqs:
             log.steady = 0
         if log.ending:
-            ending, log.ending = log.ending, []
+            ending = log.ending
+            log.ending = []
             for request in ending:
                 self.note_end(request)
         if self._ended:
@@ -196,7 +199,8 @@ class HeldRequests:
 
     def _end_turnaround(self, work: StepWork, now: int) -> None:
         """Up to the begin of `work` no step ran: this time is that of the step before."""
-        begin, before = min(work.scheduled, now), self.log.latest
+        begin = min(work.scheduled, now)
+        before = self.log.latest
         if (gap := begin - self.log.edge) <= 0:
             return
         if before is None or not before.total or work.resumed:
@@ -205,7 +209,8 @@ class HeldRequests:
             return
         self.log.add_step(before, begin, gap)
         self.log.holders.extend_step(before, gap)
-        before.turnaround, before.sums = gap, self.log.sums
+        before.turnaround = gap
+        before.sums = self.log.sums
 
     def _begin_log(self, now: int) -> None:
         # When the first of those that wait came; a list, because the input thread may append meanwhile.
@@ -231,7 +236,8 @@ class HeldRequests:
         lost = is_pipeline or self.log.holders.is_truncated(held.start)
         if found or lost:
             details = held.timeline.open_details()
-            details.holders, details.holders_lost = found, lost
+            details.holders = found
+            details.holders_lost = lost
         held.start = None  # so that its holders can be freed
 
     def _write_wait(self, held: HeldRequest) -> None:
@@ -243,7 +249,8 @@ class HeldRequests:
             # The first and the last ones have the wait's ends in them, these stay as they are.
             stride = -(-len(edges) // MAX_SEGMENTS)
             edges = [*edges[:2], *edges[2:-3:stride], *edges[-3:]]  # type: ignore[assignment]
-        held.last, held.sums = times[edges[0]], all_sums[edges[0]]
+        held.last = times[edges[0]]
+        held.sums = all_sums[edges[0]]
         held.timeline.held = [held.last]
         for index in edges[1:]:
             held.add_segment(times[index], all_sums[index])
@@ -280,7 +287,7 @@ class HeldRequests:
             return
         if not held.ended:
             self._end_early(held, scheduler, now)
-        elif held in self._ended:  # its first step runs, of which no end will tell
+        elif held in self._ended:  # its first step runs, whose end is not noted any more
             self._ended.remove(held)
             self._forget_arrival(held)
         self._release(request_id)

@@ -97,7 +97,10 @@ class HolderLog:
             self.started[data.req_id] = (_NEVER, 0)
         if not (work.chunks or work.items):
             return
-        work.parts, work.completed = parts, completed = [], []
+        parts: list[tuple[Holder, int]] = []
+        completed: list[tuple[str, int]] = []
+        work.parts = parts
+        work.completed = completed
         for kind, named in ((PREFILL, work.chunks), (ENCODER, work.items)):
             for tokens, request_id in named:
                 request = requests.get(request_id)

@@ -126,7 +126,7 @@ class BlockTransfers:
         *args: Any,
         **kw: Any,
     ) -> None:
-        """After request_finished(): result[0] tells that the connector keeps the blocks for another."""
+        """After request_finished(): result[0] is true if the connector keeps the blocks for another."""
         timeline = getattr(request, "_ttft_timeline", None)
         if timeline is None or timeline.sent or not result[0]:
             return

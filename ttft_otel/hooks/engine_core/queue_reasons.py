@@ -45,7 +45,7 @@ def find_common_reason(
 ) -> int:
     """Why the queue as a whole did not move on: at its head, and for all behind it.
 
-    In this order, because each test tells what would have to change first: paused; preempted (the
+    In this order, because each test says what would have to change first: paused; preempted (the
     scheduler then admits nobody); all places taken; no tokens left; what the head could not get.
     """
     if facts.can_pause and scheduler._pause_state:

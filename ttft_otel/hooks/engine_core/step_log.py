@@ -62,35 +62,31 @@ class HeldRequest(msgspec.Struct, eq=False, gc=False):
 
 
 class StepLog:
-    """The steps since the first of the waiting requests came.
-
-    edge: the time up to which `sums` count: the latest step's end, later the next one's begin; 0 without a
-    step. step_end: of the latest one. all_sums: the sums at each of `times`. ending: requests that end with
-    a step in flight. halted: the scheduler was paused or resumed since the latest schedule(). steady: how
-    many requests have decoded since the last but one of `times`, if nothing else was done; 0 if it was.
-    extended: how many steps only went on with that since the last of `times`: the sums up to `edge` are
-    those that settle() writes.
-    """
-
-    __slots__ = (
-        *("all_sums", "edge", "ending", "halted", "holders", "in_flight", "latest", "step_end"),
-        *("extended", "steady", "sums", "times"),
-    )
+    """The steps since the first of the waiting requests came."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Empty the log: no traced request waits any more."""
-        self.edge = self.step_end = 0
-        self.halted = False
-        self.steady = self.extended = 0
-        self.latest: StepWork | None = None
+        #: The time up to which `sums` count: the latest step's end, later the next one's begin; 0: no step.
+        self.edge = 0
         self.sums: Sums = (0, 0, 0)
+        #: The end of the latest step.
+        self.step_end = 0
+        self.latest: StepWork | None = None
+        #: The scheduler was paused or resumed since the latest schedule().
+        self.halted = False
+        #: How many requests have decoded since the last but one of `times`; 0 if anything else was done.
+        self.steady = 0
+        #: How many steps only went on with that since the last of `times`: settle() writes their time.
+        self.extended = 0
+        #: Ends of steps, and the sums at each of them.
         self.times: list[int] = []
         self.all_sums: list[Sums] = []
         self.in_flight: deque[StepWork] = deque(maxlen=MAX_IN_FLIGHT)
         self.holders = HolderLog()
+        #: Requests that end with a step in flight.
         self.ending: list[Any] = []
 
     def begin(self, at: int) -> None:
@@ -122,7 +118,9 @@ class StepLog:
                 prefill_us, decode_us, encoder_us = shares
                 self.sums = (prefill + prefill_us, decode + decode_us, encoder + encoder_us)
             self.add_edge(now)
-        self.edge, self.latest, self.steady = now, work, steady
+        self.edge = now
+        self.latest = work
+        self.steady = steady
 
     def extend_decoding(self, output: Any, now: int) -> bool:
         """Add the step `output` if it only goes on with what `steady` says; most steps do. Whether it does.

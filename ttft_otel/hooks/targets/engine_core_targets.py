@@ -51,13 +51,13 @@ CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
         process="core",
         places=(TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.set_pause_state"),),
         marks="since when a queued request waits for the end of a pause",
-        why="a paused engine core runs no step that could tell",
+        why="a paused engine core runs no step in which it could be seen",
         drop_when="scheduling events say that requests wait, and why",
         reads=("pause_state",),
         part=True,
     ),
     PatchTarget(
-        # Called by finish_requests() (aborts) and by update_from_output(): hooks tell them apart.
+        # Called by finish_requests() (aborts) and by update_from_output(): hooks distinguish them.
         name="scheduler.free",
         process="core",
         places=(TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler._free_request"),),

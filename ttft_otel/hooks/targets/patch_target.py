@@ -13,7 +13,7 @@ def _list_lost(*groups: str) -> tuple[str, ...]:
     return tuple(stage.name for stage in STAGES if stage.lost_with in groups)
 
 
-# Losing a mark also loses its neighbours: the partition cannot tell where one of them ends.
+# Losing a mark also loses its neighbours: the partition cannot know where one of them ends.
 COMPUTE_STAGES: Final = _list_lost("compute")
 WORKER_STAGES: Final = _list_lost("compute", "worker")
 ENGINE_STAGES: Final = _list_lost("compute", "worker", "engine")

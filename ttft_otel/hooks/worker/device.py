@@ -18,7 +18,7 @@ from ttft_otel.tracing import clock
 
 # What is known of an anchor's host time gets worse with its age, because the clocks drift apart.
 ANCHOR_RENEWAL_US: Final = 1_000_000
-# One that few steps have told something of stays longer: of these one may have been read late.
+# An anchor of which few steps are known stays longer: one of these may have been read late.
 MIN_ANCHOR_STEPS: Final = 4
 SPARSE_RENEWAL_US: Final = 5_000_000
 # ... and where no step was read yet; then elapsed_time(), a float32 of ms, is off by 4 us.
@@ -27,7 +27,7 @@ MAX_POOLED_EVENTS: Final = 64  # once there are so many, a step's events are not
 MAX_STAMPS: Final = 1 << 30  # more than a step can have
 # An event that is recorded on an idle stream happens 4 to 10 us later.
 IDLE_LATENCY_US: Final = 30
-# So seldom is the stream asked whether it is idle: what an idle step tells is worth 3 us less by then.
+# So seldom is the stream asked whether it is idle: what is known of an idle step is worth 3 us less by then.
 IDLE_PROBE_US: Final = 100_000
 
 
@@ -146,7 +146,7 @@ class DeviceClock(StepClock):
             max_age_us = SPARSE_RENEWAL_US if before.steps else MAX_ANCHOR_AGE_US
             if now - before.recorded_at <= max_age_us:
                 return before
-            before = before if before.steps else None  # it tells nothing
+            before = before if before.steps else None  # nothing is known of it
         # Not of the pool, whose events are recorded again: steps in flight measure from it.
         self.anchor = anchor = Anchor(self.make_event(), now, before)
         anchor.event.record()
@@ -172,7 +172,8 @@ class DeviceClock(StepClock):
 
     def place_stamps(self, stamps: DeviceStamps) -> Placement:
         """The anchor's estimated time plus the time elapsed since it."""
-        reached, asked_at = len(stamps), 0
+        reached = len(stamps)
+        asked_at = 0
         if reached and not stamps[-1][0].query():
             asked_at = clock.now_us()
             # The device works in the order of recording: behind the first pending one all are.
@@ -184,7 +185,9 @@ class DeviceClock(StepClock):
             return Placement([0] * len(stamps), asked_at, 0)
         now = clock.now_us()
         anchor = stamps.anchor
-        measure, low, after = anchor.event.elapsed_time, -UNKNOWN, 0.0
+        measure = anchor.event.elapsed_time
+        low = -UNKNOWN
+        after = 0.0
         elapsed: list[float] = []
         for event, earliest in stamps if not asked_at else stamps[:reached]:
             after = measure(event) * 1000.0

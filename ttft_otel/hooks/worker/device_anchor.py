@@ -38,7 +38,8 @@ class TimeBounds:
             self.low = low + drift
         high -= drift
         if high < self.high:
-            self.high, self.second = high, self.high
+            self.second = self.high
+            self.high = high
         elif high < self.second:
             self.second = high
 
@@ -50,7 +51,7 @@ class TimeBounds:
 class Anchor:
     """A recorded event, and what is known of its host time.
 
-    before: the anchor whose successor this is; what its steps told holds for this one, too. What was
+    before: the anchor whose successor this is; what its steps have shown is valid for this one, too. What was
     inherited is not passed on, so that nothing older than two anchors counts. excess: by how much the
     clocks drifted apart faster than DRIFT_SHARE within the last two anchors. steps: read so far.
     """
@@ -84,7 +85,9 @@ class Anchor:
             self.before = None
         self.steps += 1
         self.bounds.add(now, new_low, new_high)
-        own, old, drift = self.bounds, self.inherited, now * DRIFT_SHARE
+        own = self.bounds
+        old = self.inherited
+        drift = now * DRIFT_SHARE
         low = (own.low if own.low > old.low else old.low) - drift
         better, other = (own, old) if own.high < old.high else (old, own)
         # No upper bound yet: the truth is between the lower one and the limit.
