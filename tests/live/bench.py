@@ -122,7 +122,9 @@ class LiveDeployment:
     def encode_then_prefill(
         self, picture: int, **fields: Any
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """Send one image to E, then to PD, without the router; returns the breakdowns of both."""
+        """Send one image to the encoder, then to prefill_decode, without the router; returns the
+        breakdowns of both.
+        """
         first = self.send_request(
             self.fleet.get_url("encode"), pictures=(picture,), max_tokens=1, stream=False, **fields
         )
@@ -137,7 +139,7 @@ class LiveDeployment:
         )
 
     def prefill_then_decode(self, **fields: Any) -> tuple[TimedResponse, TimedResponse]:
-        """Send one new prompt to P, then to D, without the router; returns both responses."""
+        """Send one new prompt to prefill, then to decode, without the router; returns both responses."""
         question = {"prompt": str(self.new_picture_seed()), "words": 300, "max_tokens": 1, **fields}
         extra = {"kv_transfer_params": KEEP_BLOCKS_PARAMS}
         headers = fields.pop("headers", {})

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real vLLM servers for the live tests. One deployment runs at a time: two cores are too few for two.
 
-Fixtures: `epd` (E, PD, router, receiver; V1 runner, encodings through a folder), `pd` (P and D over
-NIXL, router), `epd3` (E, P, D, router). With CUDA's defaults, V2 runner and async scheduling: `nixl`
-(E, PD, router; encodings over NIXL), `newer` (only its PD, which does everything when no encodings are
-announced to it), `newer_pd` (P and D), `nixl3` (E, P, D; all over NIXL). `features` is one text server
-with vLLM's features switched on (test_engine_features.py), `small` one with few places, tokens, KV blocks
-and adapters (test_limits.py, test_kv_events.py). Each is started once; a test that needs another one stops
-the one that runs. Only `epd` is started while another one, `small`, is still in use: its tests measure no
+Fixtures: `epd` (the encoder, prefill_decode, router, receiver; V1 runner, encodings through a folder), `pd`
+(prefill and decode over NIXL, router), `epd3` (the encoder, prefill, decode, router). With CUDA's defaults,
+V2 runner and async scheduling: `nixl` (the encoder, prefill_decode, router; encodings over NIXL), `newer`
+(only its prefill_decode, which does everything when no encodings are announced to it), `newer_pd` (prefill
+and decode), `nixl3` (the encoder, prefill, decode; all over NIXL). `features` is one text server with
+vLLM's features switched on (test_engine_features.py), `small` one with few places, tokens, KV blocks and
+adapters (test_limits.py, test_kv_events.py). Each is started once; a test that needs another one stops the
+one that runs. Only `epd` is started while another one, `small`, is still in use: its tests measure no
 times.
 
 scripts/test runs tests of units and of the stack beside these: tests marked `untimed` come first and
@@ -248,7 +249,7 @@ nixl3 = make_deployment_fixture(
 
 @pytest.fixture
 def newer(deck: DeploymentDeck) -> LiveDeployment:
-    """The PD server of `nixl`, called directly: a single server with CUDA's defaults."""
+    """The prefill_decode server of `nixl`, called directly: a single server with CUDA's defaults."""
     bench = deck.use_deployment(NIXL_SHAPE)
     return LiveDeployment(bench.fleet, bench.control, "prefill_decode")
 

@@ -57,7 +57,9 @@ def check_closed(spans: list[dict[str, Any]]) -> None:
 @pytest.mark.untimed
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_closes_through_router_and_servers(epd: LiveDeployment, kind: str) -> None:
-    """A request through router, E and PD leaves one trace: every parent is in it, every sum is exact."""
+    """A request through router, the encoder and prefill_decode leaves one trace: every parent is in it,
+    every sum is exact.
+    """
     question = KINDS[kind]
     images = len(question.get("pictures", ()))
     trace = make_trace_id()
@@ -74,7 +76,7 @@ def test_each_kind_closes_through_router_and_servers(epd: LiveDeployment, kind: 
 
 
 def _is_complete(spans: list[dict[str, Any]], images: int) -> bool:
-    """Server span and ttft span of the router, PD and one E per image."""
+    """Server span and ttft span of the router, prefill_decode and one encoder per image."""
     servers = [span for span in spans if span["kind"] == "server"]
     trunks = [span for span in spans if span["name"] in (span_names.TTFT, span_names.ENCODE)]
     return len(servers) >= 2 + images and len(trunks) >= 2 + images

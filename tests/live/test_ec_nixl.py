@@ -20,7 +20,7 @@ from tests.live.test_closing import check_closed
 from tests.live.test_injected import Injection, Sample, check_stage
 from ttft_otel.model.names import header_names, keys, span_names
 
-# Kind of request -> its pictures, as numbers of new ones; how many of them are new to E.
+# Kind of request -> its pictures, as numbers of new ones; how many of them are new to the encoder.
 KINDS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
     "one image": ((0,), 1, {}),
     "plain": ((0,), 1, {"stream": False}),
@@ -33,9 +33,9 @@ KINDS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
 WAITS = {
     # The producer says "not ready" for so long, to who asks again every few ms.
     "ec_asked": (Injection("ec_asked", 400.0, 50.0), "prefill_decode.ec.transfer"),
-    # PD copies what it has fetched.
+    # prefill_decode copies what it has fetched.
     "ec_load": (Injection("ec_load"), "prefill_decode.ec.transfer"),
-    # E starts its copy: this much its answer waits for.
+    # The encoder starts its copy: this much its answer waits for.
     "ec_save": (Injection("ec_save"), "encode.ec.transfer"),
 }
 AT_ONCE = 50
@@ -69,20 +69,26 @@ def read_items(spans: list[dict[str, Any]], role: str) -> dict[str, int]:
 
 
 def find_wait(spans: list[dict[str, Any]]) -> dict[str, Any]:
-    """The span in which PD waited for its encodings; loading them is a separate span, inside the step."""
+    """The span in which prefill_decode waited for its encodings; loading them is a separate span, inside
+    the step.
+    """
     wanted = {keys.ROLE: "prefill_decode", keys.STAGE: "ec.transfer"}
     found = [span for span in spans if wanted.items() <= span["attributes"].items()]
     return min(found, key=lambda span: int(span["start_ns"]))
 
 
 def ask_alone(bench: LiveDeployment, pictures: tuple[int, ...], **fields: Any) -> TimedResponse:
-    """The same request to one server without the router; E has all weights here and caches no prompts."""
+    """The same request to one server without the router; the encoder has all weights here and caches no
+    prompts.
+    """
     return bench.send_request(bench.fleet.get_url("encode"), pictures=pictures, **fields)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_image_is_encoded_twice(nixl: LiveDeployment, kind: str) -> None:
-    """PD fetches what E encoded and encodes nothing; sums are exact, and the answers equal one server's."""
+    """prefill_decode fetches what the encoder encoded and encodes nothing; sums are exact, and the
+    answers equal one server's.
+    """
     numbers, new, fields = KINDS[kind]
     before, *fresh = (nixl.new_picture_seed() for _ in range(3))
     nixl.send_request(nixl.front_url, pictures=(before,), max_tokens=1)
@@ -126,7 +132,7 @@ def test_no_image_is_encoded_twice(nixl: LiveDeployment, kind: str) -> None:
 
 
 def test_fifty_at_once_are_encoded_once_each(nixl: LiveDeployment) -> None:
-    """With 50 requests at once every sum is exact and every image is encoded once, by E."""
+    """With 50 requests at once every sum is exact and every image is encoded once, by the encoder."""
     traces = [make_trace_id() for _ in range(AT_ONCE)]
     many = [
         TimedRequest(
@@ -148,7 +154,7 @@ def test_fifty_at_once_are_encoded_once_each(nixl: LiveDeployment) -> None:
 
 
 def test_an_image_encoded_twice_is_told(nixl: LiveDeployment) -> None:
-    """Without the encoder's parameters PD encodes the image again, and its span says so."""
+    """Without the encoder's parameters prefill_decode encodes the image again, and its span says so."""
     pictures, trace = (nixl.new_picture_seed(),), make_trace_id()
     headers = {
         **make_parent_header(trace),
@@ -190,9 +196,11 @@ def test_late_encodings_show_in_ec_transfer(nixl: LiveDeployment, place: str) ->
 
 
 def test_a_copy_that_ends_after_the_answer_is_told(nixl: LiveDeployment) -> None:
-    """E answers while it still copies: `ttft.ec.ready_us` says until when, and PD waits for that.
+    """The encoder answers while it still copies: `ttft.ec.ready_us` says until when, and prefill_decode
+    waits for that.
 
-    The scheduler hears of the copy's end with its step's output; then PD asks again, reads and loads.
+    The scheduler hears of the copy's end with its step's output; then prefill_decode asks again, reads and
+    loads.
     """
     limits = {"ready": ErrorTolerance(0, 10, LATE / 4), "waited": ErrorTolerance(0, 100, LATE / 2)}
     nixl.control.set_injections({"ec_copy": LATE})
@@ -203,7 +211,9 @@ def test_a_copy_that_ends_after_the_answer_is_told(nixl: LiveDeployment) -> None
 
 
 def measure_late_copy(bench: LiveDeployment) -> Errors:
-    """One request: time from the copy's end until it is reported as ready, and until PD's wait ends; ms."""
+    """One request: time from the copy's end until it is reported as ready, and until prefill_decode's
+    wait ends; ms.
+    """
     to_wall_ns = time.time_ns() - time.monotonic_ns()
     trace, began_ns = make_trace_id(), time.monotonic_ns()
     answer = bench.send_request(
@@ -230,7 +240,9 @@ def measure_late_copy(bench: LiveDeployment) -> Errors:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ("one image", "plain", "two images"))
 def test_an_image_closes_through_all_three_over_nixl(nixl3: LiveDeployment, kind: str) -> None:
-    """With E, P and D, encodings and KV blocks over NIXL, sums are exact and nothing is encoded twice."""
+    """With the encoder, prefill and decode, encodings and KV blocks over NIXL, sums are exact and nothing
+    is encoded twice.
+    """
     numbers, new, fields = KINDS[kind]
     fresh = [nixl3.new_picture_seed() for _ in range(2)]
     pictures, trace = tuple(fresh[number] for number in numbers), make_trace_id()

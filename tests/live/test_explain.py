@@ -221,7 +221,7 @@ def test_delays_of_an_image(epd: LiveDeployment) -> None:
             name = like.send_one()
         finally:
             epd.control.set_injections()
-        # E and PD both prepare an image, so that its processor is late twice.
+        # The encoder and prefill_decode both prepare an image, so that its processor is late twice.
         check_cause(like.explain(name), rule, min_share=0.4)
 
 

@@ -75,7 +75,9 @@ def test_malformed_headers_change_nothing_for_the_client(epd: LiveDeployment, na
 
 
 def test_a_killed_exporter_is_replaced(epd: LiveDeployment) -> None:
-    """After SIGKILL to PD's exporter requests are answered, and a new exporter sends the next traces."""
+    """After SIGKILL to prefill_decode's exporter requests are answered, and a new exporter sends the next
+    traces.
+    """
     server = epd.fleet.servers["prefill_decode"]
     assert does_trace_arrive(epd, server.url)
     before = list_exporters(server.pid)

@@ -180,7 +180,9 @@ def check_before(rows: list[dict[str, Any]], legs: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_prefill_and_decode_count_once(pd: LiveDeployment, traced: bool) -> None:
-    """P with do_remote_decode, D with what P answered, both kv_both: D's span is the outermost one."""
+    """Prefill with do_remote_decode, decode with what prefill answered, both kv_both: decode's span is
+    the outermost one.
+    """
     rows = check_once(pd, "pd", traced)
 
     if traced:
@@ -189,7 +191,9 @@ def test_prefill_and_decode_count_once(pd: LiveDeployment, traced: bool) -> None
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_an_encoder_does_not_count(epd: LiveDeployment, traced: bool) -> None:
-    """E, then PD with what E announced: PD's span is the outermost one."""
+    """The encoder, then prefill_decode with what the encoder announced: prefill_decode's span is the
+    outermost one.
+    """
     rows = check_once(epd, "epd", traced)
 
     if traced:
@@ -197,5 +201,7 @@ def test_an_encoder_does_not_count(epd: LiveDeployment, traced: bool) -> None:
 
 
 def test_three_count_once(epd3: LiveDeployment) -> None:
-    """E, P (encoder-cache consumer and kv_both) and D: one trace, D's span the outermost one."""
+    """The encoder, prefill (encoder-cache consumer and kv_both) and decode: one trace, decode's span the
+    outermost one.
+    """
     check_before(check_once(epd3, "epd3", traced=True), LEGS["epd3"])

@@ -102,7 +102,7 @@ def check_stage(
 
 @pytest.mark.parametrize("place", TEXT)
 def test_text_delays_show_in_their_stage(epd: LiveDeployment, place: str) -> None:
-    """On PD with the V1 runner a delay of a text request shows in its stage."""
+    """On prefill_decode with the V1 runner a delay of a text request shows in its stage."""
     url = epd.fleet.get_url("prefill_decode")
 
     check_stage(
@@ -122,7 +122,7 @@ def test_a_delay_in_another_stage_than_expected_fails(epd: LiveDeployment) -> No
 
 @pytest.mark.parametrize("place", ENCODE)
 def test_encoder_delays_show_in_their_stage(epd: LiveDeployment, place: str) -> None:
-    """On E with the V1 runner a delay of an image's request shows in its stage."""
+    """On the encoder with the V1 runner a delay of an image's request shows in its stage."""
 
     def once() -> Sample:
         picture = (epd.new_picture_seed(),)
@@ -134,7 +134,7 @@ def test_encoder_delays_show_in_their_stage(epd: LiveDeployment, place: str) -> 
 
 @pytest.mark.parametrize("place", DECODE)
 def test_transfer_delays_show_in_their_stage(epd: LiveDeployment, place: str) -> None:
-    """On PD a delay before or while an encoding is loaded shows in ec.transfer."""
+    """On prefill_decode a delay before or while an encoding is loaded shows in ec.transfer."""
     check_stage(
         epd, place, DECODE[place], lambda: epd.encode_then_prefill(epd.new_picture_seed())[1]
     )

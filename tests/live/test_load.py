@@ -103,8 +103,8 @@ def sum_allowed(found: dict[str, int], allowed: tuple[str, ...]) -> dict[str, in
     return {**others, "allowed": sum(found.get(name, 0) for name in allowed)}
 
 
-# The same for images on E: the multimodal processor has one thread, the encoder's step is shared, and
-# the V1 runner saves each item within that step, so that everyone in it waits for everyone's save.
+# The same for images on the encoder: the multimodal processor has one thread, the encoder's step is shared,
+# and the V1 runner saves each item within that step, so that everyone in it waits for everyone's save.
 IMAGES: dict[str, tuple[str, ...]] = {
     "media": ("preprocess",),
     "multimodal": ("preprocess",),
@@ -114,7 +114,7 @@ IMAGES: dict[str, tuple[str, ...]] = {
 
 
 def six_images(bench: LiveDeployment) -> list[dict[str, int]]:
-    """Send six requests with a new image each to E at the same moment; returns their breakdowns."""
+    """Send six requests with a new image each to the encoder at the same moment; returns their breakdowns."""
     many = [
         TimedRequest(
             pictures=(bench.new_picture_seed(),), max_tokens=1, stream=False, headers=ASK_HEADERS
@@ -127,8 +127,8 @@ def six_images(bench: LiveDeployment) -> list[dict[str, int]]:
     ]
 
 
-# And on PD, for images that E has encoded: a load is part of a step that all of it wait for; an item
-# that comes late keeps its own request waiting, all six at the same time.
+# And on prefill_decode, for images that the encoder has encoded: a load is part of a step that all of it
+# wait for; an item that comes late keeps its own request waiting, all six at the same time.
 LOADS: dict[str, tuple[str, ...]] = {
     "ec_load": ("ec.transfer", "prefill.queue", "dispatch", "prefill.stall"),
     "ec_wait": ("ec.transfer", "prefill.queue"),
@@ -136,7 +136,9 @@ LOADS: dict[str, tuple[str, ...]] = {
 
 
 def six_loads(bench: LiveDeployment) -> list[dict[str, int]]:
-    """Send six images to E one by one, then all of them to PD at the same moment; returns PD's breakdowns."""
+    """Send six images to the encoder one by one, then all of them to prefill_decode at the same moment;
+    returns its breakdowns.
+    """
     pictures = [bench.new_picture_seed() for _ in range(AT_ONCE)]
     for picture in pictures:
         ttft_client.send_timed_request(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode on two servers, KV blocks over NIXL: sums are exact, and D's wait is kv.transfer."""
+"""Prefill and decode on two servers, KV blocks over NIXL: sums are exact, and decode's wait is
+kv.transfer.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def get_trunks_by_role(spans: list[dict[str, Any]]) -> dict[str, dict[str, Any]]
 
 
 def is_whole(spans: list[dict[str, Any]], *roles: str) -> bool:
-    """Whether the trace has both halves of each role, and the span of the blocks that P kept."""
+    """Whether the trace has both halves of each role, and the span of the blocks that prefill kept."""
     servers = {span["attributes"][keys.ROLE] for span in spans if span["kind"] == "server"}
     fetched = any(span["name"] == span_names.KV_KEPT for span in spans)
     return set(roles) <= set(get_trunks_by_role(spans)) and set(roles) <= servers and fetched
@@ -44,7 +46,9 @@ def is_whole(spans: list[dict[str, Any]], *roles: str) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_closes_on_prefill_and_decode(pd: LiveDeployment, kind: str) -> None:
-    """A request through router, P and D leaves one trace: every parent is in it, every sum is exact."""
+    """A request through router, prefill and decode leaves one trace: every parent is in it, every sum is
+    exact.
+    """
     trace = make_trace_id()
 
     answer = pd.send_request(
@@ -68,7 +72,9 @@ def test_each_kind_closes_on_prefill_and_decode(pd: LiveDeployment, kind: str) -
 
 
 def test_what_moved_is_told(pd: LiveDeployment) -> None:
-    """D's span has the number of tokens, blocks and bytes moved; P's span says how long it kept them."""
+    """The span of decode has the number of tokens, blocks and bytes moved; prefill's span says how long
+    it kept them.
+    """
     trace = make_trace_id()
 
     first, second = pd.prefill_then_decode(headers=make_parent_header(trace))
@@ -93,7 +99,8 @@ def test_what_moved_is_told(pd: LiveDeployment) -> None:
 
 
 def test_a_late_transfer_shows_in_kv_transfer(pd: LiveDeployment) -> None:
-    """A delay of 80 ms until D knows that P's blocks are there shows in D's kv.transfer and nowhere else.
+    """A delay of 80 ms until decode knows that prefill's blocks are there shows in decode's kv.transfer and
+    nowhere else.
 
     Through the router, whose breakdown has all stages of both legs.
     """
@@ -127,7 +134,9 @@ def test_what_no_server_accounts_for_is_little_with_two_legs(
 
 
 def test_one_that_hangs_up_while_blocks_move_died_there(pd: LiveDeployment) -> None:
-    """A client that hangs up while D waits for P's blocks ends in kv.transfer, and leaves no state."""
+    """A client that hangs up while decode waits for prefill's blocks ends in kv.transfer, and leaves no
+    state.
+    """
     pd.control.set_injections({WAIT_PLACE: 1500})
     trace = make_trace_id()
 
@@ -161,7 +170,7 @@ def test_closes_on_cudas_runner(newer_pd: LiveDeployment) -> None:
 
 @pytest.mark.full
 def test_a_late_transfer_shows_in_kv_transfer_on_cudas_runner(newer_pd: LiveDeployment) -> None:
-    """With the V2 runner a delay of 80 ms until D knows of P's blocks shows in kv.transfer."""
+    """With the V2 runner a delay of 80 ms until decode knows of prefill's blocks shows in kv.transfer."""
     check_stage(
         newer_pd,
         WAIT_PLACE,
@@ -173,7 +182,9 @@ def test_a_late_transfer_shows_in_kv_transfer_on_cudas_runner(newer_pd: LiveDepl
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ("chat", "chat plain"))
 def test_an_image_closes_through_all_three(epd3: LiveDeployment, kind: str) -> None:
-    """A request with an image through router, E, P and D leaves one trace in which every sum is exact."""
+    """A request with an image through router, the encoder, prefill and decode leaves one trace in which
+    every sum is exact.
+    """
     trace = make_trace_id()
     roles = ("router", "encode", *LEGS)
 
@@ -198,7 +209,7 @@ def test_an_image_closes_through_all_three(epd3: LiveDeployment, kind: str) -> N
 
 @pytest.mark.full
 def test_delays_show_in_their_stage_on_all_three(epd3: LiveDeployment) -> None:
-    """A delay of E's encoder or of P's blocks shows in the stage of its own leg."""
+    """A delay of the encoder's step or of prefill's blocks shows in the stage of its own leg."""
 
     def once() -> dict[str, int]:
         picture = (epd3.new_picture_seed(),)

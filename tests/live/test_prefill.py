@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modes of --first-token on real P and D: answers equal one server's, and P keeps nothing."""
+"""The modes of --first-token on real prefill and decode servers: answers equal one server's, and prefill
+keeps nothing.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def list_plain_tokens() -> list[int]:
 
 
 class RouterModes:
-    """A router for each mode in front of the same P and D; D is also called directly."""
+    """A router for each mode in front of the same prefill and decode; decode is also called directly."""
 
     def __init__(self, bench: LiveDeployment, urls: dict[str, str]) -> None:
         self.bench, self.urls = bench, urls
@@ -64,7 +66,9 @@ class RouterModes:
     def send_request(
         self, mode: str, allowed: list[int] | None = None, **fields: Any
     ) -> TimedResponse:
-        """Send one request through the router of `mode`, "" for D; answers consist of plain tokens only."""
+        """Send one request through the router of `mode`, "" for decode; answers consist of plain tokens
+        only.
+        """
         extra = {"allowed_token_ids": allowed or self.letters, **fields.pop("extra", {})}
         return self.bench.send_request(self.urls.get(mode, self.direct), extra=extra, **fields)
 
@@ -114,7 +118,7 @@ def routers() -> Iterator[ModeRouters]:
 
 @pytest.fixture
 def modes(pd: LiveDeployment, routers: ModeRouters) -> RouterModes:
-    """Routers of all modes in front of P and D."""
+    """Routers of all modes in front of prefill and decode."""
     return routers.start_before(pd, "pd")
 
 
@@ -156,7 +160,7 @@ def read_plain_answer(answer: TimedResponse) -> Any:
 
 
 def is_first_token_early(answer: TimedResponse) -> bool:
-    """Whether the client's first token came from P."""
+    """Whether the client's first token came from prefill."""
     return not any(name.startswith("decode.") for name in read_breakdown(answer))
 
 
@@ -197,7 +201,9 @@ def test_ids_times_and_names_are_one_streams(modes: RouterModes) -> None:
 
 @pytest.mark.parametrize("path", (CHAT_PATH, COMPLETIONS_PATH))
 def test_whole_blocks_do_not_kill_decode(modes: RouterModes, path: str) -> None:
-    """With prompts around multiples of the block size `continue` answers as one server, and D stays up."""
+    """With prompts around multiples of the block size `continue` answers as one server, and decode stays
+    up.
+    """
     digits = len("".join(map(str, range(10))))  # a digit is a token of its own here
     usage = {"stream_options": {"include_usage": True}}
     base = (
@@ -263,7 +269,7 @@ def test_seeds(modes: RouterModes) -> None:
 
 
 def test_the_first_token_is_the_prefill_legs(modes: RouterModes) -> None:
-    """At the median TTFT exceeds P's leg by the way from the client plus at most 2 ms; `off` is later.
+    """At the median TTFT exceeds prefill's leg by the way from the client plus at most 2 ms; `off` is later.
 
     The way is what the client's clock shows above the router's in mode `off`, where no first token competes
     for the cores with a decode leg that begins.
@@ -291,7 +297,7 @@ def test_the_first_token_is_the_prefill_legs(modes: RouterModes) -> None:
 class FirstToken:
     """Times of one first token in milliseconds.
 
-    ttft_ms: of the client. above_ms: of that, above P's leg. way_ms: of that, above the router's TTFT.
+    ttft_ms: of the client. above_ms: of that, above prefill's leg. way_ms: of that, above the router's TTFT.
     """
 
     ttft_ms: float
@@ -312,7 +318,7 @@ def measure_first_token(modes: RouterModes, mode: str) -> FirstToken:
 
 
 def get_prefill_leg_us(found: dict[str, int]) -> int:
-    """P's leg as the router measured it: what P accounts for, and the hop."""
+    """The leg of prefill as the router measured it: what prefill accounts for, and the hop."""
     return sum(
         us
         for name, us in found.items()
@@ -358,7 +364,7 @@ def read_busy_metrics(url: str) -> dict[str, float]:
 
 
 def list_what_is_left(modes: RouterModes, seconds: float = 8.0) -> dict[str, dict[str, float]]:
-    """What P and D still hold after a while, by role; empty as soon as both are free.
+    """What prefill and decode still hold after a while, by role; empty as soon as both are free.
 
     An idle engine takes no step, and both its gauges and the blocks whose release waits for the
     end of a step (`Scheduler.deferred_frees`) stay as its last step left them. Half-way through
@@ -380,7 +386,9 @@ def list_what_is_left(modes: RouterModes, seconds: float = 8.0) -> dict[str, dic
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_left_on_prefill(modes: RouterModes, mode: str) -> None:
-    """When the answer has one token, ends on P or is refused by D, P releases its blocks at once."""
+    """When the answer has one token, ends on prefill or is refused by decode, prefill releases its blocks
+    at once.
+    """
     ends = {"stop_token_ids": modes.letters, "ignore_eos": False}
     for fields in (
         {"max_tokens": 1},
@@ -394,7 +402,7 @@ def test_nothing_is_left_on_prefill(modes: RouterModes, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_left_by_clients_that_leave(modes: RouterModes, mode: str) -> None:
-    """When clients hang up while P computes or D waits, both servers are idle within seconds."""
+    """When clients hang up while prefill computes or decode waits, both servers are idle within seconds."""
     # Long answers: on a fast machine a short one has come before its client leaves.
     computing = {"words": 2500, "abort_s": 0.05, "max_tokens": 300, "extra": {"ignore_eos": True}}
     for late, fields in ((0, computing), (3000, {"abort_s": 1.5})):
@@ -407,7 +415,7 @@ def test_nothing_is_left_by_clients_that_leave(modes: RouterModes, mode: str) ->
 
 
 def test_what_does_not_fit_is_refused_as_by_one_server(modes: RouterModes) -> None:
-    """A prompt longer than the model's context gets D's status and body in every mode, and no stream."""
+    """A prompt longer than the model's context gets decode's status and body in every mode, and no stream."""
     for mode in MODES:
         question = {"prompt": modes.make_prompt(), "max_tokens": 9000}
         got, one = modes.send_request(mode, **question), modes.send_request("", **question)
@@ -418,7 +426,9 @@ def test_what_does_not_fit_is_refused_as_by_one_server(modes: RouterModes) -> No
 @pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_images_go_through_all_three(epd3: LiveDeployment, routers: ModeRouters, mode: str) -> None:
-    """E, P and D answer chats with and without an image as D alone does, streamed or not."""
+    """The encoder, prefill and decode answer chats with and without an image as decode alone does,
+    streamed or not.
+    """
     modes = routers.start_before(epd3, "epd3")
     for pictures in (0, 1):
         images = tuple(modes.bench.new_picture_seed() for _ in range(pictures))

@@ -108,7 +108,7 @@ def test_twice_the_allowed_unaccounted_time_fails(epd: LiveDeployment, echo: Ech
 def run_router_behind_proxies(
     bench: LiveDeployment,
 ) -> Iterator[tuple[LocalServer, dict[str, DelayProxy]]]:
-    """Run a second router that reaches E and PD through TCP proxies."""
+    """Run a second router that reaches the encoder and prefill_decode through TCP proxies."""
     legs = {name: DelayProxy(bench.fleet.get_url(name)) for name in ("encode", "prefill_decode")}
     sink = {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: bench.fleet.get_url("receiver")}
     command = local_deployment.build_router_command(
@@ -166,7 +166,7 @@ def test_the_report_speaks_the_original_names(epd: LiveDeployment) -> None:
 
 @pytest.mark.untimed
 def test_a_real_encoders_items_are_learnt_from(epd: LiveDeployment) -> None:
-    """With --encoder-routing-logic ttft GET /instances shows how long an item takes on E."""
+    """With --encoder-routing-logic ttft GET /instances shows how long an item takes on the encoder."""
     legs = {name: [epd.fleet.get_url(name)] for name in ("encode", "prefill_decode")}
     sink, port = (
         {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: epd.fleet.get_url("receiver")},

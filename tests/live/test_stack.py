@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A live request through E, PD and router, sent through the real collector to Tempo and Prometheus.
+"""A live request through the encoder, prefill_decode and router, sent through the real collector to Tempo
+and Prometheus.
 
 Exporters have one endpoint and the deployment is shared, so the spans that its receiver stored are
 exported again, unchanged.
@@ -67,7 +68,7 @@ def export_again(span: StoredSpan) -> ReadableSpan:
 
 
 def is_whole(spans: Sequence[dict[str, Any]]) -> bool:
-    """Whether the trace has both halves of router, E and PD."""
+    """Whether the trace has both halves of router, the encoder and prefill_decode."""
     trunks = [span for span in spans if span["name"] in (span_names.TTFT, span_names.ENCODE)]
     servers = [span for span in spans if span["kind"] == "server"]
     return len(trunks) >= 3 and len(servers) >= 3

@@ -50,7 +50,8 @@ DELAYED = {
     "transfer.flush": "ec_save",
 }
 PARTS = [target.name for target in TARGETS if target.part]
-# An image that E has encoded: PD neither encodes nor saves it. V1 without async has no late output.
+# An image that the encoder has encoded: prefill_decode neither encodes nor saves it. V1 without async has
+# no late output.
 ON_PD = [
     name
     for name in DELAYED
@@ -124,7 +125,9 @@ def check_loss(
 
 
 def encoded(bench: LiveDeployment) -> Callable[[], Sample]:
-    """A function that sends a new image to E and then to PD, and gives PD's breakdown."""
+    """A function that sends a new image to the encoder and then to prefill_decode, and gives
+    prefill_decode's breakdown.
+    """
 
     def once() -> Sample:
         picture = (bench.new_picture_seed(),)
@@ -139,7 +142,9 @@ def encoded(bench: LiveDeployment) -> Callable[[], Sample]:
 
 @pytest.mark.parametrize("target", ON_PD)
 def test_a_lost_target_costs_its_stages_on_prefill_decode(epd: LiveDeployment, target: str) -> None:
-    """On PD with the V1 runner, for an image that E has encoded, only the target's stages are lost."""
+    """On prefill_decode with the V1 runner, for an image that the encoder has encoded, only the target's
+    stages are lost.
+    """
     check_loss(epd, encoded(epd), target, DELAYED[target])
 
 
@@ -158,7 +163,7 @@ def test_a_lost_part_costs_no_stage(epd: LiveDeployment, target: str) -> None:
 
 @pytest.mark.parametrize("target", ON_E)
 def test_a_lost_target_costs_its_stages_on_the_encoder(epd: LiveDeployment, target: str) -> None:
-    """On E with the V1 runner, for a new image, only the target's stages are lost."""
+    """On the encoder with the V1 runner, for a new image, only the target's stages are lost."""
 
     def once() -> Sample:
         url = epd.fleet.get_url("encode")
@@ -172,7 +177,9 @@ def test_a_lost_target_costs_its_stages_on_the_encoder(epd: LiveDeployment, targ
 
 @pytest.mark.parametrize("target", mark_repeated(ON_D, ON_PD))
 def test_a_lost_target_costs_its_stages_on_decode(pd: LiveDeployment, target: str) -> None:
-    """On D the time of KV blocks from P is unattributed without the target, neither queue nor transfer."""
+    """On decode the time of KV blocks from prefill is unattributed without the target, neither queue nor
+    transfer.
+    """
 
     def once() -> Sample:
         return read_breakdown(pd.prefill_then_decode()[1])
@@ -196,7 +203,7 @@ def test_a_lost_target_costs_its_stages_on_cudas_runner(newer: LiveDeployment, t
 def test_a_lost_target_costs_its_stages_on_an_encoder_over_nixl(
     nixl: LiveDeployment, target: str
 ) -> None:
-    """On E over NIXL (V2 runner) the copies that start at the step's end are lost with the target.
+    """On the encoder over NIXL (V2 runner) the copies that start at the step's end are lost with the target.
 
     As ec_both this encoder runs the language model, too.
     """
@@ -240,12 +247,12 @@ def raising(bench: LiveDeployment, server: str, **question: Any) -> None:
 
 @pytest.mark.untimed
 def test_a_hook_that_raises_never_reaches_the_client(epd: LiveDeployment) -> None:
-    """On PD with the V1 runner failing hooks change no answer."""
+    """On prefill_decode with the V1 runner failing hooks change no answer."""
     raising(epd, "prefill_decode", max_tokens=4)
 
 
 def test_a_hook_that_raises_never_reaches_the_client_of_decode(pd: LiveDeployment) -> None:
-    """On P and D failing hooks of the KV connectors change no answer, and the blocks arrive."""
+    """On prefill and decode failing hooks of the KV connectors change no answer, and the blocks arrive."""
     for target in (name for name in TARGETS_BY_NAME if name.startswith("kv.")):
         pd.control.set_injections(fail=[target])
         pd.control.wait_applied()
@@ -264,7 +271,7 @@ def test_a_hook_that_raises_never_reaches_the_client_of_decode(pd: LiveDeploymen
 
 @pytest.mark.untimed
 def test_a_hook_that_raises_never_reaches_the_encoders_client(epd: LiveDeployment) -> None:
-    """On E failing hooks change no answer to an image's request."""
+    """On the encoder failing hooks change no answer to an image's request."""
     raising(epd, "encode", image=True, max_tokens=1, stream=False)
 
 

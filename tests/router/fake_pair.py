@@ -27,9 +27,10 @@ __all__ = ["ANSWER_TOKENS", "BLOCK_TOKENS", "CHAT_PATH", "PairModel", "PairServe
 async def run_disaggregated(
     model: PairModel, encoder: fake_instances.InstancePlan | None = None, **options: Any
 ) -> AsyncIterator[tuple[Any, ...]]:
-    """Run P and D with the same `model`, and a router; with a plan for one, an encoder before them.
+    """Run prefill and decode with the same `model`, and a router; with a plan for one, an encoder before
+    them.
 
-    Gives the router, then the servers: encoder, P, D. options: of run_router.
+    Gives the router, then the servers: encoder, prefill, decode. options: of run_router.
     """
     async with contextlib.AsyncExitStack() as stack:
         encoders = []
@@ -51,7 +52,7 @@ async def run_disaggregated(
 
 @dataclass
 class PairFleet:
-    """P, D, their shared state, and the router in front of them."""
+    """Prefill, decode, their shared state, and the router in front of them."""
 
     model: PairModel
     prefill: PairServer
@@ -70,7 +71,7 @@ class PairFleet:
         return PairAnswer(status, headers, data)
 
     async def wait_until_freed(self) -> bool:
-        """Whether P releases all blocks within a second."""
+        """Whether prefill releases all blocks within a second."""
         for _ in range(100):
             if not self.model.held_requests:
                 return True
@@ -102,7 +103,7 @@ class PairAnswer:
 
 @contextlib.asynccontextmanager
 async def run_fleet(mode: str = "strip", **fields: Any) -> AsyncIterator[PairFleet]:
-    """Run one P, one D and a router with --first-token `mode`; `fields` are those of PairModel."""
+    """Run one prefill, one decode and a router with --first-token `mode`; `fields` are those of PairModel."""
     model = PairModel(**fields)
     async with run_disaggregated(model, first_token=mode, probe_interval_s=0.05) as (
         router,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who held a request, on one real server: what is blamed on another request is what removing it changes.
+"""Who held a request, on one real server: what is attributed to another request is what removing it changes.
 
 Pairs of the same moment, with the other request and without it. The server of `features` has one place
 and steps of 512 tokens, so that a request behind a long answer or a long prompt waits for all of it.
@@ -67,7 +67,7 @@ def check_error(errors: list[float]) -> bool:
 
 
 def test_long_answer(features: LiveDeployment) -> None:
-    """An answer that took the only place: what it is blamed for is the difference, within 5 %.
+    """An answer that took the only place: the time attributed to it is the difference, within 5 %.
 
     A tiny model's steps take about a millisecond; a fifth as long is the turnaround, which is theirs.
     """
@@ -91,7 +91,7 @@ def test_long_answer(features: LiveDeployment) -> None:
 
 
 def test_long_prompt(features: LiveDeployment) -> None:
-    """A prompt of 4000 tokens in eight steps: it is blamed for how much longer the wait is, within 5 %.
+    """A prompt of 4000 tokens in eight steps: how much longer the wait is, is attributed to it, within 5 %.
 
     Of the wait, not of the TTFT: the API server prepares the small request while it works on the long one.
     A tiny model computes it in some ten milliseconds, and when it is at the engine depends on the machine:
