@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -31,6 +32,7 @@ INSTANCES = tuple(
 )
 A, B, C = INSTANCES
 PREFILL_LINE = PrefillLine(0.01, 1e-4, 1e-8)
+MS_PER_TOKEN = PrefillLine(0, 1e-3, 0)
 
 
 def build_request(
@@ -50,29 +52,42 @@ def build_request(
     )
 
 
-def build_state(**options: object) -> PolicyState:
-    """Nothing known yet; ties are broken the same way each time."""
-    return PolicyState(
+def build_state(line: PrefillLine | None = None, **options: Any) -> PolicyState:
+    """Nothing known yet but the `line` of prefills; ties are broken the same way each time."""
+    state = PolicyState(
         BlockHolders(BLOCK_TOKENS), PolicyOptions(**options), tie_breaker=random.Random(7)
-    )  # type: ignore[arg-type]
+    )
+    state.models = PrefillModels(line)
+    return state
 
 
 def add_load_entry(
-    policy_state: PolicyState,
-    request: RoutingRequest,
-    chosen_instance: Instance,
-    cached: int = 0,
-    now: int = 0,
+    state: PolicyState, request: RoutingRequest, instance: Instance, cached: int = 0, now: int = 0
 ) -> None:
     """The request goes there, whoever chose it."""
-    policy_state.record_sent(request, Decision(chosen_instance, 0.0, "test", cached), now)
+    state.record_sent(request, Decision(instance, 0.0, "test", cached), now)
+
+
+def add_prompts(state: PolicyState, *prompts: tuple[Instance, int], now: int = 0) -> None:
+    """Prompts of so many tokens, numbered from 1, go to these instances."""
+    for number, (instance, tokens) in enumerate(prompts, 1):
+        add_load_entry(state, build_request(number, tokens), instance, now=now)
 
 
 def choose_instance(
-    name: str, policy_state: PolicyState, request: RoutingRequest, now: int = 0
+    name: str,
+    state: PolicyState,
+    request: RoutingRequest,
+    now: int = 0,
+    among: Sequence[Instance] = INSTANCES,
 ) -> Decision:
     """What a new policy of this name chooses."""
-    return POLICIES[name](policy_state).choose_instance(request, INSTANCES, now, False)
+    return POLICIES[name](state).choose_instance(request, among, now, False)
+
+
+def set_in_flight(*counts: int) -> list[Instance]:
+    """The instances with so many requests under way."""
+    return [replace(each, in_flight=count) for each, count in zip(INSTANCES, counts, strict=True)]
 
 
 # By hand from the formula: tokens, cached, pairs.
@@ -122,15 +137,12 @@ def test_original_score(
     known = build_state(ttft_model="trapezoid")
     prompt = range(4)
     for at, each in enumerate(INSTANCES):
-        known.index.add_blocks(each.url, prompt[: cached[at] // BLOCK_TOKENS])  # type: ignore[attr-defined]
+        known.index.add_blocks(each.url, prompt[: cached[at] // BLOCK_TOKENS])
         for number, (tokens, had) in enumerate(pending[at]):
             add_load_entry(known, build_request(10 * at + number, tokens), each, had)
     request = build_request(99, 64, prompt)
 
-    every = [
-        POLICIES["ttft"](known).choose_instance(request, (each,), 0, False).score
-        for each in INSTANCES
-    ]
+    every = [choose_instance("ttft", known, request, 0, (each,)).score for each in INSTANCES]
     best = choose_instance("ttft", known, request)
 
     assert every == [*scores]
@@ -141,7 +153,7 @@ def test_original_score(
 def test_one_token() -> None:
     """A prompt that is cached to its last token is computed from its last block on."""
     known = build_state()
-    known.index.add_blocks(A.url, range(4))  # type: ignore[attr-defined]
+    known.index.add_blocks(A.url, range(4))
 
     assert known.estimate_cached(build_request(0, 64, range(4)), INSTANCES) == [48, 0, 0]
     assert known.estimate_cached(build_request(0, 65, range(4)), INSTANCES) == [64, 0, 0]
@@ -150,7 +162,7 @@ def test_one_token() -> None:
 def test_shared() -> None:
     """With a cache that all share, the longest prefix counts for each."""
     known = build_state(shared_cache=True)
-    known.index.add_blocks(B.url, range(2))  # type: ignore[attr-defined]
+    known.index.add_blocks(B.url, range(2))
 
     assert known.estimate_cached(build_request(0, 64, range(4)), INSTANCES) == [32, 32, 32]
 
@@ -178,16 +190,11 @@ def test_ties(name: str) -> None:
 
 def test_least() -> None:
     """least: the instance with the fewest requests under way, as the fleet counts them."""
-    busy = [
-        replace(each, in_flight=count) for each, count in zip(INSTANCES, (3, 1, 2), strict=True)
-    ]
+    busy = set_in_flight(3, 1, 2)
 
-    assert (
-        POLICIES["least_requests"](build_state())
-        .choose_instance(build_request(), busy, 0, False)
-        .instance
-        is busy[1]
-    )
+    found = choose_instance("least_requests", build_state(), build_request(), 0, busy)
+
+    assert found.instance is busy[1]
 
 
 def test_qps() -> None:
@@ -227,76 +234,70 @@ def test_session_key(headers: dict[str, str], body: bytes) -> None:
     plain = structs.replace(build_request(), headers={"x-user": "ann"})
 
     found = choose_instance("session", build_state(session_key="X-User"), request)
+    same = choose_instance("session", build_state(session_key="x-user"), plain)
 
-    assert found.reason == "session"
-    assert (
-        found.instance
-        is choose_instance("session", build_state(session_key="x-user"), plain).instance
-    )
+    assert (found.reason, found.instance) == ("session", same.instance)
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b'{"user": {"id": 1}}', b'{"user": ""}', b"\xff"])
 def test_no_session(body: bytes) -> None:
     """A request without a session key goes to the instance that was sent the fewest."""
-    assert (
-        choose_instance(
-            "session", build_state(session_key="user"), structs.replace(build_request(), body=body)
-        ).reason
-        == "qps"
-    )
+    request = structs.replace(build_request(), body=body)
+
+    assert choose_instance("session", build_state(session_key="user"), request).reason == "qps"
 
 
 def test_prefix() -> None:
     """The longest beginning that an instance was sent, computed or not; else the fewest under way."""
     known = build_state()
-    known.index.add_blocks(A.url, range(2))  # type: ignore[attr-defined]
+    known.index.add_blocks(A.url, range(2))
     add_load_entry(known, build_request(1, 64, range(4)), B)
 
     found = choose_instance("prefix", known, build_request(2, 80, range(5)))
+    other = choose_instance("prefix", known, build_request(3, 80, range(50, 55)))
 
     assert (found.instance, found.cached_tokens, found.reason) == (B, 64, "prefix")
-    assert (
-        choose_instance("prefix", known, build_request(3, 80, range(50, 55))).reason
-        == "least_requests"
-    )
+    assert other.reason == "least_requests"
 
 
 def test_prefix_shared() -> None:
     """A beginning that all prompts share does not decide: the match must be a good part of the prompt."""
     known = build_state()
-    known.index.add_blocks(A.url, range(3))  # type: ignore[attr-defined]
+    known.index.add_blocks(A.url, range(3))
     own = [*range(3), *range(100, 107)]
 
     assert choose_instance("prefix", known, build_request(1, 160, own)).reason == "least_requests"
     assert choose_instance("prefix", known, build_request(2, 144, own[:9])).instance is A
 
 
-def test_prefix_busy() -> None:
+@pytest.mark.parametrize(
+    ("in_flight", "chosen", "reason"),
+    [
+        ((8, 9, 0), (0,), "prefix"),
+        ((9, 9, 0), (2,), "least_requests"),
+        ((29, 29, 20), (0, 1), "prefix"),
+        ((31, 31, 20), (2,), "least_requests"),
+    ],
+)
+def test_prefix_busy(in_flight: tuple[int, ...], chosen: tuple[int, ...], reason: str) -> None:
     """Not even a whole prefix is worth many more requests than elsewhere; among equals the fewest count."""
     known = build_state()
     for each in (A, B):
-        known.index.add_blocks(each.url, range(5))  # type: ignore[attr-defined]
-    policy = POLICIES["prefix"](known)
+        known.index.add_blocks(each.url, range(5))
+    busy = set_in_flight(*in_flight)
 
-    def choose_among(*counts: int) -> tuple[int, str]:
-        busy = [
-            replace(each, in_flight=count) for each, count in zip(INSTANCES, counts, strict=True)
-        ]
-        found = policy.choose_instance(build_request(1, 80, range(5)), busy, 0, False)
-        return busy.index(found.instance), found.reason
+    found = choose_instance("prefix", known, build_request(1, 80, range(5)), 0, busy)
 
-    assert choose_among(8, 9, 0) == (0, "prefix")
-    assert choose_among(9, 9, 0) == (2, "least_requests")
-    assert choose_among(29, 29, 20) == (0, "prefix") or choose_among(29, 29, 20) == (1, "prefix")
-    assert choose_among(31, 31, 20) == (2, "least_requests")
+    assert busy.index(found.instance) in chosen
+    assert found.reason == reason
 
 
 @pytest.mark.parametrize(("threshold", "reason"), [(16, "kvaware"), (15, "session")])
 def test_kvaware(threshold: int, reason: str) -> None:
     """The longest cached prefix, if no more than the threshold is missing; else by session."""
     known = build_state(session_key="user", kv_aware_threshold=threshold)
-    known.index.add_blocks(C.url, range(4))  # type: ignore[attr-defined]
-    known.index.add_blocks(A.url, range(3))  # type: ignore[attr-defined]
+    known.index.add_blocks(C.url, range(4))
+    known.index.add_blocks(A.url, range(3))
     request = build_request(1, 80, range(5), user="ann")
 
     found = choose_instance("kvaware", known, request)
@@ -310,7 +311,7 @@ def test_kvaware_among_equals(shared: bool) -> None:
     """What several have cached goes to each of them alike, or by session: never all to the first one."""
     known = build_state(session_key="user", shared_cache=shared)
     for each in (A,) if shared else (A, C):
-        known.index.add_blocks(each.url, range(4))  # type: ignore[attr-defined]
+        known.index.add_blocks(each.url, range(4))
     policy, sent = POLICIES["kvaware"](known), Counter[str]()
     for number in range(300):
         request = build_request(number, 80, range(4))
@@ -328,19 +329,15 @@ def test_kvaware_among_equals(shared: bool) -> None:
 
 def test_calibrated() -> None:
     """What is waiting and what is new, in seconds; the running one's part that is done is taken off."""
-    known = build_state()
-    known.models = PrefillModels(PREFILL_LINE)
-    add_load_entry(known, build_request(1, 1000), A)
-    add_load_entry(known, build_request(2, 500), A)
-    add_load_entry(known, build_request(3, 1400), B)
+    known = build_state(PREFILL_LINE)
+    add_prompts(known, (A, 1000), (A, 500), (B, 1400))
     one = PREFILL_LINE.predict_seconds(compute_work(1000, 0))
     new = PREFILL_LINE.predict_seconds(compute_work(100, 0))
 
     def predict_ttft(each: Instance, now: float) -> float | None:
-        request = build_request(9, 100)
-        policy = POLICIES["ttft"](known)
-        return policy.choose_instance(
-            request, (each,), round(now * US_PER_SECOND), False
+        now_us = round(now * US_PER_SECOND)
+        return choose_instance(
+            "ttft", known, build_request(9, 100), now_us, (each,)
         ).predicted_ttft_s
 
     start = one + PREFILL_LINE.predict_seconds(compute_work(500, 0)) + new
@@ -358,52 +355,46 @@ def test_calibrated() -> None:
 
 def test_others() -> None:
     """The busier the fleet, the longer a request waits where its prompt is cached: others need the time."""
-    known = build_state()
-    known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
+    known = build_state(MS_PER_TOKEN)
     request = build_request(99, 1600, range(100))
-    known.index.add_blocks(A.url, range(50))  # type: ignore[attr-defined]
-    add_load_entry(known, build_request(1, 1000), A)
-    add_load_entry(known, build_request(2, 100), B)
-    add_load_entry(known, build_request(3, 100), C)
+    known.index.add_blocks(A.url, range(50))
+    prompts = ((A, 1000), (B, 100), (C, 100))
+    add_prompts(known, *prompts)
 
     quiet = choose_instance("ttft", known, request)
     for number in range(10, 400):
         now = number * US_PER_SECOND // 10
         add_load_entry(known, build_request(number, 1), INSTANCES[number % 3], now=now)
         known.record_left(build_request(number), now)
-    add_load_entry(known, build_request(1, 1000), A, now=now)
-    add_load_entry(known, build_request(2, 100), B, now=now)
-    add_load_entry(known, build_request(3, 100), C, now=now)
+    add_prompts(known, *prompts, now=now)
     busy = choose_instance("ttft", known, request, now)
 
     assert quiet.instance is not A  # 1.7 s there, 1.8 s at A
     assert busy.instance is A  # 0.8 s of work instead of 1.6 s
-    assert (busy.predicted_ttft_s, quiet.predicted_ttft_s) == (
-        pytest.approx(1.8),
-        pytest.approx(1.7),
-    )
+    assert busy.predicted_ttft_s == pytest.approx(1.8)
+    assert quiet.predicted_ttft_s == pytest.approx(1.7)
 
 
 def test_near() -> None:
     """Among about equal ones the instance that had the least to compute lately; what is better still wins."""
-    known = build_state()
-    known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
-    for number, each in enumerate((A, A, B, C, C)):
-        add_load_entry(known, build_request(number, 1000), each)
+    known = build_state(MS_PER_TOKEN)
+    add_prompts(known, (A, 1000), (A, 1000), (B, 1000), (C, 1000), (C, 1000))
+    for number in range(1, 6):
         known.record_left(build_request(number), 0)
 
-    assert choose_instance("ttft", known, build_request(9, 1000)).instance is B
-    known.index.add_blocks(A.url, range(2))  # type: ignore[attr-defined]
-    # A: 3 % less.
-    assert choose_instance("ttft", known, build_request(9, 1000, range(60))).instance is B
-    known.index.add_blocks(A.url, range(6))  # type: ignore[attr-defined]
-    assert choose_instance("ttft", known, build_request(9, 1000, range(60))).instance is A
+    def choose() -> Instance:
+        return choose_instance("ttft", known, build_request(9, 1000, range(60))).instance
+
+    assert choose() is B
+    known.index.add_blocks(A.url, range(2))
+    assert choose() is B  # A has 3 % less to do
+    known.index.add_blocks(A.url, range(6))
+    assert choose() is A
 
 
 def test_speculative() -> None:
     """A prefix that waits on an instance counts as cached there, but not for the original formula."""
-    known = build_state()
-    known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
+    known = build_state(MS_PER_TOKEN)
     add_load_entry(known, build_request(1, 160, range(10)), A)
     add_load_entry(known, build_request(2, 160, range(20, 30)), B)
     request = build_request(3, 320, range(20))
@@ -411,15 +402,10 @@ def test_speculative() -> None:
         BlockHolders(BLOCK_TOKENS), PolicyOptions(ttft_model="trapezoid"), known.pending
     )
 
-    assert [
-        POLICIES["ttft"](known).choose_instance(request, (x,), 0, False).cached_tokens
-        for x in INSTANCES
-    ] == [
-        160,
-        0,
-        0,
-    ]
-    assert POLICIES["ttft"](original).choose_instance(request, (A,), 0, False).cached_tokens == 0
+    cached = [choose_instance("ttft", known, request, 0, (x,)).cached_tokens for x in INSTANCES]
+
+    assert cached == [160, 0, 0]
+    assert choose_instance("ttft", original, request, 0, (A,)).cached_tokens == 0
 
 
 def test_slow() -> None:
@@ -451,69 +437,51 @@ def test_start() -> None:
         known.record_first_token(build_request(number, 100), number, 0.1, 0)
 
     assert reasons == ["trapezoid"] * 8 + ["calibrated"] * 2
-    assert choose_instance("ttft", known, build_request(11, 100)).predicted_ttft_s == pytest.approx(
-        0.1
-    )
+    last = choose_instance("ttft", known, build_request(11, 100))
+    assert last.predicted_ttft_s == pytest.approx(0.1)
 
 
-def test_late() -> None:
-    """When no instance can answer within the limit, the decision says so, and when one could."""
-    known = build_state(slo_s=0.5)
-    known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
-    for number, (each, tokens) in enumerate(zip(INSTANCES, (800, 700, 900), strict=True)):
-        add_load_entry(known, build_request(number, tokens), each)
-
-    with pytest.raises(SloUnreachable) as late:
-        choose_instance("ttft", known, build_request(9, 100))
-
-    assert late.value.wait_s == pytest.approx(0.3)
-    assert (
-        choose_instance("ttft", known, build_request(9, 100), 31 * US_PER_SECOND // 100).instance
-        is B
-    )
+# Pending tokens of A, B and C, seconds besides queue and prefill, the request's tokens, seconds that have
+# passed: where it may go, or in how many seconds it could.
+SLO_CASES = [
+    pytest.param((800, 700, 900), 0, 100, 0, 0.3, id="every queue is too long"),
+    pytest.param((800, 700, 900), 0, 100, 0.31, (B,), id="one queue is short enough now"),
+    pytest.param((), 0, 2000, 0, INSTANCES, id="waiting makes no idle instance faster"),
+    pytest.param((100, 3000), 0, 2000, 0, (C,), id="the idle one serves what is late anyway"),
+    pytest.param((100, 3000, 3000), 0, 2000, 0, 0.1, id="it waits until one is idle"),
+    pytest.param((200, 200, 200), 0.3, 100, 0, 0.1, id="time besides the queue counts, too"),
+    pytest.param((1000, 1000, 1000), 0, 0, 0, INSTANCES, id="no known work is never too late"),
+]
 
 
-def test_late_idle() -> None:
-    """Waiting makes an idle instance no faster: it serves what is late anyway, and shows how late."""
-    known = build_state(slo_s=0.5)
-    known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
-    assert choose_instance("ttft", known, build_request(9, 2000)).predicted_ttft_s == pytest.approx(
-        2
-    )
-    add_load_entry(known, build_request(1, 100), A)
-    add_load_entry(known, build_request(2, 3000), B)
-    assert choose_instance("ttft", known, build_request(9, 2000)).instance is C
-    add_load_entry(known, build_request(3, 3000), C)
-    with pytest.raises(SloUnreachable) as late:
-        choose_instance("ttft", known, build_request(9, 2000))
-    assert late.value.wait_s == pytest.approx(0.1)  # then A is idle
+@pytest.mark.parametrize(("pending", "overhead_s", "tokens", "now_s", "wanted"), SLO_CASES)
+def test_late(
+    pending: tuple[int, ...],
+    overhead_s: float,
+    tokens: int,
+    now_s: float,
+    wanted: float | tuple[Instance, ...],
+) -> None:
+    """When no instance can answer within half a second, the decision says so, and when one could."""
+    known = build_state(MS_PER_TOKEN, slo_s=0.5)
+    add_prompts(known, *zip(INSTANCES, pending, strict=False))
+    for each in INSTANCES:
+        known.record_overhead(each.url, overhead_s)
+    request, now = build_request(9, tokens), round(now_s * US_PER_SECOND)
 
-
-def test_late_besides() -> None:
-    """What an instance takes around queue and prefill counts against the limit, too."""
-    known = build_state(slo_s=0.5)
-    known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
-    for number, each in enumerate(INSTANCES):
-        add_load_entry(known, build_request(number, 200), each)
-        known.record_overhead(each.url, 0.3)
-    with pytest.raises(SloUnreachable) as late:
-        choose_instance("ttft", known, build_request(9, 100))
-    assert late.value.wait_s == pytest.approx(0.1)
-
-
-def test_late_unknown() -> None:
-    """A request of no known work, such as one that loads an adapter, is never too late."""
-    known = build_state(slo_s=0.5)
-    known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
-    for number, each in enumerate(INSTANCES):
-        add_load_entry(known, build_request(number, 1000), each)
-    assert choose_instance("ttft", known, build_request(9)).instance in INSTANCES
+    if isinstance(wanted, tuple):
+        found = choose_instance("ttft", known, request, now)
+        assert found.instance in wanted
+        assert pending or found.predicted_ttft_s == pytest.approx(2)
+    else:
+        with pytest.raises(SloUnreachable) as late:
+            choose_instance("ttft", known, request, now)
+        assert late.value.wait_s == pytest.approx(wanted)
 
 
 def test_outcome() -> None:
     """The predicted time is compared with the measured one."""
-    known = build_state()
-    known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
+    known = build_state(MS_PER_TOKEN)
     for number in range(4):
         request = build_request(number, 100 * (1 + number % 2))
         choice = structs.replace(
