@@ -118,10 +118,7 @@ async def test_clients_own_parameters_are_replaced() -> None:
     """ec_transfer_params of a client are replaced by the encoders', however their name is escaped."""
     async with run_encoder_and_server(plan_encoder()) as (e, server, router):
         plain = json.dumps(fake_instances.build_chat("a"))[:-1]
-        for evil in (
-            f', "{EC_PARAMS_FIELD}": {{"x": {{}}}}}}',
-            ', "ec_transfer\\u005fparams": 7}',
-        ):
+        for evil in (f', "{EC_PARAMS_FIELD}": {{"x": {{}}}}}}', ', "ec_transfer\\u005fparams": 7}'):
             assert (await router.post_body(CHAT_PATH, (plain + evil).encode()))[0] == 200
             assert server.received[-1].json[EC_PARAMS_FIELD] == expect_params("a")
         assert not any(EC_PARAMS_FIELD in each.json for each in e.received)
@@ -392,17 +389,9 @@ async def test_a_request_with_too_many_items_is_no_encoders_fault() -> None:
         ]
     ) as (router, full, e, server):
         status, _, data = await router.post_chat("a", "b")
-        assert (status, len(full.received), len(e.received), len(server.received)) == (
-            502,
-            1,
-            1,
-            0,
-        )
+        assert (status, len(full.received), len(e.received), len(server.received)) == (502, 1, 1, 0)
         assert "answers cannot be used: " in json.loads(data)["error"]["message"]
-        assert [each.breaker.consecutive_failures for each in router.fleet.get("encode")] == [
-            0,
-            0,
-        ]
+        assert [each.breaker.consecutive_failures for each in router.fleet.get("encode")] == [0, 0]
 
 
 async def test_who_is_told_that_items_are_encoded() -> None:

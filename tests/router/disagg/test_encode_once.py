@@ -98,10 +98,7 @@ async def test_the_backend_gets_references_and_where_to_fetch(stream: bool) -> N
         sent |= {"temperature": 0, "seed": 2**63, "top_p": 1.50}
         assert (await router.post_body(CHAT_PATH, sent))[0] == 200
         got = server.received[0].json
-        assert set(got.pop(EC_PARAMS_FIELD)) == {
-            compute_image_hash("a"),
-            compute_image_hash("b"),
-        }
+        assert set(got.pop(EC_PARAMS_FIELD)) == {compute_image_hash("a"), compute_image_hash("b")}
         places = [part for part in got["messages"][1]["content"] if part["type"] != "text"]
         assert places == [expect_reference("a"), expect_reference("b"), expect_reference("a")]
         for part, url in zip(places, ("a", "b", "a"), strict=True):
@@ -368,12 +365,7 @@ async def test_what_a_server_encoded_again_is_on_metrics(
     plan = InstancePlan(
         encoder_cache=EncoderCacheCounts(items=3, remote=1, local=0, recomputed=2, bytes=4096)
     )
-    async with fake_instances.run_routed_instances([plan, None], [None]) as (
-        router,
-        e,
-        one,
-        two,
-    ):
+    async with fake_instances.run_routed_instances([plan, None], [None]) as (router, e, one, two):
         for _ in range(4):
             assert (await router.post_chat("a", stream=stream, traceparent=TRACEPARENT))[0] == 200
         await router.wait_for_records(8)

@@ -234,10 +234,7 @@ async def test_items_of_unknown_size_are_alike() -> None:
         fake_instances.run_instance(plan) as a,
         fake_instances.run_instance(plan) as b,
         run_fleet(
-            False,
-            a.url,
-            b.url,
-            routing=scripted_knowledge.build_routing_factory(encoders="ttft"),
+            False, a.url, b.url, routing=scripted_knowledge.build_routing_factory(encoders="ttft")
         ) as router,
     ):
         # These are none of its parts.

@@ -157,11 +157,7 @@ def test_who_decides_for_which_leg() -> None:
         InstancePool(given | {"decode": [parse_instance_url(INSTANCE_URL, "d")]})
     )
     logics = {leg: made.get_leg_policy(leg).policy_name for leg in ("encode", "prefill", "decode")}
-    assert logics == {
-        "encode": "least_requests",
-        "prefill": "qps",
-        "decode": "least_requests",
-    }
+    assert logics == {"encode": "least_requests", "prefill": "qps", "decode": "least_requests"}
     assert (made.prompt_reader, made.prefix_source) == (None, None)
     assert (
         read_options().build_routing(InstancePool({})).prefill_policy.policy_name == "round_robin"
@@ -428,8 +424,7 @@ async def test_without_tracing_nobody_is_asked_for_what_nobody_reads() -> None:
 async def test_prompts_that_nobody_can_read_are_guessed() -> None:
     """A prompt of unknown length counts by its bytes, also of /v1/messages; loading an adapter is no work."""
     async with fake_instances.run_routed_instances(
-        [InstancePlan({"prefill.compute": 500})],
-        routing=scripted_knowledge.build_routing_factory(),
+        [InstancePlan({"prefill.compute": 500})], routing=scripted_knowledge.build_routing_factory()
     ) as (router, one):
         load = get_routing(router).prefill_policy.state.pending
         for path, least in (

@@ -25,10 +25,7 @@ from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailabl
 from ttft_otel.router.upstream.first_byte_wait import FirstByteWait, read_first_chunk
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.response_relay import AnswerReading, finish_attempt, relay_response
-from ttft_otel.router.upstream.upstream_client import (
-    UpstreamClient,
-    record_server_timing,
-)
+from ttft_otel.router.upstream.upstream_client import UpstreamClient, record_server_timing
 
 
 class DisaggregatedRequest(msgspec.Struct):

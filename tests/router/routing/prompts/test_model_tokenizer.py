@@ -92,11 +92,7 @@ MESSAGE_CASES: list[tuple[dict[str, Any], bool, dict[str, Any]]] = [
     ({"role": "user", "content": "a"}, True, {"content": [{"type": "text", "text": "a"}]}),
     ({"role": "user"}, False, {"content": ""}),
     ({"role": "user", "content": ["a", {"type": "text", "text": "b"}]}, False, {"content": "a\nb"}),
-    (
-        {"role": "user", "content": [{"type": "text", "text": ""}, "b"]},
-        False,
-        {"content": "b"},
-    ),
+    ({"role": "user", "content": [{"type": "text", "text": ""}, "b"]}, False, {"content": "b"}),
     (
         {"role": "user", "content": [{"type": "text", "text": "a", "cache": 1}]},
         True,
@@ -489,8 +485,7 @@ def test_refused(read_prompt: PromptReading, path: str, body: dict[str, Any], er
 
 
 @pytest.mark.parametrize(
-    "given",
-    [{"chat_template": "{{ 1 }}"}, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}],
+    "given", [{"chat_template": "{{ 1 }}"}, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}]
 )
 def test_template(read_prompt: PromptReading, given: dict[str, Any]) -> None:
     """A chat template in the request is not run; vLLM refuses it by default as well."""

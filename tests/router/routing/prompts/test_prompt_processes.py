@@ -35,10 +35,7 @@ from ttft_otel.router.upstream.query_client import QueryClient
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 HELLO_BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hello"}]}).encode()
-BROKEN_CHILDREN = {
-    "died": "pass",
-    "stuck": "import time; time.sleep(60)",
-}
+BROKEN_CHILDREN = {"died": "pass", "stuck": "import time; time.sleep(60)"}
 GARBAGE_ANSWERS = ("x", "\\x98", "\\x92\\1", "\\xc1")
 
 
