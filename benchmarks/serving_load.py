@@ -10,7 +10,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -64,6 +64,16 @@ def build_trace_headers(flags: str) -> dict[str, str]:
     return {header_names.TRACEPARENT: parent} if flags else {}
 
 
+def list_token_gaps_us(answers: Sequence[TimedResponse]) -> list[float]:
+    """Times between two tokens of an answer, the shortest first."""
+    # The first event has the role and no token: the gap behind it is no time between tokens.
+    return sorted(
+        later.at_us - earlier.at_us
+        for answer in answers
+        for earlier, later in zip(answer.events[1:], answer.events[2:], strict=False)
+    )
+
+
 def run_load(
     server: LocalServer, requests: int, receiver: LocalServer, flags: str = ""
 ) -> LoadResult:
@@ -108,12 +118,7 @@ def run_load(
     process_us = {name: (us - began_us[name]) / len(answers) for name, us in ended_us.items()}
     time.sleep(EXPORT_WAIT_S)  # the last spans leave in batches
     outside_us = sum(read_cpu_us(outside).values()) - outside_us
-    # The first event has the role and no token: the gap behind it is no time between tokens.
-    gaps = sorted(
-        later.at_us - earlier.at_us
-        for answer in answers
-        for earlier, later in zip(answer.events[1:], answer.events[2:], strict=False)
-    )
+    gaps = list_token_gaps_us(answers)
     # A server that fails fast would have the best throughput.
     if any(answer.status != 200 for answer in answers):
         raise SystemExit("a request failed; see the servers' logs")

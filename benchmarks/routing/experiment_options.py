@@ -31,6 +31,28 @@ def parse_experiment_options(description: str | None = None) -> argparse.Namespa
 
     `description` is what --help says first.
     """
+    parser = _build_parser(description)
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(EXPERIMENTS):
+        parser.error(
+            f"no experiment {', '.join(sorted(unknown))}; there are {', '.join(EXPERIMENTS)}"
+        )
+    # Without names old results are read: tables and pictures anew, nothing is measured.
+    if not arguments.names and not (arguments.json and arguments.json.exists()):
+        parser.error("name an experiment, or with --json FILE results that are there")
+    # `or`: 0 would be no load, so it cannot be meant.
+    arguments.experiments = [
+        replace(
+            EXPERIMENTS[name],
+            rate=_pick_nth(arguments.rate, place) or EXPERIMENTS[name].rate,
+            seconds=_pick_nth(arguments.seconds, place) or EXPERIMENTS[name].seconds,
+        )
+        for place, name in enumerate(arguments.names)
+    ]
+    return arguments
+
+
+def _build_parser(description: str | None) -> argparse.ArgumentParser:
     # Raw, because the examples' lines must stay as they are.
     parser = argparse.ArgumentParser(
         description=description,
@@ -73,24 +95,7 @@ def parse_experiment_options(description: str | None = None) -> argparse.Namespa
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="put the tables between its marks"
     )
-    arguments = parser.parse_args()
-    if unknown := set(arguments.names) - set(EXPERIMENTS):
-        parser.error(
-            f"no experiment {', '.join(sorted(unknown))}; there are {', '.join(EXPERIMENTS)}"
-        )
-    # Without names old results are read: tables and pictures anew, nothing is measured.
-    if not arguments.names and not (arguments.json and arguments.json.exists()):
-        parser.error("name an experiment, or with --json FILE results that are there")
-    # `or`: 0 would be no load, so it cannot be meant.
-    arguments.experiments = [
-        replace(
-            EXPERIMENTS[name],
-            rate=_pick_nth(arguments.rate, place) or EXPERIMENTS[name].rate,
-            seconds=_pick_nth(arguments.seconds, place) or EXPERIMENTS[name].seconds,
-        )
-        for place, name in enumerate(arguments.names)
-    ]
-    return arguments
+    return parser
 
 
 def _pick_nth(values: Sequence[float] | None, place: int) -> float | None:

@@ -44,19 +44,21 @@ def build_health_dashboard() -> Any:
     )
 
 
+# Red from where the alert on unattributed time fires (grafana/prometheus/alerts).
+_UNATTRIBUTED_STEPS: Final = [
+    (None, series_colors.GOOD_COLOR),
+    (0.02, series_colors.LOUD_COLOR),
+    (0.05, series_colors.LIMIT_COLOR),
+]
+# Colours begin long before the queue is full: from then on spans are lost (enqueue_failed).
+_QUEUE_STEPS: Final = [
+    (None, series_colors.GOOD_COLOR),
+    (0.5, series_colors.LOUD_COLOR),
+    (0.8, series_colors.LIMIT_COLOR),
+]
+
+
 def _add_current_state(dashboard_builder: Any) -> None:
-    # Red from where the alert on unattributed time fires (grafana/prometheus/alerts).
-    share = [
-        (None, series_colors.GOOD_COLOR),
-        (0.02, series_colors.LOUD_COLOR),
-        (0.05, series_colors.LIMIT_COLOR),
-    ]
-    # Colours begin long before the queue is full: from then on spans are lost (enqueue_failed).
-    full = [
-        (None, series_colors.GOOD_COLOR),
-        (0.5, series_colors.LOUD_COLOR),
-        (0.8, series_colors.LIMIT_COLOR),
-    ]
     # Six panels of span 4 fill a line of Grafana's 24 columns.
     for title, says, query, unit, steps in (
         (
@@ -71,7 +73,7 @@ def _add_current_state(dashboard_builder: Any) -> None:
             "Share of TTFT that no stage accounts for, because a mark is missing. 5 % alerts.",
             pipeline_queries.share_unattributed(RANGE),
             "percentunit",
-            share,
+            _UNATTRIBUTED_STEPS,
         ),
         (
             "Queue",
@@ -79,7 +81,7 @@ def _add_current_state(dashboard_builder: Any) -> None:
             # One number: without labels there is nothing to group by.
             pipeline_queries.share_of_queue_used("").replace("max by ()", "max"),
             "percentunit",
-            full,
+            _QUEUE_STEPS,
         ),
         (
             "Spans accepted",
@@ -189,7 +191,11 @@ def _add_load(dashboard_builder: Any) -> None:
         # Shares are drawn against 100 %, else a queue that is 1 % full would fill the panel.
         panel = panel_kinds.build_lines_panel(title, says, unit, *targets).height(7)
         dashboard_builder.with_panel(panel.axis_soft_max(1) if unit == "percentunit" else panel)
-    dashboard_builder.with_panel(
+    dashboard_builder.with_panel(_build_points_panel())
+
+
+def _build_points_panel() -> Any:
+    return (
         panel_kinds.build_lines_panel(
             "Metric points",
             "What the collector pushed to Prometheus, and what Prometheus did not take. Sums are "

@@ -16,36 +16,7 @@ def build_scraped_row() -> Any:
     row = panel_kinds.build_row(
         "What do routers and servers say themselves? (needs scrape targets)"
     )
-    row.with_panel(
-        panel_kinds.build_lines_panel(
-            "Records, drops and errors of tracing",
-            "What servers and routers count on their own /metrics: records given to their exporter, "
-            "what they dropped, and errors of the hooks, caught.",
-            "cps",
-            panel_kinds.build_range_target(
-                # By job: drops of one service must not vanish among the records of another.
-                pipeline_queries.rate_of_counter(pipeline_queries.RECORDS_TOTAL, RATE, "job"),
-                "records {{job}}",
-                "records",
-            ),
-            panel_kinds.build_range_target(
-                # A labelled counter has no series before its first count:
-                # 0 is drawn where records are counted.
-                pipeline_queries.rate_or_zero(
-                    pipeline_queries.DROPPED_TOTAL, pipeline_queries.RECORDS_TOTAL, RATE, "job"
-                ),
-                "dropped {{job}}",
-                "dropped",
-            ),
-            panel_kinds.build_range_target(
-                pipeline_queries.rate_or_zero(
-                    pipeline_queries.ERRORS_TOTAL, pipeline_queries.RECORDS_TOTAL, RATE, "job"
-                ),
-                "errors {{job}}",
-                "errors",
-            ),
-        )
-    )
+    row.with_panel(_build_tracing_lines())
     row.with_panel(
         panel_kinds.build_lines_panel(
             "Retries",
@@ -56,47 +27,80 @@ def build_scraped_row() -> Any:
             ),
         )
     )
-    return row.with_panel(
-        panel_kinds.build_joined_table(
-            "Instances behind the routers",
-            "As each router sees them: state, requests under way, attempts, and the share that failed.",
+    return row.with_panel(_build_instances_table())
+
+
+def _build_tracing_lines() -> Any:
+    return panel_kinds.build_lines_panel(
+        "Records, drops and errors of tracing",
+        "What servers and routers count on their own /metrics: records given to their exporter, "
+        "what they dropped, and errors of the hooks, caught.",
+        "cps",
+        panel_kinds.build_range_target(
+            # By job: drops of one service must not vanish among the records of another.
+            pipeline_queries.rate_of_counter(pipeline_queries.RECORDS_TOTAL, RATE, "job"),
+            "records {{job}}",
+            "records",
+        ),
+        panel_kinds.build_range_target(
+            # A labelled counter has no series before its first count:
+            # 0 is drawn where records are counted.
+            pipeline_queries.rate_or_zero(
+                pipeline_queries.DROPPED_TOTAL, pipeline_queries.RECORDS_TOTAL, RATE, "job"
+            ),
+            "dropped {{job}}",
+            "dropped",
+        ),
+        panel_kinds.build_range_target(
+            pipeline_queries.rate_or_zero(
+                pipeline_queries.ERRORS_TOTAL, pipeline_queries.RECORDS_TOTAL, RATE, "job"
+            ),
+            "errors {{job}}",
+            "errors",
+        ),
+    )
+
+
+def _build_instances_table() -> Any:
+    return panel_kinds.build_joined_table(
+        "Instances behind the routers",
+        "As each router sees them: state, requests under way, attempts, and the share that failed.",
+        "Failed",
+        {
+            "instance": "Router",
+            "leg": "Leg",
+            "exported_instance": "Instance",
+            "state": "State",
+        },
+        (
+            "Is",
+            "none",
+            # A series for each state, 1 for the one that it is in:
+            # `== 1` keeps that, and `state` names it.
+            f"max by ({pipeline_queries.INSTANCE_LABELS}, state) ({pipeline_queries.STATE} == 1)",
+        ),
+        (
+            "Breaker",
+            "none",
+            f"max by ({pipeline_queries.INSTANCE_LABELS}) ({pipeline_queries.BREAKER})",
+        ),
+        (
+            "Under way",
+            "none",
+            f"sum by ({pipeline_queries.INSTANCE_LABELS}) ({pipeline_queries.IN_FLIGHT})",
+        ),
+        (
+            "Attempts",
+            "reqps",
+            pipeline_queries.rate_of_counter(
+                pipeline_queries.ATTEMPTS, RANGE, pipeline_queries.INSTANCE_LABELS
+            ),
+        ),
+        (
             "Failed",
-            {
-                "instance": "Router",
-                "leg": "Leg",
-                "exported_instance": "Instance",
-                "state": "State",
-            },
-            (
-                "Is",
-                "none",
-                # A series for each state, 1 for the one that it is in:
-                # `== 1` keeps that, and `state` names it.
-                f"max by ({pipeline_queries.INSTANCE_LABELS}, state) ({pipeline_queries.STATE} == 1)",
-            ),
-            (
-                "Breaker",
-                "none",
-                f"max by ({pipeline_queries.INSTANCE_LABELS}) ({pipeline_queries.BREAKER})",
-            ),
-            (
-                "Under way",
-                "none",
-                f"sum by ({pipeline_queries.INSTANCE_LABELS}) ({pipeline_queries.IN_FLIGHT})",
-            ),
-            (
-                "Attempts",
-                "reqps",
-                pipeline_queries.rate_of_counter(
-                    pipeline_queries.ATTEMPTS, RANGE, pipeline_queries.INSTANCE_LABELS
-                ),
-            ),
-            (
-                "Failed",
-                "percentunit",
-                pipeline_queries.share_of_failed_attempts(RANGE, pipeline_queries.INSTANCE_LABELS),
-            ),
-        )
+            "percentunit",
+            pipeline_queries.share_of_failed_attempts(RANGE, pipeline_queries.INSTANCE_LABELS),
+        ),
     )
 
 

@@ -32,6 +32,29 @@ def add_stages(dashboard_builder: Any) -> None:
     dashboard_builder.with_panel(
         panel_kinds.color_series(longest, series_colors.list_stage_colors())
     )
+    _add_stage_stacks(dashboard_builder, sums)
+    tails = panel_kinds.build_lines_panel(
+        "Stages, p99",
+        "The slowest hundredth of every stage's spans; a stage in several pieces counts several "
+        "times. Percentiles of stages do not add up to a percentile of TTFT.",
+        "s",
+        # Exemplars lead from a stage's tail to a trace that was slow there.
+        panel_kinds.build_range_target(
+            ttft_queries.stage_quantile(0.99, RATE), "{{ttft_stage}}", exemplars=True
+        ),
+    )
+    dashboard_builder.with_panel(
+        panel_kinds.color_series(
+            panel_kinds.rank_series(tails, "max"), series_colors.list_stage_colors()
+        ).height(11)
+    )
+    dashboard_builder.with_panel(_build_reason_panel().height(8).span(12))
+    dashboard_builder.with_panel(_build_held_panel().height(8).span(12))
+    dashboard_builder.with_panel(_build_recomputed_panel().height(6).span(24))
+
+
+def _add_stage_stacks(dashboard_builder: Any, sums: str) -> None:
+    """Means and shares, stacked; `sums` says what the colours mean."""
     for title, says, unit, query, width in (
         (
             "Mean TTFT by stage",
@@ -61,24 +84,6 @@ def add_stages(dashboard_builder: Any) -> None:
         dashboard_builder.with_panel(
             panel_kinds.color_series(panel, series_colors.list_stage_colors())
         )
-    tails = panel_kinds.build_lines_panel(
-        "Stages, p99",
-        "The slowest hundredth of every stage's spans; a stage in several pieces counts several "
-        "times. Percentiles of stages do not add up to a percentile of TTFT.",
-        "s",
-        # Exemplars lead from a stage's tail to a trace that was slow there.
-        panel_kinds.build_range_target(
-            ttft_queries.stage_quantile(0.99, RATE), "{{ttft_stage}}", exemplars=True
-        ),
-    )
-    dashboard_builder.with_panel(
-        panel_kinds.color_series(
-            panel_kinds.rank_series(tails, "max"), series_colors.list_stage_colors()
-        ).height(11)
-    )
-    dashboard_builder.with_panel(_build_reason_panel().height(8).span(12))
-    dashboard_builder.with_panel(_build_held_panel().height(8).span(12))
-    dashboard_builder.with_panel(_build_recomputed_panel().height(6).span(24))
 
 
 def _build_reason_panel() -> Any:

@@ -2,7 +2,7 @@
 """What is blamed on a request is what removing it changes: the same load twice, on vLLM's own Scheduler.
 
 A step takes a fixed time and some for each token, as a model would, and a turnaround follows it; requests
-come at the same times with the injected ones and without them. tests/live/test_blame.py: a real server.
+come at the same times with the injected ones and without them. tests/live/test_attribution.py: a real server.
 """
 
 from __future__ import annotations
