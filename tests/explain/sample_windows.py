@@ -104,6 +104,8 @@ CASES: dict[str, Cause] = {
     "grammar": Cause("prefill.queue", "grammar"),
     "lora": Cause("prefill.queue", "lora"),
     "priority": Cause("prefill.queue", "priority"),
+    "prefill_interval": Cause("prefill.queue", "prefill_interval"),
+    "stale_output": Cause("prefill.queue", "stale_output"),
     "paused": Cause("prefill.stall", "paused"),
     "in_step": Cause("prefill.queue", "in_step"),
     "unknown_wait": Cause("encoder.queue"),

@@ -39,6 +39,11 @@ class SchedulerFacts:
         for name in ("skipped_waiting", "deferred_waiting"):  # a queue; a set from vLLM 0.30 on
             if hasattr(scheduler, name):
                 self.get_deferred = attrgetter(name)
+        #: schedule() can hold prompts back so that answers go on; every how many steps it computes some.
+        self.can_hold_prefills = hasattr(scheduler, "prefill_capacity_bound")
+        self.prefill_interval = int(getattr(scheduler, "local_prefill_interval", 1) or 1)
+        #: Places for LoRA adapters, 0 without any.
+        self.max_loras = int(getattr(getattr(scheduler, "lora_config", None), "max_loras", 0) or 0)
         #: A request's status -> its own reason to wait: an enum's `name` is a slow property.
         self.reason_by_status: dict[Any, int] = {}
         self._read_limits(scheduler, config)

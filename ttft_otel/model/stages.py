@@ -307,6 +307,8 @@ WAIT_REASONS: Final[dict[str, str]] = {
     "priority": "A request that came later, with a higher priority, runs in its place.",
     "paused": "The scheduler is paused.",
     "other": "None of these, or this release of vLLM does not tell.",
+    "prefill_interval": "Prompts wait so that answers go on (--prefill-schedule-interval).",
+    "stale_output": "What a step computed before its preemption is still on its way.",
 }
 WAIT_REASON_NAMES: Final[tuple[str, ...]] = tuple(WAIT_REASONS)
 # What the engine worked on while a request waited, in the order of EngineTimeline.held. Only

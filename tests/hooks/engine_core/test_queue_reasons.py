@@ -274,9 +274,9 @@ def test_unknown_scheduler(drive: MakeDriver, monkeypatch: pytest.MonkeyPatch) -
     )
     bare = SimpleNamespace(requests=real.requests, vllm_config=None)
     driver.clock.tick(1)
-    CORE.queue.record_queue(bare, output, None, driver.clock.at)
+    CORE.queue.record_queue(bare, output, None, driver.clock.at, False)
 
-    assert CORE.queue._codes == [len(WAIT_REASON_NAMES) - 1]
+    assert CORE.queue._codes == [WAIT_REASON_NAMES.index("other")]
 
 
 def test_ended_while_waiting(drive: MakeDriver) -> None:

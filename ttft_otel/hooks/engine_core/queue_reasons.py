@@ -2,8 +2,9 @@
 """Say why a schedule() left requests out, from the scheduler's state right after the call.
 
 waiting.py asks once per step for the reason that all queued requests share, and for each request that
-the scheduler has set aside for its own. Nothing here depends on how many requests wait; what a release
-of vLLM does not have reads as "other".
+the scheduler has set aside for its own. Nothing here depends on how many requests wait. Each reason is
+looked at, none follows from the absence of others: what is not known is "other".
+tests/hooks/engine_core/test_scheduler_decisions.py has each decision of schedule() with its reason.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from ttft_otel.tracing.engine_timeline import EngineTimeline
     PRIORITY,
     PAUSED,
     OTHER,
+    PREFILL_INTERVAL,
+    STALE_OUTPUT,
 ) = range(len(WAIT_REASON_NAMES))
 NO_REASON: Final = -1  # of its own: it shares the queue's
 MAX_SKIPPED: Final = 16  # requests looked at to find the one at which the scheduler stopped
@@ -41,12 +44,18 @@ _OWN_REASONS: Final = {
 
 
 def find_common_reason(
-    scheduler: Any, facts: vllm_fields.SchedulerFacts, output: Any, preempted: Any
+    scheduler: Any,
+    facts: vllm_fields.SchedulerFacts,
+    output: Any,
+    preempted: Any,
+    throttled: bool = False,
 ) -> int:
     """Why the queue as a whole did not move on: at its head, and for all behind it.
 
     In this order, because each test says what would have to change first: paused; preempted (the
     scheduler then admits nobody); all places taken; no tokens left; what the head could not get.
+
+    throttled: the engine core asked this schedule() to hold prefills back.
     """
     if facts.can_pause and scheduler._pause_state:
         return PAUSED
@@ -66,21 +75,58 @@ def find_common_reason(
     if facts.max_tokens and left <= 0:
         return TOKEN_BUDGET
     head = _find_head(scheduler, facts)
-    return OTHER if head is None else _find_head_reason(scheduler, facts, head, left)
+    if head is None:
+        return OTHER
+    # The scheduler looks at this before tokens, blocks and encoders.
+    if head.num_tokens - head.num_computed_tokens > 1 and _holds_prefills_back(
+        scheduler, facts, output, throttled
+    ):
+        return PREFILL_INTERVAL
+    return _find_head_reason(scheduler, facts, output, head, left)
+
+
+def _holds_prefills_back(
+    scheduler: Any, facts: vllm_fields.SchedulerFacts, output: Any, throttled: bool
+) -> bool:
+    """Whether this schedule() computed no prompt so that answers go on, from the state that it left.
+
+    A step that may compute prompts and leaves some waiting sets prefill_capacity_bound, and one that computes
+    some sets last_prefill_step to its own number: then it held nothing back.
+    """
+    if not facts.can_hold_prefills or scheduler.prefill_capacity_bound:
+        return False
+    interval = facts.prefill_interval
+    if interval > 1:
+        executed, last = scheduler.num_executed_steps, scheduler.last_prefill_step
+        if not output.total_num_scheduled_tokens:
+            executed += 1
+        elif last == executed:
+            return False
+        throttled = throttled or executed - last < interval
+    return throttled and any(not each.is_prefill_chunk for each in scheduler.running)
 
 
 def _find_head(scheduler: Any, facts: vllm_fields.SchedulerFacts) -> Any:
     """The request at which the scheduler stopped: the first that it did not set aside."""
     deferred = facts.get_deferred(scheduler)
-    # schedule() puts what it set aside back at the head: the one it stopped at comes behind.
-    for request in islice(getattr(scheduler, "waiting", None) or (), MAX_SKIPPED):
-        if request not in deferred:
-            return request
+    # Requests that hold KV blocks already come first. schedule() puts what it set aside back at the head:
+    # the one it stopped at comes behind.
+    for queue in (
+        getattr(scheduler, "kv_holding_waiting", None),
+        getattr(scheduler, "waiting", None),
+    ):
+        for request in islice(queue or (), MAX_SKIPPED):
+            if request not in deferred:
+                return request
     return None
 
 
 def _find_head_reason(
-    scheduler: Any, facts: vllm_fields.SchedulerFacts, head: Any, tokens_left: int
+    scheduler: Any,
+    facts: vllm_fields.SchedulerFacts,
+    output: Any,
+    head: Any,
+    tokens_left: int,
 ) -> int:
     """What the request at the head could not get, with `tokens_left` in the step."""
     tokens = head.num_tokens - head.num_computed_tokens
@@ -97,8 +143,38 @@ def _find_head_reason(
     needed = facts.cache_groups * -(-tokens // facts.block_size)
     if pool.get_num_free_blocks() < needed + getattr(manager, "watermark_blocks", 0):
         return KV_BLOCKS
-    # By exclusion: the budget of the step is a local variable of schedule().
-    return ENCODER_BUDGET if getattr(head, "mm_features", None) else OTHER
+    return ENCODER_BUDGET if _lacks_encoder_room(scheduler, output, head) else OTHER
+
+
+def _lacks_encoder_room(scheduler: Any, output: Any, request: Any) -> bool:
+    """Whether its next media item has no room in the step's encoder budget, or in the encoder cache."""
+    features = getattr(request, "mm_features", None)
+    manager = getattr(scheduler, "encoder_cache_manager", None)
+    if not features or manager is None:
+        return False
+    cached = getattr(manager, "cached", ())
+    for index, feature in enumerate(features):
+        position = feature.mm_position
+        if position.offset + position.length <= request.num_computed_tokens:
+            continue
+        if feature.identifier not in cached:
+            size = _count_embeddings(request, index)
+            break
+    else:
+        return False
+    spent = sum(
+        _count_embeddings(scheduler.requests[request_id], index)
+        for request_id, indices in output.scheduled_encoder_inputs.items()
+        if request_id in scheduler.requests
+        for index in indices
+    )
+    budget = getattr(scheduler, "max_num_encoder_input_tokens", 0)
+    return spent + size > budget or size > getattr(manager, "num_freeable_slots", size)
+
+
+def _count_embeddings(request: Any, index: int) -> int:
+    """What media item `index` takes of the encoder's budget and cache."""
+    return int(request.get_num_encoder_embeds(index))
 
 
 def find_own_reason(
@@ -126,34 +202,59 @@ def find_own_reason(
         return GRAMMAR if pending else NO_REASON
     if own != NO_REASON or not skipped:
         return own
+    # Looked at in the order of the scheduler, which goes no further than the first that holds.
+    if getattr(request, "num_stale_output_tokens", 0) and not getattr(
+        request, "drop_stale_output", False
+    ):
+        return STALE_OUTPUT
+    if _lacks_adapter_place(scheduler, facts, request):
+        return LORA
     details = timeline.read_details()
     if details.asked:
         return REMOTE_EC
-    if details.looking:
-        return REMOTE_KV
-    if getattr(request, "lora_request", None) is not None:
-        return LORA
-    # Without the connectors' hooks: one of them let it be set aside.
-    if getattr(request, "mm_features", None) and getattr(scheduler, "ec_connector", None):
-        return REMOTE_EC
-    return REMOTE_KV if getattr(scheduler, "connector", None) is not None else OTHER
+    return REMOTE_KV if details.looking else OTHER
 
 
-def find_stall_reason(scheduler: Any, output: Any, request: Any, timeline: EngineTimeline) -> int:
-    """Why a prompt that has begun is not complete with this step, or has no part in it."""
+def _lacks_adapter_place(scheduler: Any, facts: vllm_fields.SchedulerFacts, request: Any) -> bool:
+    """Whether running requests use as many LoRA adapters as there are places, and not this request's."""
+    adapter = getattr(request, "lora_request", None)
+    if adapter is None or not facts.max_loras:
+        return False
+    running = {
+        each.lora_request.lora_int_id for each in scheduler.running if each.lora_request is not None
+    }
+    return len(running) >= facts.max_loras and adapter.lora_int_id not in running
+
+
+def find_stall_reason(
+    scheduler: Any,
+    output: Any,
+    request: Any,
+    timeline: EngineTimeline,
+    throttled: bool = False,
+) -> int:
+    """Why a prompt that has begun is not complete with this step, or has no part in it.
+
+    throttled: the engine core asked this schedule() to hold prefills back.
+    """
     facts = vllm_fields.get_facts(scheduler)
     status = getattr(getattr(request, "status", None), "name", "")
     if status == "PREEMPTED":
         preempted = getattr(output, "preempted_req_ids", None)
-        return find_common_reason(scheduler, facts, output, preempted)
+        own = find_own_reason(scheduler, facts, request, timeline, skipped=True)
+        if own == STALE_OUTPUT:
+            return own
+        return find_common_reason(scheduler, facts, output, preempted, throttled)
+    own_tokens = output.num_scheduled_tokens.get(request.request_id, 0)
+    if not own_tokens and _holds_prefills_back(scheduler, facts, output, throttled):
+        return PREFILL_INTERVAL
     if timeline.read_details().asked:
         return REMOTE_EC
     if facts.max_tokens and output.total_num_scheduled_tokens >= facts.max_tokens:
         return TOKEN_BUDGET
     if getattr(scheduler, "_pause_state", 0):
         return PAUSED
-    if getattr(request, "mm_features", None):
+    if _lacks_encoder_room(scheduler, output, request):
         return ENCODER_BUDGET
     # long_prefill_token_threshold cuts chunks below the budget, too.
-    own_tokens = output.num_scheduled_tokens.get(request.request_id, 0)
     return TOKEN_BUDGET if own_tokens else OTHER

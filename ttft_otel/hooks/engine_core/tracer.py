@@ -173,9 +173,10 @@ class EngineCoreTracer:
             if not (awaiting or queue.arrived or queue.waiting):
                 return
         now = clock.monotonic_ns() // 1000  # one time for all requests of the step
+        throttled = bool(args and args[0])  # vLLM's throttle_prefills
         preempted = getattr(output, "preempted_req_ids", None)
         if awaiting:
-            self._record_scheduled(scheduler, output, preempted, now)
+            self._record_scheduled(scheduler, output, preempted, now, throttled)
         if held.followed or held.unmarked:
             held.note_schedule(scheduler, output, now)
             if preempted:
@@ -183,9 +184,11 @@ class EngineCoreTracer:
                     if request_id in scheduler.requests:
                         held.note_end(scheduler.requests[request_id])
         if queue.arrived or queue.waiting:
-            queue.record_queue(scheduler, output, preempted, now)
+            queue.record_queue(scheduler, output, preempted, now, throttled)
 
-    def _record_scheduled(self, scheduler: Any, output: Any, preempted: Any, now: int) -> None:
+    def _record_scheduled(
+        self, scheduler: Any, output: Any, preempted: Any, now: int, throttled: bool
+    ) -> None:
         """Count the chunks of a step that was scheduled at `now`; note what stays behind."""
         tokens = output.num_scheduled_tokens
         encoding = output.scheduled_encoder_inputs
@@ -205,7 +208,9 @@ class EngineCoreTracer:
             if not timeline.complete:
                 request = scheduler.requests.get(request_id)
                 if request is not None:
-                    reason = queue_reasons.find_stall_reason(scheduler, output, request, timeline)
+                    reason = queue_reasons.find_stall_reason(
+                        scheduler, output, request, timeline, throttled
+                    )
                     self.queue.note_stall(timeline, reason, now)
         if has_part:
             output._ttft_marked = (

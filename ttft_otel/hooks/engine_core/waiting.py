@@ -60,10 +60,12 @@ class WaitingQueue:
         self._times.clear()
         self._codes.clear()
 
-    def record_queue(self, scheduler: Any, output: Any, preempted: Any, now: int) -> None:
+    def record_queue(
+        self, scheduler: Any, output: Any, preempted: Any, now: int, throttled: bool
+    ) -> None:
         """After a schedule() that returned at `now` (us): why those whom it left out were left out.
 
-        preempted: whom it has taken the blocks from.
+        preempted: whom it has taken the blocks from. throttled: it was asked to hold prefills back.
         """
         # Before anything returns: an arrival that no step looks at would stay in the deque.
         joined = self._take_arrivals(scheduler.requests) if self.arrived else ()
@@ -73,7 +75,7 @@ class WaitingQueue:
                 self._codes.clear()
             return
         facts = get_facts(scheduler)
-        reason = find_common_reason(scheduler, facts, output, preempted)
+        reason = find_common_reason(scheduler, facts, output, preempted, throttled)
         if not self._codes or self._codes[-1] != reason:
             self._note_change(reason, now)
         for entry in joined:

@@ -123,8 +123,10 @@ FIELDS: Final[tuple[VllmField, ...]] = (
                 "scheduler_config max_num_active_reqs|max_num_running_reqs "
                 "max_num_scheduled_tokens kv_cache_config kv_cache_manager running "
                 "waiting deferred_waiting|skipped_waiting _pause_state "
-                "finished_recving_kv_req_ids num_waiting_for_streaming_input"
+                "finished_recving_kv_req_ids num_waiting_for_streaming_input "
+                "encoder_cache_manager max_num_encoder_input_tokens lora_config"
             ),
+            "vllm.v1.core.encoder_cache_manager:EncoderCacheManager": "cached num_freeable_slots",
             "vllm.config.scheduler:SchedulerConfig": (
                 "policy max_num_batched_tokens enable_chunked_prefill scheduler_reserve_full_isl"
             ),
@@ -133,10 +135,37 @@ FIELDS: Final[tuple[VllmField, ...]] = (
             "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups",
             "vllm.v1.core.kv_cache_manager:KVCacheManager": "block_pool",
             "vllm.v1.core.block_pool:BlockPool": "get_num_free_blocks",
-            _REQUEST: "status priority arrival_time lora_request structured_output_request",
+            _REQUEST: (
+                "status priority arrival_time lora_request structured_output_request "
+                "get_num_encoder_embeds"
+            ),
             # Private: the public property stores the Future's result, and a hook changes nothing.
             "vllm.v1.structured_output.request:StructuredOutputRequest": "_grammar",
         },
+    ),
+    *_list_fields(
+        without="a prompt that is held back so that answers go on has another reason",
+        since="0.24",
+        fields={_SCHEDULER: "prefill_capacity_bound", _REQUEST: "is_prefill_chunk"},
+    ),
+    *_list_fields(
+        without="a prompt that is held back so that answers go on has another reason",
+        since="0.33",
+        fields={_SCHEDULER: "local_prefill_interval num_executed_steps last_prefill_step"},
+    ),
+    *_list_fields(
+        without="a wait for output from before a preemption has another reason",
+        since="0.29",
+        fields={_REQUEST: "num_stale_output_tokens drop_stale_output"},
+    ),
+    *_list_fields(
+        without="what the queue of a decode instance waits for is `other`",
+        since="0.32",
+        fields={_SCHEDULER: "kv_holding_waiting"},
+    ),
+    *_list_fields(
+        without="a wait for a LoRA adapter's place is `other`",
+        fields={"vllm.config.lora:LoRAConfig": "max_loras"},
     ),
     *_list_fields(
         without="which work held a waiting request is wrong",
