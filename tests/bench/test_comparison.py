@@ -154,16 +154,6 @@ def test_figures() -> None:
     assert found["prefill_to_first_token mean"]["difference"] == -3
 
 
-def test_older() -> None:
-    """A file of an earlier version has no ITL of its requests: that row alone is left out."""
-    one, other = (build_target_document([build_result(0, [10, 20, 40])]) for _ in "ab")
-    for request in other["runs"][0]["requests"]:
-        del request["itl_ms"], request["itl_count"]
-
-    found = compare(one, other)
-    assert "itl mean" not in found and {"ttft mean", "tpot mean", "latency mean"} <= set(found)
-
-
 def test_untold() -> None:
     """Against a target without breakdowns only the client's figures are compared."""
     chance = np.random.default_rng(4)

@@ -51,16 +51,15 @@ def compare_targets(a: Mapping[str, Any], b: Mapping[str, Any], paired: bool) ->
         # successful request on both sides are left out.
         pairs = [pair for pair in zip(tables_a, tables_b, strict=False) if all(map(len, pair))]
         tables_a, tables_b = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    tables_a, tables_b = (
-        [table for table in tables_a if len(table)],
-        [table for table in tables_b if len(table)],
-    )
+    tables_a = [table for table in tables_a if len(table)]
+    tables_b = [table for table in tables_b if len(table)]
     if not tables_a or not tables_b:
         raise ValueError("A and B have no round in which both have a successful request")
     # Rounds weigh alike from here on, however many requests each of them had.
     figures_a, figures_b = (_estimate_rounds(tables, names) for tables in (tables_a, tables_b))
     averages_a, averages_b, margins = compute_margins(figures_a, figures_b, paired)
     titles = [f"{name} mean" for name in names] + [f"ttft p{q}" for q in TTFT_PERCENTILES]
+    columns = zip(titles, averages_a, averages_b, margins, strict=True)
     return {
         "a": a["url"],
         "b": b["url"],
@@ -68,10 +67,7 @@ def compare_targets(a: Mapping[str, Any], b: Mapping[str, Any], paired: bool) ->
         "valid": bool(a["valid"] and b["valid"]),
         "rounds": min(len(tables_a), len(tables_b)),
         "paired": paired,
-        "rows": [
-            _build_row(*values)
-            for values in zip(titles, averages_a, averages_b, margins, strict=True)
-        ],
+        "rows": [_build_row(*values) for values in columns],
     }
 
 
@@ -129,10 +125,9 @@ def _build_row(name: str, a: float, b: float, margin: float) -> dict[str, Any]:
     numbers = {"a": a, "b": b, "difference": b - a}
     row: dict[str, Any] = {key: round(float(number), 3) for key, number in numbers.items()}
     # null: unknown. A difference below a microsecond is none.
-    interval = [
+    low, high = (
         None if math.isnan(margin) else round(float(b - a + sign * margin), 3) for sign in (-1, 1)
-    ]
-    low, high = interval
+    )
     # Strictly beyond 0: an interval that touches it does not exclude it.
     clear = low is not None and high is not None and bool(low > 0 or high < 0)
     return {"name": name, **row, "low": low, "high": high, "clear": clear}
@@ -148,7 +143,9 @@ def _list_quantities(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
         name for name in CLIENT_METRICS if all(_has_quantity(target, name) for target in (a, b))
     ]
     stage_names = [
-        [_strip_mono_prefix(name) for name in target["summary"]["stages_ms"]] for target in (a, b)
+        # A server's stages are named alike with a router in front of it and without.
+        [name.removeprefix(MONO_PREFIX) for name in target["summary"]["stages_ms"]]
+        for target in (a, b)
     ]
     # Without breakdowns on one side the difference of every stage would be unknown.
     if not all(stage_names):
@@ -187,7 +184,7 @@ def _read_quantity(request: Mapping[str, Any], name: str) -> tuple[float, int]:
     A stage that is not in the breakdown took 0; without a breakdown the number is 0 (unknown).
     """
     if name in CLIENT_METRICS:
-        value = request.get(f"{name}_ms")  # result files of earlier versions have no ITL
+        value = request.get(f"{name}_ms")
         count = request.get("itl_count", 0) if name == "itl" else 1
         # The mean ITL of a request is weighted by its gaps, so that all gaps count alike.
         return (0.0, 0) if value is None else (value * count, count)
@@ -197,11 +194,6 @@ def _read_quantity(request: Mapping[str, Any], name: str) -> tuple[float, int]:
     if name in STAGE_SUMS:
         return STAGE_SUMS[name](parts), 1
     return float(parts.get(name, parts.get(f"{MONO_PREFIX}{name}", 0.0))), 1
-
-
-def _strip_mono_prefix(name: str) -> str:
-    """Name a server's stage alike with a router in front of it (`mono.`) and without."""
-    return name.removeprefix(MONO_PREFIX)
 
 
 def _estimate_rounds(tables: Sequence[Table], names: Sequence[str]) -> Table:
