@@ -34,17 +34,14 @@ Tick: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ChartBox:
-    """A rectangle, or a point when it has no size, in percent of the chart.
-
-    says: its tooltip. stage: the stage that gives its colour, "" without one.
-    """
+    """A rectangle, or a point when it has no size, in percent of the chart."""
 
     x: float
     y: float
     width: float
     height: float
-    says: str
-    stage: str = ""
+    says: str  #: its tooltip
+    stage: str = ""  #: the stage that gives its colour, "" without one
 
 
 def render_page(document: Mapping[str, Any]) -> str:

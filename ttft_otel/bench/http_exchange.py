@@ -36,17 +36,14 @@ ANCILLARY_BYTES: Final = socket.CMSG_SPACE(TIMESPEC.size)
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """A server's address, and the headers of every request to it.
-
-    base_path: stands before every path of the API. headers: those that --header gives.
-    """
+    """A server's address, and the headers of every request to it."""
 
     url: str
     host: str
     port: int
-    base_path: str
+    base_path: str  #: stands before every path of the API
     uses_tls: bool
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)  #: those that --header gives
 
     @classmethod
     def parse_url(cls, url: str, headers: dict[str, str] | None = None) -> BenchTarget:
@@ -93,30 +90,26 @@ class BenchTarget:
 
 @dataclass(slots=True)
 class RawResponse:
-    """A response. Times in ns: when the request was due, written, and the response's last byte came.
+    """A response; times are nanoseconds of CLOCK_MONOTONIC."""
 
-    connect_us: duration of connecting. lag_ns: how late this process itself sent the request.
-    pieces: (arrival time, bytes) of the body. error: "" when it was read to its end.
-    """
-
-    due_ns: int
-    sent_ns: int = 0
-    end_ns: int = 0
-    connect_us: int = 0
-    lag_ns: int = 0
+    due_ns: int  #: when the request was to be written
+    sent_ns: int = 0  #: when it was written
+    end_ns: int = 0  #: when the response's last byte came
+    connect_us: int = 0  #: duration of connecting
+    lag_ns: int = 0  #: how late this process itself sent the request
     status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    pieces: list[tuple[int, bytes]] = field(default_factory=list)
-    error: str = ""
+    headers: dict[str, str] = field(default_factory=dict)  #: names in lower case
+    pieces: list[tuple[int, bytes]] = field(
+        default_factory=list
+    )  #: of the body, with arrival times
+    error: str = ""  #: "" when it was read to its end
 
 
 class TimestampedSocket(socket.socket):
-    """A socket that notes when the data of its last read arrived.
+    """A socket that notes when the data of its last read arrived."""
 
-    last_byte_ns: arrival of the last byte, or of the end of the stream after it; CLOCK_MONOTONIC.
-    Without a kernel timestamp it is the time of the read; it is never later than that.
-    """
-
+    #: Arrival of the last byte, or of the end of the stream after it; CLOCK_MONOTONIC. Without a kernel
+    #: timestamp it is the time of the read; it is never later than that.
     last_byte_ns = 0
 
     def enable_timestamps(self) -> None:

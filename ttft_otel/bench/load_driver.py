@@ -35,18 +35,15 @@ MAX_PIECES_PER_TURN: Final = 32  # pieces parsed in one turn of the event loop
 
 @dataclass(slots=True)
 class RequestResult:
-    """One request: its response, the parsed stream, and the server's breakdown if it sent one.
-
-    error: "" when it succeeded, else the kind of failure. server_message: the server's error message.
-    """
+    """One request: its response, and what that says."""
 
     request_id: str
     trace_id: str
     response: RawResponse
     content: StreamContent
-    timing: timing.ServerTiming | None
-    error: str
-    server_message: str = ""
+    timing: timing.ServerTiming | None  #: the server's breakdown, if it sent one
+    error: str  #: "" when it succeeded, else the kind of failure
+    server_message: str = ""  #: the server's error message
 
     @property
     def ttft_us(self) -> float:
@@ -61,17 +58,13 @@ class RequestResult:
 
 @dataclass(slots=True)
 class LoadRun:
-    """Results of one run.
-
-    loop_lags_ns: lateness of this process's event loop. started: requests sent. held_back: requests
-    delayed by --max-unfinished. stopped: ended by Ctrl-C.
-    """
+    """Results of one run."""
 
     results: list[RequestResult] = field(default_factory=list)
-    loop_lags_ns: list[int] = field(default_factory=list)
-    started: int = 0
-    held_back: int = 0
-    stopped: bool = False
+    loop_lags_ns: list[int] = field(default_factory=list)  #: lateness of this process's event loop
+    started: int = 0  #: requests sent
+    delayed: int = 0  #: of these, requests that --max-unfinished has delayed
+    stopped: bool = False  #: ended by Ctrl-C
 
     @property
     def unfinished(self) -> int:
@@ -106,7 +99,7 @@ class LoadDriver:
         await self.slots.acquire()
         if was_full:
             self.slot_freed_ns = monotonic_ns()
-        self.run.held_back += due_ns < self.slot_freed_ns
+        self.run.delayed += due_ns < self.slot_freed_ns
         return max(due_ns, self.slot_freed_ns)
 
     def release_slot(self) -> None:
@@ -187,7 +180,7 @@ async def run_open_loop(driver: LoadDriver, arrivals: Iterable[tuple[float, Benc
             # Tasks are created one by one: thousands that sleep would slow down every turn of the loop.
             await sleep_until(due_ns - CONNECT_LEAD_NS)
             task = asyncio.create_task(
-                # The slot is awaited here and not in the task: requests are held back in their order.
+                # The slot is awaited here and not in the task: requests are delayed in their order.
                 driver.send_request(request, await driver.acquire_slot(due_ns))
             )
             under_way.add(task)

@@ -34,12 +34,12 @@ LoadFunction = Callable[[LoadDriver], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class DatasetShape:
-    """Number and lengths of requests, in tokens; length_spread 0.2 varies lengths by ±20 %."""
+    """Number and lengths of requests, in tokens."""
 
     request_count: int = 100
     input_tokens: int = 512
     output_tokens: int = 64
-    length_spread: float = 0.0
+    length_spread: float = 0.0  #: 0.2 varies lengths by ±20 %
     prefix_tokens: int = 256
     prefix_count: int = 1
     images_per_request: int = 1
@@ -50,9 +50,7 @@ class DatasetShape:
 class LoadPlan:
     """A dataset, its arrival process, and the number of rounds.
 
-    rate: open loop, requests per second. concurrency: closed loop. Neither: a trace's own times.
-    arrivals: "poisson" or "constant", for `rate`. warmup: uncounted requests before each run.
-    apart: with two targets each gets its own prompts.
+    With neither `rate` nor `concurrency` a trace's own times are kept.
     """
 
     dataset: str = "random"
@@ -61,15 +59,15 @@ class LoadPlan:
         default_factory=lambda: trace_replay.ReplayTrace(Path())
     )
     rounds: multi_round.MultiRoundOptions = field(default_factory=multi_round.MultiRoundOptions)
-    rate: float | None = None
-    arrivals: str = "poisson"
-    concurrency: int | None = None
+    rate: float | None = None  #: open loop: requests per second
+    arrivals: str = "poisson"  #: or "constant", for `rate`
+    concurrency: int | None = None  #: closed loop: requests at once
     max_unfinished: int | None = None
-    warmup: int = 0
-    repeat: int = 1
+    warmup: int = 0  #: uncounted requests before each run
+    repeat: int = 1  #: rounds
     seed: int = 0
-    timeout_s: float = 600.0
-    apart: bool = False
+    timeout_s: float = 600.0  #: of each request
+    apart: bool = False  #: with two targets each gets its own prompts
 
     def build_load(
         self, factory: RequestFactory, seed: int, requests: Sequence[BenchRequest]

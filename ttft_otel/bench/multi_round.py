@@ -27,20 +27,16 @@ USER_HEADER: Final = "x-user-id"  # for a router's session affinity
 
 @dataclass(frozen=True, slots=True)
 class MultiRoundOptions:
-    """Parameters of the conversations; lengths in tokens.
-
-    qps: questions per second of all users together. duration_s, max_requests: whichever is reached
-    first ends the run.
-    """
+    """Parameters of the conversations; lengths in tokens."""
 
     user_count: int = 5
     rounds_per_user: int = 10
-    qps: float = 1.0
+    qps: float = 1.0  #: questions per second of all users together
     system_tokens: int = 100
     history_tokens: int = 200
     question_tokens: int = 20
     answer_tokens: int = 100
-    duration_s: float = 60.0
+    duration_s: float = 60.0  #: this or max_requests, whichever is reached first, ends the run
     max_requests: int | None = None
 
     @property

@@ -38,29 +38,22 @@ class BenchInputError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A request's path, body and additional headers.
-
-    send_offset_s: send time in a trace, seconds from its start. total_tokens: prompt and answer, 0
-    where only the server can count them.
-    """
+    """A request's path, body and additional headers."""
 
     path: str
     body: bytes
-    send_offset_s: float = 0.0
-    total_tokens: int = 0
+    send_offset_s: float = 0.0  #: send time in a trace, seconds from its start
+    total_tokens: int = 0  #: of prompt and answer; 0 where only the server can count them
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
-    """Properties of a model, from model_discovery.py.
+    """Properties of a model, from model_discovery.py."""
 
-    token_ids: IDs for prompts. tokens_per_word: mean over PROMPT_WORDS. context_tokens: 0 when unknown.
-    """
-
-    token_ids: Sequence[int] = UNIVERSAL_TOKEN_IDS
-    tokens_per_word: float = 1.0
-    context_tokens: int = 0
+    token_ids: Sequence[int] = UNIVERSAL_TOKEN_IDS  #: of which prompts are made
+    tokens_per_word: float = 1.0  #: the mean over PROMPT_WORDS
+    context_tokens: int = 0  #: 0 when unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Final
 
 from ttft_otel.bench.load_driver import LoadRun, RequestResult
@@ -29,23 +30,19 @@ STAGES_AFTER_QUEUE: Final = stages.STAGE_NAMES[stages.STAGE_NAMES.index("prefill
 
 @dataclass(frozen=True, slots=True)
 class RequestSample:
-    """One successful request; `stages_ms` is {} when there is no breakdown.
-
-    sent_ms: after the run's first request. tpot_ms: mean time per output token after the first, None
-    for a single one. gaps_ms: between successive token events.
-    """
+    """One successful request."""
 
     request_id: str
     trace_id: str
-    sent_ms: float
+    sent_ms: float  #: after the run's first request
     ttft_ms: float
     latency_ms: float
-    tpot_ms: float | None
-    gaps_ms: tuple[float, ...]
+    tpot_ms: float | None  #: mean time per output token after the first; None for a single one
+    gaps_ms: tuple[float, ...]  #: between successive token events
     input_tokens: int | None
     output_tokens: int
     cached_tokens: int | None
-    stages_ms: Mapping[str, float]
+    stages_ms: Mapping[str, float]  #: {} when there is no breakdown
 
     @property
     def slo_metrics(self) -> dict[str, float]:
@@ -199,11 +196,23 @@ def average_tail_stages(samples: Sequence[RequestSample]) -> dict[str, dict[str,
     traced = [sample for sample in samples if sample.stages_ms]
     if len(traced) < MIN_EXPLAINED_REQUESTS:
         return {}
-    slow, usual = _select_tail(traced)
+    ranked = sorted(traced, key=lambda sample: sample.ttft_ms)
+    # Half of the middle tenth lies on each side of the median.
+    middle, half_width = len(ranked) // 2, max(1, len(ranked) // 20)
+    usual = ranked[middle - half_width : middle + half_width]
+    slow = ranked[-_count_slowest(ranked) :]
     return {
-        title: {name: _average_stage(part, name) for name in order_stages(traced)}
+        title: {
+            name: fmean(each.stages_ms.get(name, 0.0) for each in part)
+            for name in order_stages(traced)
+        }
         for title, part in (("p50", usual), ("p99", slow))
     }
+
+
+def _count_slowest(samples: Sequence[RequestSample]) -> int:
+    """The number of the slowest hundredth of `samples`, one at least."""
+    return max(1, len(samples) // 100)
 
 
 def explain_tail(samples: Sequence[RequestSample]) -> str:
@@ -216,38 +225,19 @@ def explain_tail(samples: Sequence[RequestSample]) -> str:
             "No breakdown: no answer had a Server-Timing of ttft-otel and there is no /ttft_report "
             "(a server without ttft-otel), so nothing is said about stages."
         )
-    if len(traced) < MIN_EXPLAINED_REQUESTS:
+    ends = average_tail_stages(traced)
+    if not ends:
         return (
             f"{len(traced)} requests with a breakdown are too few to explain the slowest (from "
             f"{MIN_EXPLAINED_REQUESTS})."
         )
-    slow, usual = _select_tail(traced)
-    excess_by_stage = {
-        name: _average_stage(slow, name) - _average_stage(usual, name)
-        for name in ("", *order_stages(traced))
-    }
-    excess_ms = excess_by_stage.pop("")
+    excess_by_stage = {name: ms - ends["p50"][name] for name, ms in ends["p99"].items()}
+    excess_ms = sum(excess_by_stage.values())
     name = max(excess_by_stage, key=lambda each: excess_by_stage[each])
-    subject = f"The slowest {len(slow)} requests are" if len(slow) > 1 else "The slowest request is"
+    count = _count_slowest(traced)
+    subject = f"The slowest {count} requests are" if count > 1 else "The slowest request is"
     sentence = f"{subject} {excess_ms:.1f} ms slower than the middle tenth on average"
     if excess_by_stage[name] > excess_ms:  # no share of it: other stages were quicker
         return f"{sentence}; {name} alone takes {excess_by_stage[name]:.1f} ms more."
     share = 100 * excess_by_stage[name] / excess_ms if excess_ms > 0 else 0.0
     return f"{sentence}, {excess_by_stage[name]:.1f} ms of it ({share:.0f} %) in {name}."
-
-
-def _select_tail(
-    samples: Sequence[RequestSample],
-) -> tuple[list[RequestSample], list[RequestSample]]:
-    """The slowest hundredth (at least one request), and the middle tenth."""
-    ranked = sorted(samples, key=lambda sample: sample.ttft_ms)
-    count, middle = len(ranked), len(ranked) // 2
-    half_width = max(1, count // 20)
-    # Half of the middle tenth lies on each side of the median.
-    return ranked[-max(1, count // 100) :], ranked[middle - half_width : middle + half_width]
-
-
-def _average_stage(samples: Sequence[RequestSample], name: str) -> float:
-    """The mean of a stage, or of the TTFT for ""."""
-    values = [sample.stages_ms.get(name, 0.0) if name else sample.ttft_ms for sample in samples]
-    return sum(values) / len(values)

@@ -121,7 +121,7 @@ def _build_run(run: LoadRun, samples: Sequence[RequestSample]) -> dict[str, Any]
         "started": run.started,
         "succeeded": len(samples),
         "unfinished": run.unfinished,
-        "held": run.held_back,
+        "held": run.delayed,
         "failures": {kind: len(results) for kind, results in failures.items()},
         # The server's first words about each kind.
         "complaints": {

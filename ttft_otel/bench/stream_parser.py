@@ -18,21 +18,17 @@ MAX_ERROR_CHARS = 300  # characters of an error message that are kept
 
 @dataclass(slots=True)
 class StreamContent:
-    """The content of a stream.
+    """The content of a stream. Numbers of tokens are the server's, None when it did not send them."""
 
-    token_times_ns: arrival of each event with a token; an event may hold several tokens.
-    *_tokens: from the server's usage, None when it did not send it.
-    stream_error: kind of error. server_message: the server's error message. is_finished: it was complete.
-    """
-
+    #: Arrival of each event with a token; an event may hold several tokens.
     token_times_ns: list[int] = field(default_factory=list)
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     text_parts: list[str] = field(default_factory=list)
-    stream_error: str = ""
-    server_message: str = ""
-    is_finished: bool = False
+    stream_error: str = ""  #: kind of error
+    server_message: str = ""  #: the server's error message
+    is_finished: bool = False  #: whether it was complete
 
 
 class EventDecoder:
@@ -86,7 +82,7 @@ class StreamParser:
         try:
             self.content.server_message = _extract_message(json.loads(body))
         except ValueError:
-            self.content.server_message = sanitize_text(body.decode("utf-8", "replace"))
+            self.content.server_message = _sanitize_text(body.decode("utf-8", "replace"))
 
     def _parse_event(self, received_ns: int, data: str) -> None:
         if data == DONE_MARKER:
@@ -148,14 +144,13 @@ def _extract_message(payload: Any) -> str:
     if isinstance(error, dict):
         # FastAPI's own refusals have `detail`.
         error = error.get("message") or error.get("detail") or ""
-    return sanitize_text(str(error))
+    return _sanitize_text(str(error))
 
 
-def sanitize_text(text: str) -> str:
+def _sanitize_text(text: str) -> str:
     """Foreign text as one line of at most MAX_ERROR_CHARS, without control characters."""
-    return "".join(character if character.isprintable() else " " for character in text).strip()[
-        :MAX_ERROR_CHARS
-    ]
+    printable = "".join(each if each.isprintable() else " " for each in text)
+    return printable.strip()[:MAX_ERROR_CHARS]
 
 
 def _coerce_object(value: Any) -> dict[str, Any]:

@@ -25,19 +25,16 @@ MAX_CACHED_BLOCKS: Final = 10_000  # blocks kept in memory, 4 KB each
 
 @dataclass(frozen=True, slots=True)
 class ReplayTrace:
-    """A trace file, and how it is changed.
-
-    max_requests: None for all. speed: divides the trace's times. shrink: divides prompt lengths, a power
-    of two up to BLOCK_TOKENS, so that blocks stay whole. max_*_tokens: longer prompts and answers are
-    cut; a prompt keeps its beginning, and with it shared prefixes.
-    """
+    """A trace file, and how it is changed."""
 
     path: Path
-    max_requests: int | None = None
-    speed: float = 1.0
+    max_requests: int | None = None  #: None for all
+    speed: float = 1.0  #: divides the trace's times
+    #: Divides prompt lengths; a power of two up to BLOCK_TOKENS, so that blocks stay whole.
     shrink: int = 1
+    #: Longer prompts are cut at their end, so that shared prefixes stay.
     max_input_tokens: int | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: int | None = None  #: longer answers are cut
 
 
 def count_row_tokens(factory: RequestFactory, trace: ReplayTrace) -> Iterator[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Final
 
 from opentelemetry.sdk.metrics.export import MetricsData
@@ -26,24 +27,23 @@ from ttft_otel.tracing.measurement import NOT_MEASURED, Measurement, Measurement
 
 MAX_PENDING_ROWS: Final = 4096  # requests that are not counted yet, at some 0.6 KB
 MAX_PLANS: Final = 4096  # heads whose series are known
+# Of queues, by reason and by what held them: the metric, its label, and that label's values by code.
+_QUEUE_METRICS: Final = (
+    (metric_names.QUEUE_REASON_DURATION, keys.QUEUE_REASON, stages.WAIT_REASON_NAMES),
+    (metric_names.QUEUE_HELD_DURATION, keys.HELD_BY_KIND, stages.HOLDING_KIND_NAMES),
+)
 
 
+@dataclass(slots=True)
 class _Plan:
-    """Where the numbers of one head go.
+    """Where the numbers of one head go; those of its requests that are not counted yet."""
 
-    columns: the series of each time. rows: times, not counted yet. reasons, held: microseconds of queues, not
-    counted yet, by code.
-    """
-
-    __slots__ = ("columns", "head", "held", "reasons", "recomputed_items", "rows")
-
-    def __init__(self, head: MeasurementHead, columns: list[list[Series]]) -> None:
-        self.head = head
-        self.columns = columns
-        self.rows: list[tuple[int, ...]] = []
-        self.recomputed_items: list[int] = []
-        self.reasons: dict[int, list[int]] = {}
-        self.held: dict[int, list[int]] = {}
+    head: MeasurementHead
+    columns: list[list[Series]]  #: the series of each time
+    rows: list[tuple[int, ...]] = field(default_factory=list)  #: times, microseconds
+    recomputed_items: list[int] = field(default_factory=list)
+    reasons: dict[int, list[int]] = field(default_factory=dict)  #: microseconds of queues, by code
+    held: dict[int, list[int]] = field(default_factory=dict)  #: likewise
 
 
 class RequestMetrics:
@@ -133,20 +133,8 @@ class RequestMetrics:
 
     def _count_waits(self, plan: _Plan) -> None:
         """Count the queues' parts; their series are few, and found anew each time."""
-        for metric, label, words, lengths in (
-            (
-                metric_names.QUEUE_REASON_DURATION,
-                keys.QUEUE_REASON,
-                stages.WAIT_REASON_NAMES,
-                plan.reasons,
-            ),
-            (
-                metric_names.QUEUE_HELD_DURATION,
-                keys.HELD_BY_KIND,
-                stages.HOLDING_KIND_NAMES,
-                plan.held,
-            ),
-        ):
+        waits = (plan.reasons, plan.held)
+        for (metric, label, words), lengths in zip(_QUEUE_METRICS, waits, strict=True):
             for code, values_us in lengths.items():
                 series = self._find_series(metric, plan.head, {label: words[code]})
                 self._add_values(series, tuple(values_us))
@@ -168,32 +156,27 @@ class RequestMetrics:
 
     def _find_columns(self, head: MeasurementHead) -> list[list[Series]]:
         """The series of each of a measurement's times; none for a TTFT that another server counts."""
+
+        def find(metric: str, own: Attributes | None = None) -> Series:
+            return self._find_series(metric, head, own or {})
+
         columns: list[list[Series]] = []
         if head.has_ttft:
-            columns.append(self._find_ttft_series(head) if head.is_outermost else [])
+            ttft = [find(metric_names.TTFT_DURATION)] if head.is_outermost else []
+            # The convention counts answers that began; an encoder's has no token.
+            if ttft and not head.error and not head.is_encoder:
+                ttft.append(find(metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN))
+            columns.append(ttft)
         for stage, instance in head.stages:
             # The spans' own attributes, so that metrics of either origin have the same labels.
             own = list_kind_attributes("stage", stage) | {keys.INSTANCE: instance}
-            columns.append([self._find_series(metric_names.STAGE_DURATION, head, own)])
+            columns.append([find(metric_names.STAGE_DURATION, own)])
         if head.end_error is not None:
             error: Attributes = {keys.ERROR_TYPE: head.end_error}
-            columns.append(
-                [self._find_series(metric_names.GEN_AI_SERVER_REQUEST_DURATION, head, error)]
-            )
+            columns.append([find(metric_names.GEN_AI_SERVER_REQUEST_DURATION, error)])
         if head.has_token_time:
-            columns.append(
-                [self._find_series(metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN, head, {})]
-            )
+            columns.append([find(metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN)])
         return columns
-
-    def _find_ttft_series(self, head: MeasurementHead) -> list[Series]:
-        series = [self._find_series(metric_names.TTFT_DURATION, head, {})]
-        # The convention counts answers that began; an encoder's has no token.
-        if not head.error and not head.is_encoder:
-            series.append(
-                self._find_series(metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN, head, {})
-            )
-        return series
 
     def _find_series(self, metric: str, head: MeasurementHead, own: Attributes) -> Series:
         """The series of a head and of labels of its `own`, which win."""
