@@ -133,6 +133,20 @@ def test_module_state(measured_folder: Path) -> None:
     assert names == {"count", "open_steps", "runs", "queue"}
 
 
+def test_docs_words(measured_folder: Path) -> None:
+    """Words of README, CONTRIBUTING and all pages below docs/ count, others do not."""
+    root = measured_folder.parent
+    (root / "docs" / "guides").mkdir(parents=True)
+    for page in ("README.md", "CONTRIBUTING.md", "docs/guides/start.md", "CHANGELOG.md"):
+        (root / page).write_text("three plain words\n", encoding="utf-8")
+    write_module(measured_folder, "files", "def read_file(): ...")
+
+    figures, places = style.measure_style()
+
+    assert figures["docs_words"] == 9
+    assert len(places["docs_words"]) == 3
+
+
 def write_violations(folder: Path, figure: str) -> None:
     """A tree of modules that is over the limit of `figure` and of no other."""
     limit = int(style.FIGURE_LIMITS[figure])
@@ -144,6 +158,8 @@ def write_violations(folder: Path, figure: str) -> None:
         write_module(folder, f"second_{number}", f"class Part{number}: ...\ndef read_file(): ...")
     if figure == "module_globals_in_hooks":
         write_module(folder.parent / style.STATELESS_FOLDER, "state", "running = {}")
+    if figure == "docs_words":
+        (folder.parent / "README.md").write_text("word " * (limit + 1), encoding="utf-8")
     if figure == "one_word_functions_percent":
         write_module(folder, "files", "def read(): ...\ndef write(): ...")
 
