@@ -18,8 +18,8 @@ from typing import Final
 import pytest
 from router import fake_instances, raw_http
 
+from ttft_otel.router.upstream.capabilities import parse_capabilities
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.metrics_parser import parse_capabilities
 
 ROUTER: Final = Path(__file__).parents[2] / "ttft_otel" / "router"
 QUERY_CLIENT: Final = "upstream/query_client.py"
@@ -252,6 +252,9 @@ async def test_another_key_asks_anew() -> None:
     """The control: what one client's key was answered is not given to another one's."""
     server = Asked(models=encode_answer(OWN_MODEL))
     async with run_router(server) as router:
+        # The probe of a new instance asks, too.
+        while not server.counts[MODELS]:
+            await asyncio.sleep(0.01)
         before = server.counts[MODELS]
         for key in "abc":
             await router.get_json(MODELS, authorization=f"Bearer {key}")

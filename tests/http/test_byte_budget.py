@@ -12,7 +12,7 @@ class Body:
     """A body of which only the bytes are known."""
 
     def __init__(self) -> None:
-        self.held_bytes = 0
+        self.counted_bytes = 0
 
 
 def test_the_largest_gives_way() -> None:
@@ -26,7 +26,7 @@ def test_the_largest_gives_way() -> None:
     assert budget.add_bytes(small, 15) == [old]
     arriving.remove(old)
     assert budget.add_bytes(small, 30) == [small]
-    assert (complete.held_bytes, young.held_bytes, budget.held_bytes) == (50, 20, 70)
+    assert (complete.counted_bytes, young.counted_bytes, budget.counted_bytes) == (50, 20, 70)
 
 
 def test_several_give_way() -> None:
@@ -39,7 +39,7 @@ def test_several_give_way() -> None:
     assert not budget.add_bytes(arriving[3], 10)
     assert budget.add_bytes(arriving[3], 19) == [arriving[0]]
     assert budget.add_bytes(arriving[3], 1000) == [arriving[3]]
-    assert budget.held_bytes == 50
+    assert budget.counted_bytes == 50
 
 
 def test_sums() -> None:
@@ -60,4 +60,8 @@ def test_sums() -> None:
         elif complete:
             budget.release(body := complete.pop(chance.randrange(len(complete))))
             budget.release(body)
-        assert budget.held_bytes == sum(each.held_bytes for each in (*arriving, *complete)) <= 1000
+        assert (
+            budget.counted_bytes
+            == sum(each.counted_bytes for each in (*arriving, *complete))
+            <= 1000
+        )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ttft_otel.router.listeners import Listeners
+from ttft_otel.router.upstream.instance_pool import Listeners
 
 
 def test_each_is_called_until_it_is_removed() -> None:

@@ -12,22 +12,23 @@ from typing import Generic, Protocol, TypeVar
 
 
 class SizedBody(Protocol):
-    """A body of which `held_bytes` are counted."""
+    """A body of which `counted_bytes` are counted."""
 
-    held_bytes: int
+    counted_bytes: int
 
 
 BodyType = TypeVar("BodyType", bound=SizedBody)
 
 
 class ByteBudget(Generic[BodyType]):
-    """The bytes of all bodies, `held_bytes`; used on one event loop.
+    """The bytes of all bodies, `counted_bytes`; used on one event loop.
 
     arriving: those that can give way, the oldest first; their owner adds and removes them.
     """
 
     def __init__(self, max_bytes: int, arriving: Iterable[BodyType]) -> None:
-        self.max_bytes, self.held_bytes = max_bytes, 0
+        self.max_bytes = max_bytes
+        self.counted_bytes = 0
         self._arriving = arriving
 
     def add_bytes(self, body: BodyType, number: int) -> list[BodyType]:
@@ -35,20 +36,20 @@ class ByteBudget(Generic[BodyType]):
 
         Their bytes are released; their owner ends them.
         """
-        body.held_bytes += number
-        self.held_bytes += number
+        body.counted_bytes += number
+        self.counted_bytes += number
         losers: list[BodyType] = []
         # Ends with `body` itself at the latest, which is one of the arriving ones.
-        while self.held_bytes > self.max_bytes and body not in losers:
+        while self.counted_bytes > self.max_bytes and body not in losers:
             largest = max(
-                self._arriving, key=lambda each: each.held_bytes
+                self._arriving, key=lambda each: each.counted_bytes
             )  # the first of equal ones
             self.release(largest)
             losers.append(largest)
         return losers
 
     def release(self, body: BodyType) -> None:
-        """The bytes of `body` are held no more. Idempotent."""
+        """The bytes of `body` are free again. Idempotent."""
         # By what the body counts, and then 0: a second release takes nothing away.
-        self.held_bytes -= body.held_bytes
-        body.held_bytes = 0
+        self.counted_bytes -= body.counted_bytes
+        body.counted_bytes = 0

@@ -67,7 +67,8 @@ class CircuitBreaker:
         # MAX_DOUBLINGS keeps the power small, however long an instance is away.
         doubled_s: float = first_period_s * 2**self._consecutive_openings
         period_s = min(doubled_s, MAX_OPEN_PERIOD_S)
-        self.state, self.is_trial_in_flight = "open", False
+        self.state = "open"
+        self.is_trial_in_flight = False
         self._consecutive_openings = min(self._consecutive_openings + 1, MAX_DOUBLINGS)
         self.opening_number += 1
         # Jitter, so that several routers do not try a recovering instance at the same time.
@@ -100,7 +101,8 @@ class CircuitBreaker:
     def close(self) -> bool:
         """Admit everything, because the instance responds; returns whether it was not closed."""
         was_closed = self.state == "closed"
-        self.state, self.is_trial_in_flight = "closed", False
+        self.state = "closed"
+        self.is_trial_in_flight = False
         return not was_closed
 
 

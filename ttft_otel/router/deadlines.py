@@ -7,20 +7,12 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from operator import methodcaller
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 _EARLY_S: Final = 0.001  # an event loop's timer may fire that much early
 
 
-class Waiter(Protocol):
-    """What waits for a client or an instance."""
-
-    def time_out(self) -> None:
-        """The time is over."""
-        ...
-
-
-WaiterType = TypeVar("WaiterType", bound=Waiter)
+WaiterType = TypeVar("WaiterType")
 
 
 class DeadlineQueue(Generic[WaiterType]):
@@ -31,9 +23,10 @@ class DeadlineQueue(Generic[WaiterType]):
     """
 
     def __init__(
-        self, timeout_s: float, end: Callable[[WaiterType], None] = methodcaller("time_out")
+        self, timeout_s: float, end: Callable[[Any], None] = methodcaller("time_out")
     ) -> None:
-        self.timeout_s, self._end = timeout_s, end
+        self.timeout_s = timeout_s
+        self._end = end
         # Dicts keep the order of insertion, and all wait equally long: the first one is due first.
         self._watched_since_s: dict[WaiterType, float] = {}  # the oldest first
         self._timer: asyncio.TimerHandle | None = None

@@ -41,14 +41,9 @@ class RequestRejected(RouterError):
         super().__init__(status, message)
         # A label of a counter: one of a few words, never empty and never the message.
         self.reason = reason or REASONS.get(status, OTHER_REASON)
-        self.error_type, self.parameter, self.retry_after_s = error_type, parameter, retry_after_s
-
-
-class BodyTooLarge(RequestRejected):
-    """The request body exceeds --max-body: 413."""
-
-    def __init__(self) -> None:
-        super().__init__(413, "The request body is too large.", reason="body")
+        self.error_type = error_type
+        self.parameter = parameter
+        self.retry_after_s = retry_after_s
 
 
 class SloUnreachable(RequestRejected):
@@ -56,7 +51,8 @@ class SloUnreachable(RequestRejected):
 
     def __init__(self, wait_s: float) -> None:
         # Retry-After has whole seconds (RFC 9110); 0 would mean at once.
-        self.wait_s, rounded_s = wait_s, max(1, math.ceil(wait_s))
+        self.wait_s = wait_s
+        rounded_s = max(1, math.ceil(wait_s))
         message = f"No instance can answer in time; try again in {rounded_s} s."
         super().__init__(429, message, "RateLimitError", retry_after_s=rounded_s, reason="slo")
 
@@ -70,20 +66,14 @@ class FirstByteTimeout(TimeoutError):
     """An instance did not begin its answer within --first-byte-timeout; the text is for the client."""
 
 
-class RouterFailed(RouterError):
-    """An unexpected error in the router: 500."""
-
-    def __init__(self) -> None:
-        super().__init__(500, "The router failed.")
-
-
 class UpstreamRefused(RouterError):
     """An encoder or prefill instance responded with an error, which the client gets unmodified."""
 
     def __init__(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         # Not for the client, which gets the instance's own body, as it would without a router.
         super().__init__(status, f"an instance answered {status}")
-        self.headers, self.body = headers, body
+        self.headers = headers
+        self.body = body
 
 
 class InvalidAnswer(ValueError):
@@ -136,4 +126,4 @@ class WatchExpired(Exception):
 
 
 class RingOverrun(Exception):
-    """A worker was too slow: what another one told was overwritten before it was read."""
+    """A worker was too slow: what another one wrote was overwritten before it was read."""

@@ -74,7 +74,7 @@ class Exchange(msgspec.Struct):
 
     @property
     def has_ttft(self) -> bool:
-        """Whether its TTFT is told; one that was only queued has none, unless it failed."""
+        """Whether its TTFT is reported; one that was only queued has none, unless it failed."""
         return bool(self.operation) and not self.is_queued_only
 
     @property
@@ -96,7 +96,8 @@ class Exchange(msgspec.Struct):
 
         asks_background: it has `background`, which /v1/responses answers before there is a token.
         """
-        self.model, self.wants_stream = model, wants_stream
+        self.model = model
+        self.wants_stream = wants_stream
         self.is_background = asks_background and not wants_stream and self.path == RESPONSES_PATH
         self.timeline.parsed_us = clock.now_us()
         self._advance(ExchangePhase.ROUTING)
@@ -119,7 +120,9 @@ class Exchange(msgspec.Struct):
 
     def record_answer(self, is_streaming: bool, error: str = "") -> None:
         """Record the start of an instance's response; `error` says why it has no first token."""
-        self.is_streaming, self.error, self.has_token = is_streaming, error, not error
+        self.is_streaming = is_streaming
+        self.error = error
+        self.has_token = not error
 
     def record_head(self, status: int) -> None:
         """Record that `status` and headers are sent. Raises RuntimeError if they were before."""

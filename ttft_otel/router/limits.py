@@ -24,7 +24,7 @@ def declare_limit(default: float, text: str, answer: str, minimum: float = 1) ->
 class RouterLimits:
     """The values of all limits, one field per flag, named after it."""
 
-    # Of clients: control/http_protocol.py and proxy/client_request.py.
+    # Of clients: control/client_connection.py and proxy/client_request.py.
     max_connections: int = declare_limit(
         10_000,
         "Open connections of clients; fewer if the limit of file descriptors demands it.",
@@ -46,7 +46,7 @@ class RouterLimits:
     body_timeout: float = declare_limit(
         60.0, "Seconds for a request body to arrive.", "408", minimum=0.1
     )
-    # Sixteen bodies of the largest size; each is held until the instance that answers the client does.
+    # Sixteen bodies of the largest size; each stays until the instance that answers the client does.
     max_bodies: int = declare_limit(
         1_073_741_824,
         "Bytes of all request bodies together that the router holds.",

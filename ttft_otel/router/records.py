@@ -50,7 +50,8 @@ def encode_known_parts(
 
 def build_record(exchange: Exchange, breakdown: Breakdown | None, ended_us: int = 0) -> Record:
     """Build a Record of the known parts: `breakdown` gives the TTFT, `ended_us` the server span."""
-    context, arrived_us = exchange.trace_context, exchange.timeline.arrived_us
+    context = exchange.trace_context
+    arrived_us = exchange.timeline.arrived_us
     return Record(
         RECORD_VERSION,
         context.trace_id,
@@ -83,7 +84,8 @@ def _build_identity(exchange: Exchange) -> Attributes:
 
 
 def _build_ttft(exchange: Exchange, breakdown: Breakdown) -> Ttft:
-    servers, start = _map_servers(exchange.timeline), breakdown.start
+    servers = _map_servers(exchange.timeline)
+    start = breakdown.start
     decisions = _describe_decisions(exchange.timeline)
     return Ttft(
         span_id=new_span_id(),
@@ -151,7 +153,8 @@ def _describe_decision(attempt: Attempt, decision: Decision) -> Attributes:
     unit = (
         1 if decision.predicted_ttft_s is None else 1e6
     )  # seconds become microseconds: no doubles
-    scores, cached_tokens = decision.candidate_scores, decision.candidate_cached_tokens
+    scores = decision.candidate_scores
+    cached_tokens = decision.candidate_cached_tokens
     best_positions = sorted(range(len(scores)), key=scores.__getitem__)[:MAX_REPORTED_CANDIDATES]
     candidates = attempt.candidates
     attributes: Attributes = {
@@ -177,7 +180,8 @@ def _describe_decision(attempt: Attempt, decision: Decision) -> Attributes:
 
 def _build_handover(exchange: Exchange) -> Handover | None:
     """The wait between P's token and D's next one; None without one, or if it has no end."""
-    timeline, arrived_us = exchange.handover_timeline, exchange.timeline.arrived_us
+    timeline = exchange.handover_timeline
+    arrived_us = exchange.timeline.arrived_us
     if timeline is None or not timeline.ended_us:
         return None
     return Handover(

@@ -22,7 +22,7 @@ CANCELLED: Final = keys.ERROR_CANCELLED
 
 
 class AttemptObserver(Protocol):
-    """Is told of an attempt's first byte; the instance pool."""
+    """Is called at an attempt's first byte; the instance pool."""
 
     def record_begun(self, attempt: Attempt) -> None:
         """The answer to `attempt` has begun."""
@@ -30,7 +30,7 @@ class AttemptObserver(Protocol):
 
 
 class AttemptListener(Protocol):
-    """Is told of every attempt; workers/own_loads.py tells the other workers."""
+    """Is called at every attempt; workers/own_loads.py passes it on to the other workers."""
 
     def record_sent(self, attempt: Attempt) -> None:
         """A request goes to its instance now."""
@@ -78,7 +78,8 @@ class Attempt(msgspec.Struct, eq=False):
 
     def record_sent(self, is_new_connection: bool) -> None:
         """Record that its connection is requested, or that it is sent on an open one."""
-        self.sent_us, self.is_new_connection = clock.now_us(), is_new_connection
+        self.sent_us = clock.now_us()
+        self.is_new_connection = is_new_connection
 
     def begin_wait(self, task: asyncio.Task[Any] | None) -> None:
         """From now on `task` waits for its first byte."""
@@ -120,7 +121,8 @@ class Attempt(msgspec.Struct, eq=False):
 
     def record_server_timing(self, header: str) -> None:
         """Record what the instance said in Server-Timing, "" for nothing."""
-        self.timing_header, self.server_timing = header, UNSET
+        self.timing_header = header
+        self.server_timing = UNSET
 
     def read_server_timing(self) -> ServerTiming | None:
         """The header, parsed at the first call; None for none that is ours."""
@@ -130,7 +132,8 @@ class Attempt(msgspec.Struct, eq=False):
 
     def record_failure(self, error: str, is_instance_failure: bool = True) -> None:
         """Record that the response broke off; `error` is the exception class."""
-        self.error, self.is_instance_failure = error, is_instance_failure
+        self.error = error
+        self.is_instance_failure = is_instance_failure
 
     def record_ended(self) -> None:
         """Record that no more of it is read. Idempotent: the first call counts."""
@@ -141,11 +144,13 @@ class Attempt(msgspec.Struct, eq=False):
         """Mark it cancelled: the client disconnected, or another call of the request failed."""
         # After its end only what follows is cancelled, and the result of the attempt stays.
         if not self.ended_us:
-            self.error, self.ended_us = CANCELLED, clock.now_us()
+            self.error = CANCELLED
+            self.ended_us = clock.now_us()
 
     def record_lost(self, error: str = "") -> None:
         """Record that it failed and its response is not used; `error` "" keeps that of its status."""
-        self.is_lost, self.ended_us = True, clock.now_us()
+        self.is_lost = True
+        self.ended_us = clock.now_us()
         if error:
             self.error = error
 

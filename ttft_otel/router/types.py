@@ -172,7 +172,7 @@ class AttemptLoad(Protocol):
     """One attempt's entry in what its leg's policy decides by; routing.load_entry.LoadEntry.
 
     requested_timing: the policy, and nobody else, asked the server for its breakdown.
-    awaits_delta: the first chunks held no token, so that more of them have to be read.
+    awaits_delta: the first chunks had no token, so that more of them have to be read.
     predicted_ttft_s, prediction_error_s: seconds; None where nothing was predicted or measured.
     """
 

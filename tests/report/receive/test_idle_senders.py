@@ -149,9 +149,9 @@ def test_budget() -> None:
                 budget.extend_body(old, b"o")
             with pytest.raises(StoreUnavailableError):  # the largest is the one that wants to grow
                 budget.extend_body(small, b"s" * 30)
-            assert budget.held_bytes == 70
+            assert budget.counted_bytes == 70
         assert bytes(young.data) == b"y" * 20
-    assert budget.held_bytes == 0
+    assert budget.counted_bytes == 0
 
 
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/tra"])

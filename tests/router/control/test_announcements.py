@@ -15,7 +15,7 @@ from router.registration_site import REGISTER_TOKEN
 from ttft_otel.commands.router import router_options
 from ttft_otel.commands.router.command import build_router, command
 from ttft_otel.router.control import admin
-from ttft_otel.router.control.registration_rules import REGISTRABLE_ROLES
+from ttft_otel.router.control.registrations import REGISTRABLE_ROLES
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.upstream_client import UpstreamClient

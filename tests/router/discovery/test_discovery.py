@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 
 import pytest
 
-from ttft_otel.router.discovery.discovery import Discovery, end_tasks
-from ttft_otel.router.discovery.findings import Findings
+from ttft_otel.router.discovery.discovery import Discovery, Findings, end_tasks
 from ttft_otel.router.discovery.source_address import SourceAddress, parse_source_address
 from ttft_otel.router.errors import RequestRejected, SourceUnreachable
 

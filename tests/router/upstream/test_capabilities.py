@@ -10,8 +10,11 @@ import pytest
 from router import fake_instances, fake_pair
 from ttft_otel.router import types
 from ttft_otel.router.upstream import capabilities
-from ttft_otel.router.upstream.capabilities import CapabilityCache
-from ttft_otel.router.upstream.metrics_parser import InstanceCapabilities, parse_capabilities
+from ttft_otel.router.upstream.capabilities import (
+    CapabilityCache,
+    InstanceCapabilities,
+    parse_capabilities,
+)
 
 METRICS_PAGE = b"""# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
 # TYPE vllm:cache_config_info gauge

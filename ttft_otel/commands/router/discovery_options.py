@@ -9,8 +9,7 @@ from typing import Final
 import click
 
 from ttft_otel.commands.command_options import Command, OptionDeclarer, add_options
-from ttft_otel.router.discovery.discovery import Discovery, InstanceRoster
-from ttft_otel.router.discovery.findings import InstanceSource
+from ttft_otel.router.discovery.discovery import Discovery, InstanceRegistry, InstanceSource
 from ttft_otel.router.discovery.source_address import (
     DNS_SCHEME,
     SourceAddress,
@@ -56,7 +55,7 @@ def check_sources(_: click.Context, __: click.Parameter, texts: tuple[str, ...])
 
 
 def build_discovery(
-    texts: Sequence[str], interval_s: float, api_url: str, roster: InstanceRoster
+    texts: Sequence[str], interval_s: float, api_url: str, roster: InstanceRegistry
 ) -> Discovery:
     """Build the discovery of all sources. Raises UsageError for k8s:// outside a cluster."""
     addresses = [parse_source_address(each) for each in dict.fromkeys(texts)]

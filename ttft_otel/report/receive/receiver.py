@@ -48,14 +48,14 @@ RETRY_AFTER_S: Final = "2"  # header value
 
 
 class ArrivingBody:
-    """One body, of which `data` has arrived. ByteBudget counts its `held_bytes` until they are released."""
+    """One body, of which `data` has arrived; ByteBudget's `counted_bytes` until they are released."""
 
-    __slots__ = ("data", "has_given_way", "held_bytes")
+    __slots__ = ("data", "has_given_way", "counted_bytes")
 
     def __init__(self) -> None:
         self.data = bytearray()
         self.has_given_way = False
-        self.held_bytes = 0
+        self.counted_bytes = 0
 
 
 class BodyBudget:
@@ -67,9 +67,9 @@ class BodyBudget:
         self._bytes: ByteBudget[ArrivingBody] = ByteBudget(max_bytes, self._arriving)
 
     @property
-    def held_bytes(self) -> int:
+    def counted_bytes(self) -> int:
         """Bytes of all bodies together."""
-        return self._bytes.held_bytes
+        return self._bytes.counted_bytes
 
     @contextmanager
     def open_body(self) -> Iterator[ArrivingBody]:

@@ -65,8 +65,11 @@ class AdminApi:
         # Orders decide where requests go: no port that others reach may be without a token.
         if not (token or is_loopback_only):
             raise ValueError("an admin port that other machines reach needs a token")
-        self.upstream, self.routing, self.token = upstream, routing, token
-        self.announcements, self.is_loopback_only = announcements, is_loopback_only
+        self.upstream = upstream
+        self.routing = routing
+        self.token = token
+        self.announcements = announcements
+        self.is_loopback_only = is_loopback_only
 
     async def list_instances(self, _: web.Request) -> web.Response:
         """Answer GET: every instance with its state and what routing knows of it."""
@@ -75,7 +78,7 @@ class AdminApi:
         policies = {"leg": routing.prefilling_leg, "logic": routing.prefill_policy.policy_name}
         if self.upstream.pool.get(stages.ENCODE):
             policies["encoders"] = routing.get_leg_policy(stages.ENCODE).policy_name
-        roster: dict[str, Any] = {}
+        listed: dict[str, Any] = {}
         instances = [
             _describe_instance(instance) | described.get(instance.leg, {}).get(instance.url, {})
             for instance in self.upstream.pool
@@ -83,10 +86,10 @@ class AdminApi:
         if self.announcements is not None:
             registrations = self.announcements.registrations
             # In the form of vLLM's proxy, whose clients read it, beside what is our own.
-            roster = registrations.describe_roster()
+            listed = registrations.describe_registered()
             for instance, described_instance in zip(self.upstream.pool, instances, strict=True):
                 described_instance["registered"] = instance in registrations
-        return web.json_response({"routing": policies, "instances": instances, **roster})
+        return web.json_response({"routing": policies, "instances": instances, **listed})
 
     async def change_instances(self, request: web.Request) -> web.Response:
         """Answer POST: add, drain, remove (operators) or register an instance. Raises RequestRejected."""

@@ -51,7 +51,8 @@ class Announcements:
             raise ValueError(
                 "registration needs a token: registered instances receive clients' requests"
             )
-        self.registrations, self.token = registrations, token.encode()
+        self.registrations = registrations
+        self.token = token.encode()
 
     def is_authorized(self, request: web.Request) -> bool:
         """Whether `request` has the token: X-API-Key, bearer, or password of basic authentication."""

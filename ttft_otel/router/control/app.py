@@ -50,7 +50,9 @@ class RouterApp:
     def __init__(
         self, endpoint: ProxyEndpoint, control_plane: FastAPI, metrics: RouterMetrics
     ) -> None:
-        self.endpoint, self.control_plane, self.metrics = endpoint, control_plane, metrics
+        self.endpoint = endpoint
+        self.control_plane = control_plane
+        self.metrics = metrics
         self.admission = endpoint.admission
         self.registrations: Registrations | None = None  # where instances may register
         self.cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the router
@@ -167,7 +169,7 @@ def _add_health_routes(app: FastAPI, endpoint: ProxyEndpoint, discovery: Discove
     @app.get("/health")
     @app.get("/readyz")
     async def get_readiness() -> JSONResponse:
-        """Ready when each leg has an instance that is not failed, until the router is told to stop."""
+        """Ready when each leg has an instance that is not failed, until the router is to stop."""
         upstream = endpoint.upstream
         if not endpoint.admission.is_draining:
             await upstream.health_monitor.wait_probed()
@@ -188,7 +190,8 @@ def _add_health_routes(app: FastAPI, endpoint: ProxyEndpoint, discovery: Discove
             body["discovery"] = discovery.describe_sources()
         # Said while requests still pass: balancers have --drain-delay to notice.
         if endpoint.admission.is_draining:
-            is_ready, body["status"] = False, "draining"
+            is_ready = False
+            body["status"] = "draining"
         return JSONResponse(body, 200 if is_ready else 503)
 
 

@@ -24,7 +24,7 @@ from ttft_otel.http.bounded_connection import (
     HeadRefused,
 )
 from ttft_otel.router import lost_hosts
-from ttft_otel.router.deadlines import DeadlineQueue, Waiter
+from ttft_otel.router.deadlines import DeadlineQueue
 from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.exchange import AnswerReader
 from ttft_otel.router.limits import RouterLimits
@@ -33,7 +33,7 @@ from ttft_otel.router.proxy.error_responses import render_error
 
 IDLE_S: Final = 5.0  # seconds for which a connection stays open after an answer, as uvicorn's do
 MAX_LINGER_S: Final = 30.0  # seconds for which bytes after a refusal are read and thrown away
-# By status of a refused head: the reason that is counted, and the type of error that clients are told.
+# By status of a refused head: the reason that is counted, and the type of error in the answer.
 _REFUSALS: Final = {
     400: ("http", "BadRequestError"),
     414: ("target", "BadRequestError"),
@@ -59,17 +59,17 @@ class ClientConnections:
         )
         self.refusal_counts = refusal_counts
         self.max_connections = max_connections
-        # Some sockets more, so that the first ones beyond the limit can be told why.
+        # Some sockets more, so that the first ones beyond the limit can be answered why.
         self.max_open_sockets = max_connections + max(1, max_connections // 8)
-        self.awaited_heads: DeadlineQueue[Waiter] = DeadlineQueue(limits.head_timeout)
+        self.awaited_heads: DeadlineQueue[ClientConnection] = DeadlineQueue(limits.head_timeout)
         # Time for a client to read its refusal while it still sends a body.
-        self.lingering: DeadlineQueue[Waiter] = DeadlineQueue(MAX_LINGER_S)
-        self.idle_clients: DeadlineQueue[Waiter] = DeadlineQueue(
+        self.lingering: DeadlineQueue[ClientConnection] = DeadlineQueue(MAX_LINGER_S)
+        self.idle_clients: DeadlineQueue[ClientConnection] = DeadlineQueue(
             IDLE_S,
             methodcaller("timeout_keep_alive_handler"),  # uvicorn's, of HttpToolsProtocol
         )
 
-    def forget(self, connection: Waiter) -> None:
+    def forget(self, connection: ClientConnection) -> None:
         """The connection is lost: nothing is waited for."""
         for queue in (self.awaited_heads, self.lingering, self.idle_clients):
             queue.forget(connection)

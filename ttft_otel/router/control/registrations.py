@@ -9,24 +9,68 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import urlsplit
 
-from ttft_otel.model.stages import DECODE, PREFILL, PREFILL_DECODE
+from ttft_otel.model.stages import DECODE, ENCODE, PREFILL, PREFILL_DECODE
 from ttft_otel.router import types
-from ttft_otel.router.control.registration_rules import (
-    PAIR_ROLES,
-    REGISTRABLE_ROLES,
-    check_topology,
-    check_url,
-)
 from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.instance_pool import describe_instance
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import clock
+
+REGISTRABLE_ROLES: Final = (
+    ENCODE,
+    PREFILL,
+    DECODE,
+    PREFILL_DECODE,
+)  # a role is also the name of its leg
+PAIR_ROLES: Final = (PREFILL, DECODE)
+MAX_URL_CHARS: Final = 2048  # characters
+_VISIBLE_PATTERN: Final = re.compile(
+    r"[!-~]+"
+)  # visible ASCII; line breaks, for instance, could forge log lines
+
+
+def check_url(url: str) -> str:
+    """Return `url` without a trailing slash. Raises RequestRejected unless http(s)://HOST:PORT[/PREFIX]."""
+    try:
+        if len(url) > MAX_URL_CHARS or not _VISIBLE_PATTERN.fullmatch(url):
+            raise ValueError
+        parts = urlsplit(url)
+        # A user's name would be shown to all who list instances; a fragment is never sent.
+        if not parts.port or "@" in parts.netloc or parts.fragment:
+            raise ValueError
+        return types.parse_instance_url(url, "").url
+    except ValueError as error:
+        message = f"{url[:200]!r} is not an instance's URL; write it like http://10.0.0.7:8001"
+        raise RequestRejected(400, message) from error
+
+
+def check_topology(
+    role: str, other_roles: Collection[str], configured_urls: Mapping[str, Collection[str]]
+) -> None:
+    """Raise RequestRejected for a `role` that cannot be mixed with registered or configured ones.
+
+    other_roles: of the other registered instances. configured_urls: by leg.
+    """
+    backends = PREFILL_DECODE in other_roles or bool(
+        configured_urls.get(PREFILL_DECODE) and role == PREFILL
+    )
+    pairs = any(each in other_roles or configured_urls.get(each) for each in PAIR_ROLES)
+    if (role in PAIR_ROLES and backends) or (role == PREFILL_DECODE and pairs):
+        conflicting_roles = PREFILL_DECODE if role in PAIR_ROLES else " and ".join(PAIR_ROLES)
+        raise RequestRejected(
+            409,
+            f"This router has {conflicting_roles} instances, with which a {role} instance "
+            "cannot be mixed; deregister them first.",
+        )
+
 
 MAX_REGISTERED_INSTANCES: Final = 256  # each costs a task and a probe every --health-interval
 FORGET_AFTER_S: Final = 900.0  # seconds in the state failed; vLLM's default of --evicted-ttl
@@ -60,7 +104,9 @@ class Registrations:
         configured: Mapping[str, Sequence[Instance]],
         forget_after_s: float = FORGET_AFTER_S,
     ) -> None:
-        self.upstream, self.pool, self.forget_after_s = upstream, upstream.pool, forget_after_s
+        self.upstream = upstream
+        self.pool = upstream.pool
+        self.forget_after_s = forget_after_s
         self.result_counts: Counter[str] = Counter(dict.fromkeys(REGISTRATION_RESULTS, 0))
         self._configured_urls = {
             leg: {each.url for each in each_leg} for leg, each_leg in configured.items()
@@ -200,17 +246,17 @@ class Registrations:
             if self.forget_after_s and now_us - since_us >= self.forget_after_s * 1_000_000:
                 self._forget_instance(url, registration)
 
-    def describe_roster(self) -> dict[str, dict[str, list[str]]]:
+    def describe_registered(self) -> dict[str, dict[str, list[str]]]:
         """URLs by role and by "live" or "evicted", as in GET /instances of vLLM's proxy."""
-        roster: dict[str, dict[str, list[str]]] = {
+        listed: dict[str, dict[str, list[str]]] = {
             role: {"live": [], "evicted": []} for role in REGISTRABLE_ROLES
         }
         for each in self.pool:
             role = self._registered[each.url].role if each in self else each.leg
             words = {"healthy": "live", "failed": "evicted"}
             if each.state in words:
-                roster[role][words[each.state]].append(each.url)
-        return roster
+                listed[role][words[each.state]].append(each.url)
+        return listed
 
     def _place_instance(self, role: str, url: str) -> bool:
         """Add the instance to its leg and register it; returns whether either was new."""
@@ -247,10 +293,8 @@ class Registrations:
                 continue
             # An instance belongs to one leg for good; what is known of it goes along.
             registration.instance = types.parse_instance_url(url, DECODE)
-            registration.instance.state, registration.instance.was_probed = (
-                backend.state,
-                backend.was_probed,
-            )
+            registration.instance.state = backend.state
+            registration.instance.was_probed = backend.was_probed
             registration.instance.models = backend.models
             registration.instance.record_model_cards(backend.model_cards)
             if backend in set(self.pool):

@@ -44,7 +44,8 @@ class RouterMetrics(Collector):
         discovery: Discovery | None = None,
     ) -> None:
         self.discovery = discovery
-        self.endpoint, self.handoff_counts = endpoint, handoff_counts
+        self.endpoint = endpoint
+        self.handoff_counts = handoff_counts
         self.reloads = {"ok": 0, "failed": 0}
         self.registration_counts: Mapping[str, int] = {}
         self.merge_workers: MetricsMerger | None = None  # with --workers
@@ -92,8 +93,10 @@ class RouterMetrics(Collector):
         yield meter.make_lost_metric(metric_names.LOST, counts)
 
     def _collect_requests(self) -> Iterator[Metric]:
-        upstream, admission = self.endpoint.upstream, self.endpoint.admission
-        ended_help, retries_help = "Requests that ended.", "Attempts after a failed one."
+        upstream = self.endpoint.upstream
+        admission = self.endpoint.admission
+        ended_help = "Requests that ended."
+        retries_help = "Attempts after a failed one."
         yield build_counter(
             metric_names.ROUTER_REQUESTS, ended_help, "result", self.endpoint.response_counts
         )

@@ -59,7 +59,8 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, app: RouterApp, plan: ServerPlan) -> None:
         super().__init__(build_uvicorn_config(app, plan.host, plan.port))
-        self.admission, self.plan = app.admission, plan
+        self.admission = app.admission
+        self.plan = plan
         self.stop_requested_s = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

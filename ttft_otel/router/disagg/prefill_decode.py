@@ -23,9 +23,8 @@ from ttft_otel.router.errors import UpstreamRefused
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import MODE_CONTINUE, MODE_OFF, MODE_STRIP, HeaderList
 from ttft_otel.router.upstream import http_headers
-from ttft_otel.router.upstream.capabilities import CapabilityCache
+from ttft_otel.router.upstream.capabilities import CapabilityCache, InstanceCapabilities
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
-from ttft_otel.router.upstream.metrics_parser import InstanceCapabilities
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 
 # First vLLM release that accepts token ids as the prompt of a chat.

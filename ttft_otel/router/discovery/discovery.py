@@ -10,13 +10,46 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from ttft_otel.router.discovery.findings import Findings, InstanceSource
+from ttft_otel.router.discovery.source_address import SourceAddress
 from ttft_otel.router.errors import RequestRejected, SourceUnreachable
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """All instances that a source names now.
+
+    roles_by_url: role by URL. problem: what a person should know, though the source answered: that it
+    names nothing, or which part of it cannot be used; "" for nothing.
+    """
+
+    roles_by_url: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+
+class InstanceSource(Protocol):
+    """Somebody who knows which instances there are."""
+
+    address: SourceAddress
+
+    # No `async def`: calling the function of an async generator returns it without await.
+    def watch_findings(self) -> AsyncGenerator[Findings, None]:
+        """Give what is there, then what is there after each change, for ever.
+
+        Raises SourceUnreachable when it cannot be asked; the generator is then made anew.
+        """
+        ...
+
+
+def write_url(host: str, port: int | str) -> str:
+    """The URL of an instance at an address, which may be IPv6."""
+    # Brackets tell the colons of IPv6 from that of the port (RFC 3986 section 3.2.2).
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
 
 MAX_RETRY_PAUSE_S: Final = 30.0  # seconds between two attempts to reach a source
 CANCEL_AGAIN_S: Final = 0.2  # seconds until a task that goes on is cancelled once more
@@ -24,7 +57,7 @@ CANCEL_AGAIN_S: Final = 0.2  # seconds until a task that goes on is cancelled on
 log: Final = logging.getLogger("ttft_otel")
 
 
-class InstanceRoster(Protocol):
+class InstanceRegistry(Protocol):
     """Who takes instances in and out: control/registrations.py."""
 
     def has_url(self, url: str) -> bool:
@@ -59,10 +92,11 @@ class Discovery:
     """All sources of a router. retry_pause_s: seconds after the first failure; doubled after each."""
 
     def __init__(
-        self, sources: Sequence[InstanceSource], roster: InstanceRoster, retry_pause_s: float
+        self, sources: Sequence[InstanceSource], registry: InstanceRegistry, retry_pause_s: float
     ) -> None:
         self.watched = [WatchedSource(each) for each in sources]
-        self.roster, self.retry_pause_s = roster, retry_pause_s
+        self.registry = registry
+        self.retry_pause_s = retry_pause_s
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
@@ -112,9 +146,9 @@ class Discovery:
         # New ones first: where a rollout replaces all of them at once, there is never none.
         for url, role in findings.roles_by_url.items():
             # Perhaps forgotten as unreachable, though its source still names it.
-            if watched.roles_by_url.get(url) != role or not self.roster.has_url(url):
+            if watched.roles_by_url.get(url) != role or not self.registry.has_url(url):
                 try:
-                    self.roster.register_instance(role, url)
+                    self.registry.register_instance(role, url)
                 except RequestRejected as error:
                     refused[url] = str(error)
         before = watched.roles_by_url
@@ -125,7 +159,7 @@ class Discovery:
         # Two sources may name the same instance.
         named = {url for each in self.watched for url in each.roles_by_url}
         for url in before.keys() - named:
-            self.roster.deregister_instance(url)
+            self.registry.deregister_instance(url)
         refusal = next((f"{url} was refused: {text}" for url, text in refused.items()), "")
         self._note_problem(watched, refusal or findings.problem)
 

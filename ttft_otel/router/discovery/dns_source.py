@@ -18,7 +18,7 @@ import dns.rdatatype
 import dns.resolver
 
 from ttft_otel.model.stages import PREFILL_DECODE
-from ttft_otel.router.discovery.findings import Findings, write_url
+from ttft_otel.router.discovery.discovery import Findings, write_url
 from ttft_otel.router.discovery.source_address import SourceAddress
 from ttft_otel.router.errors import SourceUnreachable
 
@@ -32,7 +32,8 @@ class DnsSource:
     """One name. interval_s: seconds between two questions."""
 
     def __init__(self, address: SourceAddress, interval_s: float) -> None:
-        self.address, self.interval_s = address, interval_s
+        self.address = address
+        self.interval_s = interval_s
         # Made with the first question: without a configuration it raises, and is tried again.
         self._resolver: dns.asyncresolver.Resolver | None = None
 
@@ -99,5 +100,6 @@ def build_resolver(nameserver: str) -> dns.asyncresolver.Resolver:
         return dns.asyncresolver.Resolver()
     host, _, port = nameserver.rpartition(":")
     resolver = dns.asyncresolver.Resolver(configure=False)
-    resolver.nameservers, resolver.port = [host.strip("[]")], int(port)
+    resolver.nameservers = [host.strip("[]")]
+    resolver.port = int(port)
     return resolver

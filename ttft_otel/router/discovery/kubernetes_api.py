@@ -82,7 +82,9 @@ class KubernetesApi:
     def __init__(
         self, access: ClusterAccess, namespace: str, selector: str, watch_s: int = WATCH_S
     ) -> None:
-        self.access, self.selector, self.watch_s = access, selector, watch_s
+        self.access = access
+        self.selector = selector
+        self.watch_s = watch_s
         self._url = (
             f"{access.url}/apis/discovery.k8s.io/v1/namespaces/{quote(namespace)}/endpointslices"
         )
@@ -137,7 +139,8 @@ class KubernetesApi:
             async for line in split_lines(answer, self.watch_s + SILENCE_S):
                 try:
                     event = msgspec.json.decode(line)
-                    body, kind = event["object"], event["type"]
+                    body = event["object"]
+                    kind = event["type"]
                 except (*JSON_ERRORS, KeyError, TypeError) as error:
                     raise SourceUnreachable(f"its event cannot be read: {error!r}") from error
                 # Status 200 was sent when the watch began, so an error is an event: mostly 410.

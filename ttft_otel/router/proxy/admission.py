@@ -36,8 +36,10 @@ class AdmissionGate:
     def __init__(
         self, upstream: UpstreamClient, client_keys: Sequence[str] = (), upstream_key: str = ""
     ) -> None:
-        self.upstream, self.is_shut, self.requests_under_way = upstream, False, 0
-        self.is_draining = False  # told to stop: /readyz responds 503
+        self.upstream = upstream
+        self.is_shut = False
+        self.requests_under_way = 0
+        self.is_draining = False  # the router is to stop: /readyz responds 503
         self.upstream_authorization = build_authorization(upstream_key)
         self.refusal_counts: Counter[str] = Counter()
         self._refreshed_us = 0

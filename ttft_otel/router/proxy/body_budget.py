@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ttft_otel.http.byte_budget import ByteBudget
 from ttft_otel.router.deadlines import DeadlineQueue
-from ttft_otel.router.errors import BodyTooLarge, RequestRejected
+from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.limits import RouterLimits
 
 RETRY_AFTER_S: Final = 1
@@ -21,10 +21,11 @@ class ClientBody:
     unless that was done here.
     """
 
-    __slots__ = ("data", "error", "held_bytes", "_reader")
+    __slots__ = ("data", "error", "counted_bytes", "_reader")
 
     def __init__(self, reader: asyncio.Task[Any] | None) -> None:
-        self.data, self.held_bytes = b"", 0
+        self.data = b""
+        self.counted_bytes = 0
         self.error: RequestRejected | None = None
         self._reader = reader
 
@@ -58,9 +59,9 @@ class BodyBudget:
         self._bytes: ByteBudget[ClientBody] = ByteBudget(limits.max_bodies, self._arriving)
 
     @property
-    def held_bytes(self) -> int:
+    def counted_bytes(self) -> int:
         """Bytes of all bodies together."""
-        return self._bytes.held_bytes
+        return self._bytes.counted_bytes
 
     def begin_body(self, reader: asyncio.Task[Any] | None) -> ClientBody:
         """A body is expected, by the task `reader`."""
@@ -71,8 +72,8 @@ class BodyBudget:
     def add_bytes(self, body: ClientBody, number: int) -> None:
         """Count bytes that arrived. Raises RequestRejected if `body` is refused for them."""
         # The limit of one body first: a body that is too large must not push out others.
-        if body.held_bytes + number > self.limits.max_body:
-            raise BodyTooLarge
+        if body.counted_bytes + number > self.limits.max_body:
+            raise build_too_large_error()
         for each in self._bytes.add_bytes(body, number):
             error = RequestRejected(
                 503,
@@ -81,17 +82,22 @@ class BodyBudget:
                 retry_after_s=RETRY_AFTER_S,
                 reason="bodies",
             )
-            # The caller is told by an exception; readers of others wait, and are cancelled.
+            # The caller gets an exception; readers of others wait, and are cancelled.
             if each is body:
                 raise error
             self.end_reading(each)
             each.refuse(error)
 
     def end_reading(self, body: ClientBody) -> None:
-        """Nothing more of `body` will arrive; its bytes are held until it is released. Idempotent."""
+        """Nothing more of `body` will arrive; its bytes count until it is released. Idempotent."""
         self._arriving.forget(body)
 
     def release_body(self, body: ClientBody) -> None:
         """No instance gets it any more, or its request is over. Idempotent."""
         self._bytes.release(body)
         body.error = None  # its frames hold the body
+
+
+def build_too_large_error() -> RequestRejected:
+    """A body that exceeds --max-body."""
+    return RequestRejected(413, "The request body is too large.", reason="body")

@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-from ttft_otel.router import errors
 from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange, ExchangePhase
-from ttft_otel.router.proxy.body_budget import BodyBudget, ClientBody
+from ttft_otel.router.proxy.body_budget import BodyBudget, ClientBody, build_too_large_error
 from ttft_otel.router.proxy.client_stream import AnswerOutput
 from ttft_otel.router.types import AsgiReceive
 from ttft_otel.router.upstream import http_headers
@@ -32,7 +31,7 @@ async def read_body(
     try:
         # What is announced is refused before it is read; a chunked body announces nothing.
         if content_length.isdigit() and int(content_length) > budget.limits.max_body:
-            raise errors.BodyTooLarge
+            raise build_too_large_error()
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -44,7 +43,7 @@ async def read_body(
             if not message.get("more_body", False):
                 if len(chunks) == 1:
                     client_body.data = chunks[0]
-                elif client_body.held_bytes > MAX_JOINED_BYTES:
+                elif client_body.counted_bytes > MAX_JOINED_BYTES:
                     # in a thread, which lets go of the interpreter while it copies
                     client_body.data = await asyncio.to_thread(b"".join, chunks)
                 else:
@@ -75,7 +74,9 @@ class DisconnectWatch:
         receive: AsgiReceive,
         output: AnswerOutput | None,
     ) -> None:
-        self._exchange, self._task, self._output = exchange, task, output
+        self._exchange = exchange
+        self._task = task
+        self._output = output
         self._watcher: asyncio.Task[None] | None = None
         if output is not None:
             output.begin_watch(self._cancel_request)

@@ -69,8 +69,11 @@ class ClientStream:
         reporter: ExchangeReporter | None,
         output: AnswerOutput | None = None,
     ) -> None:
-        self._output, self._has_length = output, False
-        self.exchange, self.send, self.wants_timing = exchange, send, wants_timing
+        self._output = output
+        self._has_length = False
+        self.exchange = exchange
+        self.send = send
+        self.wants_timing = wants_timing
         self._reporter = reporter
 
     async def send_first_chunk(

@@ -25,7 +25,7 @@ from ttft_otel.router.disagg.ec_params import TransferParams
 from ttft_otel.router.disagg.encode_once import RecomputedMediaLog, omit_media
 from ttft_otel.router.disagg.encoders import add_ec_params, select_critical_attempts
 from ttft_otel.router.disagg.prefill_decode import PrefillDecodeFlow
-from ttft_otel.router.errors import RequestRejected, RouterError, RouterFailed, SloUnreachable
+from ttft_otel.router.errors import RequestRejected, RouterError, SloUnreachable
 from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy import error_responses
@@ -65,9 +65,12 @@ class ProxyEndpoint:
         admission: AdmissionGate | None = None,
         encode_once: bool = False,
     ) -> None:
-        self.upstream, self.routing, self.settings = upstream, routing, settings
+        self.upstream = upstream
+        self.routing = routing
+        self.settings = settings
         self.limits = limits or RouterLimits()
-        self.body_budget, self.body_parser = BodyBudget(self.limits), BodyParser()
+        self.body_budget = BodyBudget(self.limits)
+        self.body_parser = BodyParser()
         self.admission = admission or AdmissionGate(upstream)
         self.response_counts: Counter[str] = Counter()  # by class of status
         self.send_record = send_record
@@ -76,7 +79,8 @@ class ProxyEndpoint:
             ExchangeReporter(send_record, self.reports, settings.metrics) if send_record else None
         )
         self.recomputed_media = RecomputedMediaLog()
-        self.first_token_mode, self.prefill_decode = first_token, PrefillDecodeFlow(upstream)
+        self.first_token_mode = first_token
+        self.prefill_decode = PrefillDecodeFlow(upstream)
         self.encode_once = encode_once
 
     @property
@@ -125,7 +129,9 @@ class ProxyEndpoint:
             # An error of the router: reported and counted too, and logged by uvicorn.
             exchange.record_failure(type(error).__name__)
             if not exchange.status:
-                await error_responses.send_error(RouterFailed(), exchange, send)
+                await error_responses.send_error(
+                    RouterError(500, "The router failed."), exchange, send
+                )
             raise
         finally:
             if disconnect_watch is not None:
@@ -140,10 +146,8 @@ class ProxyEndpoint:
     ) -> Exchange:
         trace = context.NO_CONTEXT
         if self.send_record is not None:
-            traceparent, tracestate = (
-                client_headers.get(header_names.TRACEPARENT),
-                client_headers.get(header_names.TRACESTATE),
-            )
+            traceparent = client_headers.get(header_names.TRACEPARENT)
+            tracestate = client_headers.get(header_names.TRACESTATE)
             trace = context.start_context(traceparent, tracestate, self.settings)
         path = scope["path"]
         return Exchange(

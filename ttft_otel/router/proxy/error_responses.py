@@ -43,9 +43,13 @@ def render_error(error: RouterError) -> tuple[HeaderList, bytes]:
     if isinstance(error, UpstreamRefused):
         return error.headers, error.body
     # A second for 503 only: after 502 and 504 the request may have been run.
-    error_type, param, retry_after_s = "UpstreamError", None, int(error.status == 503)
+    error_type = "UpstreamError"
+    param = None
+    retry_after_s = int(error.status == 503)
     if isinstance(error, RequestRejected):
-        error_type, param, retry_after_s = error.error_type, error.parameter, error.retry_after_s
+        error_type = error.error_type
+        param = error.parameter
+        retry_after_s = error.retry_after_s
     content = {"message": str(error), "type": error_type, "param": param, "code": error.status}
     data = msgspec.json.encode({"error": content})
     response_headers = [

@@ -29,11 +29,13 @@ class ExchangeReporter:
     def __init__(
         self, send_record: Callable[[bytes], bool], reports: RecentReports, counts_all: bool
     ) -> None:
-        self.send_record, self.reports, self.counts_all = send_record, reports, counts_all
+        self.send_record = send_record
+        self.reports = reports
+        self.counts_all = counts_all
         self._waiting: list[tuple[Exchange, int]] = []  # and when it ended, 0 for its first token
 
     def report_first_token(self, exchange: Exchange) -> None:
-        """The first token of a stream is out: its TTFT is told now, a later crash cannot lose it."""
+        """The first token of a stream is out: its TTFT is reported before a crash can lose it."""
         self._add(exchange, 0)
 
     def report_end(self, exchange: Exchange) -> None:

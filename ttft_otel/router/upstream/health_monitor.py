@@ -45,7 +45,8 @@ class HealthMonitor:
     def __init__(
         self, pool: InstancePool, interval_s: float = PROBE_INTERVAL_S, api_key: str = ""
     ) -> None:
-        self.pool, self.interval_s = pool, interval_s
+        self.pool = pool
+        self.interval_s = interval_s
         self.authorization = build_authorization(api_key)
         self._queries: QueryClient | None = None
         self._tasks: dict[Instance, asyncio.Task[None]] = {}
@@ -132,14 +133,16 @@ class HealthMonitor:
 
     async def probe_instance(self, instance: Instance) -> bool:
         """Probe /health of `instance` and set its state; a status below 500 is success. Returns success."""
-        reason, has_timed_out = "", False
+        reason = ""
+        has_timed_out = False
         try:
             answer = await self.queries.ask(f"{instance.url}/health", max_bytes=0)
             # Below 500 it lives: it may not know /health (404), or want a key (401).
             if answer.status >= 500:
                 reason = f"its /health responded with status {answer.status}"
         except asyncio.TimeoutError:
-            reason, has_timed_out = "its /health probe timed out", True
+            reason = "its /health probe timed out"
+            has_timed_out = True
         except QUERY_ERRORS as error:
             if is_resource_shortage(error):
                 return False  # the instance was not asked

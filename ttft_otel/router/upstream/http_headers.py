@@ -62,15 +62,18 @@ def split_headers(raw_headers: RawHeaders, is_traced: bool = True) -> ClientHead
 
     raw_headers: lower-case names, as ASGI has them. is_traced: with tracing off, trace headers are forwarded.
     """
-    headers, own_names = ClientHeaders(), _OWN_HEADERS if is_traced else _UNTRACED_HEADERS
+    headers = ClientHeaders()
+    own_names = _OWN_HEADERS if is_traced else _UNTRACED_HEADERS
     repeated: dict[str, list[str]] = {}  # joined once at the end: there may be many of one name
     for key, value in raw_headers:
         name = own_names.get(key)
         if name is not None:
-            text, kept = value.decode("latin-1"), headers.router_headers
+            text = value.decode("latin-1")
+            kept = headers.router_headers
         elif key not in _NOT_FORWARDED:
             try:  # aiohttp writes headers as UTF-8 and refuses control characters
-                name, text = key.decode("ascii"), value.decode("utf-8")
+                name = key.decode("ascii")
+                text = value.decode("utf-8")
             except UnicodeDecodeError:
                 continue
             if not text.isprintable() and not text.replace("\t", "").isprintable():

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from ttft_otel.router.types import HeaderList
 
-MAX_UNREAD_BYTES: Final = 131_072  # held for a slow reader; beyond it the instance is not read
+MAX_UNREAD_BYTES: Final = 131_072  # kept for a slow reader; beyond it the instance is not read
 
 
 class AnswerSource(Protocol):
@@ -91,7 +91,8 @@ class InstanceAnswer:
 
     def begin(self, status: int, raw_headers: HeaderList) -> None:
         """The head is here."""
-        self.status, self.raw_headers = status, raw_headers
+        self.status = status
+        self.raw_headers = raw_headers
 
     def add_part(self, data: bytes, is_last: bool = False) -> None:
         """More of the body is here; `is_last`: and its end."""

@@ -44,7 +44,9 @@ class InstanceConnection(asyncio.Protocol):
         keep: Callable[[InstanceConnection], None],
     ) -> None:
         assert lease.protocol is not None and lease.transport is not None
-        self._lease, self._request, self._keep = lease, request, keep
+        self._lease = lease
+        self._request = request
+        self._keep = keep
         self._opener = (
             lease.protocol
         )  # aiohttp's close waits until it knows that the connection is lost
@@ -145,7 +147,8 @@ class InstanceConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse `data`, and pass on what it holds."""
-        answer, parser = self._answer, self._parser
+        answer = self._answer
+        parser = self._parser
         if answer is None or parser is None:
             self.close()  # nobody asked
             return

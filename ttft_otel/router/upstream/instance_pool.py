@@ -9,14 +9,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, Generic, ParamSpec
 
 from ttft_otel.model.stages import ANSWERING_ROLES, DECODE, ENCODE, PREFILL, PREFILLING_ROLES
 from ttft_otel.router.deadlines import DeadlineQueue
-from ttft_otel.router.listeners import Listeners
 from ttft_otel.router.timeline import CANCELLED, Attempt, AttemptListener
 from ttft_otel.router.types import Instance
+
+P = ParamSpec("P")
+
+
+class Listeners(Generic[P]):
+    """The listeners of one kind of event; all of it runs on the event loop."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[P, None]] = []
+
+    def add(self, listener: Callable[P, None]) -> Callable[[], None]:
+        """Call `listener` from now on; the function returned ends that, and may be called twice."""
+        self._listeners.append(listener)
+
+        def remove() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return remove
+
+    def notify(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """It happened: call each of them, in the order in which they were added."""
+        # A copy: a listener may remove itself, or add another one, while it is called.
+        for listener in tuple(self._listeners):
+            listener(*args, **kwargs)
+
 
 MAX_CONSECUTIVE_FAILURES: Final = 5  # of requests in a row open an instance's breaker
 FIRST_OPEN_PERIOD_S: Final = 2.0  # seconds that it stays open the first time
@@ -42,7 +67,8 @@ class InstancePool:
     ) -> None:
         timeout_s = first_byte_timeout_s
         self._deadlines = DeadlineQueue[Attempt](timeout_s) if timeout_s else None
-        self.max_failures, self.first_open_period_s = max_failures, first_open_period_s
+        self.max_failures = max_failures
+        self.first_open_period_s = first_open_period_s
         self.max_trial_s = max_trial_s
         self.failure_listeners: Listeners[[Instance]] = Listeners()  # it failed a moment ago
         self.return_listeners: Listeners[[Instance]] = Listeners()  # it was away, and is back

@@ -78,7 +78,8 @@ class AnswerReading:
     __slots__ = ("_response", "_attempt")
 
     def __init__(self, response: InstanceAnswer, attempt: Attempt) -> None:
-        self._response, self._attempt = response, attempt
+        self._response = response
+        self._attempt = attempt
 
     def __enter__(self) -> None:
         return None

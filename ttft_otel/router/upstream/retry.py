@@ -30,7 +30,8 @@ class RetryBudget:
     """Limits retries to the share `ratio` of requests, so that failing instances are not overloaded."""
 
     def __init__(self, ratio: float = RETRY_BUDGET_RATIO) -> None:
-        self.ratio, self.available_retries = ratio, MAX_SAVED_RETRIES if ratio else 0.0
+        self.ratio = ratio
+        self.available_retries = MAX_SAVED_RETRIES if ratio else 0.0
 
     def record_request(self) -> None:
         """Add the share of one request to the budget."""

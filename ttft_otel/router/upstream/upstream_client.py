@@ -30,7 +30,7 @@ NOT_STARTED: Final = "UpstreamClient is not started; serve the app with its life
 
 
 class Chooser(Protocol):
-    """Chooses instances for the upstream client and is told of each attempt; RoutingService."""
+    """Chooses instances for the upstream client, which reports each attempt to it; RoutingService."""
 
     async def start(self, queries: QueryClient) -> None:
         """Begin to learn what instances have cached."""
@@ -80,7 +80,8 @@ class UpstreamClient:
         self.pool = pool
         self.limits = limits or RouterLimits()
         self.chooser = chooser
-        self.max_retries, self.retry_budget = max_retries, retry.RetryBudget(budget_ratio)
+        self.max_retries = max_retries
+        self.retry_budget = retry.RetryBudget(budget_ratio)
         self.health_monitor = health_monitor or HealthMonitor(self.pool)
         self.retry_counts: dict[str, int] = {}
         self._queries: QueryClient | None = None
@@ -180,7 +181,8 @@ class UpstreamClient:
         """Record a failed connection of the last attempt. Returns candidates for a retry, () for none."""
         attempt = attempts[-1]
         attempt.record_lost(type(error).__name__)
-        is_unsent, is_race = retry.is_unsent_error(error), retry.is_idle_close_race(attempt, error)
+        is_unsent = retry.is_unsent_error(error)
+        is_race = retry.is_idle_close_race(attempt, error)
         if not is_race and failures.is_instance_failure(error):
             self.pool.record_failure(attempt.instance, failures.describe_error(error), is_unsent)
         if failures.is_resource_shortage(error):
@@ -259,7 +261,8 @@ class UpstreamClient:
         own_headers = {header_names.REQUEST_ID: request.request_id}
         if trace.trace_id:
             own_headers[header_names.TRACEPARENT] = trace.format_traceparent(span_id)
-            own_headers[header_names.ASK_TIMING], own_headers[header_names.LEG] = "1", request.leg
+            own_headers[header_names.ASK_TIMING] = "1"
+            own_headers[header_names.LEG] = request.leg
             if request.media_encoded:
                 own_headers[header_names.MEDIA_ENCODED] = "1"
         if trace.tracestate:
@@ -298,7 +301,7 @@ class UpstreamClient:
                 response = await self._connections.send_request(
                     attempt, request.path, {**request.headers, **own_headers}, body
                 )
-        # The client left, or another call failed: the instance is not to blame.
+        # The client left, or another call failed: the instance did nothing wrong.
         except asyncio.CancelledError:
             attempt.record_cancelled()
             raise

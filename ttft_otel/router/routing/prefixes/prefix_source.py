@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.types import Instance
+from ttft_otel.router.upstream.capabilities import parse_capabilities
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.metrics_parser import parse_capabilities
 from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient
 
 if TYPE_CHECKING:
