@@ -53,6 +53,24 @@ def test_round_trip() -> None:
     assert not marks.foreign and not marks.truncated
 
 
+def test_one_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short way of a record with one interval by the host's clock is that of all others."""
+    made = EngineTimeline(added=100, scheduled=900, entered=5000)
+    made.add_step((BOOT, 4000, 0, CODE_FORWARD, 1000, 3900))
+    text = carrier.encode_timeline(made)
+    short, long = Marks(1), Marks(1)
+    carrier.decode_timeline(text, short)
+    note = carrier.read_clock(made)
+    monkeypatch.setattr(carrier, "_has_one_interval", lambda *_: False)
+    carrier.decode_timeline(text, long)
+
+    assert [[*map(tuple, each.pairs)] for each in short.steps] == [
+        [*map(tuple, each.pairs)] for each in long.steps
+    ]
+    assert (short.steps[0].sampled, short.foreign) == (long.steps[0].sampled, long.foreign)
+    assert note == carrier.read_clock(made)
+
+
 def test_other_host() -> None:
     """A worker with another boot makes the marks foreign."""
     made, marks = make_timeline(), Marks(1)

@@ -23,7 +23,7 @@ def play_steps(events: str) -> EngineTimeline:
         elif event == "s":
             timeline.open_details().left_out = now
         elif event == "E":
-            timeline.end_step(RECORD, now)
+            timeline.add_step(RECORD, now)
         else:
             timeline.note_other_step(now)
     return timeline

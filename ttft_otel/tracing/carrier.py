@@ -8,7 +8,7 @@ of them, which msgspec writes in 0.5 us (the standard library's json takes 25-44
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -127,10 +127,12 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
     marks.held = timeline.held
     for record in timeline.steps:
         if _has_one_interval(record, timeline.boot):
-            marks.steps.append(EngineStep([record[3:]], record[1], record[2]))  # type: ignore[list-item]
+            interval: Any = record[RECORD_INTERVALS:]
+            step = EngineStep([interval], record[RECORD_SAMPLED], record[RECORD_FLAGS])
+            marks.steps.append(step)
             continue
         # A worker on another host (multi-node) has another boot: its times are not comparable.
-        marks.foreign |= bool(record) and record[0] != timeline.boot
+        marks.foreign |= bool(record) and record[RECORD_BOOT] != timeline.boot
         marks.foreign |= _decode_clock(record)[0] == clock.CLOCK_LENGTHS
         marks.steps.append(_decode_step(record))
     marks.added = timeline.added
@@ -175,7 +177,7 @@ def list_timeline_attributes(timeline: EngineTimeline, clock_error: int = 0) -> 
         if note.word == keys.CLOCK_WORDS[clock.CLOCK_DEVICE]:
             attributes[keys.CLOCK_ERROR_US] = note.error_us + clock_error
     for record in timeline.steps:
-        if len(record) >= 3 and record[2] & ENCODER_UNFINISHED:
+        if len(record) >= RECORD_INTERVALS and record[RECORD_FLAGS] & ENCODER_UNFINISHED:
             attributes[keys.ENCODER_UNFINISHED] = True
     return attributes
 
@@ -188,31 +190,38 @@ def read_clock(timeline: EngineTimeline | None) -> ClockNote | None:
         return _HOST_NOTE
     worst = (-1, 0)
     for record in timeline.steps:
-        if len(record) >= 3:
+        if len(record) >= RECORD_INTERVALS:
             worst = max(worst, _decode_clock(record))
-            if record[0] != timeline.boot:  # another host than its engine core's: lengths alone
+            if (
+                record[RECORD_BOOT] != timeline.boot
+            ):  # another host than its engine core's: lengths alone
                 worst = max(worst, (clock.CLOCK_LENGTHS, 0))
     return None if worst[0] < 0 else ClockNote(keys.CLOCK_WORDS[worst[0]], worst[1])
 
 
 def _has_one_interval(record: tuple[int, ...], boot: int) -> bool:
     """Whether it is of this boot, and has one interval by the host's clock: most steps are such."""
-    return len(record) == 6 and record[0] == boot and record[3] != CODE_CLOCK
+    return (
+        len(record) == 6 and record[RECORD_BOOT] == boot and record[RECORD_INTERVALS] != CODE_CLOCK
+    )
 
 
 def _decode_step(record: tuple[int, ...]) -> EngineStep:
-    if len(record) < 3:
+    if len(record) < RECORD_INTERVALS:
         return EngineStep([], 0, LOST_FORWARD)
-    pairs = list(zip(record[3::3], record[4::3], record[5::3], strict=False))
+    pairs = list(zip(*[iter(record[RECORD_INTERVALS:])] * 3, strict=False))
     if pairs and pairs[-1][0] == CODE_CLOCK:
         pairs.pop()
-    return EngineStep(pairs, record[1], record[2])
+    return EngineStep(pairs, record[RECORD_SAMPLED], record[RECORD_FLAGS])
 
 
 def _decode_clock(record: tuple[int, ...]) -> tuple[int, int]:
     """Which clock placed the record's intervals, and the estimated error of that."""
-    if len(record) < 6 or record[-3] != CODE_CLOCK:
+    if len(record) < RECORD_INTERVALS + 3:
         return clock.CLOCK_HOST, 0
-    if 0 <= record[-2] < len(keys.CLOCK_WORDS):
-        return record[-2], record[-1]
+    code, kind, error_us = record[-3:]
+    if code != CODE_CLOCK:
+        return clock.CLOCK_HOST, 0
+    if 0 <= kind < len(keys.CLOCK_WORDS):
+        return kind, error_us
     return clock.CLOCK_LENGTHS, 0  # a later version's clock: what its places mean is not known

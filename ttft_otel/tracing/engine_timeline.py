@@ -106,14 +106,22 @@ class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
             details = self.details = EngineDetails()
         return details
 
-    def add_step(self, record: tuple[int, ...] | None) -> None:
-        """Add the worker's record of one step; None makes the step's time unattributed."""
+    def add_step(self, record: tuple[int, ...] | None, now: int = 0) -> None:
+        """The output of one of its steps entered the scheduler at `now` (us, 0 unknown).
+
+        record: the worker's; None makes the step's time unattributed.
+        """
         if len(self.steps) >= MAX_STEPS:
             # Drop the step before: the latest one has the first token's sampling.
             self.steps.pop()
             self.open_details().truncated = True
         # Also without a record: a step that is left out would make a stall of its time.
         self.steps.append(record or ())
+        if now:
+            self.entered = now
+            details = self.details
+            if details is not None and details.turns and not details.turns[-2]:
+                details.turns[-2] = now
 
     def begin_turn(self, now: int) -> None:
         """A later chunk was scheduled at `now` (us); its step's marks begin with what was between."""
@@ -124,14 +132,6 @@ class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
         ended = self.entered if len(self.steps) >= min(self.chunks, MAX_STEPS) else 0
         details.turns += (ended, now if details.left_out else 0)
         details.left_out = 0
-
-    def end_step(self, record: tuple[int, ...] | None, now: int) -> None:
-        """The output of one of its steps entered the scheduler at `now` (us), with the worker's record."""
-        self.add_step(record)
-        self.entered = now
-        details = self.details
-        if details is not None and details.turns and not details.turns[-2]:
-            details.turns[-2] = now
 
     def note_other_step(self, now: int) -> None:
         """The output of a step without it entered the scheduler at `now` (us)."""

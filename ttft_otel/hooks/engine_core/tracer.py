@@ -385,7 +385,7 @@ class EngineCoreTracer:
             if request_id in tokens or request_id in encoding:
                 if follows:
                     held.add_own_step(request_id)
-                timeline.end_step(record, now)
+                timeline.add_step(record, now)
                 if unfinished:
                     timeline.open_details().kept |= carrier.ENCODER_RUN_BIT
                     self._expect_run(request_id)
