@@ -22,8 +22,12 @@ PICTURE: Final = Path(__file__).resolve().parents[1] / "docs" / "img" / "archite
 # Units of the SVG's viewBox; the docs scale the picture to their width.
 WIDTH: Final = 1080
 IMPORTS_TOP: Final = 420  # where the lower half begins
-ROOM_HEIGHT, ROOM_STEP, ROOM_WIDTH = 26, 38, 150
-OURS, OTHERS, UPWARD = "#e0e7ff", "#f1f5f9", "#dc2626"
+ROOM_HEIGHT = 26
+ROOM_STEP = 38
+ROOM_WIDTH = 150
+OURS = "#e0e7ff"
+OTHERS = "#f1f5f9"
+UPWARD = "#dc2626"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from lab.kube_tools import run_helm
 
 CHECKOUT: Final = Path(__file__).resolve().parents[1]
 CHART: Final = CHECKOUT / "deploy" / "helm" / "ttft-otel"
-RELEASE, NAMESPACE = "ttft", "observability"
+RELEASE = "ttft"
+NAMESPACE = "observability"
 # Longer values of a ConfigMap are files of this repository, which have tests and diffs of their own.
 MAX_SHOWN_CHARS: Final = 600
 COMMENT: Final = re.compile(r"^( *)# -- (.+)$")

@@ -90,7 +90,9 @@ class ImageMaker:
     """Makes images in an engine. work: a folder for what they are made of. Raises ImageSourceError."""
 
     def __init__(self, engine: ContainerEngine, binaries: StackBinaries, work: Path) -> None:
-        self.engine, self.binaries, self.work = engine, binaries, work
+        self.engine = engine
+        self.binaries = binaries
+        self.work = work
         if not BUSYBOX.is_file():
             raise ImageSourceError("no busybox: apt-get install busybox-static")
 
@@ -218,7 +220,8 @@ def prepare_debian() -> Path:
     if not archive.is_file():
         archive.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=archive.parent) as scratch:
-            root, unfinished = Path(scratch, "root"), Path(scratch, "archive")
+            root = Path(scratch, "root")
+            unfinished = Path(scratch, "archive")
             words = ("--variant=minbase", f"--include={DEBIAN_PACKAGES}", "bookworm", str(root))
             subprocess.run(("debootstrap", *words), check=True, stdout=subprocess.DEVNULL)
             for path in ("var/cache/apt", "var/lib/apt/lists"):
@@ -235,7 +238,8 @@ def download_wheels(target: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         # A copy: building metadata in the checkout would leave files there.
         for name in ("ttft_otel", "pyproject.toml", "README.md", "LICENSE"):
-            source, copy = CHECKOUT / name, Path(scratch, name)
+            source = CHECKOUT / name
+            copy = Path(scratch, name)
             shutil.copytree(source, copy) if source.is_dir() else shutil.copy(source, copy)
         words = ("-m", "pip", "download", "--quiet", "--dest", str(target))
         command = (f"{sys.base_prefix}/bin/python3", *words, f"{scratch}[router]", BUILD_BACKEND)

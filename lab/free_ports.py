@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 # Below the kernel's range for ports of outgoing connections: a vLLM server binds its port half a
 # minute after it was chosen, and no connection may take it in between.
-MIN_PORT, MAX_PORT = 18000, 30000
+MIN_PORT = 18000
+MAX_PORT = 30000
 
 # Of this process: a server that was given a port a moment ago has not bound it yet.
 assigned_ports: set[int] = set()

@@ -175,7 +175,8 @@ def report_sizes(sizes: dict[str, int], file: Path | None) -> int:
     }
     for name, entry in entries.items():
         missed = "" if entry["met"] else "   MISSED"
-        size_mib, goal_mib = entry["bytes"] / 2**20, MAX_PIECE_BYTES / 2**20
+        size_mib = entry["bytes"] / 2**20
+        goal_mib = MAX_PIECE_BYTES / 2**20
         sys.stdout.write(f"{name:10} {size_mib:6.1f} MiB   goal {goal_mib:g}{missed}\n")
     if file:
         file.write_text(json.dumps(entries, indent=2) + "\n", "utf-8")

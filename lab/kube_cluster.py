@@ -79,7 +79,9 @@ class KubeCluster:
     """
 
     def __init__(self, folder: Path, programs: Path, address: str = HOST) -> None:
-        self.folder, self.programs, self.address = folder, programs, address
+        self.folder = folder
+        self.programs = programs
+        self.address = address
         self.certificate = folder / "tls.crt"
         self.kubeconfig = folder / "kubeconfig"
         self.port, client_port, peer_port = (free_ports.find_free_port() for _ in range(3))

@@ -31,7 +31,9 @@ STEPS: Final = (
     "service", "servers", "router", "request", "backend rollout", "router rollout",
     "pod deleted", "pod killed",
 )  # fmt: skip
-FAULT_CODE, CANNOT_RUN_CODE, INTERRUPTED_CODE = 1, 2, 130
+FAULT_CODE = 1
+CANNOT_RUN_CODE = 2
+INTERRUPTED_CODE = 130
 PROGRESS_PAUSE_S: Final = 10.0
 
 

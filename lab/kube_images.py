@@ -24,9 +24,12 @@ from lab.stack.binaries import StackBinaries
 from lab.stack.program_pins import CHECKOUT
 from lab.tiny_models import get_cache_root
 
-ROUTER_IMAGE, INJECT_IMAGE = "ttft-otel-router:local", "ttft-otel-inject:local"
+ROUTER_IMAGE = "ttft-otel-router:local"
+INJECT_IMAGE = "ttft-otel-inject:local"
 VLLM_IMAGE: Final = "vllm/vllm-openai:v0.32.0"  # as deploy/kubernetes names it
-BUSYBOX_IMAGE, PYTHON_IMAGE, COLLECTOR_IMAGE = "busybox", "python", "otel/opentelemetry-collector"
+BUSYBOX_IMAGE = "busybox"
+PYTHON_IMAGE = "python"
+COLLECTOR_IMAGE = "otel/opentelemetry-collector"
 # What decides what is in the images, beside programs of the stack, whose pins have folders of their own.
 SOURCES: Final = (
     "ttft_otel", "deploy/inject", "deploy/inject.Dockerfile", "deploy/router.Dockerfile",

@@ -112,7 +112,8 @@ class SteadyLoad:
     def _run_client(self, host: str, port: int, client: LoadClient) -> None:
         connection = RouterConnection(host, port, client.kept_alive)
         while not self._stopping.is_set():
-            trace_id, started = os.urandom(16).hex(), time.monotonic()
+            trace_id = os.urandom(16).hex()
+            started = time.monotonic()
             failure = connection.send_request(client.max_tokens, trace_id)
             self.outcomes.append(RequestOutcome(trace_id, started, time.monotonic(), failure))
             self._stopping.wait(PAUSE_S)

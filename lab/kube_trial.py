@@ -39,7 +39,8 @@ class PodQueries:
     def is_rolled_out(self, namespace: str, target: str) -> bool:
         """Whether only new pods are there, all of them ready, and the old ones have ended."""
         deployment = json.loads(self.run_kubectl(namespace, "get", target, "-o", "json"))
-        wanted, status = deployment["spec"]["replicas"], deployment["status"]
+        wanted = deployment["spec"]["replicas"]
+        status = deployment["status"]
         labels = deployment["spec"]["selector"]["matchLabels"]
         selector = ",".join(f"{key}={value}" for key, value in labels.items())
         return bool(
@@ -122,7 +123,10 @@ class KubeTrial:
         say: Callable[[str], None],
         stand_in: bool = False,
     ) -> None:
-        self.node, self.vllm, self.model, self.say = node, vllm, model, say
+        self.node = node
+        self.vllm = vllm
+        self.model = model
+        self.say = say
         self.stand_in = stand_in
         self.pods = PodQueries(node)
         self.figures: dict[str, Any] = {}

@@ -25,7 +25,9 @@ NAMESPACE, RELEASE = "observability", "ttft"  # as the manifest names the collec
 VLLM_SELECTOR: Final = "app=vllm"
 SPANS_PORT, METRICS_PORT = 4317, 9090  # of the trial's receivers, on the node
 VLLM_FOLDER: Final = "/opt/vllm"  # where the image's command expects its environment
-MODEL_FOLDER, PLUGIN_FOLDER, STAND_IN_FOLDER = "/models/tiny", "/opt/no-spin", "/opt/stand-in"
+MODEL_FOLDER = "/models/tiny"
+PLUGIN_FOLDER = "/opt/no-spin"
+STAND_IN_FOLDER = "/opt/stand-in"
 VLLM_ENV: Final = {
     # Two servers share two cores, so none is bound to one.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

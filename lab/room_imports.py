@@ -43,7 +43,8 @@ RoomImports = Counter[tuple[str, str]]  # (importing room, imported room) -> fil
 @functools.cache  # parsed once, although most callers ask for all files anew
 def list_imported_names(path: Path, package: Path) -> tuple[str, ...]:
     """Dotted names that a file imports; `from a import b` gives a.b. Relative ones are resolved."""
-    folder, names = (package.name, *path.relative_to(package).parts[:-1]), list[str]()
+    folder = (package.name, *path.relative_to(package).parts[:-1])
+    names = list[str]()
     # All of the file: imports inside functions count like those at the top.
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):

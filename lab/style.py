@@ -225,7 +225,8 @@ def _list_state_names(tree: ast.Module) -> Iterator[str]:
 
 def measure_sizes() -> Measured:
     """Sizes of the package and of its tests, and what in it is longer or smaller than it should be."""
-    product, tests = list_folder_lines(PACKAGE), list_folder_lines("tests")
+    product = list_folder_lines(PACKAGE)
+    tests = list_folder_lines("tests")
     classes = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
         for path in sorted((ROOT / PACKAGE).rglob("*.py"))

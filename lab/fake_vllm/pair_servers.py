@@ -75,7 +75,8 @@ class PairServer(FakeInstance):
         return web.json_response({"version": self.model.version})
 
     async def _answer_request(self, request: web.Request) -> web.StreamResponse:
-        model, body = self.model, await request.json()
+        model = self.model
+        body = await request.json()
         kv_params = body.get("kv_transfer_params") or {}
         if model.is_dead and self.is_decode:
             return web.json_response({"error": {"message": "EngineDeadError"}}, status=500)
@@ -110,7 +111,8 @@ class PairServer(FakeInstance):
     def _build_answer(
         self, request: web.Request, body: dict[str, Any], texts: list[str], keep: bool
     ) -> dict[str, Any]:
-        chat, model = request.path == CHAT_PATH, self.model
+        chat = request.path == CHAT_PATH
+        model = self.model
         choice: dict[str, Any] = {"index": 0, "finish_reason": model.finish, "stop_reason": None}
         answer: dict[str, Any] = {"id": self._build_id(request), "created": 100, "model": "tiny"}
         text = "".join(texts)

@@ -75,12 +75,15 @@ class FakeEngine:
 
     def restart(self) -> None:
         """Simulate a restart: an empty cache, and messages numbered from 0."""
-        self.block_copies, self.messages, self._pending_events = {}, [], []
+        self.block_copies = {}
+        self.messages = []
+        self._pending_events = []
         self.start_count += 1
 
     def hash_blocks(self, ids: list[int]) -> list[int]:
         """The engine's hash of each full block of the prompt `ids`."""
-        hashes, parent = [], b""
+        hashes = []
+        parent = b""
         for position in range(0, len(ids) - len(ids) % self.block_size, self.block_size):
             parent = sha256(
                 parent + repr(ids[position : position + self.block_size]).encode()

@@ -133,7 +133,8 @@ def run_build_command(
     """
     # Without cgo no C compiler is needed; a go.work or GOFLAGS of the user must not matter.
     env = {**os.environ, "CGO_ENABLED": "0", "GOWORK": "off", "GOFLAGS": "", "GOSUMDB": "off"}
-    started, count = time.monotonic(), 0
+    started = time.monotonic()
+    count = 0
     # With -v there is a line for each package: the errors are among the last.
     last: deque[str] = deque(maxlen=25)
     with subprocess.Popen(

@@ -84,7 +84,8 @@ def check_hops(
 ) -> Iterator[HopVerdict]:
     """Check all hops in order; the first failure is where to look, later hops are checked all the same."""
     # A new id each time: an earlier smoke test's trace must not pass for this one.
-    trace_id, started = secrets.token_hex(16), time.time()
+    trace_id = secrets.token_hex(16)
+    started = time.time()
     yield check_hop(
         "collector takes OTLP",
         lambda: send_smoke_trace(endpoints, trace_id),
@@ -165,7 +166,8 @@ def send_smoke_trace(endpoints: StackEndpoints, trace_id: str) -> bool:
 def build_smoke_record(trace_id: str) -> record.Record:
     """One request whose stages add up."""
     total = sum(SMOKE_STAGES_US.values())
-    pieces, offset_us = [], 0
+    pieces = []
+    offset_us = 0
     for stage, length in SMOKE_STAGES_US.items():
         pieces.append(record.Piece("stage", stage, offset_us, offset_us + length))
         offset_us += length

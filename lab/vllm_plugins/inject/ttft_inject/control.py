@@ -83,7 +83,8 @@ def note_applied(number: int) -> None:
     """Note that this process has applied the content with this number, for InjectionControl.wait_applied."""
     folder = PATH + ".applied"
     os.makedirs(folder, exist_ok=True)
-    draft, note = f"{folder}/.{os.getpid()}", f"{folder}/{os.getpid()}"
+    draft = f"{folder}/.{os.getpid()}"
+    note = f"{folder}/{os.getpid()}"
     with open(draft, "w", encoding="utf-8") as target:
         target.write(str(number))
     os.replace(draft, note)  # a reader finds the old number or the new one, never half of one
