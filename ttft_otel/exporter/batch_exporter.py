@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from opentelemetry.context import _SUPPRESS_INSTRUMENTATION_KEY, attach, set_value
@@ -35,30 +36,38 @@ RETRY_PAUSES_S: Final = (1.0, 2.0, 4.0)  # seconds between attempts for a batch;
 EXPORT_TIMEOUT_S: Final = 4.0  # seconds per attempt, unless OTEL_EXPORTER_OTLP_TIMEOUT is set
 
 
-class BatchExporter:
-    """Sends one batch at a time; during an outage of the collector records pile up in RecordQueue.
+class _FailureLog(logging.Handler):
+    """Keeps the first log message of an attempt, for our own line; other libraries log nothing.
 
-    endpoint, protocol: for log lines. stop_retrying: set when the host is gone: one attempt per batch,
-    no pauses.
+    The first one has the cause ("connection refused"), the last one only says that it gave up.
     """
 
-    def __init__(
-        self,
-        exporter: SpanExporter,
-        counters: ExporterCounters,
-        endpoint: str,
-        stop_retrying: threading.Event,
-        protocol: str = "",
-    ) -> None:
-        self.protocol = protocol
-        self.exporter = exporter
-        self.counters = counters
-        self.endpoint = endpoint
-        self.stop_retrying = stop_retrying
-        self.failure_log = _FailureLog()
-        # 0.0 stands for "not failing": the monotonic clock is past it on a running machine.
-        self._failing_since = 0.0
-        self._lost_spans = 0
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+        for name in ("opentelemetry", "urllib3", "requests", "grpc"):
+            logger = logging.getLogger(name)
+            # Handlers of the SDK's loggers would write a traceback per attempt to the server's stderr.
+            logger.handlers[:] = [self]
+            logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = self.text or record.getMessage()[:300]
+
+
+@dataclass(eq=False)
+class BatchExporter:
+    """Sends one batch at a time; during an outage of the collector records pile up in RecordQueue."""
+
+    exporter: SpanExporter
+    counters: ExporterCounters
+    endpoint: str  #: for log lines
+    stop_retrying: threading.Event  #: set when the host is gone: one attempt per batch, no pauses
+    protocol: str = ""  #: for log lines
+    failure_log: _FailureLog = field(default_factory=_FailureLog, init=False)
+    # 0.0 stands for "not failing": the monotonic clock is past it on a running machine.
+    _failing_since: float = field(default=0.0, init=False)
+    _lost_spans: int = field(default=0, init=False)
 
     @property
     def is_failing(self) -> bool:
@@ -125,25 +134,6 @@ class BatchExporter:
         )
         self._failing_since = 0.0
         self._lost_spans = 0
-
-
-class _FailureLog(logging.Handler):
-    """Keeps the first log message of an attempt, for our own line; other libraries log nothing.
-
-    The first one has the cause ("connection refused"), the last one only says that it gave up.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.text = ""
-        for name in ("opentelemetry", "urllib3", "requests", "grpc"):
-            logger = logging.getLogger(name)
-            # Handlers of the SDK's loggers would write a traceback per attempt to the server's stderr.
-            logger.handlers[:] = [self]
-            logger.propagate = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.text = self.text or record.getMessage()[:300]
 
 
 def create_span_exporter(settings: Settings) -> SpanExporter:

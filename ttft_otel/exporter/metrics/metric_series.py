@@ -12,6 +12,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from opentelemetry.sdk.metrics.export import (
@@ -239,25 +240,22 @@ def make_series(metric: TtftMetric, labels: Labels, start_ns: int) -> Series:
     return ExponentialSeries(labels, start_ns)
 
 
+@dataclass(eq=False)
 class SeriesRegistry:
     """All series of one exporter process, by metric, resource and labels.
 
-    Beyond `max_series` of a metric values go into one series without labels, and are counted. Series
-    that nobody uses are forgotten.
-
-    is_delta: data points have what came since the last ones, else since the series began.
+    Series that nobody uses are forgotten.
     """
 
-    def __init__(
-        self, resources: ResourceCache, is_delta: bool, max_series: int = MAX_SERIES
-    ) -> None:
-        self.resources = resources
-        self.is_delta = is_delta
-        self.max_series = max_series
-        # By metric, because the limit is for each: many stages must not push the TTFT out.
-        self._series: dict[str, dict[_SeriesKey, Series]] = {name: {} for name in METRICS}
-        # ResourceCache keeps its resources for good, so that an id() is never used again.
-        self._resources: dict[int, Resource] = {}  # of metrics, by id() of that of spans
+    resources: ResourceCache
+    is_delta: bool  #: data points have what came since the last ones, else since the series began
+    max_series: int = MAX_SERIES  #: of a metric; beyond it values go into one series without labels
+    # By metric, because the limit is for each: many stages must not push the TTFT out.
+    _series: dict[str, dict[_SeriesKey, Series]] = field(
+        default_factory=lambda: {name: {} for name in METRICS}, init=False
+    )
+    # Of metrics, by id() of that of spans; ResourceCache keeps these for good, so that no id() is used again.
+    _resources: dict[int, Resource] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return sum(map(len, self._series.values()))
