@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
@@ -22,7 +23,9 @@ from ttft_otel.model.record import Attributes, Call, Piece, Record, Server, Ttft
 from ttft_otel.model.stages import Role
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_server import ReportServer
-from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.report.report_types import Request, StoredSpan
+from ttft_otel.report.store.database_reader import RequestFilter, open_reader
+from ttft_otel.report.store.span_store import SpanStore
 
 ENCODE_US = {
     "receive": 900,
@@ -189,6 +192,11 @@ def make_routed_records(
     return records
 
 
+def make_short_record(**fields: Any) -> Record:
+    """The record of a request alone on a server, which took 5 us."""
+    return make_leg_record("mono", {"sample": 5}, **fields)
+
+
 def make_spans(records: Sequence[Record]) -> list[ReadableSpan]:
     """The exporter's own spans of these records."""
     return [
@@ -198,10 +206,26 @@ def make_spans(records: Sequence[Record]) -> list[ReadableSpan]:
     ]
 
 
+def encode_records(records: Sequence[Record]) -> bytes:
+    """The same spans as an export."""
+    return encode_spans(make_spans(records)).SerializeToString()
+
+
 def make_stored_spans(records: Sequence[Record]) -> list[StoredSpan]:
     """The same spans as the receiver decodes them."""
-    message = encode_spans(make_spans(records))
-    return otlp_decoder.decode_export(message.SerializeToString()).spans
+    return otlp_decoder.decode_export(encode_records(records)).spans
+
+
+def store_records(store: SpanStore, records: Sequence[Record]) -> None:
+    """Put their spans into a store; they are on disk afterwards."""
+    assert store.add(make_stored_spans(records)).result(10) == 0
+
+
+def read_request(path: Path) -> Request:
+    """The only request of a database."""
+    with open_reader(path) as reader:
+        (request,) = reader.list_latest(RequestFilter())
+    return request
 
 
 def fetch_any_status(request: urllib.request.Request) -> tuple[int, dict[str, str], bytes]:

@@ -42,7 +42,7 @@ def stored_database(store: SpanStore) -> Path:
             "mono", {"ipc": 9}, request_id="dead", error="EngineDeadError", died="ipc"
         ),
     ]
-    store.add(sample_records.make_stored_spans(records)).result(10)
+    sample_records.store_records(store, records)
     store.close()
     return store.path
 
@@ -102,7 +102,7 @@ def test_hostile_terminal(store: SpanStore) -> None:
     """Control characters of foreign spans do not reach the terminal."""
     store.add(
         sample_records.make_stored_spans(
-            [sample_records.make_leg_record("mono", {"sample": 5}, request_id="\x1b]0;x\x07\n")]
+            [sample_records.make_short_record(request_id="\x1b)0;x\x07\n")]
         )
     )
     store.close()

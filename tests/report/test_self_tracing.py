@@ -42,9 +42,7 @@ def test_on(
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     watched = start_report_server()
     exporter = OTLPSpanExporter(endpoint=f"{watched.http}/v1/traces")
-    exporter.export(
-        sample_records.make_spans([sample_records.make_leg_record("mono", {"sample": 5})])
-    )
+    exporter.export(sample_records.make_spans([sample_records.make_short_record()]))
     exporter.shutdown()
     for path in ("/healthz", "/static/style.css", "/api/summary", "/"):
         with urllib.request.urlopen(f"{watched.http}{path}", timeout=10) as answer:

@@ -272,9 +272,8 @@ def test_a_failed_request_is_bounded_by_its_arrival(store: SpanStore) -> None:
 
 def test_behind_our_router_nothing_is_before(store: SpanStore) -> None:
     """Behind our router no time is given: its `ttft` span starts at the client's request."""
-    store.add(sample_records.make_stored_spans(sample_records.make_routed_records("r1"))).result(10)
-    with open_reader(store.path) as db_reader:
-        (request,) = db_reader.list_latest(RequestFilter())
+    sample_records.store_records(store, sample_records.make_routed_records("r1"))
+    request = sample_records.read_request(store.path)
 
     assert request.before is None
 
@@ -389,8 +388,7 @@ def test_by_a_real_tracer(report_server: RunningServer) -> None:
     ours.shutdown()
     provider.shutdown()
 
-    with open_reader(report_server.path) as db_reader:
-        (request,) = db_reader.list_latest(RequestFilter())
+    request = sample_records.read_request(report_server.path)
     start = top.start_time  # type: ignore[attr-defined]
     assert request.before is not None and request.before.error_us == clock.WALL_ERROR_US
     assert abs(request.before.us - (arrived - start) // 1000) <= 1

@@ -35,7 +35,7 @@ from ttft_otel.report.receive import receiver
 from ttft_otel.report.receive.otlp_decoder import MAX_EXPORT_SPANS, MAX_JSON_VALUES
 from ttft_otel.report.receive.receiver import MAX_BODY_BYTES
 from ttft_otel.report.store import database_schema
-from ttft_otel.report.store.database_reader import RequestFilter, open_reader
+from ttft_otel.report.store.database_reader import open_reader
 from ttft_otel.report.store.span_conversion import MAX_ATTRIBUTES
 from ttft_otel.tracing import guard
 
@@ -183,11 +183,9 @@ def test_content_type(report_server: RunningServer) -> None:
 
 def test_deflate(report_server: RunningServer) -> None:
     """deflate is understood too."""
-    data = encode_spans(
-        sample_records.make_spans(
-            [sample_records.make_leg_record("mono", sample_records.DECODE_US)]
-        )
-    ).SerializeToString()
+    data = sample_records.encode_records(
+        [sample_records.make_leg_record("mono", sample_records.DECODE_US)]
+    )
     assert post_traces(report_server, zlib.compress(data), Content_Encoding="deflate")[0] == 200
 
 
@@ -289,11 +287,9 @@ def test_locked(
 def test_disk_full(start_report_server: Callable[..., RunningServer]) -> None:
     """A full disk is 503 with Retry-After, UNAVAILABLE over gRPC, and shown in /healthz."""
     full = start_report_server(max_bytes=15 * 4096)
-    data = encode_spans(
-        sample_records.make_spans(
-            [one for n in range(30) for one in sample_records.make_routed_records(f"r{n}")]
-        )
-    ).SerializeToString()
+    data = sample_records.encode_records(
+        [one for n in range(30) for one in sample_records.make_routed_records(f"r{n}")]
+    )
     status, headers, answer = post_traces(full, data)
     assert (status, headers["retry-after"]) == (503, "2")
     assert "full" in status_pb2.Status.FromString(answer).message
@@ -322,14 +318,12 @@ def test_late_router(report_server: RunningServer) -> None:
     """Legs first, router last, then all of it again: one request, the router's numbers."""
     records = sample_records.make_routed_records("late")
     for record in records:
-        data = encode_spans(sample_records.make_spans([record])).SerializeToString()
+        data = sample_records.encode_records([record])
         assert post_traces(report_server, data)[0] == 200
-        with open_reader(report_server.path) as db:
-            (request,) = db.list_latest(RequestFilter())
+        request = sample_records.read_request(report_server.path)
         assert request.pending is (record.role != "router")
     assert post_traces(report_server, data)[0] == 200
-    with open_reader(report_server.path) as db:
-        (request,) = db.list_latest(RequestFilter())
+    request = sample_records.read_request(report_server.path)
     assert request.roles == ("router", "encode", "prefill_decode")
     assert records[-1].ttft is not None and request.ttft_us == records[-1].ttft.end
     assert request.closed
@@ -337,9 +331,7 @@ def test_late_router(report_server: RunningServer) -> None:
 
 def test_values(report_server: RunningServer) -> None:
     """Every kind of attribute arrives as JSON can hold it, within bounds; what is cut is counted."""
-    message = encode_spans(
-        sample_records.make_spans([sample_records.make_leg_record("mono", {"sample": 5})])
-    )
+    message = encode_spans(sample_records.make_spans([sample_records.make_short_record()]))
     span = message.resource_spans[0].scope_spans[0].spans[0]
     del span.attributes[:]
 
@@ -372,9 +364,7 @@ def test_api(report_server: RunningServer) -> None:
     assert (
         post_traces(
             report_server,
-            encode_spans(
-                sample_records.make_spans(sample_records.make_routed_records("r1"))
-            ).SerializeToString(),
+            sample_records.encode_records(sample_records.make_routed_records("r1")),
         )[0]
         == 200
     )
@@ -405,9 +395,7 @@ def test_slow(report_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> 
 def test_our_own_error(report_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of ours while writing is temporary to the sender; the writer keeps running."""
     monkeypatch.setenv("TTFT_OTEL_GUARD", "keep")
-    data = encode_spans(
-        sample_records.make_spans([sample_records.make_leg_record("mono", {"sample": 5})])
-    ).SerializeToString()
+    data = sample_records.encode_records([sample_records.make_short_record()])
     with monkeypatch.context() as patched:
         patched.setattr(request_assembly, "assemble_requests", lambda *_: 1 / 0)
         assert post_traces(report_server, data)[0] == 503

@@ -67,7 +67,7 @@ def make_trace(spans: Sequence[StoredSpan]) -> StoredTrace:
 def store_records(served: RunningServer, records: Sequence[Record]) -> None:
     """Store records behind a running server."""
     store = SpanStore(served.path)
-    store.add(sample_records.make_stored_spans(records)).result(20)
+    sample_records.store_records(store, records)
     store.close()
 
 
@@ -108,7 +108,7 @@ def test_trace(report_server: RunningServer) -> None:
 
 def test_no_token(report_server: RunningServer) -> None:
     """A trace without any span of ours is shown, with a note that it has no first token."""
-    record = replace_ttft(sample_records.make_leg_record("mono", {"sample": 5}))
+    record = replace_ttft(sample_records.make_short_record())
     store_records(report_server, [record])
     status, text, _ = fetch_page(report_server, f"/trace/{record.trace_id}")
     assert status == 200 and "No first token" in text
@@ -176,14 +176,13 @@ def test_escaping() -> None:
 
 def test_document(store: SpanStore) -> None:
     """report.html is one file that loads nothing."""
-    store.add(
-        sample_records.make_stored_spans(
-            [
-                *sample_records.make_routed_records("far"),
-                sample_records.make_leg_record("mono", sample_records.DECODE_US),
-            ]
-        )
-    ).result(10)
+    sample_records.store_records(
+        store,
+        [
+            *sample_records.make_routed_records("far"),
+            sample_records.make_leg_record("mono", sample_records.DECODE_US),
+        ],
+    )
     store.close()
     folder = store.path.parent / "out"
     report_files.write_report_files(store.path, [], folder, "a demo")

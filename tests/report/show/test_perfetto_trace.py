@@ -79,7 +79,7 @@ def database(store: SpanStore) -> Path:
         records = sample_records.make_routed_records(
             f"r{number}", 1 + number / 10, encoders=2, start_ns=10**18 + number * 30 * MS
         )
-        store.add(sample_records.make_stored_spans(records)).result(10)
+        sample_records.store_records(store, records)
     store.close()
     return store.path
 

@@ -98,8 +98,8 @@ def document(store: SpanStore, tmp_path: Path) -> Path:
             encoders=2,
             start_ns=10**18 + number * 30_000_000,
         )
-        store.add(sample_records.make_stored_spans(records)).result(10)
-    store.add(sample_records.make_stored_spans(list(make_held_records()))).result(10)
+        sample_records.store_records(store, records)
+    sample_records.store_records(store, list(make_held_records()))
     store.close()
     target = tmp_path / "trace.json"
     words = ["report", "--db", str(store.path), "--perfetto", str(target)]

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import sample_records
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
 from ttft_otel.report.store.span_store import SpanStore
 
@@ -96,7 +95,7 @@ def make_batch(number: int) -> bytes:
         for position in range(10)
         for each in sample_records.make_routed_records(f"r{number}-{position}")
     ]
-    return encode_spans(sample_records.make_spans(records)).SerializeToString()
+    return sample_records.encode_records(records)
 
 
 @pytest.mark.slow
@@ -155,7 +154,7 @@ def test_answers_on_a_full_disk(store: SpanStore, tmp_path: Path) -> None:
         for number in range(20)
         for each in sample_records.make_routed_records(f"r{number}", trace_id=f"{number + 1:032x}")
     ]
-    store.add(sample_records.make_stored_spans(records)).result(10)
+    sample_records.store_records(store, records)
     store.close()
     folder = tmp_path / "out"
     folder.mkdir()

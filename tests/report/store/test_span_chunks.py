@@ -95,16 +95,13 @@ def test_own_spans(tmp_path: Path, size: int) -> None:
     assert store.counts["stored"] == store.counts["duplicate"] == len(made)
     expected = decode_sorted(whole)
     assert read_stored(store.path, expected[0].trace_id) == expected
-    with open_reader(store.path) as db:
-        (request,) = db.list_latest(RequestFilter())
+    request = sample_records.read_request(store.path)
     assert [leg.role for leg in request.legs] == ["encode", "encode", "prefill_decode"]
 
 
 def test_partly_known(store: SpanStore) -> None:
     """Of an export with new and known spans, and one that is in it twice, each is stored once."""
-    message = encode_spans(
-        sample_records.make_spans([sample_records.make_leg_record("mono", {"sample": 5})])
-    )
+    message = encode_spans(sample_records.make_spans([sample_records.make_short_record()]))
     spans = message.resource_spans[0].scope_spans[0].spans
     expected = decode_sorted(message.SerializeToString())
     first = ExportTraceServiceRequest()

@@ -35,8 +35,7 @@ def test_any_order(store: SpanStore) -> None:
     for span in reversed(spans):
         store.add([span]).result(10)
     store.close()
-    with open_reader(store.path) as db:
-        (request,) = db.list_latest(RequestFilter())
+    request = sample_records.read_request(store.path)
     assert [leg.role for leg in request.legs] == ["encode", "encode", "prefill_decode"]
     assert request.closed and not request.pending
 
@@ -45,11 +44,9 @@ def test_count(tmp_path: Path) -> None:
     """No more than keep traces stay, the newest ones, with nothing of the others left behind."""
     store = SpanStore(tmp_path / "spans.db", max_traces=5)
     for number in range(12):
-        store.add(
-            sample_records.make_stored_spans(
-                [sample_records.make_leg_record("mono", {"sample": 5}, request_id=f"r{number}")]
-            )
-        ).result(9)
+        sample_records.store_records(
+            store, [sample_records.make_short_record(request_id=f"r{number}")]
+        )
     store.close()
     with open_reader(store.path) as db:
         request_ids = [request.request_id for request in db.list_latest(RequestFilter())]
@@ -62,17 +59,9 @@ def test_count(tmp_path: Path) -> None:
 def test_age(tmp_path: Path) -> None:
     """What arrived too long ago goes with the next commit."""
     store = SpanStore(tmp_path / "spans.db", max_age_hours=0.5 / 3600)
-    store.add(
-        sample_records.make_stored_spans(
-            [sample_records.make_leg_record("mono", {"sample": 5}, request_id="old")]
-        )
-    ).result(9)
+    sample_records.store_records(store, [sample_records.make_short_record(request_id="old")])
     time.sleep(0.6)
-    store.add(
-        sample_records.make_stored_spans(
-            [sample_records.make_leg_record("mono", {"sample": 5}, request_id="new")]
-        )
-    ).result(9)
+    sample_records.store_records(store, [sample_records.make_short_record(request_id="new")])
     store.close()
     with open_reader(store.path) as db:
         assert [request.request_id for request in db.list_latest(RequestFilter())] == ["new"]
@@ -83,9 +72,7 @@ def test_size(tmp_path: Path) -> None:
     limit = 1 << 20
     store = SpanStore(tmp_path / "spans.db", max_bytes=limit)
     for number in range(120):
-        store.add(
-            sample_records.make_stored_spans(sample_records.make_routed_records(f"r{number}"))
-        ).result(10)
+        sample_records.store_records(store, sample_records.make_routed_records(f"r{number}"))
     store.close()
     with open_reader(store.path) as db:
         requests = db.list_latest(RequestFilter())
@@ -135,7 +122,7 @@ def test_overflow(store: SpanStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the disk is too slow a batch is refused at once instead of being queued without limit."""
     lock = sqlite3.connect(store.path, isolation_level=None)
     lock.execute("BEGIN IMMEDIATE")
-    span = sample_records.make_stored_spans([sample_records.make_leg_record("mono", {"sample": 5})])
+    span = sample_records.make_stored_spans([sample_records.make_short_record()])
     waiting = []
     with pytest.raises(StoreUnavailableError, match="wait"):
         waiting.extend(
@@ -189,7 +176,7 @@ def test_schema(tmp_path: Path) -> None:
 
 def test_private(store: SpanStore) -> None:
     """Nobody else may read the file, nor what SQLite keeps beside it."""
-    store.add(sample_records.make_stored_spans(sample_records.make_routed_records("r1"))).result(10)
+    sample_records.store_records(store, sample_records.make_routed_records("r1"))
     files = list(store.path.parent.glob("spans.db*"))
     assert len(files) == 3
     assert not [file for file in files if file.stat().st_mode & 0o077]
@@ -227,7 +214,7 @@ def test_filters(store: SpanStore) -> None:
         ),
         *sample_records.make_routed_records("far", start_ns=now + 3000),
     ]
-    store.add(sample_records.make_stored_spans(records)).result(10)
+    sample_records.store_records(store, records)
 
     def ids(wanted: RequestFilter) -> list[str]:
         with open_reader(store.path) as db:
@@ -248,9 +235,9 @@ def test_filters(store: SpanStore) -> None:
 
 def test_names(store: SpanStore) -> None:
     """A request is found by its id, by its answer's id, and without an id by its trace."""
-    named = sample_records.make_leg_record("mono", {"sample": 5}, request_id="my_id")
-    nameless = sample_records.make_leg_record("mono", {"sample": 5}, request_id="")
-    store.add(sample_records.make_stored_spans([named, nameless])).result(10)
+    named = sample_records.make_short_record(request_id="my_id")
+    nameless = sample_records.make_short_record(request_id="")
+    sample_records.store_records(store, [named, nameless])
     store.close()
     with open_reader(store.path) as db:
         for name in ("my_id", "chatcmpl-my_id", "cmpl-my_id"):
@@ -264,11 +251,8 @@ def test_names(store: SpanStore) -> None:
 
 def test_duplicate_trunk_numbers(store: SpanStore) -> None:
     """Numbers that no duration can have do not reach the database."""
-    (server, trunk, *_) = sample_records.make_stored_spans(
-        [sample_records.make_leg_record("mono", {"sample": 5})]
-    )
+    (server, trunk, *_) = sample_records.make_stored_spans([sample_records.make_short_record()])
     wild = replace(trunk, attributes={**trunk.attributes, "ttft.total_us": 1 << 62})
     store.add([server, wild]).result(10)
-    with open_reader(store.path) as db:
-        (request,) = db.list_latest(RequestFilter())
+    request = sample_records.read_request(store.path)
     assert request.ttft_us == 0 and not request.closed

@@ -140,8 +140,8 @@ def test_shared_rows_end(tmp_path: Path) -> None:
     """A resource is stored once, and goes with the last of its spans."""
     store = SpanStore(tmp_path / "spans.db", max_traces=3)
     for number in range(6):
-        record = sample_records.make_leg_record("mono", {"sample": 5}, request_id=f"r{number}")
-        store.add(sample_records.make_stored_spans([record])).result(10)
+        record = sample_records.make_short_record(request_id=f"r{number}")
+        sample_records.store_records(store, [record])
     deadline = time.monotonic() + 20
     with closing(sqlite3.connect(store.path)) as db:
 
