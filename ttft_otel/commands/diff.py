@@ -61,9 +61,9 @@ def diff(
         raise click.UsageError("--since goes with --by; without it --a and --b are the windows")
     with source_options.report_refusals(CannotTellError, as_json=as_json):
         with breakdown_source.open_source(source) as opened:
-            sides = load_sides(opened, a, b, by, since, model)
-        difference = compare_sides(*sides)
-    show_difference(difference, as_json)
+            sides = _load_sides(opened, a, b, by, since, model)
+        difference = _compare_sides(*sides)
+    _show_difference(difference, as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +74,21 @@ class ComparedSide:
     lost: LostRequests
 
 
-def load_sides(
+def _load_sides(
     opened: BreakdownSource, a: str, b: str, by: str, since: str, model: str
 ) -> tuple[ComparedSide, ComparedSide]:
     """A and B. Raises CannotTellError, StoreError."""
     if not by:
-        first, second = (load_window(opened, window, model, "") for window in (a, b))
+        first, second = (_load_window(opened, window, model, "") for window in (a, b))
         return ComparedSide(first[0], count_lost(first[1])), ComparedSide(
             second[0], count_lost(second[1])
         )
     # One read for both sides: a request is told apart by its value, not by its time.
-    facts, lost = load_window(opened, since, model, by)
+    facts, lost = _load_window(opened, since, model, by)
     of_a, of_b = ([each for each in facts if each.group == value] for value in (a, b))
     # One value without requests is left to compare_windows(), which says how many it needs.
     if not of_a and not of_b:
-        raise CannotTellError(describe_values(facts, by))
+        raise CannotTellError(_describe_values(facts, by))
     groups = [build_facts(each, opened.find_trunks(each.trace_id), by).group for each in lost]
     lost_a, lost_b = (
         count_lost([each for each, group in zip(lost, groups, strict=True) if group == value])
@@ -97,7 +97,7 @@ def load_sides(
     return ComparedSide(of_a, lost_a), ComparedSide(of_b, lost_b)
 
 
-def compare_sides(a: ComparedSide, b: ComparedSide) -> Difference:
+def _compare_sides(a: ComparedSide, b: ComparedSide) -> Difference:
     """Compare them. Raises CannotTellError, which also says who has no first token."""
     try:
         found = compare_windows(a.facts, b.facts)
@@ -111,7 +111,7 @@ def compare_sides(a: ComparedSide, b: ComparedSide) -> Difference:
     return replace(found, lost_a=a.lost, lost_b=b.lost)
 
 
-def load_window(
+def _load_window(
     opened: BreakdownSource, window: str, model: str, by: str
 ) -> tuple[list[RequestFacts], list[Request]]:
     """The newest MAX_REQUESTS requests of `window` ("" for all times), oldest first, and the lost ones."""
@@ -127,7 +127,7 @@ def load_window(
     return facts[::-1], lost
 
 
-def describe_values(requests: Sequence[RequestFacts], by: str) -> str:
+def _describe_values(requests: Sequence[RequestFacts], by: str) -> str:
     """An error text: which values of the attribute there are."""
     # Mostly a typing error in the value: those that exist help more than "not found".
     values = sorted({each.group for each in requests if each.group})
@@ -136,8 +136,7 @@ def describe_values(requests: Sequence[RequestFacts], by: str) -> str:
     return f"no request has one of these values; {by} is one of: {', '.join(values[:20])}"
 
 
-def show_difference(difference: Difference, as_json: bool) -> None:
-    """Print `difference`."""
+def _show_difference(difference: Difference, as_json: bool) -> None:
     # The form is a contract: tests compare it with docs/diff.schema.json.
     if as_json:
         click.echo(json.dumps(difference_text.describe_difference(difference), indent=2))

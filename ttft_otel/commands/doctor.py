@@ -103,10 +103,10 @@ def check_settings(chosen: settings.Settings) -> Iterator[Check]:
     else:
         remedy = f"set {env_names.TTFT_OTEL}=1 where vllm serve is started"
         yield Check("settings", "note", f"{env_names.TTFT_OTEL} is off in this environment", remedy)
-    yield check_metrics(chosen)
+    yield _check_metrics(chosen)
 
 
-def check_metrics(chosen: settings.Settings) -> Check:
+def _check_metrics(chosen: settings.Settings) -> Check:
     """Check whether metrics count every request, and say who makes them."""
     if chosen.metrics:
         where = os.environ.get(env_names.OTEL_EXPORTER_OTLP_METRICS_ENDPOINT) or chosen.endpoint
@@ -128,7 +128,7 @@ def check_metrics(chosen: settings.Settings) -> Check:
     return Check("metrics", "note", says, remedy)
 
 
-def check_plugin() -> Iterator[Check]:
+def _check_plugin() -> Iterator[Check]:
     """Check that vLLM will find our plugin and may load it."""
     entry_points = importlib.metadata.entry_points(group=PLUGIN_GROUP)
     ours = [point.name for point in entry_points if point.value.startswith("ttft_otel.")]
@@ -161,7 +161,7 @@ def check_vllm() -> Iterator[Check]:
         yield Check("vllm", "ok", f"all {len(states)} targets are there")
 
 
-def check_endpoint(chosen: settings.Settings) -> Iterator[Check]:
+def _check_endpoint(chosen: settings.Settings) -> Iterator[Check]:
     """Send one span with the exporter's own code, to the endpoint and protocol of `chosen`."""
     from opentelemetry.sdk.trace.export import SpanExporter  # 0.3 s that --help need not take
 
@@ -211,7 +211,7 @@ def _make_probe_record() -> record.Record:
     )
 
 
-def check_server(url: str, timeout: float) -> Iterator[Check]:
+def _check_server(url: str, timeout: float) -> Iterator[Check]:
     """Check that a running server or router answers a request of one token with Server-Timing.
 
     url: base URL, with or without /v1. timeout: seconds to wait for each answer.
@@ -310,22 +310,21 @@ def _request_json(url: str, body: Any, timeout: float) -> tuple[str, Any]:
         return answer.headers.get(header_names.SERVER_TIMING, ""), json.load(answer)
 
 
-def run_checks(urls: tuple[str, ...], timeout: float) -> Iterator[Check]:
+def _run_checks(urls: tuple[str, ...], timeout: float) -> Iterator[Check]:
     """All checks, in the order in which a request passes what they check.
 
     urls: servers and routers to send a request to. timeout: seconds to wait for each answer.
     """
     chosen = settings.read_settings()
     yield from check_settings(chosen)
-    yield from check_plugin()
+    yield from _check_plugin()
     yield from check_vllm()
-    yield from check_endpoint(chosen)
+    yield from _check_endpoint(chosen)
     for url in urls:
-        yield from check_server(url, timeout)
+        yield from _check_server(url, timeout)
 
 
-def print_checks(checks: list[Check]) -> None:
-    """Print a line for each of `checks`, with its remedy below it."""
+def _print_checks(checks: list[Check]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -357,12 +356,12 @@ def command(urls: tuple[str, ...], plain: bool, timeout: float) -> None:
     Checks the settings, the plugin and the vLLM installed here, and sends one test span to the
     endpoint. The exit code is 1 when a check fails; a note is not a failure.
     """
-    results = list(run_checks(urls, timeout))
+    results = list(_run_checks(urls, timeout))
     passed = all(check.state != "fail" for check in results)
     if plain:
         click.echo(
             json.dumps({"ok": passed, "checks": [asdict(check) for check in results]}, indent=2)
         )
     else:
-        print_checks(results)
+        _print_checks(results)
     sys.exit(0 if passed else 1)

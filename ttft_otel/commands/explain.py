@@ -91,22 +91,22 @@ def explain(
     with refusals, breakdown_source.open_source(source) as opened:
         if is_single:
             like = filter_window(since, "", last or LIKE_LAST)
-            explanation = explain_one(opened, request_id, trace_id, like, load_evidence)
+            explanation = explain_one(opened, request_id, trace_id, like, _load_evidence)
         else:
             wanted = filter_window(since, model, last or MAX_REQUESTS)
-            explanation = add_holding(opened, explain_window(opened, wanted, slo_us))
+            explanation = add_holding(opened, _explain_window(opened, wanted, slo_us))
             if predict:
-                explanation = add_prediction(opened, explanation, wanted)
+                explanation = _add_prediction(opened, explanation, wanted)
     if as_json:
         click.echo(json.dumps(explanation_text.describe_explanation(explanation), indent=2))
     else:
         explanation_text.print_explanation(explanation)
 
 
-def explain_window(opened: BreakdownSource, wanted: RequestFilter, slo_us: int) -> Explanation:
+def _explain_window(opened: BreakdownSource, wanted: RequestFilter, slo_us: int) -> Explanation:
     """Explain the late ones of a window. Raises CannotTellError, StoreError."""
     failed: list[Request] = []
-    found = load_evidence(opened, wanted, failed)
+    found = _load_evidence(opened, wanted, failed)
     lost = count_lost(failed)
     try:
         return replace(explain_requests(split_window(found, slo_us), slo_us), lost=lost)
@@ -115,7 +115,7 @@ def explain_window(opened: BreakdownSource, wanted: RequestFilter, slo_us: int) 
         raise CannotTellError(f"{error}. {lost.sentence}" if lost.total else str(error)) from error
 
 
-def add_prediction(
+def _add_prediction(
     opened: BreakdownSource, explanation: Explanation, wanted: RequestFilter
 ) -> Explanation:
     """The explanation with what its remedy would bring, or why that is not known. Raises StoreError."""
@@ -130,7 +130,7 @@ def add_prediction(
             return replace(explanation, no_prediction=str(error))
 
 
-def load_evidence(
+def _load_evidence(
     opened: BreakdownSource, wanted: RequestFilter, lost: list[Request] | None = None
 ) -> list[RequestEvidence]:
     """The evidence of all requests that match. Raises StoreError.

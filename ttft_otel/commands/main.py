@@ -119,14 +119,14 @@ def load_subcommand(name: str, subcommand: Subcommand) -> click.Command:
                 "upgrade it: pip install --upgrade ttft-otel"
             ) from error
         raise click.ClickException(
-            describe_missing_package(name, subcommand.extra, missing)
+            _describe_missing_package(name, subcommand.extra, missing)
         ) from error
     command = getattr(module, subcommand.command)
     assert isinstance(command, click.Command)
     return command
 
 
-def describe_missing_package(name: str, extra: str, module: str) -> str:
+def _describe_missing_package(name: str, extra: str, module: str) -> str:
     """Name the missing `module`, and the pip command that installs it with `extra`."""
     package = f"ttft-otel[{extra}]" if extra else "ttft-otel"
     return f"ttft-otel {name} needs {module}, which is not installed: pip install '{package}'"
@@ -140,7 +140,7 @@ def list_page_answer(database: Path, request_id: str) -> list[str]:
     try:
         answer = importlib.import_module("ttft_otel.explain.explain.single_answer")
     except ModuleNotFoundError as error:
-        return [describe_missing_package("explain", "explain", error.name or "")]
+        return [_describe_missing_package("explain", "explain", error.name or "")]
     sentences: list[str] = answer.list_page_answer(database, request_id)
     return sentences
 

@@ -126,7 +126,7 @@ def estimate_sizing(load: Load) -> Sizing:
     )
 
 
-def describe_sizing(load: Load, sizing: Sizing) -> str:
+def _describe_sizing(load: Load, sizing: Sizing) -> str:
     """The answer for people, with what each line means."""
     rows = [
         (
@@ -134,15 +134,15 @@ def describe_sizing(load: Load, sizing: Sizing) -> str:
             f"{sizing.spans_per_s:,.0f} /s",
             f"{DEPLOYMENTS[load.deployment].spans} a request",
         ),
-        ("OTLP", f"{format_bytes(sizing.otlp_bytes_per_s)}/s", "uncompressed, to the collector"),
+        ("OTLP", f"{_format_bytes(sizing.otlp_bytes_per_s)}/s", "uncompressed, to the collector"),
         (
             "traces kept",
-            f"{format_bytes(sizing.kept_bytes_per_day)}/day",
+            f"{_format_bytes(sizing.kept_bytes_per_day)}/day",
             f"{load.keep_percent:g} %",
         ),
         (
             "trace store",
-            format_bytes(sizing.trace_store_bytes),
+            _format_bytes(sizing.trace_store_bytes),
             f"{load.retention_days} days, at most: the store compresses",
         ),
         ("series", f"{sizing.series:,}", "of the collector's histograms, without errors, at most"),
@@ -154,12 +154,12 @@ def describe_sizing(load: Load, sizing: Sizing) -> str:
         ),
         (
             "outage",
-            f"{format_bytes(sizing.queue_bytes_per_outage_hour)}/hour",
+            f"{_format_bytes(sizing.queue_bytes_per_outage_hour)}/hour",
             "of the collector's disk while the trace store is away",
         ),
     ]
     if sizing.sampling_memory_bytes:
-        memory = format_bytes(sizing.sampling_memory_bytes)
+        memory = _format_bytes(sizing.sampling_memory_bytes)
         rows.append(("sampling", memory, f"of memory: spans wait {DECISION_WAIT_S} s"))
     if sizing.first_tier_cores:
         rows.append(
@@ -168,7 +168,7 @@ def describe_sizing(load: Load, sizing: Sizing) -> str:
     return "\n".join(f"{name:<12}{value:>16}   {meaning}" for name, value, meaning in rows)
 
 
-def format_bytes(count: float) -> str:
+def _format_bytes(count: float) -> str:
     """Bytes in the unit that makes the number short: `12.3 GB`."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         # Powers of 1000, as disks and network links are sold and billed.
@@ -209,4 +209,4 @@ def command(as_json: bool, **given: object) -> None:
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(sizing), indent=2))
     else:
-        click.echo(describe_sizing(load, sizing))
+        click.echo(_describe_sizing(load, sizing))

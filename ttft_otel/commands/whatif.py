@@ -37,7 +37,7 @@ from ttft_otel.report.store.database_reader import MAX_REQUESTS
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 
 
-def declare_change(
+def _declare_change(
     flag: str, metavar: str, parse: Callable[[str], object], help_text: str
 ) -> OptionDecorator:
     """An option of the planned change; the command gets None where it is not given.
@@ -64,8 +64,10 @@ Examples:
   ttft-otel whatif                                        how well it knows the window itself
 """
 )
-@declare_change("--instances", "+N", parse_more, "So many more instances, each like the first one.")
-@declare_change("--encoders", "+N", parse_more, "So many more encoder instances.")
+@_declare_change(
+    "--instances", "+N", parse_more, "So many more instances, each like the first one."
+)
+@_declare_change("--encoders", "+N", parse_more, "So many more encoder instances.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="vLLM's option of this name.")
 @click.option(
     "--max-num-batched-tokens", type=click.IntRange(1), help="vLLM's option of this name."
@@ -75,14 +77,14 @@ Examples:
     type=click.Choice(list(POLICIES)),
     help="The router's policy; those that decide by shared prefixes or sessions are refused.",
 )
-@declare_change("--rate", "FACTORx", parse_rate, "The same requests, so many times as fast: 1.5x.")
-@declare_change(
+@_declare_change("--rate", "FACTORx", parse_rate, "The same requests, so many times as fast: 1.5x.")
+@_declare_change(
     "--cache-hit",
     "SHARE%",
     parse_share,
     "So much more of all prompt tokens is in the prefix cache: +20%.",
 )
-@declare_change(
+@_declare_change(
     "--kv-cache",
     "FACTORx",
     parse_rate,
@@ -143,7 +145,7 @@ def whatif(
     )
     with source_options.report_refusals(CannotTellError, as_json=as_json):
         with breakdown_source.open_source(source) as opened:
-            recording = load_recording(opened, since, model)
+            recording = _load_recording(opened, since, model)
         with track_replays(repetitions) as track:
             answer = what_if.predict_change(recording, change, given, repetitions, track=track)
     if as_json:
@@ -152,7 +154,7 @@ def whatif(
         what_if_text.print_answer(answer)
 
 
-def load_recording(opened: BreakdownSource, since: str, model: str) -> Recording:
+def _load_recording(opened: BreakdownSource, since: str, model: str) -> Recording:
     """The newest MAX_REQUESTS requests of the window. Raises click.UsageError, StoreError."""
     wanted = filter_window(since, model, MAX_REQUESTS)
     cut_note = f"{since}: only the newest {MAX_REQUESTS} requests are replayed"

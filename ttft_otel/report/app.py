@@ -44,7 +44,7 @@ SECURITY_HEADERS: Final = {
 }
 
 
-def read_filters(
+def _read_filters(
     model: str = "", role: str = "", error: str = "", min_ttft_ms: str = "", last: str = ""
 ) -> RequestFilter:
     """The filter in a URL's query; an empty or invalid field does not restrict the result.
@@ -71,7 +71,7 @@ def _parse_number(text: str, default: float) -> float:
     return value if 0.0 <= value <= 1e12 else default
 
 
-Filters = Annotated[RequestFilter, Depends(read_filters)]
+Filters = Annotated[RequestFilter, Depends(_read_filters)]
 
 
 # Sentences why a request took so long, by the database's path and the request's ID.

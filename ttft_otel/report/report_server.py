@@ -181,7 +181,7 @@ def run_server(options: ServeOptions, on_started: Callable[[ReportServer], None]
 def _run_until_signal(
     options: ServeOptions, span_receiver: Receiver, on_started: Callable[[ReportServer], None]
 ) -> None:
-    web = app.create_app(span_receiver, list_allowed_hosts(options), options.explain_request)
+    web = app.create_app(span_receiver, _list_allowed_hosts(options), options.explain_request)
     provider = instrument_app(web, (options.http_port, options.grpc_port))
     config = uvicorn.Config(
         web,
@@ -214,7 +214,7 @@ def _run_until_signal(
             provider.shutdown()
 
 
-def list_allowed_hosts(options: ServeOptions) -> Sequence[str]:
+def _list_allowed_hosts(options: ServeOptions) -> Sequence[str]:
     """Accepted Host headers: on loopback only its own names, against DNS rebinding by web pages."""
     if is_loopback_host(options.host):
         return [*app.LOOPBACK_HOSTS, options.host, *options.allowed_hosts]

@@ -54,14 +54,14 @@ def describe_change(change: Change) -> dict[str, Any]:
     if change.kind:
         described["kind"] = change.kind
     if change.since_ns:
-        described["since"] = to_local(change.since_ns).isoformat(timespec="seconds")
+        described["since"] = _to_local(change.since_ns).isoformat(timespec="seconds")
     return described
 
 
 def list_sentences(difference: Difference) -> list[str]:
     """What changed, the largest first; one sentence that says so where nothing did."""
     named = difference.named
-    sentences = [describe_in_words(change) for change in named]
+    sentences = [_describe_in_words(change) for change in named]
     # Said in words: an empty list could be taken for a comparison that failed.
     if not named:
         sentences = [
@@ -92,8 +92,7 @@ def list_sentences(difference: Difference) -> list[str]:
     return [remove_controls(each) for each in sentences]
 
 
-def describe_in_words(change: Change) -> str:
-    """A change as a sentence."""
+def _describe_in_words(change: Change) -> str:
     # The interval stands beside every figure: a bare mean would claim more than it knows.
     interval = f"{format_signed(change.low_us)} to {format_signed(change.high_us)}"
     # The mix is no stage: "longer" would attribute to servers what clients sent.
@@ -110,7 +109,7 @@ def describe_in_words(change: Change) -> str:
     if change.kind:
         sentence += f", nearly all of it in {change.kind} requests"
     if change.since_ns:
-        sentence += f", since {to_local(change.since_ns):%H:%M:%S}"
+        sentence += f", since {_to_local(change.since_ns):%H:%M:%S}"
     return f"{sentence}."
 
 
@@ -155,6 +154,5 @@ def format_signed(us: float) -> str:
     return f"{'-' if us < 0 else '+'}{format_short(abs(us))}"
 
 
-def to_local(unix_ns: int) -> datetime:
-    """A moment in this machine's time zone."""
+def _to_local(unix_ns: int) -> datetime:
     return datetime.fromtimestamp(unix_ns / 1e9).astimezone()

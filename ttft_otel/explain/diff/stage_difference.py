@@ -138,11 +138,11 @@ def compare_windows(
     names = sorted({name for each in (*a, *b) for name in each.stages}, key=stages.rank_stage)
     # Once, on the data: draws reweight the requests and do not sort them anew.
     strata_a, strata_b = assign_strata(a, b)
-    window_a, window_b = build_window(a, names, strata_a), build_window(b, names, strata_b)
+    window_a, window_b = _build_window(a, names, strata_a), _build_window(b, names, strata_b)
     chance = numpy.random.default_rng(seed)
     # Each window is drawn by itself: they are independent samples, not pairs.
     weights_a, weights_b = (draw_weights(chance, len(window), RESAMPLES) for window in (a, b))
-    like, mix = decompose(window_a, window_b, weights_a, weights_b)
+    like, mix = _decompose(window_a, window_b, weights_a, weights_b)
     ttft = like.sum(1) + mix
     # Together, because an interval holds for all parts at once only if all share one width.
     parts = numpy.column_stack([like, mix, ttft])
@@ -154,14 +154,14 @@ def compare_windows(
         change = Change(
             name, means_a[index], means_b[index], parts[0, index], low[index], high[index]
         )
-        changes.append(locate_change(change, window_a, window_b, b, index))
+        changes.append(_locate_change(change, window_a, window_b, b, index))
     totals_a, totals_b = window_a.lengths.sum(1), window_b.lengths.sum(1)
     return Difference(
         requests_a=len(a),
         requests_b=len(b),
         ttft=Change("ttft", means_a[-1], means_b[-1], parts[0, -1], low[-1], high[-1]),
-        p50=compare_quantile("p50", 0.5, totals_a, totals_b, weights_a, weights_b),
-        p95=compare_quantile("p95", 0.95, totals_a, totals_b, weights_a, weights_b),
+        p50=_compare_quantile("p50", 0.5, totals_a, totals_b, weights_a, weights_b),
+        p95=_compare_quantile("p95", 0.95, totals_a, totals_b, weights_a, weights_b),
         mix=Change(MIX, 0.0, parts[0, -2], parts[0, -2], low[-2], high[-2]),
         stages=tuple(changes),
         unmatched_share=sum(stratum == UNMATCHED for stratum in strata_b) / len(b),
@@ -172,15 +172,14 @@ def compare_windows(
     )
 
 
-def build_window(
+def _build_window(
     requests: Sequence[RequestFacts], names: Sequence[str], strata: Sequence[Hashable]
 ) -> Window:
-    """The requests as a matrix; a stage that a request did not have took 0."""
     rows = [[each.stages.get(name, 0) for name in names] for each in requests]
     return Window(numpy.array(rows, dtype=numpy.float64), strata)
 
 
-def decompose(a: Window, b: Window, weights_a: Array, weights_b: Array) -> tuple[Array, Array]:
+def _decompose(a: Window, b: Window, weights_a: Array, weights_b: Array) -> tuple[Array, Array]:
     """Change of like requests (draw, stage) and of the mix (draw), microseconds."""
     keys = sorted({*a.strata, *b.strata} - {UNMATCHED}, key=str)
     overall_a = average_draws(a.lengths, weights_a)
@@ -195,7 +194,7 @@ def decompose(a: Window, b: Window, weights_a: Array, weights_b: Array) -> tuple
     return like, (overall_b - overall_a - like).sum(1)
 
 
-def compare_quantile(
+def _compare_quantile(
     name: str, share: float, a: Array, b: Array, weights_a: Array, weights_b: Array
 ) -> Change:
     """B minus A of the TTFT's quantile `share`, with the bootstrap's percentiles as the interval."""
@@ -204,7 +203,7 @@ def compare_quantile(
     return Change(name, drawn_a[0], drawn_b[0], drawn_b[0] - drawn_a[0], float(low), float(high))
 
 
-def locate_change(
+def _locate_change(
     change: Change, a: Window, b: Window, requests: Sequence[RequestFacts], stage: int
 ) -> Change:
     """Add to a named change whose requests have it, and since when."""

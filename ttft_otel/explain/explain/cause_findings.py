@@ -130,22 +130,22 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
         for index, name in enumerate(stage_names)
     ]
     top = int(numpy.argmax(drawn[0]))
-    check_parts(parts, parts[top])
+    _check_parts(parts, parts[top])
     name = stage_names[top]
-    reasons = divide_by_reason(name, parts[top].us, late, typical)
-    instances = divide_by_instance(name, parts[top].us, compared)
+    reasons = _divide_by_reason(name, parts[top].us, late, typical)
+    instances = _divide_by_instance(name, parts[top].us, compared)
     return LateDifference(
         compared=compared,
         difference_us=float(total[0]),
         parts=tuple(sorted(parts, key=lambda part: -part.us)),
-        first_share=compute_first_share(drawn, [stages.strip_leg(each) for each in stage_names]),
+        first_share=_compute_first_share(drawn, [stages.strip_leg(each) for each in stage_names]),
         reasons=reasons,
         instances=instances,
         finding=build_finding(name, reasons, instances, compared),
     )
 
 
-def compute_first_share(drawn: Array, words: Sequence[str]) -> float:
+def _compute_first_share(drawn: Array, words: Sequence[str]) -> float:
     """How many of the draws after the first, the data, have the same word for their largest stage.
 
     A cause may be in two legs alike, as where encoder and decoder prepare an image: by chance the one or
@@ -156,7 +156,7 @@ def compute_first_share(drawn: Array, words: Sequence[str]) -> float:
     return float(numpy.mean(same))
 
 
-def check_parts(parts: Sequence[StagePart], top: StagePart) -> None:
+def _check_parts(parts: Sequence[StagePart], top: StagePart) -> None:
     """Raise CannotTellError where unattributed time, or chance, has the difference."""
     (lost,) = [part.share for part in parts if part.name == UNATTRIBUTED] or [0.0]
     if lost >= MAX_UNATTRIBUTED:
@@ -171,7 +171,7 @@ def check_parts(parts: Sequence[StagePart], top: StagePart) -> None:
         )
 
 
-def divide_by_reason(
+def _divide_by_reason(
     stage: str,
     us: float,
     late: Sequence[RequestEvidence],
@@ -180,18 +180,17 @@ def divide_by_reason(
     """(reason, share of the stage's difference), largest first; () for a stage without reasons."""
     known = {reason for each in (*late, *typical) for reason in each.reasons.get(stage, {})}
     shares = {
-        reason: (mean_reason(late, stage, reason) - mean_reason(typical, stage, reason)) / us
+        reason: (_mean_reason(late, stage, reason) - _mean_reason(typical, stage, reason)) / us
         for reason in known
     }
     return tuple(sorted(shares.items(), key=lambda part: (-part[1], part[0])))
 
 
-def mean_reason(side: Sequence[RequestEvidence], stage: str, reason: str) -> float:
-    """Mean microseconds that `stage` waited for `reason`."""
+def _mean_reason(side: Sequence[RequestEvidence], stage: str, reason: str) -> float:
     return fmean(each.reasons.get(stage, {}).get(reason, 0) for each in side)
 
 
-def divide_by_instance(
+def _divide_by_instance(
     stage: str, us: float, compared: ComparedRequests
 ) -> tuple[tuple[str, float, float], ...]:
     """(instance, share of the stage's difference, share of the requests with it), largest first."""

@@ -102,7 +102,7 @@ class Explanation:
     @property
     def model(self) -> ModelShare:
         """The model that distinguishes the late requests most from the others."""
-        return find_model(self.difference.compared)
+        return _find_model(self.difference.compared)
 
 
 def explain_requests(compared: ComparedRequests, slo_us: int = 0) -> Explanation:
@@ -114,7 +114,7 @@ def explain_requests(compared: ComparedRequests, slo_us: int = 0) -> Explanation
         difference=difference,
         rule=find_rule(difference.finding),
         confidence=next(word for share, word in CONFIDENCE if difference.first_share >= share),
-        alternatives=tuple(list_alternatives(difference)),
+        alternatives=tuple(_list_alternatives(difference)),
         examples=tuple(examples[:MAX_EXAMPLES]),
         is_unusual=compared.rank >= UNUSUAL_RANK,
         slo_us=slo_us,
@@ -147,7 +147,7 @@ def divide_lateness(compared: ComparedRequests, slo_us: int) -> dict[str, float]
     return dict(sorted(found, key=lambda part: (-part[1], part[0])))
 
 
-def find_model(compared: ComparedRequests) -> ModelShare:
+def _find_model(compared: ComparedRequests) -> ModelShare:
     """The model of which the late requests have most more than the window."""
     # Not than the typical ones: those are its middle, where a slower model may be missing anyway.
     late, window = (
@@ -160,7 +160,7 @@ def find_model(compared: ComparedRequests) -> ModelShare:
     return max(shares, key=lambda each: (each.late - each.window, each.name))
 
 
-def list_alternatives(difference: LateDifference) -> list[Alternative]:
+def _list_alternatives(difference: LateDifference) -> list[Alternative]:
     """What else could have been the cause, each with the figures for or against it."""
     compared, finding, top = difference.compared, difference.finding, difference.parts[0]
     late, typical = compared.late, compared.typical
@@ -191,7 +191,7 @@ def list_alternatives(difference: LateDifference) -> list[Alternative]:
         media - usual_media < LIKE_SHARE,
         f"{media:.0%} have media, usual are {usual_media:.0%}",
     )
-    model = find_model(compared)
+    model = _find_model(compared)
     if len({each.facts.model for each in compared.window}) > 1:
         judge(
             "another model",

@@ -22,9 +22,9 @@ PREDICTED = "predicted"  # what-if has its figure, the time per output token
 
 def list_explanation(explanation: Explanation) -> list[str]:
     """What happened and what to do, as sentences without terminal controls, most important first."""
-    sentences = [describe_headline(explanation), describe_cause(explanation)]
+    sentences = [_describe_headline(explanation), _describe_cause(explanation)]
     if explanation.holding is not None:
-        sentences += describe_holding(explanation.holding)
+        sentences += _describe_holding(explanation.holding)
     if explanation.slo:
         total = sum(explanation.slo.values())
         eaten = ", ".join(
@@ -67,8 +67,7 @@ def list_explanation(explanation: Explanation) -> list[str]:
     return [remove_controls(each) for each in sentences]
 
 
-def describe_headline(explanation: Explanation) -> str:
-    """How late, of how many."""
+def _describe_headline(explanation: Explanation) -> str:
     compared = explanation.difference.compared
     late = compared.late
     longer = format_signed(explanation.difference.difference_us)
@@ -92,8 +91,7 @@ def describe_headline(explanation: Explanation) -> str:
     )
 
 
-def describe_cause(explanation: Explanation) -> str:
-    """Which stage has the difference, with its interval, its instance and its reasons."""
+def _describe_cause(explanation: Explanation) -> str:
     top, finding = explanation.top, explanation.difference.finding
     place = f" on {finding.instance}" if finding.instance else ""
     sentence = (
@@ -104,8 +102,7 @@ def describe_cause(explanation: Explanation) -> str:
     return f"{sentence}; reason {reasons}." if reasons else f"{sentence}."
 
 
-def describe_holding(holding: HoldingWork) -> list[str]:
-    """What the engine did meanwhile, and for whom."""
+def _describe_holding(holding: HoldingWork) -> list[str]:
     kinds = ", ".join(
         f"{kind} {share:.0%}" for kind, share in holding.kinds.items() if share >= 0.01
     )
@@ -164,7 +161,7 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
             for part in difference.parts
         ],
         "reasons": {reason: round(share, 4) for reason, share in difference.reasons},
-        "held": describe_holders(explanation.holding),
+        "held": _describe_holders(explanation.holding),
         "instances": [
             {"name": name, "share": round(share, 4), "requests": round(requests, 4)}
             for name, share, requests in difference.instances
@@ -182,7 +179,7 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
             "price": rule.price,
             "price_kind": PREDICTED if has_price else QUALITATIVE,
             "source": describe_source(rule),
-            "prediction": describe_prediction(explanation),
+            "prediction": _describe_prediction(explanation),
         },
         "confidence": explanation.confidence,
         "first_share": round(difference.first_share, 4),
@@ -210,7 +207,7 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def describe_holders(holding: HoldingWork | None) -> dict[str, Any] | None:
+def _describe_holders(holding: HoldingWork | None) -> dict[str, Any] | None:
     """Who held the late requests; None where that is not known."""
     if holding is None:
         return None
@@ -231,7 +228,7 @@ def describe_holders(holding: HoldingWork | None) -> dict[str, Any] | None:
     }
 
 
-def describe_prediction(explanation: Explanation) -> dict[str, Any] | None:
+def _describe_prediction(explanation: Explanation) -> dict[str, Any] | None:
     """What the remedy would bring; None where nobody asked, a refusal where what-if cannot tell."""
     if explanation.no_prediction:
         return {"refusal": explanation.no_prediction}

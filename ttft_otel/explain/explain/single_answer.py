@@ -35,7 +35,7 @@ def list_page_answer(database: Path, request_id: str) -> list[str]:
             return [str(error)]
 
 
-def read_window(opened: BreakdownSource, wanted: RequestFilter) -> list[RequestEvidence]:
+def _read_window(opened: BreakdownSource, wanted: RequestFilter) -> list[RequestEvidence]:
     """The evidence of all requests that match. Raises StoreError."""
     return list(read_evidence(opened, opened.list_latest(wanted)))
 
@@ -52,7 +52,7 @@ def explain_one(
     request_id: str | None,
     trace_id: str | None,
     like: RequestFilter = AROUND,
-    read: EvidenceReader = read_window,
+    read: EvidenceReader = _read_window,
 ) -> Explanation:
     """Explain one request, by either ID, against its like. Raises CannotTellError, StoreError.
 

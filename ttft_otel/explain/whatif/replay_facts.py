@@ -21,17 +21,17 @@ RANK_MARK: Final = " rank "
 SERVER_KIND: Final = 2  # of a span, as in OTLP
 
 
-def list_replayed(*kinds: str) -> tuple[str, ...]:
+def _list_replayed(*kinds: str) -> tuple[str, ...]:
     """The stages whose row in stages.py says one of `kinds` in `replayed`."""
     return tuple(stage.name for stage in stages.STAGES if stage.replayed in kinds)
 
 
 # What the model of the engine makes anew; all other stages stay as they were recorded.
-MODELLED_STAGES: Final = list_replayed("modelled")
-ENGINE_STAGES: Final = list_replayed("modelled", "inside")
+MODELLED_STAGES: Final = _list_replayed("modelled")
+ENGINE_STAGES: Final = _list_replayed("modelled", "inside")
 # Between the request's arrival and the scheduler; the connectors' waits are cut out of the queue.
-STAGES_BEFORE: Final = list_replayed("before")
-STAGES_AFTER: Final = list_replayed("after")
+STAGES_BEFORE: Final = _list_replayed("before")
+STAGES_AFTER: Final = _list_replayed("after")
 
 FindSpans = Callable[[str], Sequence[StoredSpan]]
 
@@ -134,7 +134,7 @@ def read_request(
         span = by_id.get(leg.span_id)
         if span is None or leg.error:
             continue
-        visit = read_visit(leg, span, by_id.get(span.parent_id), epoch_ns)
+        visit = _read_visit(leg, span, by_id.get(span.parent_id), epoch_ns)
         if leg.role == stages.ENCODE:
             visits.append(visit)
         elif leg.role in stages.ANSWERING_ROLES and leg.stages.get("prefill.compute"):
@@ -148,14 +148,16 @@ def read_request(
         main=main,
         stages={**request.stages, UNATTRIBUTED: request.unattributed_us},
         encodes=tuple(visits),
-        prefix=find_prefix(request.stages, main.role),
-        policy=find_policy(spans, main.role),
+        prefix=_find_prefix(request.stages, main.role),
+        policy=_find_policy(spans, main.role),
         model=request.model,
         router=request.router.instance if request.router else "",
     )
 
 
-def read_visit(leg: Leg, span: StoredSpan, server: StoredSpan | None, epoch_ns: int) -> EngineVisit:
+def _read_visit(
+    leg: Leg, span: StoredSpan, server: StoredSpan | None, epoch_ns: int
+) -> EngineVisit:
     """A leg at its engine. server: the HTTP span above it, whose end is that of the answer."""
     begun = (leg.start_ns - epoch_ns) // 1000
     cached = read_count(span, keys.CACHED_TOKENS)
@@ -197,12 +199,12 @@ def read_settings(resource: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
             yield name, int(value)
 
 
-def find_prefix(recorded: Mapping[str, int], role: str) -> str:
+def _find_prefix(recorded: Mapping[str, int], role: str) -> str:
     """What stands before the names of the main engine's stages: its role and a dot, or nothing."""
     return f"{role}." if f"{role}.prefill.compute" in recorded else ""
 
 
-def find_policy(spans: Iterable[StoredSpan], role: str) -> str:
+def _find_policy(spans: Iterable[StoredSpan], role: str) -> str:
     """The policy by which a router chose the instance of `role`; "" without a router's span."""
     for span in spans:
         if span.attributes.get(keys.LEG) == role and keys.ROUTE_POLICY in span.attributes:

@@ -131,17 +131,17 @@ def fit_steps(visits: Sequence[EngineVisit], is_async: bool) -> StepFit:
     """Learn from the visits at engines of one role; there is at least one."""
     visits = sorted(visits, key=lambda each: each.arrived)
     prefills = [each for each in visits if each.stages.get("prefill.compute")]
-    rows = numpy.array([list_work(each) for each in prefills], dtype=numpy.float64).reshape(-1, 3)
+    rows = numpy.array([_list_work(each) for each in prefills], dtype=numpy.float64).reshape(-1, 3)
     lengths = numpy.array([each.stages["prefill.compute"] for each in prefills], numpy.float64)
-    forward = fit_line(rows, lengths)
+    forward = _fit_line(rows, lengths)
     expected = numpy.maximum(rows @ numpy.array(forward), 1.0)
     # One number by itself says nothing of single chunks, so those of several count with their mean.
     ratios = numpy.clip(lengths / expected, 1 / MAX_RATIO, MAX_RATIO)
     sampled = prefills or visits
-    samplings = clip_rare([each.stages.get("sample", 0) for each in sampled])
-    gap, knows_gap = find_gap(visits, samplings)
+    samplings = _clip_rare([each.stages.get("sample", 0) for each in sampled])
+    gap, knows_gap = _find_gap(visits, samplings)
     turn = gap + round(float(numpy.median(samplings)))
-    leads = clip_rare([find_lead(each, turn) for each in sampled])
+    leads = _clip_rare([_find_lead(each, turn) for each in sampled])
     if is_async:
         lowest = sorted(leads)[: max(1, round(len(leads) * ASYNC_LEAD_SHARE))]
         leads = [round(sum(lowest) / len(lowest))] * len(leads)
@@ -149,26 +149,26 @@ def fit_steps(visits: Sequence[EngineVisit], is_async: bool) -> StepFit:
     return StepFit(
         times=StepTimes(
             forward=forward,
-            encoder=fit_encoder(visits),
+            encoder=_fit_encoder(visits),
             moments=[each.arrived for each in sampled],
             ratios=ratios.tolist(),
             leads=leads,
             samplings=samplings,
             gap_us=0 if is_async else gap,
-            wake_us=find_wake(visits),
+            wake_us=_find_wake(visits),
         ),
-        speeds=find_speeds(prefills, ratios),
+        speeds=_find_speeds(prefills, ratios),
         seen_tokens=(min(sizes), max(sizes)),
         error=float(numpy.median(numpy.abs(ratios - 1))) if len(ratios) else 0.0,
         knows_gap=knows_gap or is_async,
         samples=len(prefills),
         seen_items=max((each.step_items for each in visits), default=0),
         tokens_vary=max(sizes) > 1.5 * max(min(sizes), 1),
-        unexplained=find_unexplained(lengths, expected, leads, samplings) if prefills else 0.0,
+        unexplained=_find_unexplained(lengths, expected, leads, samplings) if prefills else 0.0,
     )
 
 
-def find_unexplained(
+def _find_unexplained(
     lengths: Array, expected: Array, leads: Sequence[int], samplings: Sequence[int]
 ) -> float:
     """The mean distance of measured steps from what their work takes, as a share of that."""
@@ -178,7 +178,7 @@ def find_unexplained(
     return float(numpy.mean(numpy.abs(ratios / numpy.median(ratios) - 1)))
 
 
-def clip_rare(values: Sequence[int]) -> list[int]:
+def _clip_rare(values: Sequence[int]) -> list[int]:
     """The values; what is far above nearly all of them counts as less.
 
     A machine that stops for once delays one of a thousand steps, and one of a hundred requests: drawn for
@@ -191,20 +191,20 @@ def clip_rare(values: Sequence[int]) -> list[int]:
     return [min(each, highest) for each in values]
 
 
-def list_work(visit: EngineVisit) -> tuple[int, int, int]:
+def _list_work(visit: EngineVisit) -> tuple[int, int, int]:
     """Passes, tokens and attention pairs of the steps of one prompt; of others' prompts no pairs."""
     pairs = (2 * visit.cached + visit.computed + 1) * visit.computed // 2
     return visit.chunks, max(visit.step_tokens, visit.computed), pairs
 
 
-def fit_line(rows: Array, lengths: Array) -> tuple[float, float, float]:
+def _fit_line(rows: Array, lengths: Array) -> tuple[float, float, float]:
     """Non-negative coefficients of the columns of `rows`; zeros where there are no rows."""
     if not len(rows):
         return (0.0, 0.0, 0.0)
     weights = 1 / (lengths + ERROR_FLOOR_US)
     found = numpy.zeros(rows.shape[1])
     for _ in range(ROUNDS):
-        found = solve_positive(rows * weights[:, None], lengths * weights)
+        found = _solve_positive(rows * weights[:, None], lengths * weights)
         # Weighted by the expected length: by the measured one, short ones would count more by chance.
         expected = rows @ found + ERROR_FLOOR_US
         off = numpy.abs(lengths - rows @ found) / expected
@@ -214,7 +214,7 @@ def fit_line(rows: Array, lengths: Array) -> tuple[float, float, float]:
     return (float(found[0]), float(found[1]), float(found[2]))
 
 
-def solve_positive(rows: Array, values: Array) -> Array:
+def _solve_positive(rows: Array, values: Array) -> Array:
     """Least squares without negative coefficients: the best of the subsets that have none."""
     count, best, lowest = rows.shape[1], numpy.zeros(rows.shape[1]), float("inf")
     for size in range(1, count + 1):
@@ -227,17 +227,17 @@ def solve_positive(rows: Array, values: Array) -> Array:
     return best
 
 
-def fit_encoder(visits: Sequence[EngineVisit]) -> tuple[float, float]:
+def _fit_encoder(visits: Sequence[EngineVisit]) -> tuple[float, float]:
     """Microseconds of an encoder's run, and of each item in it."""
     encoded = [each for each in visits if each.step_items and each.stages.get("encoder.compute")]
     if not encoded:
         return (0.0, 0.0)
     rows = numpy.array([[1, each.step_items, 0] for each in encoded], dtype=numpy.float64)
     lengths = numpy.array([each.stages["encoder.compute"] for each in encoded], numpy.float64)
-    return fit_line(rows, lengths)[:2]
+    return _fit_line(rows, lengths)[:2]
 
 
-def find_gap(visits: Sequence[EngineVisit], samplings: Sequence[int]) -> tuple[int, bool]:
+def _find_gap(visits: Sequence[EngineVisit], samplings: Sequence[int]) -> tuple[int, bool]:
     """Microseconds from a sampled token to the next schedule(), and whether the window shows them.
 
     Between two chunks of a prompt that no step left out lie the sampling of the first, the gap, and the
@@ -256,7 +256,7 @@ def find_gap(visits: Sequence[EngineVisit], samplings: Sequence[int]) -> tuple[i
     return max(0, round(float(numpy.median(turns)) - inside)), True
 
 
-def find_lead(visit: EngineVisit, turn: int) -> int:
+def _find_lead(visit: EngineVisit, turn: int) -> int:
     """From schedule() to the beginning of a step's work, the mean of the visit's steps, microseconds.
 
     turn: from the end of a chunk's forward to the next schedule(), which `dispatch` has, too, where no step
@@ -268,7 +268,7 @@ def find_lead(visit: EngineVisit, turn: int) -> int:
     return max(0, round((whole - (visit.chunks - 1) * turn) / visit.chunks))
 
 
-def find_wake(visits: Sequence[EngineVisit]) -> int:
+def _find_wake(visits: Sequence[EngineVisit]) -> int:
     """Microseconds from an arrival at an idle engine until schedule() has returned."""
     waits = sorted(
         each.stages.get("prefill.queue", 0) + each.stages.get("encoder.queue", 0) for each in visits
@@ -276,7 +276,7 @@ def find_wake(visits: Sequence[EngineVisit]) -> int:
     return min(waits[int(len(waits) * WAKE_SHARE)], MAX_WAKE_US)
 
 
-def find_speeds(prefills: Sequence[EngineVisit], ratios: Array) -> dict[str, float]:
+def _find_speeds(prefills: Sequence[EngineVisit], ratios: Array) -> dict[str, float]:
     """How much slower than the common line each instance is."""
     by_instance: dict[str, list[float]] = {}
     for visit, ratio in zip(prefills, ratios, strict=True):

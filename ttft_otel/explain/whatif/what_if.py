@@ -73,7 +73,7 @@ class Fleet:
         return [visit for each in self.requests for visit in each.encodes]
 
 
-def read_limits(settings: Mapping[str, int], given: PlannedChange) -> EngineLimits:
+def _read_limits(settings: Mapping[str, int], given: PlannedChange) -> EngineLimits:
     """The limits of a recorded instance. given: settings that its user names, where spans lack them."""
     return EngineLimits(
         max_num_seqs=given.max_num_seqs or settings.get(keys.ENGINE_MAX_SEQS, 0),
@@ -99,10 +99,10 @@ def predict_change(
     each with its own noise and its own draw of the requests from which the steps' times are learned.
     track: called with 1 after each replay.
     """
-    limits = {name: read_limits(known, given) for name, known in recording.settings.items()}
+    limits = {name: _read_limits(known, given) for name, known in recording.settings.items()}
     window_check.check_window(recording, limits)
     window_check.check_sizes(recording.requests, limits)
-    fleet = learn_answers(settle_memory(build_fleet(recording, limits)))
+    fleet = _learn_answers(_settle_memory(build_fleet(recording, limits)))
     fit = fit_steps(fleet.main_visits, is_async(fleet))
     window_check.check_change(recording, fit, change)
     # Without noise: what is refused does not depend on chance.
@@ -157,11 +157,11 @@ def collect(model: FleetModel, timed: Sequence[int]) -> dict[str, Array]:
     return what_if_figures.add_replayed(columns, model, timed)
 
 
-def settle_memory(fleet: Fleet) -> Fleet:
+def _settle_memory(fleet: Fleet) -> Fleet:
     """The fleet, whose KV cache is left out where requests share it. Raises CannotTellError."""
     if not any(each.kv_tokens for each in fleet.limits.values()):
         return fleet
-    plain = replay(learn_answers(fleet), PlannedChange(), None, 0)
+    plain = replay(_learn_answers(fleet), PlannedChange(), None, 0)
     if not window_check.shares_blocks(fleet.requests, plain):
         return fleet
     limits = {name: replace(each, shares_blocks=True) for name, each in fleet.limits.items()}
@@ -187,7 +187,7 @@ def is_async(fleet: Fleet) -> bool:
     return any(each.async_scheduling for each in fleet.limits.values())
 
 
-def learn_answers(fleet: Fleet) -> Fleet:
+def _learn_answers(fleet: Fleet) -> Fleet:
     """Derive how many tokens each answer had: from how long it ran, by replaying that.
 
     Where spans have the lengths, or the time between two tokens, the length of decode steps is fitted to
@@ -220,19 +220,19 @@ def replay(
     fleet: Fleet, change: PlannedChange, chance: random.Random | None, seed: int
 ) -> FleetModel:
     """One replay with `change`. chance: draws the requests to learn from, and noise; None for neither."""
-    main = fit_steps(draw_visits(fleet.main_visits, chance), is_async(fleet))
+    main = fit_steps(_draw_visits(fleet.main_visits, chance), is_async(fleet))
     times = main.times.build_undisturbed() if fleet.is_undisturbed else main.times
     main = replace(main, times=replace(times, decode_factor=fleet.decode_factor))
     like = next(iter(fleet.limits.values()))
     added = {f"+{number}": like for number in range(1, change.instances + 1)}
     engines = {
-        name: (change_limits(limits, change), main.build_times(name, chance, change.rate))
+        name: (_change_limits(limits, change), main.build_times(name, chance, change.rate))
         for name, limits in (fleet.limits | added).items()
     }
     encoders: PlannedEngines = {}
     if fleet.encoder_names:
-        fit = fit_steps(draw_visits(fleet.encode_visits, chance), False)
-        encoders = plan_encoders(fleet, fit, change, chance)
+        fit = fit_steps(_draw_visits(fleet.encode_visits, chance), False)
+        encoders = _plan_encoders(fleet, fit, change, chance)
     is_moved = change.instances or change.policy
     plan = FleetPlan(
         engines=engines,
@@ -246,7 +246,7 @@ def replay(
     return FleetModel(fleet.requests, plan, seed).run()
 
 
-def plan_encoders(
+def _plan_encoders(
     fleet: Fleet, fit: StepFit, change: PlannedChange, chance: random.Random | None
 ) -> PlannedEngines:
     """Encoder engines: a step takes as many items as the window's largest one had, if any had to wait."""
@@ -259,13 +259,12 @@ def plan_encoders(
     }
 
 
-def draw_visits(visits: list[EngineVisit], chance: random.Random | None) -> list[EngineVisit]:
+def _draw_visits(visits: list[EngineVisit], chance: random.Random | None) -> list[EngineVisit]:
     """A bootstrap draw of `visits`; all of them without `chance`."""
     return visits if chance is None else chance.choices(visits, k=len(visits))
 
 
-def change_limits(limits: EngineLimits, change: PlannedChange) -> EngineLimits:
-    """The limits with those settings that the change names."""
+def _change_limits(limits: EngineLimits, change: PlannedChange) -> EngineLimits:
     return replace(
         limits,
         max_num_seqs=change.max_num_seqs or limits.max_num_seqs,

@@ -69,14 +69,14 @@ def build_figures(
         some = [build_figure(name, share, recorded, replays, changed) for share in QUANTILES]
         if undisturbed is not None and name in undisturbed:
             some = [
-                widen_figure(each, float(numpy.quantile(undisturbed[name], share)))
+                _widen_figure(each, float(numpy.quantile(undisturbed[name], share)))
                 for each, share in zip(some, QUANTILES, strict=True)
             ]
         figures[name] = tuple(some)
     return figures
 
 
-def widen_figure(figure: PredictedFigure, undisturbed: float) -> PredictedFigure:
+def _widen_figure(figure: PredictedFigure, undisturbed: float) -> PredictedFigure:
     """The figure with an interval that reaches to its `undisturbed` value, and as far to the other side."""
     if undisturbed <= 0 or figure.predicted <= 0:
         return figure

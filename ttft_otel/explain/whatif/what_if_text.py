@@ -26,10 +26,10 @@ def describe_answer(answer: Prediction) -> dict[str, Any]:
         "instances": answer.instances,
         "change": describe_change(answer.change),
         "level": LEVEL,
-        "replay_error": describe_errors(answer.errors),
+        "replay_error": _describe_errors(answer.errors),
         "ttft": describe_figures(answer.figures[TTFT]),
         "time_per_output_token": {
-            "replay_error": describe_errors(answer.token_errors),
+            "replay_error": _describe_errors(answer.token_errors),
             **describe_figures(answer.token_time),
         }
         if answer.token_time
@@ -45,8 +45,7 @@ def describe_answer(answer: Prediction) -> dict[str, Any]:
     }
 
 
-def describe_errors(errors: tuple[float, ...]) -> dict[str, float]:
-    """Relative errors by quantile."""
+def _describe_errors(errors: tuple[float, ...]) -> dict[str, float]:
     return {name: round(error, 4) for name, error in zip(QUANTILE_NAMES, errors, strict=True)}
 
 
@@ -79,8 +78,7 @@ def describe_change(change: PlannedChange) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value}
 
 
-def name_change(change: PlannedChange) -> str:
-    """The change in words."""
+def _name_change(change: PlannedChange) -> str:
     words = {
         "instances": "+{} instances",
         "encoders": "+{} encoders",
@@ -106,7 +104,9 @@ def print_answer(answer: Prediction) -> None:
         f"({format_short(figure.low)} to {format_short(figure.high)})"
         for name, figure in zip(QUANTILE_NAMES, ttft, strict=True)
     )
-    console.print(Text(f"{name_change(answer.change)}: TTFT {whole}", style="bold"), soft_wrap=True)
+    console.print(
+        Text(f"{_name_change(answer.change)}: TTFT {whole}", style="bold"), soft_wrap=True
+    )
     errors = ", ".join(
         f"{name} {error:+.1%}" for name, error in zip(QUANTILE_NAMES, answer.errors, strict=True)
     )
@@ -115,7 +115,7 @@ def print_answer(answer: Prediction) -> None:
         soft_wrap=True,
     )
     if answer.token_time:
-        console.print(Text(describe_token_time(answer)), soft_wrap=True)
+        console.print(Text(_describe_token_time(answer)), soft_wrap=True)
     console.print(build_table(answer))
     for warning in answer.warnings:
         console.print(Text(f"! {remove_controls(warning)}", style="yellow"), soft_wrap=True)
@@ -123,7 +123,7 @@ def print_answer(answer: Prediction) -> None:
         console.print(Text(f"• {remove_controls(note)}", style="dim"), soft_wrap=True)
 
 
-def describe_token_time(answer: Prediction) -> str:
+def _describe_token_time(answer: Prediction) -> str:
     """The time per output token in words, which is the price of what shortens the TTFT."""
     figures = "; ".join(
         f"{name} {format_short(figure.recorded)} → {format_short(figure.predicted)} "

@@ -244,7 +244,7 @@ def list_notes(
     return notes
 
 
-def measure_recorded(requests: Sequence[ReplayRequest]) -> tuple[float, float]:
+def _measure_recorded(requests: Sequence[ReplayRequest]) -> tuple[float, float]:
     """The shares of all waiting that was for KV blocks, and of requests that were preempted."""
     waited = sum(sum(each.main.reasons.values()) for each in requests)
     for_blocks = sum(each.main.reasons.get("kv_blocks", 0) for each in requests)
@@ -252,7 +252,7 @@ def measure_recorded(requests: Sequence[ReplayRequest]) -> tuple[float, float]:
     return for_blocks / max(waited, 1), preempted / len(requests)
 
 
-def measure_replayed(model: FleetModel) -> tuple[float, float]:
+def _measure_replayed(model: FleetModel) -> tuple[float, float]:
     """The same of a replay."""
     prompts = [each.prompt for each in model.replayed if each.prompt is not None]
     waited = sum(each.queue for each in prompts)
@@ -261,14 +261,14 @@ def measure_replayed(model: FleetModel) -> tuple[float, float]:
     return min(blocked / max(waited, 1), 1.0), preempted / max(len(prompts), 1)
 
 
-def is_scarce(shares: tuple[float, float]) -> bool:
+def _is_scarce(shares: tuple[float, float]) -> bool:
     """Whether memory was waited for so much that it cannot be left out."""
     return shares[0] > MAX_BLOCK_WAIT or shares[1] > MAX_PREEMPTED
 
 
 def check_sizes(requests: Sequence[ReplayRequest], limits: Mapping[str, EngineLimits]) -> None:
     """Refuse scarce memory of unknown size, and prompts that are larger than the cache."""
-    if is_scarce(measure_recorded(requests)) and not all(
+    if _is_scarce(_measure_recorded(requests)) and not all(
         each.kv_tokens for each in limits.values()
     ):
         raise CannotTellError(
@@ -286,8 +286,8 @@ def check_sizes(requests: Sequence[ReplayRequest], limits: Mapping[str, EngineLi
 
 def shares_blocks(requests: Sequence[ReplayRequest], plain: FleetModel) -> bool:
     """Whether the window had memory enough and its replay has not. Raises CannotTellError."""
-    recorded, replayed = measure_recorded(requests), measure_replayed(plain)
-    if not is_scarce(recorded) and is_scarce(replayed):
+    recorded, replayed = _measure_recorded(requests), _measure_replayed(plain)
+    if not _is_scarce(recorded) and _is_scarce(replayed):
         return True
     if abs(replayed[0] - recorded[0]) > MAX_BLOCK_ERROR:
         raise CannotTellError(
@@ -313,8 +313,8 @@ def check_memory(plain: FleetModel, other: FleetModel) -> list[str]:
             )
     if any(each.prompt is None or not each.prompt.first_token for each in other.replayed):
         raise CannotTellError("a request needs more KV cache than there is")
-    before, after = measure_replayed(plain), measure_replayed(other)
-    if is_scarce(after) and not is_scarce(before):
+    before, after = _measure_replayed(plain), _measure_replayed(other)
+    if _is_scarce(after) and not _is_scarce(before):
         return [
             f"{after[0]:.0%} of all waiting would be for KV blocks, and {after[1]:.0%} of the requests "
             "would be preempted: nothing of that was recorded"
@@ -328,7 +328,7 @@ def list_memory_notes(plain: FleetModel, other: FleetModel) -> list[str]:
         return [
             "Requests share cached tokens, traces do not tell which: KV blocks are taken as sufficient."
         ]
-    if is_scarce(measure_replayed(plain)) or is_scarce(measure_replayed(other)):
+    if _is_scarce(_measure_replayed(plain)) or _is_scarce(_measure_replayed(other)):
         return [
             "KV blocks are scarce: preempted requests are computed again from their first token that was "
             "not cached, and each request holds its cached tokens for itself."

@@ -48,10 +48,10 @@ def read_holding(opened: BreakdownSource, late: Sequence[RequestEvidence]) -> Ho
         # A client's trace may have many requests: only the queues of this one.
         spans = [span for span in (trace.spans if trace else ()) if span.parent_id in each.legs]
         # It was held once, in whichever of its legs.
-        held = join_holders(holder for span in spans for holder in list_holders(span))
+        held = _join_holders(holder for span in spans for holder in list_holders(span))
         found += [replace(holder, delayed=1) for holder in held]
     kinds = {kind: us / total for kind, us in sorted(sums.items(), key=lambda part: -part[1])}
-    return HoldingWork(kinds, join_holders(found)[:MAX_HOLDERS], len(longest))
+    return HoldingWork(kinds, _join_holders(found)[:MAX_HOLDERS], len(longest))
 
 
 def list_holders(span: StoredSpan) -> list[StoredHolder]:
@@ -59,7 +59,7 @@ def list_holders(span: StoredSpan) -> list[StoredHolder]:
     return read_holders(span.attributes) if span.scope == span_names.SCOPE else []
 
 
-def join_holders(found: Iterable[StoredHolder]) -> tuple[StoredHolder, ...]:
+def _join_holders(found: Iterable[StoredHolder]) -> tuple[StoredHolder, ...]:
     """Each holder once, with the sum of its times, the longest first."""
     joined: dict[tuple[str, str, str], StoredHolder] = {}
     for each in found:

@@ -73,7 +73,7 @@ def split_window(window: Sequence[RequestEvidence], slo_us: int = 0) -> Compared
             f"{len(late)} of {len(window)} requests were late: too few others to say what is usual. "
             "Compare with a better time: ttft-otel diff"
         )
-    return ComparedRequests(late, take_middle(others), window)
+    return ComparedRequests(late, _take_middle(others), window)
 
 
 def choose_like(request: RequestEvidence, window: Sequence[RequestEvidence]) -> ComparedRequests:
@@ -90,23 +90,23 @@ def choose_like(request: RequestEvidence, window: Sequence[RequestEvidence]) -> 
         label = describe_request(request.facts, detail)
         like = [each for each in others if describe_request(each.facts, detail) == label]
         if len(like) >= MIN_LIKE:
-            return compare_like(request, like, words)
+            return _compare_like(request, like, words)
     raise CannotTellError(
         f"only {len(like)} other requests of its kind ({request.facts.kind}) are stored, {MIN_LIKE} are "
         f"needed to say what is usual; its stages: ttft-otel report --request {request.facts.request_id}"
     )
 
 
-def compare_like(
+def _compare_like(
     request: RequestEvidence, like: list[RequestEvidence], words: str
 ) -> ComparedRequests:
     """One request and its like, which have `words` in common."""
     like.sort(key=lambda each: (each.facts.ttft_us, each.trace_id))
     faster = sum(each.facts.ttft_us < request.facts.ttft_us for each in like)
-    return ComparedRequests([request], take_middle(like), like, words, faster / len(like))
+    return ComparedRequests([request], _take_middle(like), like, words, faster / len(like))
 
 
-def take_middle(ordered: Sequence[RequestEvidence]) -> Sequence[RequestEvidence]:
+def _take_middle(ordered: Sequence[RequestEvidence]) -> Sequence[RequestEvidence]:
     """The middle half of requests that are sorted by TTFT."""
     return ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
 

@@ -88,13 +88,13 @@ def build_facts(request: Request, trunks: Iterable[StoredSpan], group_by: str = 
         tokens=max((read_count(span, keys.INPUT_TOKENS) for span in spans), default=0),
         cached=max((read_count(span, keys.CACHED_TOKENS) for span in spans), default=0),
         kind=MEDIA if has_media else TEXT,
-        group=find_value(spans, group_by) if group_by else "",
+        group=_find_value(spans, group_by) if group_by else "",
         model=request.model,
         clock_error_us=find_clock_error([request]),
     )
 
 
-def find_value(spans: Iterable[StoredSpan], name: str) -> str:
+def _find_value(spans: Iterable[StoredSpan], name: str) -> str:
     """The attribute's values on a request's spans or their resources, joined where servers differ."""
     found: dict[str, None] = {}
     # In order of time, so that the same servers always join to the same text.
@@ -135,10 +135,10 @@ def read_evidence(
     for request in requests:
         # A failed request has no first token; a pending one lacks the span that has the sum.
         if not request.error and not request.pending:
-            yield build_evidence(request, opened.find_trunks(request.trace_id))
+            yield _build_evidence(request, opened.find_trunks(request.trace_id))
 
 
-def build_evidence(request: Request, trunks: Sequence[StoredSpan]) -> RequestEvidence:
+def _build_evidence(request: Request, trunks: Sequence[StoredSpan]) -> RequestEvidence:
     """Join `request` with the attributes of its `ttft` and `encode` spans."""
     legs = frozenset(leg.span_id for leg in request.legs)
     spans = [span for span in trunks if span.span_id in legs]
@@ -168,17 +168,16 @@ def find_instance(request: Request, stage: str) -> str:
     """The service.instance.id of the server that had `stage`; "" where that is not known."""
     if stage.startswith(HOP):
         # A hop's time passes on the way to its leg, and in that leg's accept queue.
-        return name_instance(request.find_leg(stage.removeprefix(HOP)))
+        return _name_instance(request.find_leg(stage.removeprefix(HOP)))
     if stage in stages.ROUTER_STAGES:
-        return name_instance(request.router)
+        return _name_instance(request.router)
     role = stages.find_leg(stage)
     if role:
-        return name_instance(request.find_leg(role))
-    return name_instance(request.legs[-1] if request.legs else None)
+        return _name_instance(request.find_leg(role))
+    return _name_instance(request.legs[-1] if request.legs else None)
 
 
-def name_instance(leg: Leg | None) -> str:
-    """A leg's instance; "" without one."""
+def _name_instance(leg: Leg | None) -> str:
     return leg.instance if leg is not None else ""
 
 
@@ -216,11 +215,11 @@ def assign_strata(
     used = {label for label in found_a if isinstance(label, tuple)}
     for window, found, left in ((a, found_a, left_a), (b, found_b, left_b)):
         for index in left:
-            found[index] = find_nearest(window[index], used, by_model)
+            found[index] = _find_nearest(window[index], used, by_model)
     return found_a, found_b
 
 
-def find_nearest(
+def _find_nearest(
     facts: RequestFacts, used: set[tuple[Hashable, ...]], by_model: bool = False
 ) -> Hashable:
     """The stratum of `used` of the same kind that is nearest in size; UNMATCHED without one."""

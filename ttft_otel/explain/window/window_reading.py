@@ -34,15 +34,15 @@ def parse_window(text: str, now: datetime) -> tuple[int, int]:
     """
     # Two dots, because ISO 8601 moments and clock times already have "-" and ":" in them.
     since_text, dots, until_text = text.partition("..")
-    since = parse_moment(since_text, now)
+    since = _parse_moment(since_text, now)
     # `now` is the same for both ends: 1h..30m is half an hour, however long parsing takes.
-    until = parse_moment(until_text, now) if dots and until_text else now
+    until = _parse_moment(until_text, now) if dots and until_text else now
     if since >= until:
         raise ValueError(f"{text!r} ends before it begins")
-    return to_ns(since), to_ns(until)
+    return _to_ns(since), _to_ns(until)
 
 
-def parse_moment(text: str, now: datetime) -> datetime:
+def _parse_moment(text: str, now: datetime) -> datetime:
     """One moment. Raises ValueError with a sentence."""
     text = text.strip()
     try:
@@ -62,7 +62,7 @@ def parse_moment(text: str, now: datetime) -> datetime:
     return moment if moment.tzinfo else moment.replace(tzinfo=now.tzinfo)
 
 
-def to_ns(moment: datetime) -> int:
+def _to_ns(moment: datetime) -> int:
     """Unix nanoseconds; exact to the microsecond, which a float of seconds is not."""
     epoch = datetime.fromtimestamp(0, moment.tzinfo)
     return (moment - epoch) // timedelta(microseconds=1) * 1000

@@ -26,7 +26,7 @@ _parse_stage: Final = lru_cache(512)(keys.parse_stage_attribute)
 _parse_reason: Final = lru_cache(512)(keys.parse_reason_attribute)
 
 
-def read_leg(span: StoredSpan) -> Leg:
+def _read_leg(span: StoredSpan) -> Leg:
     """The Leg in the attributes of `span`, a `ttft` or `encode` span; invalid values read as 0 or ""."""
     attributes = span.attributes
     leg_stages = {
@@ -81,7 +81,7 @@ def assemble_requests(
     trunks: its `ttft` and `encode` spans. parents: span ID -> parent ID of all its spans.
     """
     # By ID among equal starts, so that the result does not depend on the order of arrival.
-    legs = sorted((read_leg(span) for span in trunks), key=lambda leg: (leg.start_ns, leg.span_id))
+    legs = sorted((_read_leg(span) for span in trunks), key=lambda leg: (leg.start_ns, leg.span_id))
     # An inner router's request is part of the outermost one's.
     routers = [leg for leg in legs if leg.role == "router" and leg.outermost]
     owned: dict[str, list[Leg]] = {router.span_id: [] for router in routers}

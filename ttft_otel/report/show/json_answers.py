@@ -26,7 +26,7 @@ def build_report(request: Request) -> dict[str, Any]:
     """The TTFT report of `request`; of several legs of one role it has the slowest."""
     # The slowest leg is the one that the first token waited for.
     by_role = {
-        role: make_leg_sums(leg) for role in request.roles if (leg := request.find_leg(role))
+        role: _make_leg_sums(leg) for role in request.roles if (leg := request.find_leg(role))
     }
     # The router's own sums, which contain what no leg can see.
     combined = StageSums(
@@ -35,8 +35,7 @@ def build_report(request: Request) -> dict[str, Any]:
     return build_ttft_report(request.request_id, by_role, combined)
 
 
-def make_leg_sums(leg: Leg) -> StageSums:
-    """A leg's sums in microseconds, as ttft_report.py takes them."""
+def _make_leg_sums(leg: Leg) -> StageSums:
     return StageSums(stages=leg.stages, unattributed=leg.unattributed_us, ttft=leg.ttft_us)
 
 

@@ -70,7 +70,7 @@ class TraceBuilder:
         span = row.span
         process = self.find_process(span, row.role)
         above = self.tracks.get((trace_id, parent.span_id)) if parent else None
-        track = place_span(process, span, parent, above)
+        track = _place_span(process, span, parent, above)
         self.tracks[trace_id, span.span_id] = track
         self.events.append(
             {
@@ -172,15 +172,15 @@ class TraceBuilder:
         for process in self.processes.values():
             title = f"{process.role} · {process.name}" if process.role else process.name
             events += [
-                make_label(process, 0, "process_name", {"name": title}),
-                make_label(process, 0, "process_sort_index", {"sort_index": rank_role(process)}),
+                _make_label(process, 0, "process_name", {"name": title}),
+                _make_label(process, 0, "process_sort_index", {"sort_index": _rank_role(process)}),
             ]
             for track in process.tracks:
                 name = {"name": f"requests {track.number}"}
-                events.append(make_label(process, track.number, "thread_name", name))
+                events.append(_make_label(process, track.number, "thread_name", name))
             for word in sorted(process.step_words):
                 name = {"name": f"engine steps: {word}"}
-                events.append(make_label(process, STEP_TRACKS[word], "thread_name", name))
+                events.append(_make_label(process, STEP_TRACKS[word], "thread_name", name))
         return events
 
 
@@ -213,19 +213,19 @@ def list_rows(spans: Sequence[StoredSpan]) -> list[WaterfallRow]:
     return waterfall_rows.build_rows(spans) if spans else []
 
 
-def place_span(
+def _place_span(
     process: Process, span: StoredSpan, parent: StoredSpan | None, above: Track | None
 ) -> Track:
     """The track of `span`: its parent's where it nests there, else the first that is free."""
     if parent and above and above.process is process:
-        close_ended(above, span.start_ns)
+        _close_ended(above, span.start_ns)
         # A sibling that runs at the same time would contain it in the drawing: then not on this track.
         innermost = above.open[-1] if above.open else None
         if innermost is parent and span.end_ns <= parent.end_ns:
             above.open.append(span)
             return above
     for track in process.tracks:
-        close_ended(track, span.start_ns)
+        _close_ended(track, span.start_ns)
         if not track.open:
             break
     else:
@@ -235,19 +235,17 @@ def place_span(
     return track
 
 
-def close_ended(track: Track, at_ns: int) -> None:
+def _close_ended(track: Track, at_ns: int) -> None:
     """Forget the open spans of `track` that have ended at `at_ns`."""
     while track.open and track.open[-1].end_ns <= at_ns:
         track.open.pop()
 
 
-def rank_role(process: Process) -> int:
-    """The process's place from top to bottom."""
+def _rank_role(process: Process) -> int:
     return ROLE_ORDER.index(process.role) + 1 if process.role in ROLE_ORDER else 0
 
 
-def make_label(process: Process, track: int, kind: str, args: Event) -> Event:
-    """A metadata event about a process or one of its tracks."""
+def _make_label(process: Process, track: int, kind: str, args: Event) -> Event:
     return {"ph": "M", "pid": process.number, "tid": track, "name": kind, "args": args}
 
 

@@ -58,7 +58,7 @@ def convert_span(raw: trace_pb2.Span, resource: dict[str, Any], scope: str) -> S
     resource: from read_attributes(). scope: name of its instrumentation scope.
     """
     attributes, cut = read_attributes(raw.attributes)
-    if scope == span_names.SCOPE and (text := write_holders(raw)):
+    if scope == span_names.SCOPE and (text := _write_holders(raw)):
         # Links and events have no column: they are for explanations, and few.
         attributes[keys.HELD_BY] = text
     return StoredSpan(
@@ -142,7 +142,7 @@ class StoredHolder(msgspec.Struct, frozen=True):
     delayed: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1  #: how many requests it held
 
 
-def write_holders(raw: trace_pb2.Span) -> str:
+def _write_holders(raw: trace_pb2.Span) -> str:
     """The holders in the links and events of a received span as JSON text; "" without any."""
     found = []
     events = [event for event in raw.events[:MAX_HOLDERS] if event.name == keys.HELD_BY]

@@ -169,7 +169,7 @@ class TempoClient:
             if body is None:
                 raise ValueError("no such page")
             document = msgspec.json.decode(body)
-            found = [read_found_trace(each) for each in document.get("traces") or []]
+            found = [_read_found_trace(each) for each in document.get("traces") or []]
             metrics = document.get("metrics") or {}
             # Tempo ends a search at its limit; below that, a job that is missing has failed.
             completed = int(metrics.get("completedJobs") or 0)
@@ -227,7 +227,7 @@ class TempoClient:
         if status in (401, 403):
             return TempoError(f"{place}, it wants to know who asks: {HEADERS_REMEDY}")
         if 300 <= status < 400:
-            host = find_host(response.headers.get("location", "")) or "another page"
+            host = _find_host(response.headers.get("location", "")) or "another page"
             return TempoError(
                 f"{place}, a redirection to {host}, which is not followed, since it would get the "
                 f"credentials. Is that a login page? {ADDRESS_REMEDY}; {HEADERS_REMEDY}"
@@ -281,7 +281,7 @@ class TempoClient:
         return " ".join(printable.split())[:MAX_ERROR_CHARS]
 
 
-def read_found_trace(found: Mapping[str, Any]) -> FoundTrace:
+def _read_found_trace(found: Mapping[str, Any]) -> FoundTrace:
     """A hit of a search. Raises KeyError, ValueError or TypeError for what is none."""
     start_ns = int(found.get("startTimeUnixNano") or 0)
     # Rounded up: Tempo cuts the duration to whole milliseconds.
@@ -299,7 +299,7 @@ def is_trace_id(text: str) -> bool:
     return len(text) == 32 and all(each in "0123456789abcdefABCDEF" for each in text)
 
 
-def find_host(location: str) -> str:
+def _find_host(location: str) -> str:
     """The host of a redirection; "" for a path, and for what is no address."""
     try:
         return URL(location).host or ""

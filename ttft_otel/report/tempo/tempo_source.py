@@ -86,7 +86,7 @@ class TempoSource:
         """The newest requests that match `wanted`, newest first. Raises TempoError."""
         return self._run(
             self._list_latest(
-                wanted, build_query(wanted), lambda request: matches_filter(request, wanted)
+                wanted, _build_query(wanted), lambda request: _matches_filter(request, wanted)
             )
         )
 
@@ -130,7 +130,7 @@ class TempoSource:
         await self._client.read_version()
 
     async def _find_request(self, request_id: str) -> Request | None:
-        query = f"{{ span.{keys.REQUEST_ID} = {quote_traceql(request_id)} }}"
+        query = f"{{ span.{keys.REQUEST_ID} = {_quote_traceql(request_id)} }}"
         found = await self._list_latest(
             RequestFilter(last=1), query, lambda request: request.request_id == request_id
         )
@@ -148,7 +148,7 @@ class TempoSource:
         found: dict[tuple[str, int], Request] = {}
         seen: set[str] = set()
         # The newest window is the last one; what is halved puts two in its place.
-        windows = list_windows(since_s, until_s)[::-1]
+        windows = _list_windows(since_s, until_s)[::-1]
         while windows:
             begin_s, end_s = windows.pop()
             self._report_progress("searching Tempo", len(found), 0)
@@ -184,14 +184,14 @@ class TempoSource:
             return None
         if not is_complete:
             raise TempoError(
-                f"Tempo searched only a part of {format_window(begin_s, end_s)}; figures would be of "
+                f"Tempo searched only a part of {_format_window(begin_s, end_s)}; figures would be of "
                 "that part. Try again, or ask for a shorter window; its log says what failed"
             )
         if len(traces) < limit:
             return traces
         if not is_divisible:
             raise TempoError(
-                f"{limit} traces or more in one second, {format_window(begin_s, end_s)}, which a search "
+                f"{limit} traces or more in one second, {_format_window(begin_s, end_s)}, which a search "
                 "cannot tell apart; ask for one model, or raise max_result_limit of Tempo"
             )
         windows += [(begin_s, middle_s), (middle_s, end_s)]
@@ -258,17 +258,17 @@ class TempoSource:
             )
 
 
-def build_query(wanted: RequestFilter) -> str:
-    """TraceQL for the traces that can have a request of `wanted`; matches_filter() decides."""
+def _build_query(wanted: RequestFilter) -> str:
+    """TraceQL for the traces that can have a request of `wanted`; _matches_filter() decides."""
     # Not only outermost ones: behind some routers a request has none, and is pending.
     named = " || ".join(f'name = "{name}"' for name in TTFT_SPAN_NAMES)
     conditions = [f"({named})", f"span.{keys.TOTAL_US} >= 0"]
     if wanted.model:
-        conditions.append(f"span.{keys.MODEL} = {quote_traceql(wanted.model)}")
+        conditions.append(f"span.{keys.MODEL} = {_quote_traceql(wanted.model)}")
     return f"{{ {' && '.join(conditions)} }}"
 
 
-def matches_filter(request: Request, wanted: RequestFilter) -> bool:
+def _matches_filter(request: Request, wanted: RequestFilter) -> bool:
     """Whether `request` meets all conditions of `wanted`, as the embedded store decides it."""
     return (
         (not wanted.model or request.model == wanted.model)
@@ -284,7 +284,7 @@ def matches_filter(request: Request, wanted: RequestFilter) -> bool:
     )
 
 
-def list_windows(since_s: int, until_s: int) -> list[tuple[int, int]]:
+def _list_windows(since_s: int, until_s: int) -> list[tuple[int, int]]:
     """Windows from the newest to the oldest that fill [since_s, until_s]; each is at most a day."""
     windows = []
     length_s = FIRST_WINDOW_S
@@ -295,13 +295,11 @@ def list_windows(since_s: int, until_s: int) -> list[tuple[int, int]]:
     return windows
 
 
-def quote_traceql(text: str) -> str:
-    """`text` as a string of TraceQL."""
+def _quote_traceql(text: str) -> str:
     # Go's quoted strings know JSON's escapes; \u keeps what is not ASCII.
     return json.dumps(text)
 
 
-def format_window(begin_s: int, end_s: int) -> str:
-    """A window in words, in UTC."""
+def _format_window(begin_s: int, end_s: int) -> str:
     ends = (time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(end)) for end in (begin_s, end_s))
     return "..".join(ends)
