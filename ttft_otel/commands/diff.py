@@ -63,7 +63,11 @@ def diff(
         with breakdown_source.open_source(source) as opened:
             sides = _load_sides(opened, a, b, by, since, model)
         difference = _compare_sides(*sides)
-    _show_difference(difference, as_json)
+    # The form is a contract: tests compare it with docs/diff.schema.json.
+    if as_json:
+        click.echo(json.dumps(difference_text.describe_difference(difference), indent=2))
+    else:
+        difference_text.print_difference(difference)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +138,3 @@ def _describe_values(requests: Sequence[RequestFacts], by: str) -> str:
     if not values:
         return f"no stored request has the attribute {by}"
     return f"no request has one of these values; {by} is one of: {', '.join(values[:20])}"
-
-
-def _show_difference(difference: Difference, as_json: bool) -> None:
-    # The form is a contract: tests compare it with docs/diff.schema.json.
-    if as_json:
-        click.echo(json.dumps(difference_text.describe_difference(difference), indent=2))
-    else:
-        difference_text.print_difference(difference)

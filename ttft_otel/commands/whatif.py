@@ -70,10 +70,14 @@ Examples:
 @_declare_change("--encoders", "+N", parse_more, "So many more encoder instances.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="vLLM's option of this name.")
 @click.option(
-    "--max-num-batched-tokens", type=click.IntRange(1), help="vLLM's option of this name."
+    "--max-num-batched-tokens",
+    "max_batched_tokens",
+    type=click.IntRange(1),
+    help="vLLM's option of this name.",
 )
 @click.option(
     "--routing-logic",
+    "policy",
     type=click.Choice(list(POLICIES)),
     help="The router's policy; those that decide by shared prefixes or sessions are refused.",
 )
@@ -112,14 +116,6 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
 @source_options.add_source_options
 def whatif(
-    instances: int | None,
-    encoders: int | None,
-    max_num_seqs: int | None,
-    max_num_batched_tokens: int | None,
-    routing_logic: str | None,
-    rate: float | None,
-    cache_hit: float | None,
-    kv_cache: float | None,
     since: str,
     model: str,
     recorded_max_num_seqs: int | None,
@@ -127,19 +123,13 @@ def whatif(
     repetitions: int,
     as_json: bool,
     source: SourceChoice,
+    **changes: Any,
 ) -> None:
     """Say what a window's TTFT would be with other settings, and how well the window itself is known."""
-    change = PlannedChange(
-        instances=instances or 0,
-        encoders=encoders or 0,
-        max_num_seqs=max_num_seqs or 0,
-        max_batched_tokens=max_num_batched_tokens or 0,
-        policy=routing_logic or "",
-        rate=rate or 1.0,
-        cache_hit=cache_hit or 0.0,
-        kv_cache=kv_cache or 1.0,
-    )
-    given = PlannedChange(
+    # The other options are named after PlannedChange's fields.
+    given = {name: value for name, value in changes.items() if value is not None}
+    change = PlannedChange(**given)
+    recorded = PlannedChange(
         max_num_seqs=recorded_max_num_seqs or 0,
         max_batched_tokens=recorded_max_num_batched_tokens or 0,
     )
@@ -147,7 +137,7 @@ def whatif(
         with breakdown_source.open_source(source) as opened:
             recording = _load_recording(opened, since, model)
         with track_replays(repetitions) as track:
-            answer = what_if.predict_change(recording, change, given, repetitions, track=track)
+            answer = what_if.predict_change(recording, change, recorded, repetitions, track=track)
     if as_json:
         click.echo(json.dumps(what_if_text.describe_answer(answer), indent=2))
     else:

@@ -116,7 +116,7 @@ def test_few_blocks(limits: EngineLimits, seed: int) -> None:
     ]
     assert [each.preemptions for each in prompts] == [each.preemptions for each in served]
     assert (model.running, model.decoding, model.kv_tokens) == (0, 0, 0)
-    assert model.memory is not None and model.memory.free == limits.kv_tokens // 16 - 1
+    assert model.memory.free == limits.kv_tokens // 16 - 1
     assert sum(each.preemptions for each in served) > 0
     assert model.blocked_us == pytest.approx(sum(each.blocked for each in served), rel=0.2)
     # Counter-test: with enough memory they come sooner.

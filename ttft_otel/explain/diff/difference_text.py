@@ -42,15 +42,9 @@ def describe_difference(difference: Difference) -> dict[str, Any]:
 
 def describe_change(change: Change) -> dict[str, Any]:
     """One change; `since` only where it began inside of B."""
-    described: dict[str, Any] = {
-        "name": change.name,
-        "a_ms": round_ms(change.a_us),
-        "b_ms": round_ms(change.b_us),
-        "change_ms": round_ms(change.change_us),
-        "low_ms": round_ms(change.low_us),
-        "high_ms": round_ms(change.high_us),
-        "named": change.named,
-    }
+    parts = ("a", "b", "change", "low", "high")
+    times = {f"{part}_ms": round_ms(getattr(change, f"{part}_us")) for part in parts}
+    described: dict[str, Any] = {"name": change.name, **times, "named": change.named}
     if change.kind:
         described["kind"] = change.kind
     if change.since_ns:

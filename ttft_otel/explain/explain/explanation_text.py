@@ -137,11 +137,7 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
     return {
         "answered": True,
         "sentences": list_explanation(explanation),
-        "requests": {
-            "window": len(compared.window),
-            "late": len(compared.late),
-            "typical": len(compared.typical),
-        },
+        "requests": {side: len(getattr(compared, side)) for side in ("window", "late", "typical")},
         "without_token": describe_lost(explanation.lost),
         "unusual": explanation.is_unusual,
         "rank": round(compared.rank, 4),
@@ -154,9 +150,7 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
                 "name": part.name,
                 "late_ms": round_ms(part.late_us),
                 "typical_ms": round_ms(part.typical_us),
-                "share": round(part.share, 4),
-                "low": round(part.low, 4),
-                "high": round(part.high, 4),
+                **{name: round(getattr(part, name), 4) for name in ("share", "low", "high")},
             }
             for part in difference.parts
         ],

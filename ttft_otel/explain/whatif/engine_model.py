@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+# Blocks where it is not known how many there are, or how many requests share.
+UNLIMITED: Final = 1 << 62
 BLOCK_TOKENS: Final = 16  # of a KV block, where servers do not say: vLLM's own default
 
 
@@ -119,8 +121,9 @@ class KvMemory:
 
     def __init__(self, limits: EngineLimits) -> None:
         self.block_tokens = max(limits.block_tokens, 1)
+        is_known = limits.kv_tokens and not limits.shares_blocks
         # One of vLLM's blocks is a placeholder, which is given to nobody.
-        self.free = max(limits.kv_tokens // self.block_tokens - 1, 0)
+        self.free = max(limits.kv_tokens // self.block_tokens - 1, 0) if is_known else UNLIMITED
         self.running: list[QueuedPrompt] = []
         self.preemptions = 0
         self._starts = [0] * self.block_tokens  # decoding requests, by the steps that need a block
@@ -222,7 +225,7 @@ class EngineModel:
     """One engine.
 
     peak_running, peak_tokens: the most requests, and KV tokens, at one time; peak_step: tokens of a step.
-    memory: None where what requests need of the KV cache is not known: then there is always enough.
+    Where it is not known what requests need of the KV cache, there is always enough.
     blocked_us: that requests waited for it, all together.
     """
 
@@ -238,8 +241,7 @@ class EngineModel:
         self._wake_us = wake_us
         self._schedule_event = schedule_event
         self.waiting: deque[QueuedPrompt] = deque()
-        is_known = limits.kv_tokens and not limits.shares_blocks
-        self.memory = KvMemory(limits) if is_known else None
+        self.memory = KvMemory(limits)
         self.running = self.decoding = self.kv_tokens = 0
         self.blocked_us = 0
         self._blocked_since = -1
@@ -305,9 +307,7 @@ class EngineModel:
                 heapq.heappush(self._leaving, ending)
                 self._end_decoding(ending[2])
         left = self.limits.max_batched_tokens - self.decoding
-        has_room = self.memory is None or self.memory.make_room(
-            number, self._incomplete, left, self._preempt
-        )
+        has_room = self.memory.make_room(number, self._incomplete, left, self._preempt)
         step = Step(number, now, [], self.decoding, self.decoding)
         left = self.limits.max_batched_tokens - self.decoding
         if self._incomplete is not None and left > 0:
@@ -335,7 +335,7 @@ class EngineModel:
             full = self.limits.max_items and step.items + prompt.items > self.limits.max_items
             if full and prompt.items and step.items:
                 break
-            if self.memory is not None and not self.memory.has_room(prompt):
+            if not self.memory.has_room(prompt):
                 self._blocked_since = now
                 break
             self.waiting.popleft()
@@ -345,8 +345,7 @@ class EngineModel:
                 prompt.scheduled, prompt.queue = now, now - prompt.arrived
             step.items += prompt.items
             self.kv_tokens += prompt.context
-            if self.memory is not None:
-                self.memory.admit(prompt)
+            self.memory.admit(prompt)
             left -= self._take_chunk(step, prompt, left)
 
     def _take_chunk(self, step: Step, prompt: QueuedPrompt, left: int) -> int:
@@ -358,8 +357,7 @@ class EngineModel:
         step.tokens += taken
         prompt.computed += taken
         prompt.chunks += 1
-        if self.memory is not None:
-            self.memory.take_chunk(prompt)
+        self.memory.take_chunk(prompt)
         is_complete = prompt.computed >= prompt.to_compute
         self._incomplete = None if is_complete else prompt
         if is_complete:
@@ -375,18 +373,15 @@ class EngineModel:
         if prompt.output_tokens:
             prompt.last_step = number + prompt.output_tokens - prompt.again - 1
             heapq.heappush(self._last_steps, (prompt.last_step, self._order, prompt))
-        if self.memory is not None:
-            self.memory.begin_decoding(prompt)
+        self.memory.begin_decoding(prompt)
 
     def _end_decoding(self, prompt: QueuedPrompt) -> None:
         self.decoding -= 1
-        if self.memory is not None:
-            self.memory.end_decoding(prompt)
+        self.memory.end_decoding(prompt)
 
     def _preempt(self, prompt: QueuedPrompt, number: int) -> None:
         """Before step `number`: it loses its blocks, and is the next to be admitted."""
-        if self.memory is not None:
-            self.memory.release(prompt, number - 1)
+        self.memory.release(prompt, number - 1)
         self.kv_tokens -= prompt.context + prompt.computed
         if prompt.ticket >= 0:
             self._end_decoding(prompt)
@@ -443,8 +438,7 @@ class EngineModel:
         decoded = number - prompt.first_step if prompt.ticket >= 0 else -1
         if prompt is self._incomplete:
             self._incomplete = None
-        if self.memory is not None:
-            self.memory.release(prompt, number)
+        self.memory.release(prompt, number)
         prompt.decode_steps = prompt.again + decoded
         prompt.ticket, prompt.is_running = -1, False
         prompt.last_token = now

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any, Final
 
 from rich.console import Console
@@ -52,13 +53,7 @@ def _describe_errors(errors: tuple[float, ...]) -> dict[str, float]:
 def describe_figures(figures: tuple[PredictedFigure, ...]) -> dict[str, dict[str, float]]:
     """The quantiles of one stage."""
     return {
-        name: {
-            "recorded_ms": round_ms(figure.recorded),
-            "replayed_ms": round_ms(figure.replayed),
-            "predicted_ms": round_ms(figure.predicted),
-            "low_ms": round_ms(figure.low),
-            "high_ms": round_ms(figure.high),
-        }
+        name: {f"{kind}_ms": round_ms(us) for kind, us in asdict(figure).items()}
         for name, figure in zip(QUANTILE_NAMES, figures, strict=True)
     }
 

@@ -80,20 +80,19 @@ class DatabaseReader:
 
     def find_trace(self, trace_id: str) -> StoredTrace | None:
         """All spans and requests of a trace; None when no span of it is stored."""
-        row = self._connection.execute(
-            "SELECT id FROM traces WHERE trace_id=?", (_parse_id(trace_id),)
-        ).fetchone()
-        if row is None:
-            return None
-        spans = TraceReader(self._connection, row[0], trace_id).list_spans()
-        return build_stored_trace(trace_id, spans)
+        found = self._find_trace(trace_id)
+        return build_stored_trace(trace_id, found.list_spans()) if found else None
 
     def find_trunks(self, trace_id: str) -> list[StoredSpan]:
         """The `ttft` and `encode` spans of a trace, with their attributes; [] when none is stored."""
+        found = self._find_trace(trace_id)
+        return found.list_trunks() if found else []
+
+    def _find_trace(self, trace_id: str) -> TraceReader | None:
         row = self._connection.execute(
             "SELECT id FROM traces WHERE trace_id=?", (_parse_id(trace_id),)
         ).fetchone()
-        return TraceReader(self._connection, row[0], trace_id).list_trunks() if row else []
+        return TraceReader(self._connection, row[0], trace_id) if row else None
 
     def list_models(self) -> list[str]:
         """Names of models in the database, at most 100, for the page's filter."""
