@@ -28,20 +28,18 @@ MARKED_STEPS: Final = "marked"  # guard.wrap_marked()
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """What runs around one vLLM function; see guard.wrap_call() for `before`, `after` and `ready`.
-
-    runs_after_error: `after` also runs when vLLM's function raised (with result None).
-    watches: what makes it run although `ready` is empty, NEW_REQUESTS or MARKED_STEPS; "": nothing does.
-    replace: for frontend.app only; the caller gets `replace(result)` instead of the result.
-    extend: called once with the class whose method is patched, to which it adds methods of ours.
-    """
+    """What runs around one vLLM function; see guard.wrap_call() for `before`, `after` and `ready`."""
 
     before: AnyCall | None = None
     after: AnyCall | None = None
     ready: ReadyContainer = ALWAYS
+    #: `after` also runs when vLLM's function raised (with result None).
     runs_after_error: bool = False
+    #: What makes it run although `ready` is empty, NEW_REQUESTS or MARKED_STEPS; "": nothing does.
     watches: str = ""
+    #: For frontend.app only; the caller gets `replace(result)` instead of the result.
     replace: AnyCall | None = None
+    #: Called once with the class whose method is patched, to which it adds methods of ours.
     extend: Callable[[type[Any]], None] | None = None
 
 

@@ -20,40 +20,41 @@ class EngineDetails(msgspec.Struct, array_like=True, gc=False):
     """What most requests do not have, apart: an array is written to its end, whatever is default.
 
     Times are as in EngineTimeline.
-    encoder_first: its first step ran the encoder. wait_lost: it may have waited for a connector
-        whose hook is missing. truncated: steps were dropped (MAX_STEPS).
-    preempted, recomputed: preemptions, tokens computed again.
-    asked: since when an encoder-cache connector has been answering "not yet".
-    looking, moving: since when a KV connector has been looking for blocks, or transferring them.
-    blocks: tokens, blocks, bytes and microseconds of that transfer (0: unknown).
-    kept: what this instance keeps of it for another instance (KEPT_*_BIT), ENCODER_RUN_BIT.
-    media: its media items and where their encodings came from (media_items.py); empty without any.
-    waits: stage code, start, end, repeated.
-    reasons: since when, and why (position in stages.WAIT_REASONS), repeated: in the queue and in stalls.
-    turns: of each chunk after the first one: when the step of the chunk before had ended, and until when
-        steps that left the request out were scheduled or ran (0: none had), repeated.
-    left_out: since its latest chunk was scheduled a step has left it out, at this time; 0: none has.
-    holders: whose work held the queue longest: microseconds, tokens, kind (position in
-        stages.HOLDING_KINDS), request ID, traceparent ("" without).
-    holders_lost: a larger one may be missing.
     """
 
+    #: Its first step ran the encoder.
     encoder_first: bool = False
+    #: It may have waited for a connector whose hook is missing.
     wait_lost: bool = False
+    #: Steps were dropped (MAX_STEPS).
     truncated: bool = False
+    #: A larger one than `holders` may be missing.
     holders_lost: bool = False
     preempted: int = 0
+    #: Tokens computed again after preemptions.
     recomputed: int = 0
+    #: Since when an encoder-cache connector has been answering "not yet".
     asked: int = 0
+    #: Since when a KV connector has been looking for blocks, or transferring them.
     looking: int = 0
     moving: int = 0
+    #: What this instance keeps of it for another instance (KEPT_*_BIT), ENCODER_RUN_BIT.
     kept: int = 0
+    #: Tokens, blocks, bytes and microseconds of that transfer (0: unknown).
     blocks: list[int] = []
+    #: Its media items and where their encodings came from (media_items.py); empty without any.
     media: list[int] = []
+    #: Stage code, start, end, repeated.
     waits: list[int] = []
+    #: Since when, and why (position in stages.WAIT_REASONS), repeated: in the queue and in stalls.
     reasons: list[int] = []
+    #: Of each chunk after the first one: when the step of the chunk before had ended, and until when
+    #: steps that left the request out were scheduled or ran (0: none had), repeated.
     turns: list[int] = []
+    #: Since its latest chunk was scheduled a step has left it out, at this time; 0: none has.
     left_out: int = 0
+    #: Whose work held the queue up longest: microseconds, tokens, kind (position in
+    #: stages.HOLDING_KINDS), request ID, traceparent ("" without).
     holders: list[tuple[int, int, int, str, str]] = []
 
 
@@ -64,35 +65,36 @@ class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
     """One engine request between the engine core's input and its first output.
 
     Times are microseconds of CLOCK_MONOTONIC; 0 is a time that was not (or is not yet) reached.
-    boot: clock.get_boot_number() of the engine core; set when it is serialized.
-    added: it reached the engine core. scheduled: its first chunk was scheduled. entered: the output
-        of its latest step entered the scheduler.
-    complete: its whole prompt is scheduled. sent: it was serialized.
-    chunks, cached: prefill chunks, cached tokens at the start. own_tokens, step_tokens: its tokens, and
-        all tokens, in its steps.
-    high: largest number of computed tokens so far; below it, tokens are recomputed.
-    held: what ran while it waited, as held_waits.divide_held() takes it.
-    steps: worker records (boot, sampled, lost, code, start, end, code, ...); one tuple is shared by
-        all requests of a step. A last entry of code CODE_CLOCK tells which clock placed the others.
-    details: media items, transfers, reasons to wait and more; None for a request without any.
     """
 
     version: int = TIMELINE_VERSION
+    #: clock.get_boot_number() of the engine core; set when it is serialized.
     boot: int = 0
+    #: It reached the engine core.
     added: int = 0
+    #: Its first chunk was scheduled.
     scheduled: int = 0
+    #: The output of its latest step entered the scheduler.
     entered: int = 0
+    #: Its whole prompt is scheduled.
     complete: bool = False
+    #: It was serialized.
     sent: bool = False
+    #: Prefill chunks, and cached tokens at the start.
     chunks: int = 0
     cached: int = 0
+    #: Its tokens, and all tokens, in its steps.
     own_tokens: int = 0
     step_tokens: int = 0
     prompt: int = 0
     rank: int = -1
+    #: Largest number of computed tokens so far; below it, tokens are recomputed.
     high: int = 0
+    #: What ran while it waited, as held_waits.divide_held() takes it.
     held: list[int] = []
+    #: Worker records (carrier.RECORD_*); one tuple is shared by all requests of a step.
     steps: list[tuple[int, ...]] = []
+    #: Media items, transfers, reasons to wait and more; None for a request without any.
     details: EngineDetails | None = None
 
     def read_details(self) -> EngineDetails:

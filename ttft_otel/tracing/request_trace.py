@@ -13,67 +13,75 @@ from ttft_otel.tracing.engine_timeline import EngineTimeline
 class EngineRequest(msgspec.Struct, eq=False, gc=False):
     """One engine request of an HTTP request (there are several for n > 1 or several prompts).
 
-    assign: it left the preprocessing; received, output: its first output came, was processed
-    (microseconds, 0: not yet). marks: the engine core's serialized timeline. ended: when its last output
-    was processed, 0 before, and for good where it was aborted; then also what it made, output_tokens (-1
-    unknown), and vLLM's word for why it ended, finish_reason. is_watched: whether its end will be noticed.
+    Times are microseconds, 0: not yet.
     """
 
+    #: It left the preprocessing.
     assign: int
+    #: The engine core's serialized timeline.
     marks: str = ""
+    #: Its first output came, and was processed.
     received: int = 0
     output: int = 0
+    #: Its last output was processed; 0 for good where it was aborted.
     ended: int = 0
+    #: Then what it made, -1 unknown, and vLLM's word for why it ended.
     output_tokens: int = 0
     finish_reason: str = ""
+    #: Its end will be noticed.
     is_watched: bool = False
 
 
 class RequestTrace(msgspec.Struct, eq=False, gc=False):
-    """State of one traced HTTP request; times are microseconds of CLOCK_MONOTONIC, 0: not reached.
+    """State of one traced HTTP request; times are microseconds of CLOCK_MONOTONIC, 0: not reached."""
 
-    arrive, render, end: ASGI call, start of the renderer, end of the response.
-    timing_requested: the caller asked for Server-Timing.
-    assign_times: engine request id -> end of its preprocessing.
-    parts: (name, start, end) of details inside stages.
-    server: address and port at which the request arrived.
-    leg: the role that a router's header names, "" without one.
-    is_counted: the exporter counts it in metrics, also if it is not sampled.
-    is_background: the answer only says that the request is queued; its tokens are read by another one.
-    is_beam_search: its engine requests are steps of a search, not generations.
-    """
-
+    #: The ASGI call.
     arrive: int
     context: TraceContext
+    #: The caller asked for Server-Timing.
     timing_requested: bool
+    #: The exporter counts it in metrics, also if it is not sampled.
     is_counted: bool = False
+    #: Engine request ID -> end of its preprocessing.
     assign_times: dict[str, int] = {}
     timeline: EngineTimeline | None = None
     breakdown: Breakdown | None = None
-    clock_error: int = 0  # of clock_offset
-    clock_offset: int = 0  # the engine core's clock minus this process's, estimated
+    #: The engine core's clock minus this process's, estimated, and its error.
+    clock_offset: int = 0
+    clock_error: int = 0
     failed_stage: str = ""
-    encoded_before: bool = False  # by the router's header: an encoder encoded some of its items
+    #: By the router's header: an encoder encoded some of its items.
+    encoded_before: bool = False
+    #: End of the response.
     end: int = 0
-    is_answered: bool = False  # its response was sent, and is neither an error nor given up
+    #: Its response was sent, and is neither an error nor given up.
+    is_answered: bool = False
     engine_requests: dict[str, EngineRequest] = {}
     error: str = ""
     first_output: EngineRequest | None = None
+    #: The answer only says that the request is queued; its tokens are read by another one.
     is_background: bool = False
+    #: Its engine requests are steps of a search, not generations.
     is_beam_search: bool = False
+    #: The role that a router's header names, "" without one.
     leg: str = ""
+    #: The role by its own transfer parameters, where vLLM's configuration does not decide it.
+    request_role: str = ""
+    #: This server's role for it, see roles.resolve_role(); "" before it is asked for.
+    role: str = ""
     method: str = ""
+    #: (name, start, end) of details inside stages.
     parts: list[tuple[str, int, int]] = []
     path: str = ""
+    #: Start of the renderer.
     render: int = 0
     request_id: str = ""
-    # From its own transfer parameters, where vLLM's configuration does not decide the role.
-    request_role: str = ""
-    role: str = ""  # of this server, see roles.resolve_role()
     route: str = ""
     scheme: str = ""
+    #: Address and port at which it arrived.
     server: tuple[str, int | None] = ("", None)
-    start_ns: int = 0  # `arrive` by the wall clock, once a record needs it
+    #: `arrive` by the wall clock, once a record needs it.
+    start_ns: int = 0
     status: int = 0
     streamed: bool = False
     ttft_sent: bool = False

@@ -14,6 +14,8 @@ from itertools import islice
 from operator import itemgetter
 from typing import Any, Final
 
+import msgspec
+
 from ttft_otel.hooks.engine_core.step_work import (
     DECODE,
     ENCODER,
@@ -39,56 +41,48 @@ _NEVER: Final = 1 << 80  # a sum that is not reached: it has not begun to decode
 HolderShare = tuple[int, int, int, str, str]  # microseconds, tokens, kind, request ID, traceparent
 
 
-class Holder:
-    """A prompt, or a request's media items, that steps compute part by part.
+class Holder(msgspec.Struct, eq=False):
+    """A prompt, or a request's media items, that steps compute part by part."""
 
-    held: its share of those steps, microseconds << SCALE. number: holders are numbered as they begin.
-    """
-
-    __slots__ = ("held", "kind", "number", "parent", "request_id", "tokens")
-
-    def __init__(self, request_id: str, parent: str, kind: int, number: int) -> None:
-        self.request_id = request_id
-        self.parent = parent
-        self.kind = kind
-        self.number = number
-        self.held = 0
-        self.tokens = 0
+    request_id: str
+    parent: str
+    kind: int
+    #: Holders are numbered as they begin.
+    number: int
+    #: Its share of those steps, microseconds << SCALE.
+    held: int = 0
+    tokens: int = 0
 
 
-class WaitStart:
-    """The log's sums when a wait began. partial: holders begun before: (holder, its `held`, its tokens)."""
+class WaitStart(msgspec.Struct, eq=False):
+    """The log's sums when a wait began."""
 
-    __slots__ = ("decoded", "decode_steps", "number", "partial")
-
-    def __init__(
-        self, number: int, decoded: int, decode_steps: int, partial: list[tuple[Holder, int, int]]
-    ) -> None:
-        self.number = number
-        self.decoded = decoded
-        self.decode_steps = decode_steps
-        self.partial = partial
+    number: int
+    decoded: int
+    decode_steps: int
+    #: Holders begun before: (holder, its `held`, its tokens).
+    partial: list[tuple[Holder, int, int]]
 
 
 class HolderLog:
-    """The holders of all steps since the log was reset.
-
-    decoded: sum of one decoding request's shares (microseconds << SCALE); decode_steps: of so many steps.
-    lost_number: holders with lower numbers may have been dropped. begun: requests that decode from the next
-    step on. just_ended: how many of `ended` were in the latest step.
-    """
+    """The holders of all steps since the log was reset."""
 
     def __init__(self) -> None:
         self.holders: list[Holder] = []
         self.open: dict[tuple[str, int], Holder] = {}
         self.closing: Sequence[tuple[str, int]] = ()
         self.started: dict[str, tuple[int, int]] = {}
+        #: Request ID, traceparent; `decoded` and `decode_steps` at its first step, and at its end.
         self.ended: deque[tuple[str, str, int, int, int, int]] = deque(maxlen=MAX_ENDED)
         self.next_number = 0
+        #: Holders with lower numbers may have been dropped.
         self.lost_number = 0
+        #: Sum of one decoding request's shares (microseconds << SCALE), and of how many steps.
         self.decoded = 0
         self.decode_steps = 0
+        #: Requests that decode from the next step on.
         self.begun: list[str] = []
+        #: How many of `ended` were in the latest step.
         self.just_ended = 0
 
     def open_step(self, work: StepWork, requests: Any) -> None:

@@ -23,33 +23,38 @@ SCALE: Final = 10  # bits of a microsecond's fraction in `held`: shares of many 
 
 
 class StepWork(msgspec.Struct, eq=False, gc=False):
-    """The work of one step; its weights are tokens.
+    """The work of one step; its weights are tokens."""
 
-    output: the scheduler's output, which identifies the step. scheduled: time (us), 0 if it was not seen.
-    prefill, decode, encoder: prompt tokens, decode tokens, embeddings; total: their sum, 0 without work.
-    decoders: number of decoding requests. chunks, items: (tokens, request ID) of the largest prompts and of
-    media items. unnamed: there were more. parts: the same with their Holder (holders.py). completed: keys of
-    those that end with the step. is_plain: nobody but those who decoded before has a part in it, and it
-    follows the step before. resumed: the scheduler was paused before it. turnaround: microseconds from its
-    end to the next step's begin, once known; sums: those of the log at that begin (step_log.py).
-    """
-
+    #: The scheduler's output, which identifies the step.
     output: Any
+    #: Time (us), 0 if it was not seen.
     scheduled: int
-    # A request with one token counts as decoding, unless more is known.
+    #: Decode tokens: a request with one token counts as decoding, unless more is known.
     decode: int
+    #: Sum of all tokens and embeddings, 0 without work.
     total: int
+    #: Number of decoding requests.
     decoders: int
+    #: Prompt tokens.
     prefill: int = 0
+    #: Embeddings.
     encoder: int = 0
+    #: (tokens, request ID) of the largest prompts, and of media items.
     chunks: Sequence[tuple[int, str]] = ()
     items: Sequence[tuple[int, str]] = ()
+    #: The same with their Holder (holders.py).
     parts: Sequence[tuple[Any, int]] = ()
+    #: Keys of those that end with the step.
     completed: Sequence[tuple[str, int]] = ()
+    #: Nobody but those who decoded before has a part in it, and it follows the step before.
     is_plain: bool = False
+    #: There were more prompts or items than are named.
     unnamed: bool = False
+    #: The scheduler was paused before it.
     resumed: bool = False
+    #: Microseconds from its end to the next step's begin, once known.
     turnaround: int = 0
+    #: The sums of the log at that begin (step_log.py).
     sums: tuple[int, int, int] = (0, 0, 0)
 
 

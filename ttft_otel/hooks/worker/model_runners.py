@@ -28,27 +28,28 @@ MAX_UNFINISHED_STEPS: Final = 256  # by request; the oldest are dropped
 
 
 class StepStamps(msgspec.Struct, eq=False):
-    """Stamps of one marked step.
-
-    encodes: the step runs the encoder, for the requests encoded_ids. media: it may load or save
-    encodings. blocks: BLOCKS_*. late_stage: earlier pipeline stages worked before it. pairs: stage
-    code, indices of start and end stamps. forward, sampled: indices of stamps, -1 before. awaited:
-    index of the last stamp before the copy that an async output waits for. tokens: sample_tokens()
-    has run.
-    """
+    """Stamps of one marked step."""
 
     clock: device.StepClock
+    #: The step runs the encoder, for the requests `encoded_ids`.
     encodes: bool
+    #: It may load or save encodings.
     media: bool
+    #: BLOCKS_*, 0: it moves no KV blocks.
     blocks: int
+    #: Earlier pipeline stages worked before it.
     late_stage: bool = False
     encoded_ids: tuple[str, ...] = ()
     encoder_interval: tuple[int, int] | None = None
     stamps: list[Any] = []
+    #: Stage code, indices of start and end stamps.
     pairs: list[tuple[int, int, int]] = []
+    #: Indices of stamps, -1 before.
     forward: int = -1
     sampled: int = -1
+    #: Index of the last stamp before the copy that an async output waits for.
     awaited: int = -1
+    #: sample_tokens() has run.
     tokens: bool = False
 
     def __post_init__(self) -> None:
