@@ -12,7 +12,7 @@ from time import process_time_ns
 from types import SimpleNamespace
 from typing import Any, Final
 
-from benchmarks.fake_vllm import HOOKS, REQUESTS_PER_ROUND
+from benchmarks.engine_loops import HOOKS, REQUESTS_PER_ROUND
 from ttft_otel.hooks import api_server
 from ttft_otel.model.endpoints import CHAT_PATH
 from ttft_otel.model.names import header_names

@@ -24,9 +24,9 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import SpanKind, Tracer
 
-from benchmarks import fake_vllm
+from benchmarks import engine_loops
 from benchmarks.api_requests import run_api_requests, serve_one_chunk
-from benchmarks.fake_vllm import REQUESTS_PER_ROUND, STEPS_PER_ROUND, FakeVllmHost
+from benchmarks.engine_loops import REQUESTS_PER_ROUND, STEPS_PER_ROUND, FakeVllmHost
 from benchmarks.figures import (
     Figure,
     build_figure,
@@ -45,7 +45,7 @@ ROUNDS: Final = 15
 EXPORTED_SPANS: Final = 12  # of a text request: server, ttft and its stages
 MAX_API_SHARE, MAX_CORE_SHARE = 0.08, 0.01  # of what EXPORTED_SPANS cost
 MAX_STEP_WRAPPERS: Final = 8.0  # wrappers that only pass a call on, for a decode step
-DECODE_STEP_CALLS: Final = 7  # wrapped methods that fake_vllm.run_decode_steps() calls in a step
+DECODE_STEP_CALLS: Final = 7  # wrapped methods that engine_loops.run_decode_steps() calls in a step
 SERVER_SPAN_NAME: Final = f"POST {CHAT_PATH}"
 SERVER_SPAN_ATTRIBUTES: Final = {
     "http.request.method": "POST",
@@ -107,7 +107,7 @@ def create_tracer() -> Tracer:
 
 def list_cases() -> list[HookCase]:
     """All cases. Goals are 10 to 50 % above what an idle machine needed."""
-    hooked, passing = fake_vllm.wrap_fake_host(), fake_vllm.wrap_fake_host_empty()
+    hooked, passing = engine_loops.wrap_fake_host(), engine_loops.wrap_fake_host_empty()
     sdk_spans = partial(run_sdk_spans, create_tracer())
 
     def build_request_case(
@@ -135,7 +135,7 @@ def list_cases() -> list[HookCase]:
         exported_goal: float | None = None,
         overlaps: bool = False,
     ) -> HookCase:
-        run = partial(fake_vllm.run_core_requests, items=items, overlaps=overlaps)
+        run = partial(engine_loops.run_core_requests, items=items, overlaps=overlaps)
         plain, ours = partial(run, FakeVllmHost), partial(run, hooked)
         return build_request_case(name, plain, ours, goal, exported_goal)
 
@@ -165,15 +165,15 @@ def list_cases() -> list[HookCase]:
         build_core_case("core_request", 0, 0.5, MAX_CORE_SHARE),
         build_core_case("core_request_async", 0, 1.0, overlaps=True),
         build_core_case("core_request_image", 1, 1.0),
-        build_step_case("decode_step", fake_vllm.run_decode_steps, 1.7),
-        build_step_case("decode_step_connector", fake_vllm.run_connector_steps, 1.5),
+        build_step_case("decode_step", engine_loops.run_decode_steps, 1.7),
+        build_step_case("decode_step_connector", engine_loops.run_connector_steps, 1.5),
         # Against two wrappers; 2 us a step for reasons and for who held them.
         build_step_case("waiting_step", run_waiting_steps, 20.0),
         build_step_case("waiting_step_prompts", partial(run_waiting_steps, prompts=2), 80.0),
         build_request_case(
             "prefill_step_device",
-            partial(fake_vllm.run_device_steps, FakeVllmHost),
-            partial(fake_vllm.run_device_steps, hooked),
+            partial(engine_loops.run_device_steps, FakeVllmHost),
+            partial(engine_loops.run_device_steps, hooked),
             0.6,
         ),
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of fake_vllm.py's engine while traced requests wait, for hooks.py; gives its CPU time."""
+"""Steps of engine_loops.py's engine while traced requests wait, for hooks.py; gives its CPU time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from time import process_time_ns
 from types import SimpleNamespace
 from typing import Any, Final
 
-from benchmarks import fake_vllm
-from benchmarks.fake_vllm import DECODE_BATCH, STEPS_PER_ROUND, FakeVllmHost
+from benchmarks.engine_loops import DECODE_BATCH, STEPS_PER_ROUND, FakeVllmHost
+from lab.fake_vllm.engine_objects import build_request, build_scheduler_output
 from ttft_otel.model.names import header_names
 
 WAITING_REQUESTS: Final = 200  # all traced
@@ -23,14 +23,8 @@ def run_waiting_steps(kind: type[FakeVllmHost], prompts: int = 0) -> int:
     host: Any = kind()
     requests = {}
     for n in range(WAITING_REQUESTS):
-        request = SimpleNamespace(
-            request_id=f"w{n}",
-            trace_headers={header_names.CARRIER_KEY: "1"},
-            status="waiting",
-            num_computed_tokens=0,
-            num_prompt_tokens=100,
-            num_tokens=100,
-        )
+        headers = {header_names.CARRIER_KEY: "1"}
+        request = build_request(f"w{n}", 100, headers, status="waiting")
         requests[request.request_id] = request
     host.requests = requests
     running = [
@@ -47,7 +41,7 @@ def run_waiting_steps(kind: type[FakeVllmHost], prompts: int = 0) -> int:
     for request in running[len(running) - prompts :]:
         request.num_tokens = request.num_prompt_tokens = 1 << 20
         requests[request.request_id] = request
-    output = fake_vllm.build_scheduler_output([], tokens)
+    output = build_scheduler_output(tokens)
     result = SimpleNamespace(outputs={})
     host.schedule(output)  # they join the queue
     host.update_from_output(output, result)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers in place of vLLM, for tests without it; fakes of objects inside an engine are in tests/hooks.
+"""What stands for vLLM in tests and benchmarks: servers, and the objects that an engine core handles.
 
-instances.py: one that follows a plan. pair_servers.py: prefill and decode. prefix_cache.py: the cache and
-its KV events, which kv_publisher.py sends. word_server.py: of the standard library alone, for a pod that has
-nothing else.
+instances.py: a server that follows a plan. pair_servers.py: prefill and decode. prefix_cache.py: the cache
+and its KV events, which kv_publisher.py sends. word_server.py: of the standard library alone, for a pod that
+has nothing else. engine_objects.py: requests, media items and steps.
 """
 
 from pathlib import Path

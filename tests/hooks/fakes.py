@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hooks.process import wrap_methods
+from lab.fake_vllm.engine_objects import build_media_item, build_request, build_scheduler_output
 from ttft_otel.model.breakdown import Marks
 from ttft_otel.model.names import header_names
 from ttft_otel.testing import FakeClock
@@ -27,12 +28,10 @@ WRAPPED_METHODS = {
 
 def make_request(request_id: str, tokens: int = 10, traced: bool = True, items: int = 0) -> Any:
     """A vLLM Request with the fields that the hooks read."""
-    return SimpleNamespace(
-        request_id=request_id,
-        trace_headers=dict(HEADERS) if traced else None,
-        num_computed_tokens=0,
-        num_prompt_tokens=tokens,
-        num_tokens=tokens,
+    return build_request(
+        request_id,
+        tokens,
+        HEADERS if traced else None,
         mm_features=[media_item(number) for number in range(items)],
         get_num_encoder_embeds=lambda index: 2,
     )
@@ -40,10 +39,7 @@ def make_request(request_id: str, tokens: int = 10, traced: bool = True, items: 
 
 def media_item(number: int, identifier: str = "", length: int = 2) -> Any:
     """A media item with the fields that the hooks read: two tokens each, at 0, 3, 6, ... of the prompt."""
-    return SimpleNamespace(
-        identifier=identifier or f"item-{number}",
-        mm_position=SimpleNamespace(offset=3 * number, length=length),
-    )
+    return build_media_item(identifier or f"item-{number}", 3 * number, length)
 
 
 class FakeEngineCore:
@@ -80,13 +76,7 @@ class FakeEngineCore:
             self.requests[name].num_computed_tokens += count
         for name in preempted:
             self.requests[name].num_computed_tokens = 0
-        return SimpleNamespace(
-            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
-            num_scheduled_tokens=tokens,
-            scheduled_encoder_inputs=encode or {},
-            total_num_scheduled_tokens=sum(tokens.values()),
-            preempted_req_ids=set(preempted),
-        )
+        return build_scheduler_output(tokens, new, encode, preempted)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """`first` get an output, `finish` end with theirs, `silent` end without, all as told."""

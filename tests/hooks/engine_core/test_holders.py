@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import msgspec
 
+from lab.fake_vllm.engine_objects import build_scheduler_output
 from ttft_otel.hooks.engine_core.held_steps import HeldRequests
 from ttft_otel.hooks.engine_core.holders import HolderLog
 from ttft_otel.hooks.engine_core.step_work import StepWork, describe_step
@@ -14,13 +15,7 @@ from ttft_otel.hooks.engine_core.step_work import StepWork, describe_step
 
 def make_step(tokens: dict[str, int], new: tuple[str, ...] = ()) -> StepWork:
     """A step as the scheduler has put it together, in which nobody has more than one token."""
-    output = SimpleNamespace(
-        num_scheduled_tokens=tokens,
-        total_num_scheduled_tokens=sum(tokens.values()),
-        scheduled_new_reqs=[SimpleNamespace(req_id=each) for each in new],
-        scheduled_encoder_inputs={},
-    )
-    return describe_step(None, output, 0)
+    return describe_step(None, build_scheduler_output(tokens, new), 0)
 
 
 def test_plain_step() -> None:

@@ -11,6 +11,7 @@ from time import monotonic_ns, process_time_ns
 from types import SimpleNamespace
 from typing import Any, Final
 
+from lab.fake_vllm.engine_objects import build_media_item, build_request, build_scheduler_output
 from ttft_otel.hooks.install import build_hooks
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.hooks.worker import device
@@ -156,22 +157,10 @@ def _wrap_empty(original: Callable[..., Any]) -> Callable[..., Any]:
     return pass_on
 
 
-def build_scheduler_output(new: list[Any], ids: dict[str, int]) -> Any:
-    """A stand-in for SchedulerOutput with the fields that the hooks read."""
-    return SimpleNamespace(
-        scheduled_new_reqs=new,
-        num_scheduled_tokens=ids,
-        scheduled_encoder_inputs={},
-        total_num_scheduled_tokens=sum(ids.values()),
-        preempted_req_ids=None,
-        ec_connector_metadata=None,
-    )
-
-
 def run_decode_steps(kind: type[FakeVllmHost]) -> int:
     """Decode steps with DECODE_BATCH requests, none without a first token; CPU ns of STEPS_PER_ROUND."""
     host = kind()
-    output = build_scheduler_output([], {f"r{n}": 1 for n in range(DECODE_BATCH)})
+    output = build_scheduler_output({f"r{n}": 1 for n in range(DECODE_BATCH)})
     result = SimpleNamespace(outputs={}, req_ids=["r0"])
     # CPU time of this process: neighbours on the machine do not count.
     began_ns = process_time_ns()
@@ -186,7 +175,7 @@ def run_decode_steps(kind: type[FakeVllmHost]) -> int:
 def run_device_steps(kind: type[FakeVllmHost]) -> int:
     """Steps that the scheduler has marked, on a device; CPU ns of DEVICE_STEPS_PER_ROUND steps."""
     host = kind()
-    output = build_scheduler_output([], {"r0": 100})
+    output = build_scheduler_output({"r0": 100})
     # What the scheduler's hook sets on a step that somebody waits for.
     output._ttft_marked = True
     worker = PATCHER.tracers[1]
@@ -224,19 +213,20 @@ def run_core_requests(kind: type[FakeVllmHost], items: int = 0, overlaps: bool =
     # All objects exist before the clock starts: only the calls are measured.
     for n in range(REQUESTS_PER_ROUND):
         name = f"r{n}"
-        request = SimpleNamespace(
-            request_id=name,
-            trace_headers={header_names.CARRIER_KEY: "1", header_names.TRACEPARENT: "x"},
-            num_computed_tokens=100,
-            num_prompt_tokens=100,
-            num_tokens=100,
-            mm_features=[build_media_item(f"{name}-{number}") for number in range(items)],
+        request = build_request(
+            name,
+            100,
+            {header_names.CARRIER_KEY: "1", header_names.TRACEPARENT: "x"},
+            computed=100,
+            mm_features=[
+                build_media_item(f"{name}-{number}" * 8, length=64) for number in range(items)
+            ],
             kv_transfer_params=None,
         )
         params = {each.identifier: {"size_bytes": 4096} for each in request.mm_features}
         request.sampling_params = SimpleNamespace(extra_args={"ec_transfer_params": params})
         entered = SimpleNamespace(trace_headers=request.trace_headers, made=request)
-        new = build_scheduler_output([SimpleNamespace(req_id=name)], {name: 100})
+        new = build_scheduler_output({name: 100}, [name])
         first = SimpleNamespace(request_id=name, trace_headers=request.trace_headers)
         outputs = {0: SimpleNamespace(outputs=[first])}
         result = SimpleNamespace(outputs=outputs, _ttft_record=(1, 9, 0, 10, 5, 8))
@@ -256,8 +246,3 @@ def run_core_requests(kind: type[FakeVllmHost], items: int = 0, overlaps: bool =
             host.request_finished(request)
         host._free_request(request)
     return process_time_ns() - began_ns
-
-
-def build_media_item(name: str) -> Any:
-    """A media item as vLLM describes it."""
-    return SimpleNamespace(identifier=name * 8, mm_position=SimpleNamespace(offset=0, length=64))
