@@ -13,10 +13,28 @@ from ttft_otel.router.workers import supervisor
 
 FAILING_START = """
 import sys
-from ttft_otel.router.workers.shared_memory import SharedMemory
-from ttft_otel.router.workers.shared_memory import SharedMemory
 from ttft_otel.router.workers.supervisor import WorkerSupervisor
 sys.exit(WorkerSupervisor(2, lambda slot: sys.exit(3), 1.0, lambda: None).run())
+"""
+
+# Workers whose heart beats; the first one of slot 0 stops after a moment.
+HUNG_WORKER = """
+import os, signal, sys, time
+from ttft_otel.router.workers import supervisor
+from ttft_otel.router.workers.shared_memory import SlotWriter
+supervisor.CHECK_INTERVAL_S, supervisor.MAX_SILENT_CHECKS = 0.2, 3
+def work(slot):
+    (slot.folder / f"worker-{slot.number}.metrics").touch()
+    writer = SlotWriter(slot.shared, slot.number)
+    for beat in range(1, 1000):
+        writer.record_heartbeat(beat)
+        if slot.number == 0 and beat == 20:
+            if slot.is_successor:
+                os.kill(os.getppid(), signal.SIGTERM)
+            else:
+                os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.02)
+sys.exit(supervisor.WorkerSupervisor(2, work, 1.0, lambda: None).run())
 """
 
 
@@ -59,3 +77,14 @@ def test_a_worker_that_cannot_start() -> None:
 
     assert ended.returncode == 3
     assert "could not start" in ended.stderr
+
+
+def test_a_worker_that_hangs() -> None:
+    """It is killed and replaced, and no other one is."""
+    ended = subprocess.run(
+        [sys.executable, "-c", HUNG_WORKER], capture_output=True, text=True, check=False, timeout=60
+    )
+
+    assert "worker 0 (process" in ended.stderr and "hangs, its event loop" in ended.stderr
+    assert ended.stderr.count("it is killed") == 1, ended.stderr
+    assert "was ended by SIGKILL" in ended.stderr

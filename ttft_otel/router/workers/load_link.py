@@ -51,8 +51,8 @@ class LoadLink:
         self.ask_for_load = ask_for_load
         # Messages that were too long, and times that a ring was overwritten before it was read.
         self.lost = 0
-        self._writer = SlotWriter(slot.shared, slot.number)
-        self.own = OwnLoads(pool, routing, self._writer, self._report)
+        self.writer = SlotWriter(slot.shared, slot.number)
+        self.own = OwnLoads(pool, routing, self.writer, self._report)
         self.remote = RemoteLoads(pool.find_instance, lambda leg: routing.get_leg_policy(leg).state)
         self._own_slot = slot.number
         # What cannot be handled must not cost the request that is decided on.
@@ -153,7 +153,7 @@ class LoadLink:
         self.remote.apply_counts(reader.slot, changes, clock.now_us())
 
     def _report(self, message: messages.LoadMessage) -> None:
-        if not self._writer.write_frame(messages.encode_load(message)):
+        if not self.writer.write_frame(messages.encode_load(message)):
             self.lost += 1
 
     def _compare_totals(self, number: int, totals: messages.Totals) -> None:

@@ -79,17 +79,22 @@ class Reset(msgspec.Struct, array_like=True, tag="z", frozen=True):
 
 
 class Order(msgspec.Struct, array_like=True, tag="o", frozen=True):
-    """An operator or an instance asked me for this; leg is a role where it registers."""
+    """An operator or an instance asked me for this; leg is a role where it registers.
+
+    number: counts the orders of a slot, so that who has missed one can ask for it.
+    """
 
     action: str
     leg: str
     url: str
+    number: int
 
 
 class Question(msgspec.Struct, array_like=True, tag="q", frozen=True):
     """Answer with this number; topic: `report` of a request, or `instances`.
 
-    Topic `load` is answered through the ring, with all that is under way: the asker has missed something.
+    The asker has missed something: topic `load` is answered through the ring, with all that is under way, and
+    `orders` by those that were given after the one whose number is the subject.
     """
 
     number: int

@@ -31,6 +31,10 @@ WATCHED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.S
 # Beyond the drain timeout: for cancelled responses to end and the last records to leave.
 END_GRACE_S: Final = 10.0
 
+CHECK_INTERVAL_S: Final = 1.0  # seconds between two looks at the workers' heartbeats
+# Looks in a row at which a worker's event loop has not run since the one before: then it hangs. Looks and not
+# seconds, because a paused container stops this process, too.
+MAX_SILENT_CHECKS: Final = 30
 STEADY_S: Final = 10.0  # seconds after which a process that dies is replaced at once
 FIRST_PAUSE_S: Final = 0.5  # before one that died sooner is replaced; doubled while it goes on
 MAX_PAUSE_S: Final = 30.0
@@ -59,11 +63,14 @@ class ChildProcess:
     started_s: float = 0.0
     restart_at_s: float = 0.0  # 0 while it is not to be replaced
     pause_s: float = 0.0  # before the latest start
+    heartbeat: int = 0  # that was seen last, 0 before the worker serves
+    silent_checks: int = 0  # looks at which it was the same
 
     def start(self, context: ForkContext, enter: Callable[[], None], name: str) -> None:
         """Fork a process that does `enter`."""
         self.process = context.Process(target=enter, name=name)
         self.started_s, self.restart_at_s = time.monotonic(), 0.0
+        self.heartbeat = self.silent_checks = 0
         self.process.start()
 
     def has_ended(self) -> bool:
@@ -117,6 +124,7 @@ class WorkerSupervisor:
         # Nobody writes to it: its end of file tells workers that this process is gone.
         self._lifeline = os.pipe()
         self._kill_at_s = 0.0  # once it was told to stop
+        self._checked_s = 0.0
         self._exit_code = 0
 
     def run(self) -> int:
@@ -132,6 +140,7 @@ class WorkerSupervisor:
                 if arrived is not None:
                     self._handle_signal(signal.Signals(arrived.si_signo))
                 self._reap_workers()
+                self._kill_hung()
                 self._restart_due()
         finally:
             # Workers are left only after an exception here; the index served them to the end.
@@ -142,6 +151,7 @@ class WorkerSupervisor:
         return self._exit_code
 
     def _start_worker(self, number: int) -> None:
+        self._shared.reset_heartbeat(number)
         slot = WorkerSlot(
             number,
             len(self._states),
@@ -183,7 +193,7 @@ class WorkerSupervisor:
         due_s = [each.restart_at_s for each in children if each.restart_at_s]
         if self._kill_at_s:
             due_s = [self._kill_at_s]
-        return max(0.0, min(due_s, default=moment + 1.0) - moment)
+        return max(0.0, min((*due_s, moment + CHECK_INTERVAL_S)) - moment)
 
     def _handle_signal(self, number: signal.Signals) -> None:
         if number == signal.SIGCHLD:
@@ -255,6 +265,29 @@ class WorkerSupervisor:
             describe_end(process.exitcode or 0),
             self._index_process.plan_restart(),
         )
+
+    def _kill_hung(self) -> None:
+        """Kill workers whose event loop does not run: they are replaced, and what they had is lost anyway."""
+        moment = time.monotonic()
+        if self._kill_at_s or moment - self._checked_s < CHECK_INTERVAL_S / 2:
+            return
+        self._checked_s = moment
+        for number, state in enumerate(self._states):
+            heartbeat = self._shared.get_heartbeat(number)
+            is_silent = heartbeat and heartbeat == state.heartbeat
+            state.silent_checks = state.silent_checks + 1 if is_silent else 0
+            state.heartbeat = heartbeat
+            if state.process is not None and state.silent_checks >= MAX_SILENT_CHECKS:
+                log.error(
+                    "ttft-otel: worker %d (process %s) hangs, its event loop has not run for %d s: "
+                    "it is killed",
+                    number,
+                    state.process.pid,
+                    round(state.silent_checks * CHECK_INTERVAL_S),
+                )
+                state.silent_checks = 0
+                # Not terminate(): a process that is stopped would not see it.
+                state.process.kill()
 
     def _restart_due(self) -> None:
         if self._kill_at_s:

@@ -13,6 +13,7 @@ import itertools
 import logging
 import signal
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Final, TypeAlias
@@ -36,12 +37,14 @@ from ttft_otel.router.workers.metrics_files import MetricsFiles
 from ttft_otel.router.workers.private_folder import leave_folder
 from ttft_otel.router.workers.supervisor import WorkerSlot, bind_shared_port
 from ttft_otel.router.workers.worker_socket import WorkerSocket
+from ttft_otel.tracing import clock
 from ttft_otel.tracing.guard import Guard
 
 TOTALS_INTERVAL_S: Final = (
     1.0  # seconds between two comparisons of totals, and two files of metrics
 )
 ANSWER_TIMEOUT_S: Final = 1.0  # seconds for the others to answer a question
+MAX_ORDERS: Final = 1024  # that a worker keeps for others that have missed some
 REGISTER: Final = "register"
 DEREGISTER: Final = "deregister"
 
@@ -69,11 +72,19 @@ class WorkerLink:
         self.loads = LoadLink(slot, self.pool, app.endpoint.routing, self._ask_for_load)
         self.metrics_files = MetricsFiles(slot.folder, slot.number)
         self._numbers = itertools.count(1)
+        self._orders: deque[messages.Order] = deque(maxlen=MAX_ORDERS)  # that this worker has given
+        # The latest order of each other worker up to which none is missing here. A successor gets what came
+        # of earlier ones with the instances.
+        self._orders_taken = {
+            number: slot.shared.count_orders(number) if slot.is_successor else 0
+            for number in self.socket.others
+        }
+        self._missed_orders: set[int] = set()  # workers of which some were missing a moment ago
         self._answers: dict[int, asyncio.Queue[bytes]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = AsyncExitStack()
         self._handlers: dict[type, Callable[[int, Any], None]] = {
-            messages.Order: lambda _, order: follow_order(self.app, order),
+            messages.Order: self._take_order,
             messages.Question: self._answer_question,
             messages.Answer: self._take_answer,
         }
@@ -118,8 +129,10 @@ class WorkerLink:
 
     async def _compare_forever(self) -> None:
         while True:
+            self.loads.writer.record_heartbeat(clock.now_us())
             await asyncio.sleep(TOTALS_INTERVAL_S)
             with Guard("router.workers"):
+                self._ask_for_orders()
                 self.loads.report_totals()
                 self._write_metrics(self.app.metrics.collect_own())
                 self.loads.forget_silent()
@@ -128,12 +141,46 @@ class WorkerLink:
         self.socket.send([messages.Question(0, "load")], [number])
 
     def _relay_order(self, action: str, leg: str, url: str) -> None:
+        order = messages.Order(action, leg, url, self.loads.writer.count_order())
+        self._orders.append(order)
         # Before the operator has the answer: the next order may go to another worker.
-        self.socket.send([messages.Order(action, leg, url)], self.socket.others)
+        self.socket.send([order], self.socket.others, are_orders=True)
+
+    def _take_order(self, sender: int, order: messages.Order) -> None:
+        taken = self._orders_taken[sender]
+        # One that comes twice was asked for; one after a gap waits until what is missing was asked for.
+        if order.number == taken + 1:
+            self._orders_taken[sender] = order.number
+            follow_order(self.app, order)
+
+    def _ask_for_orders(self) -> None:
+        """Ask workers that have given orders which have not come here, though there was time for it."""
+        missed = set()
+        for number, taken in self._orders_taken.items():
+            if self.slot.shared.count_orders(number) == taken:
+                continue
+            missed.add(number)
+            if number in self._missed_orders:
+                self.socket.send([messages.Question(0, "orders", str(taken))], [number])
+        self._missed_orders = missed
+
+    def _repeat_orders(self, number: int, taken: int) -> None:
+        """Give the worker on slot `number` the orders after the one that it has taken last."""
+        orders = [each for each in self._orders if each.number > taken]
+        if orders and orders[0].number == taken + 1:
+            self.socket.send(orders, [number], are_orders=True)
+            return
+        # They were a predecessor's, or too many: nobody has them any more but as their results.
+        own = self.slot.shared.count_orders(self.slot.number)
+        instances = messages.Answer(-own, encode_instances(self.app))
+        self.socket.send([instances], [number], are_orders=True)
 
     def _answer_question(self, number: int, question: messages.Question) -> None:
         if question.topic == "load":
             self.loads.report_all(number)
+            return
+        if question.topic == "orders":
+            self._repeat_orders(number, int(question.subject))
             return
         data = b""
         if question.topic == "instances":
@@ -142,7 +189,11 @@ class WorkerLink:
             data = msgspec.json.encode(report)
         self.socket.send([messages.Answer(question.number, data)], [number])
 
-    def _take_answer(self, _: int, answer: messages.Answer) -> None:
+    def _take_answer(self, sender: int, answer: messages.Answer) -> None:
+        if answer.number < 0:  # to _ask_for_orders()
+            self._orders_taken[sender] = -answer.number
+            apply_instances(self.app, answer.data)
+            return
         waiting = self._answers.get(answer.number)
         if waiting is not None:
             waiting.put_nowait(answer.data)
@@ -300,7 +351,7 @@ def apply_instances(app: RouterApp, data: bytes) -> None:
     pool = app.endpoint.upstream.pool
     # Registered ones first, by role: these are swept when they stay away.
     for url, role in roles.items():
-        follow_order(app, messages.Order(REGISTER, role, url))
+        follow_order(app, messages.Order(REGISTER, role, url, 0))
     for leg, url, is_draining in members:
         instance = pool.find_instance(leg, url)
         # Not registered: an operator added it.

@@ -53,7 +53,10 @@ class WorkerSocket:
         self.receive = receive
         self.others = tuple(number for number in range(slot_count) if number != slot)
         self.lost = 0  # datagrams that were given up
-        self._backlogs: dict[int, deque[bytes]] = {number: deque() for number in self.others}
+        # By slot: orders, which a flood of questions must not push out, and everything else.
+        self._backlogs: dict[int, tuple[deque[bytes], deque[bytes]]] = {
+            number: (deque(), deque()) for number in self.others
+        }
         self._timer: asyncio.TimerHandle | None = None
         self._socket: socket.socket | None = None
 
@@ -80,25 +83,29 @@ class WorkerSocket:
         self._socket.close()
         self._socket = None
 
-    def send(self, messages: Sequence[Message], slots: Sequence[int]) -> None:
-        """Send to those on `slots`, in one datagram each."""
+    def send(
+        self, messages: Sequence[Message], slots: Sequence[int], are_orders: bool = False
+    ) -> None:
+        """Send to those on `slots`, in one datagram each; orders go before what waits."""
         if not slots:
             return
         data = encode_frame(self.slot, messages)
         for slot in slots:
-            self._backlogs[slot].append(data)
+            orders, others = self._backlogs[slot]
+            (orders if are_orders else others).append(data)
         self._send_waiting()
 
     def _send_waiting(self) -> None:
         """Send as much of what waits as the receivers' queues take."""
-        for slot, backlog in self._backlogs.items():
-            # In order: the answer to a question must not overtake an order before it.
-            while backlog and self._send_datagram(backlog[0], slot):
-                backlog.popleft()
-            while len(backlog) > MAX_BACKLOG:
-                backlog.popleft()
-                self.lost += 1
-        if self._timer is None and any(self._backlogs.values()):
+        for slot, backlogs in self._backlogs.items():
+            for backlog in backlogs:
+                # In order: the answer to a question must not overtake an order before it.
+                while backlog and self._send_datagram(backlog[0], slot):
+                    backlog.popleft()
+                while len(backlog) > MAX_BACKLOG:
+                    backlog.popleft()
+                    self.lost += 1
+        if self._timer is None and any(map(any, self._backlogs.values())):
             self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
 
     def _try_again(self) -> None:

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker that is stopped, by a debugger or by its own fault, loses no order and does not stay for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from commands.router.test_router_process import CommandProcess, run_command
+from commands.router.test_worker_processes import (
+    list_instances,
+    list_worker_pids,
+    read_metrics,
+    wait_for_workers,
+)
+from router import fake_instances
+from router.fake_instances import FakeInstance
+
+from ttft_otel.model.names import metric_names
+
+pytestmark = pytest.mark.slow
+# Questions before an order, so that it has to wait, and after it: each live worker keeps 256 messages for the
+# frozen one, and has some 500.
+QUESTIONS = (300, 1500)
+ORDERS = 320
+ORDERS_IN_KERNEL = 30  # more than the kernel takes for a process that reads nothing
+AGREE_WITHIN_S = 20
+
+
+async def ask_for_nothing(it: CommandProcess, number: int) -> None:
+    """Ask for a report that nobody has; a connection that the frozen worker was given answers nothing."""
+    with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(3)) as client:
+            async with client.get(f"{it.router.url}/ttft_report/unknown-{number}") as response:
+                await response.read()
+
+
+async def ask_often(it: CommandProcess, count: int) -> None:
+    """Ask so often."""
+    await asyncio.gather(*(ask_for_nothing(it, number) for number in range(count)))
+
+
+@contextlib.asynccontextmanager
+async def connect(admin: str) -> AsyncIterator[Operator]:
+    """An operator whose one connection is of a worker that answers."""
+    while True:
+        connector = aiohttp.TCPConnector(limit=1)
+        timeout = aiohttp.ClientTimeout(2)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
+            try:
+                async with client.get(f"{admin}/instances") as response:
+                    await response.read()
+            except asyncio.TimeoutError:
+                continue
+            yield Operator(client, f"{admin}/instances")
+            return
+
+
+class Operator:
+    """Who gives orders."""
+
+    def __init__(self, client: aiohttp.ClientSession, url: str) -> None:
+        self.client, self.url = client, url
+
+    async def give(self, action: str, instance: FakeInstance) -> None:
+        """Give one order."""
+        order = {"action": action, "leg": "mono", "url": instance.url}
+        async with self.client.post(self.url, json=order) as response:
+            assert response.status == 200, await response.text()
+
+
+@pytest.mark.parametrize("kind", ["questions", "orders"])
+async def test_orders_reach_a_frozen_worker(tmp_path: Path, kind: str) -> None:
+    """Also when questions, or more orders than are kept, have filled what waits for it: all agree at last."""
+    async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
+        admin = fake_instances.find_unused_url()
+        flags = ("--backend", a.url, "--backend", b.url, "--workers", "3")
+        async with run_command(tmp_path, *flags, "--admin-port", admin.rpartition(":")[2]) as it:
+            await wait_for_workers(it, 3)
+            frozen = list_worker_pids(it)[0]
+            os.kill(frozen, signal.SIGSTOP)
+            async with connect(admin) as operator:
+                if kind == "questions":
+                    await ask_often(it, QUESTIONS[0])
+                    await operator.give("drain", b)
+                    await ask_often(it, QUESTIONS[1])
+                else:
+                    for number in range(ORDERS):
+                        # It has to wait, but it is among the first that do.
+                        if number == ORDERS_IN_KERNEL:
+                            await operator.give("drain", b)
+                        await operator.give("drain" if number % 2 == 0 else "add", a)
+            os.kill(frozen, signal.SIGCONT)
+            lost = f"{metric_names.ROUTER_WORKER_MESSAGES_LOST}_total"
+            while not (await read_metrics(it)).get(lost):
+                await asyncio.sleep(0.1)  # there was too much
+
+            async def agree() -> None:
+                answers = 0
+                while answers < 30:
+                    found = await list_instances(it, admin)
+                    states = {url: each["state"] for url, each in found.items()}
+                    is_right = states == {a.url: "healthy", b.url: "draining"}
+                    answers = answers + 1 if is_right else 0
+                    await asyncio.sleep(0.02)
+
+            await asyncio.wait_for(agree(), AGREE_WITHIN_S)
+
+
+async def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
+    """After half a minute, and said; all connections are answered again."""
+    async with fake_instances.run_instance() as a:
+        async with run_command(tmp_path, "--backend", a.url, "--workers", "2") as it:
+            await wait_for_workers(it, 2)
+            hung = list_worker_pids(it)[0]
+            os.kill(hung, signal.SIGSTOP)
+            await it.wait_for_log("hangs, its event loop has not run")
+            await it.wait_for_log("was ended by SIGKILL")
+            await wait_for_workers(it, 2, 1)
+            assert hung not in list_worker_pids(it)
+            for _ in range(20):
+                assert await it.get_status("/healthz") == 200
