@@ -99,7 +99,7 @@ async def test_left() -> None:
     await asyncio.gather(*many, return_exceptions=True)
     assert await classify_outcome(worker, "0") == "answered"
     assert worker._question_bytes == 0
-    assert worker._question_count == 0
+    assert not worker._waiting
     await worker.close()
 
 

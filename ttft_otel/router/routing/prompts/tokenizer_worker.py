@@ -24,12 +24,12 @@ from ttft_otel.router.routing.prompts.child_frames import (
     answer_decoder,
     frame_message,
 )
-from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.tracing.child_command import build_child_command
 
 CHILD_MODULE: Final = "ttft_otel.router.routing.prompts.tokenizer_child"
-MAX_QUESTIONS: Final = 64  # questions queued or asked
+MAX_QUESTIONS: Final = 64  # questions queued or in the pipe
 MAX_QUESTION_BYTES: Final = 64 << 20  # bytes of their bodies
+MAX_IN_PIPE: Final = 2  # questions in the pipe: the one in progress and the next
 REQUEST_WAIT_S: Final = 1.0  # seconds that a request waits to be tokenized
 # A question whose expected wait in the queue is longer is refused: its answer would be late.
 MAX_QUEUE_WAIT_S: Final = 0.5
@@ -48,12 +48,15 @@ class TokenizerWorker:
         self.child_count = 0  # children started; a new one has no tokenizer loaded
         self._command = tuple(command)
         self._process: asyncio.subprocess.Process | None = None
-        # The child has one question at a time, first come, first served.
-        self._turn = asyncio.Lock()
-        self._question_count = 0
-        self._question_bytes = 0
+        self._read_task: asyncio.Task[None] | None = None
+        # First come, first served: dicts keep the order of insertion, and the child that of questions.
+        self._waiting: dict[asyncio.Future[TokenizeAnswer], TokenizeQuestion] = {}
+        self._sent: dict[asyncio.Future[TokenizeAnswer], TokenizeQuestion] = {}
+        self._question_bytes = 0  # of both
         self._mean_prompt_s = 0.0
-        self._asked_s = 0.0  # event-loop time when the child got the current question
+        self._begun_s = 0.0  # event-loop time when the child began with the current question
+        self._stuck_timer: asyncio.TimerHandle | None = None
+        self._start_lock = asyncio.Lock()
         self._last_start_s = float("-inf")
         self._is_closed = False
 
@@ -61,94 +64,141 @@ class TokenizerWorker:
         """Send `question` and return the answer. Raises UnreadablePrompt: busy, stuck, died or closed."""
         if self._is_overloaded(question):
             raise UnreadablePrompt("busy")
-        self._question_count += 1
+        if self._process is None or self._is_closed:
+            await self._ensure_started()
+        answer: asyncio.Future[TokenizeAnswer] = asyncio.get_running_loop().create_future()
+        self._waiting[answer] = question
         self._question_bytes += len(question.body)
+        self._send_questions()
         try:
-            await self._turn.acquire()
-            exchange = asyncio.create_task(self._exchange_messages(question))
-            # The child goes on after its client has left, and with it this task, which ends the turn.
-            exchange.add_done_callback(lambda _: self._turn.release())
-            return await asyncio.shield(exchange)
+            return await answer
         finally:
-            self._question_count -= 1
-            self._question_bytes -= len(question.body)
+            if self._waiting.pop(answer, None) is not None:  # cancelled before its turn
+                self._question_bytes -= len(question.body)
 
     def _is_overloaded(self, question: TokenizeQuestion) -> bool:
         """Whether the queue is full, or so long that the answer would be late."""
+        question_count = len(self._waiting) + len(self._sent)
         question_bytes = self._question_bytes + len(question.body)
-        if self._question_count >= MAX_QUESTIONS or question_bytes > MAX_QUESTION_BYTES:
+        if question_count >= MAX_QUESTIONS or question_bytes > MAX_QUESTION_BYTES:
             return True
         # A load has minutes; and an idle child answers at once.
-        if not question.path or not self._turn.locked():
+        if not question.path or not self._sent:
             return False
-        is_late = asyncio.get_running_loop().time() - self._asked_s > REQUEST_WAIT_S
-        return is_late or self._question_count * self._mean_prompt_s > MAX_QUEUE_WAIT_S
+        is_late = asyncio.get_running_loop().time() - self._begun_s > REQUEST_WAIT_S
+        return is_late or question_count * self._mean_prompt_s > MAX_QUEUE_WAIT_S
 
     async def close(self) -> None:
         """Kill the child for good; questions fail with "closed"."""
         self._is_closed = True
-        await self._end_child()
-        async with self._turn:  # a child that was just being started
-            await self._end_child()
+        async with self._start_lock:  # waits for a child that is just being started
+            process, self._process = self._process, None
+        self._fail_questions("closed")
+        if process is not None:
+            _kill_process(process)
+        if self._read_task is not None:
+            await self._read_task
 
-    async def _exchange_messages(self, question: TokenizeQuestion) -> TokenizeAnswer:
-        loop = asyncio.get_running_loop()
-        self._asked_s = loop.time()
-        try:
-            process = self._process
-            if process is None or process.returncode is not None:
-                process = await self._start_child()
-                self._asked_s = loop.time()
-            if self._is_closed or process.stdin is None or process.stdout is None:
+    async def _ensure_started(self) -> None:
+        async with self._start_lock:
+            now_s = asyncio.get_running_loop().time()
+            if self._is_closed:
                 raise UnreadablePrompt("closed")
-            process.stdin.write(frame_message(question))
-            limit_s = PROMPT_TIMEOUT_S if question.path else LOAD_TIMEOUT_S
-            answer = await wait_at_most(_read_answer(process.stdout), limit_s)
-        except asyncio.TimeoutError:
-            await self._end_child()
-            raise UnreadablePrompt("stuck") from None
-        # The child ended, or broke the protocol.
-        except (asyncio.IncompleteReadError, msgspec.MsgspecError, ValueError, OSError):
-            await self._end_child()
-            raise UnreadablePrompt("closed" if self._is_closed else "died") from None
-        except UnreadablePrompt:
-            await self._end_child()
-            raise
-        if question.path:
-            self._mean_prompt_s += (loop.time() - self._asked_s - self._mean_prompt_s) * MEAN_WEIGHT
-        return answer
+            if self._process is not None:
+                return
+            # A child that dies at its start must not be restarted in a loop.
+            if now_s - self._last_start_s < _RESTART_DELAY_S:
+                raise UnreadablePrompt("died")
+            self._last_start_s = now_s
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,  # messages of libraries could contain prompts
+                    # One prompt at a time: threads of the tokenizer would take cores from the router.
+                    env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                )
+            except OSError as error:
+                raise UnreadablePrompt("died") from error
+            self.child_count += 1
+            self.pid = self._process.pid
+            self._read_task = asyncio.create_task(self._read_answers(self._process))
 
-    async def _start_child(self) -> asyncio.subprocess.Process:
-        now_s = asyncio.get_running_loop().time()
-        if self._is_closed:
-            raise UnreadablePrompt("closed")
-        # A child that dies at its start must not be restarted in a loop.
-        if now_s - self._last_start_s < _RESTART_DELAY_S:
-            raise UnreadablePrompt("died")
-        self._last_start_s = now_s
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,  # messages of libraries could contain prompts
-            # One prompt at a time: threads of the tokenizer would take cores from the router.
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-        )
-        self.child_count += 1
-        self.pid = self._process.pid
-        return self._process
-
-    async def _end_child(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        if process.returncode is None:
-            # By pid: Process.kill() polls first, which may consume the exit status others wait for.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+    async def _read_answers(self, process: asyncio.subprocess.Process) -> None:
+        out = process.stdout
+        # The child ends, or breaks the protocol and is killed.
+        with contextlib.suppress(
+            asyncio.IncompleteReadError, msgspec.MsgspecError, ValueError, OSError
+        ):
+            while out is not None:
+                length = int.from_bytes(await out.readexactly(LENGTH_BYTES), "big")
+                answer = answer_decoder.decode(await out.readexactly(length))
+                # One that was too late has been replaced, and its questions have failed.
+                if self._process is not process or not self._sent:
+                    break
+                self._receive_answer(answer)
+        _kill_process(process)
         await process.wait()
+        # Otherwise `close` or a time-out has dealt with its questions already.
+        if self._process is process:
+            self._process = None
+            self._fail_questions("died")
+
+    def _send_questions(self) -> None:
+        """Fill the pipe up to MAX_IN_PIPE questions."""
+        stdin = None if self._process is None else self._process.stdin
+        while stdin is not None and self._waiting and len(self._sent) < MAX_IN_PIPE:
+            answer = next(iter(self._waiting))
+            self._sent[answer] = self._waiting.pop(answer)
+            stdin.write(frame_message(self._sent[answer]))
+        if self._stuck_timer is None:
+            self._restart_timer()
+
+    def _receive_answer(self, answer: TokenizeAnswer) -> None:
+        future = next(iter(self._sent))
+        question = self._sent.pop(future)
+        self._question_bytes -= len(question.body)
+        if question.path:
+            spent_s = asyncio.get_running_loop().time() - self._begun_s
+            self._mean_prompt_s += (spent_s - self._mean_prompt_s) * MEAN_WEIGHT
+        if not future.done():
+            future.set_result(answer)
+        self._restart_timer()
+        self._send_questions()
+
+    def _restart_timer(self) -> None:
+        """Restart the time-out for the oldest question sent, the one that the child works at."""
+        if self._stuck_timer is not None:
+            self._stuck_timer.cancel()
+            self._stuck_timer = None
+        if self._sent:
+            loop = asyncio.get_running_loop()
+            question = next(iter(self._sent.values()))
+            self._begun_s = loop.time()
+            limit_s = PROMPT_TIMEOUT_S if question.path else LOAD_TIMEOUT_S
+            self._stuck_timer = loop.call_later(limit_s, self._handle_stuck)
+
+    def _handle_stuck(self) -> None:
+        # Taken away first, so that the next question starts a new child at once.
+        process, self._process = self._process, None
+        self._fail_questions("stuck")
+        if process is not None:
+            _kill_process(process)
+
+    def _fail_questions(self, reason: str) -> None:
+        futures = [*self._sent, *self._waiting]
+        self._sent.clear()
+        self._waiting.clear()
+        self._question_bytes = 0
+        for future in futures:
+            if not future.done():
+                future.set_exception(UnreadablePrompt(reason))
+        self._restart_timer()
 
 
-async def _read_answer(out: asyncio.StreamReader) -> TokenizeAnswer:
-    length = int.from_bytes(await out.readexactly(LENGTH_BYTES), "big")
-    return answer_decoder.decode(await out.readexactly(length))
+def _kill_process(process: asyncio.subprocess.Process) -> None:
+    """Kill by pid: Process.kill() polls first, which may consume the exit status others wait for."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
