@@ -15,7 +15,7 @@ USAGE = {"prompt_tokens": 10, "total_tokens": 11, "completion_tokens": 1}
 def build_prefill_answer(
     text: str = "Hel", finish: str = "length", chat: bool = True, **more: Any
 ) -> bytes:
-    """P's plain answer of one token."""
+    """The prefill instance's plain answer of one token."""
     own = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
     choice = {"index": 0, **own, "logprobs": None, "finish_reason": finish, "stop_reason": None}
     top = {"id": "cmpl-1", "created": 100, "model": "tiny", "choices": [choice], "usage": USAGE}
@@ -23,7 +23,7 @@ def build_prefill_answer(
 
 
 def build_token(*args: Any, **more: Any) -> PrefillToken:
-    """P's token."""
+    """The prefill token."""
     prefill_token = parse_prefill_answer(
         build_prefill_answer(*args, **more), more.get("chat", True)
     )

@@ -127,7 +127,7 @@ async def test_clients_own_parameters_are_replaced() -> None:
 @pytest.mark.parametrize("mode", ["off", "strip", "continue"])
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 async def test_prefill_gets_them_and_decode_does_not(mode: str, stream: bool) -> None:
-    """E + P + D: P fetches encodings, D fetches P's blocks; the same for the header."""
+    """With all three legs prefill fetches encodings, and decode fetches blocks; the same for the header."""
     model = fake_pair.PairModel()
     async with fake_pair.run_disaggregated(model, encoder=plan_encoder(), first_token=mode) as (
         router,
@@ -146,7 +146,7 @@ async def test_prefill_gets_them_and_decode_does_not(mode: str, stream: bool) ->
 
 @pytest.mark.parametrize(("field", "prefills"), [({"n": 2}, False), ({"max_tokens": 1}, True)])
 async def test_the_one_that_prefills_alone_gets_them(field: dict[str, Any], prefills: bool) -> None:
-    """Where one of P and D does all of a request, that one has to fetch the encodings."""
+    """Where a prefill or a decode instance does all of a request, that one has to fetch the encodings."""
     model = fake_pair.PairModel()
     async with fake_pair.run_disaggregated(model, encoder=plan_encoder()) as (router, e, p, d):
         body = fake_instances.build_chat("a", stream=False) | {"max_tokens": 4} | field
@@ -157,7 +157,7 @@ async def test_the_one_that_prefills_alone_gets_them(field: dict[str, Any], pref
 
 
 async def test_a_decode_that_has_to_prefill_gets_them() -> None:
-    """The first D refuses, P's blocks are lost: the second D computes the prompt from the encodings."""
+    """The first decode instance refuses, blocks are lost: the second computes from the encodings."""
     full, other = fake_pair.PairModel(refuses=503), fake_pair.PairModel()
     async with (
         fake_instances.run_instance(plan_encoder()) as e,

@@ -176,7 +176,7 @@ async def test_media_stay_where_the_request_needs_them(
 
 @pytest.mark.parametrize("mode", ["off", "strip", "continue"])
 async def test_prefill_gets_references_and_decode_the_media(mode: str) -> None:
-    """E + P + D: a D whose blocks are gone must be able to compute the prompt itself."""
+    """With all three legs a decode instance whose blocks are gone can compute the prompt itself."""
     model = fake_pair.PairModel()
     async with fake_pair.run_disaggregated(
         model, encoder=plan_encoder(answer_announcement), first_token=mode, encode_once=True

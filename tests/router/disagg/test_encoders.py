@@ -78,7 +78,7 @@ def list_image_urls(body: dict[str, Any]) -> list[str]:
 async def run_fleet(
     is_disaggregated: bool, *encoders: str, **more: object
 ) -> AsyncIterator[fake_instances.RunningRouter]:
-    """A router before these encoders and one server that answers, or before P and D."""
+    """A router before these encoders and one server that answers, or before prefill and decode instances."""
     if not is_disaggregated:
         async with (
             fake_instances.run_instance(InstancePlan({"prefill.compute": 20})) as one,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's answer: its token, if it may go to the client, and where the KV blocks are, in whatever it says."""
+"""The prefill answer: its token, if it may go to the client, and where the KV blocks are."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_some_tokens_are_not_handed_out(given: PrefillToken, reason: str) -> Non
 
 
 def test_a_long_stop_string_is_not_cut_into_pieces() -> None:
-    """Only the ends of P's token are compared: twenty times the length costs about twenty times as much."""
+    """Only the ends of the prefill token are compared: a twentyfold length costs about as many times more."""
 
     def measure_s(length: int) -> float:
         plan = LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True, stop_strings=("x" * length,))
@@ -119,7 +119,7 @@ def test_kv_params_of_any_answer(data: bytes, params: bytes | None) -> None:
     ],
 )
 def test_another_type_is_no_answer(chat: bool, change: dict[str, Any]) -> None:
-    """D then answers everything: nothing of P's is guessed, and no type fails the request."""
+    """Decode then answers everything: nothing of prefill's is guessed, and no type fails the request."""
     given = json.loads(build_prefill_answer(chat=chat))
     assert parse_prefill_answer(json.dumps(given).encode(), chat) is not None
     assert parse_prefill_answer(json.dumps(given | change).encode(), chat) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request through prefill (P) and decode (D): what each gets and the client gets; P frees its blocks."""
+"""A request through prefill and decode instances: what each and the client get; blocks are freed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def wait_for_ttft(router: fake_instances.RunningRouter, count: int = 2) ->
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("mode", ["off", "strip", "continue"])
 async def test_every_mode_gives_one_plain_stream(mode: str, path: str) -> None:
-    """The same events, usage and id whichever way the first token came; P is empty afterwards."""
+    """The same events, usage and id whichever way the first token came; prefill is empty afterwards."""
     async with fake_pair.run_fleet(mode) as fleet:
         got = await fleet.send_request(path, stream_options={"include_usage": True})
         assert got.status == 200 and got.headers["Content-Type"].startswith("text/event-stream")
@@ -56,7 +56,7 @@ async def test_every_mode_gives_one_plain_stream(mode: str, path: str) -> None:
 
 @pytest.mark.parametrize("mode", ["off", "strip", "continue"])
 async def test_plain_answers_are_decodes(mode: str) -> None:
-    """An answer that is not streamed is D's alone."""
+    """An answer that is not streamed is the decode instance's alone."""
     async with fake_pair.run_fleet(mode) as fleet:
         got = await fleet.send_request(stream=False)
         assert json.loads(got.body)["choices"][0]["message"]["content"] == "".join(ALL_TOKENS)
@@ -66,7 +66,7 @@ async def test_plain_answers_are_decodes(mode: str) -> None:
 
 
 async def test_blocks_of_an_answer_in_another_form_reach_decode() -> None:
-    """D answers from the first token on, and fetches the blocks that P keeps all the same."""
+    """Decode answers from the first token on, and fetches the blocks that prefill keeps all the same."""
     async with fake_pair.run_fleet("strip", is_foreign=True) as fleet:
         await fleet.send_request()
         (asked,) = fleet.decode.received
@@ -75,7 +75,7 @@ async def test_blocks_of_an_answer_in_another_form_reach_decode() -> None:
 
 
 async def test_what_prefill_and_decode_are_asked() -> None:
-    """P: one token, its blocks kept, the same id and seed. D: what P returned, unchanged."""
+    """Prefill: one token, its blocks kept, the same id and seed. Decode: what prefill returned, unchanged."""
     async with fake_pair.run_fleet("strip") as fleet:
         await fleet.send_request(max_completion_tokens=4, seed=3, min_tokens=2)
         (p,), (d,) = fleet.prefill.received, fleet.decode.received
@@ -95,7 +95,7 @@ async def test_what_prefill_and_decode_are_asked() -> None:
 
 
 async def test_shared_storage_needs_no_parameters() -> None:
-    """A P that returns none is followed by a D that gets none; continue is strip then."""
+    """Where prefill returns none, decode gets none; continue is strip then."""
     for mode in ("off", "strip", "continue"):
         async with fake_pair.run_fleet(mode, nixl=False) as fleet:
             assert (await fleet.send_request()).texts == ALL_TOKENS
@@ -108,7 +108,7 @@ async def test_shared_storage_needs_no_parameters() -> None:
 @pytest.mark.parametrize("length", [7, 8, 9, 16, 17])
 @pytest.mark.parametrize("path", PATHS)
 async def test_continue_at_whole_blocks_does_not_kill_decode(length: int, path: str) -> None:
-    """At a whole number of blocks D first loads the bare prompt, then goes on without parameters."""
+    """At a whole number of blocks decode first loads the bare prompt, then goes on without parameters."""
     async with fake_pair.run_fleet("continue", length=length) as fleet:
         assert (await fleet.send_request(path)).texts == ALL_TOKENS
         assert not fleet.model.is_dead and await fleet.wait_until_freed()
@@ -141,13 +141,13 @@ async def test_continue_needs_to_know_the_blocks() -> None:
 
 
 async def wait_for_cards(fleet: fake_pair.PairFleet) -> None:
-    """Wait until the router has read D's model cards."""
+    """Wait until the router has read the decode instance's model cards."""
     while not all(each.model_cards for each in fleet.router.fleet):
         await asyncio.sleep(0.01)
 
 
 async def test_the_first_token_does_not_wait_for_decode() -> None:
-    """A D that takes 300 ms adds nothing to the client's TTFT in strip and continue, all of it in off."""
+    """300 ms of decode add nothing to the client's TTFT in strip and continue, all of it in off."""
     for mode, early in (("off", False), ("strip", True), ("continue", True)):
         async with fake_pair.run_fleet(mode, late=0.3) as fleet:
             begun = clock.now_us()
@@ -165,7 +165,7 @@ async def test_the_first_token_does_not_wait_for_decode() -> None:
 
 
 async def test_the_handover_is_told() -> None:
-    """The time from P's token to D's next one is a span below the server span, divided into parts."""
+    """The time between the prefill and the decode token is a span below the server span, in parts."""
     for mode, last in (("strip", span_names.FIRST_DECODE), ("continue", "router.egress")):
         async with fake_pair.run_fleet(mode, late=0.1) as fleet:
             await fleet.send_request()
@@ -184,7 +184,7 @@ async def test_the_handover_is_told() -> None:
 
 
 async def test_one_token_is_prefills_alone() -> None:
-    """With max_tokens 1, P answers and keeps no blocks; D is not called."""
+    """With max_tokens 1, prefill answers and keeps no blocks; decode is not called."""
     for mode in ("off", "strip", "continue"):
         async with fake_pair.run_fleet(mode) as fleet:
             got = await fleet.send_request(max_tokens=1)
@@ -193,7 +193,7 @@ async def test_one_token_is_prefills_alone() -> None:
 
 
 async def test_an_answer_that_ends_on_prefill_ends_there() -> None:
-    """If P's token ends the answer, D generates nothing, and P's blocks are freed."""
+    """If the prefill token ends the answer, decode generates nothing, and prefill's blocks are freed."""
     for mode in ("strip", "continue"):
         async with fake_pair.run_fleet(mode, finish="stop") as fleet:
             got = await fleet.send_request(stream_options={"include_usage": True})
@@ -207,7 +207,7 @@ async def test_an_answer_that_ends_on_prefill_ends_there() -> None:
 
 
 async def test_decode_may_merge_tokens() -> None:
-    """D's first event may hold three tokens: the client loses none of them."""
+    """The first decode event may hold three tokens: the client loses none of them."""
     for mode in ("off", "strip", "continue"):
         for path in PATHS:
             async with fake_pair.run_fleet(mode, merged=3) as fleet:
@@ -215,7 +215,7 @@ async def test_decode_may_merge_tokens() -> None:
 
 
 async def test_another_first_token_is_counted() -> None:
-    """In strip, a different first token of D is replaced, marked on the server span and counted."""
+    """In strip, a different first token of decode is replaced, marked on the server span and counted."""
     async with fake_pair.run_fleet("strip", first="Yo") as fleet:
         assert (await fleet.send_request()).texts == ALL_TOKENS
         _, record = await wait_for_ttft(fleet.router)
@@ -234,7 +234,7 @@ async def check_first_token_off(fleet: fake_pair.PairFleet, reason: str) -> None
 
 
 async def test_half_a_character_waits_for_decode() -> None:
-    """A first token that is an incomplete character is not sent from P: D's event has the text."""
+    """A first token that is an incomplete character is not sent at once: the decode event has the text."""
     for mode in ("strip", "continue"):
         for half in ("", "a\ufffd"):
             async with fake_pair.run_fleet(mode, tokens=(half, "é", "!", ".")) as fleet:
@@ -244,7 +244,7 @@ async def test_half_a_character_waits_for_decode() -> None:
 
 
 async def test_one_time_for_all_events() -> None:
-    """P's and D's streams begin in different seconds; the client's does not."""
+    """Prefill's and decode's streams begin in different seconds; the client's does not."""
     for mode in ("strip", "continue"):
         async with fake_pair.run_fleet(mode, created=107) as fleet:
             events = (await fleet.send_request()).events
@@ -252,14 +252,14 @@ async def test_one_time_for_all_events() -> None:
 
 
 async def test_prefills_refusal_is_the_clients() -> None:
-    """P's error status and body are the client's; D is not called."""
+    """The prefill instance's error status and body are the client's; the decode instance is not called."""
     async with fake_pair.run_fleet("strip") as fleet:
         got = await fleet.send_request(model="other")
         assert got.status == 404 and not fleet.decode.received
 
 
 async def test_decodes_refusal_ends_the_stream() -> None:
-    """Off: D's status and body. With P's token out: an error event, [DONE], and P is freed."""
+    """Off: decode's status and body. With the first token out: an error event, [DONE], and freed blocks."""
     for mode in ("off", "strip", "continue"):
         async with fake_pair.run_fleet(mode, refuses=400) as fleet:
             got = await fleet.send_request()
@@ -274,7 +274,7 @@ async def test_decodes_refusal_ends_the_stream() -> None:
 
 
 async def test_a_decode_that_is_gone_ends_the_stream() -> None:
-    """When no decode can be reached after P's token, the client gets an error event and [DONE]."""
+    """When no decode can be reached after the prefill token, the client gets an error event and [DONE]."""
     model = fake_pair.PairModel()
     async with (
         fake_pair.run_server(model, False) as p,
@@ -291,7 +291,7 @@ async def test_a_decode_that_is_gone_ends_the_stream() -> None:
     ("slow", "late", "wait"), [(5.0, 0.0, 0.2), (0.0, 5.0, 0.2)], ids=["in P", "between P and D"]
 )
 async def test_a_client_that_leaves_frees_prefill(slow: float, late: float, wait: float) -> None:
-    """100 ms after the client disconnects both legs have ended, and P's blocks are freed."""
+    """100 ms after the client disconnects both legs have ended, and prefill's blocks are freed."""
     for mode in ("off", "strip", "continue"):
         async with fake_pair.run_fleet(mode, slow=slow, late=late) as fleet:
             task = asyncio.create_task(fleet.send_request())
@@ -308,10 +308,10 @@ async def test_a_client_that_leaves_frees_prefill(slow: float, late: float, wait
 async def run_refusing_decode(
     late: float = 0, **options: Any
 ) -> AsyncIterator[tuple[fake_pair.PairFleet, fake_pair.PairServer, fake_pair.PairServer]]:
-    """Run P, a D that answers 503, a second D that serves, and a router.
+    """Run prefill, a decode instance that answers 503, a second decode instance that serves, and a router.
 
-    late: seconds before the second D's first token. options: of run_router.
-    Gives the fleet (of P and the second D), then both D's.
+    late: seconds before the first token of the second decode instance. options: of run_router. Gives the
+    fleet (the prefill instance and the second decode instance), then both decode instances.
     """
     full, other = fake_pair.PairModel(refuses=503), fake_pair.PairModel(late=late)
     async with (
@@ -326,7 +326,7 @@ async def run_refusing_decode(
 
 
 async def test_a_decode_that_cannot_is_followed_by_one_without_blocks() -> None:
-    """A D that answers 503 has P free the blocks: the next D computes the prompt, and fetches nothing."""
+    """A decode instance that answers 503 has blocks freed: the next one computes the prompt itself."""
     for mode in ("off", "strip", "continue"):
         async with run_refusing_decode(first_token=mode) as (fleet, busy, idle):
             assert (await fleet.send_request()).texts == ALL_TOKENS
@@ -337,7 +337,7 @@ async def test_a_decode_that_cannot_is_followed_by_one_without_blocks() -> None:
 
 
 async def test_a_decode_that_refused_has_nothing_in_flight() -> None:
-    """While another D answers, the one that said no is free to be chosen."""
+    """While another decode instance answers, the one that said no is free to be chosen."""
     async with run_refusing_decode(late=0.3) as (fleet, busy, idle):
         asked = asyncio.create_task(fleet.send_request())
         while not idle.received:
@@ -355,7 +355,7 @@ async def test_no_retries_is_no_second_decode() -> None:
 
 
 async def test_a_stop_of_another_type_is_the_instances_to_refuse() -> None:
-    """A `stop` of a wrong type is forwarded to P as it came, for P to refuse."""
+    """A `stop` of a wrong type is forwarded to prefill as it came, for prefill to refuse."""
     for stop in (5, True, 1.5, {"a": 1}, [None]):
         async with fake_pair.run_fleet("strip") as fleet:
             got = await fleet.send_request(stop=stop)
@@ -363,7 +363,7 @@ async def test_a_stop_of_another_type_is_the_instances_to_refuse() -> None:
 
 
 async def test_several_answers_are_decodes_alone() -> None:
-    """n > 1 would fetch one request's blocks several times: D computes the prompt itself."""
+    """n > 1 would fetch one request's blocks several times: decode computes the prompt itself."""
     async with fake_pair.run_fleet("strip") as fleet:
         assert (await fleet.send_request(n=2)).status == 200
         assert (
@@ -396,7 +396,7 @@ async def test_a_clients_own_parameters_reach_nobody() -> None:
 
 
 async def test_a_router_that_is_stopped_leaves_nothing_on_prefill() -> None:
-    """A request that the drain's time-out cuts off before D took P's blocks has them released."""
+    """A request that the drain's time-out cuts off before decode took prefill's blocks has them released."""
     model = fake_pair.PairModel()
     async with (
         fake_pair.run_server(model, False) as p,
@@ -416,7 +416,7 @@ async def test_a_router_that_is_stopped_leaves_nothing_on_prefill() -> None:
 
 
 async def test_with_every_decodes_breaker_open_prefill_is_left_empty() -> None:
-    """With all breakers open one decode is still tried; when it refuses, P frees its blocks."""
+    """With all breakers open one decode is still tried; when it refuses, prefill frees its blocks."""
     model = fake_pair.PairModel(refuses=503)
     async with fake_pair.run_disaggregated(model, failures=1, pause_s=30, first_token="off") as (
         router,

@@ -128,7 +128,7 @@ async def test_other_paths_items_go_to_encoders(path: str, stream: bool) -> None
 
 @pytest.mark.parametrize("path", EXPECTED_PARTS_BY_PATH)
 async def test_with_decode_apart_other_paths_skip_encoders(path: str) -> None:
-    """There D serves them alone, and encodes them itself: nobody does it before for nothing."""
+    """There decode serves them alone, and encodes them itself: nobody does it before for nothing."""
     model = fake_pair.PairModel()
     async with fake_pair.run_disaggregated(
         model, encoder=InstancePlan({}, answers=build_announcement)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which legs a request needs and what P and D are asked, field by field."""
+"""Which legs a request needs and what prefill and decode instances are asked, field by field."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan_completion(mode: str = MODE_STRIP, **fields: Any) -> LegPlan:
 
 
 def test_streams_go_through_both_legs_in_the_mode_asked_for() -> None:
-    """Chat and completions: P, then D, with P's token in the router's mode."""
+    """Chat and completions: prefill, then decode, with the prefill token in the router's mode."""
     for mode in (MODE_OFF, MODE_STRIP, MODE_CONTINUE):
         for made in (plan_chat(mode), plan_completion(mode)):
             assert (made.legs, made.mode, made.reason) == (BOTH_LEGS, mode, "")
@@ -46,7 +46,7 @@ def test_one_prompt_in_any_form() -> None:
 
 
 def test_one_token_needs_no_decode() -> None:
-    """max_tokens 1 or 0 is answered by P alone, whatever else is asked, and P keeps nothing."""
+    """max_tokens 1 or 0 is answered by prefill alone, whatever else is asked, and prefill keeps nothing."""
     for made in (
         plan_chat(max_tokens=1),
         plan_chat(max_completion_tokens=1),
@@ -79,13 +79,13 @@ def test_one_token_needs_no_decode() -> None:
     ],
 )
 def test_decode_alone(fields: dict[str, Any], reason: str) -> None:
-    """What one sequence of KV blocks cannot serve, or a server must refuse, D gets as it came."""
+    """What one sequence of KV blocks cannot serve, or a server must refuse, decode gets as it came."""
     made = plan_completion(**fields)
     assert (made.legs, made.mode, made.reason) == (("decode",), MODE_OFF, reason)
 
 
 def test_other_paths_and_bodies_are_decodes() -> None:
-    """The responses API, embeddings, and what is no JSON object go to D as they came."""
+    """The responses API, embeddings, and what is no JSON object go to the decode instance as they came."""
     for path in ("/v1/responses", "/v1/embeddings", "/v1/messages"):
         assert plan_legs(path, b'{"model": "tiny"}', True, False, MODE_STRIP).legs == ("decode",)
     huge = (b'{"prompt": "x", "seed": 1e999}', b'{"prompt": "x", "temperature": 1e999}')
@@ -118,7 +118,7 @@ def test_other_paths_and_bodies_are_decodes() -> None:
     ],
 )
 def test_tokens_that_cannot_be_handed_out(fields: dict[str, Any], reason: str) -> None:
-    """Where P's token is not all of the stream's first event, D's answer is the answer."""
+    """Where the prefill token is not all of the stream's first event, the decode answer is the answer."""
     for mode in (MODE_STRIP, MODE_CONTINUE):
         made = plan_chat(mode, **fields)
         assert (made.legs, made.mode, made.reason) == (BOTH_LEGS, MODE_OFF, reason)
@@ -186,7 +186,7 @@ def test_seeds() -> None:
 
 
 def test_continue_derives_another_seed() -> None:
-    """D's seed follows from P's and is not it: with the same one D would repeat P's draw."""
+    """The decode seed follows from the prefill seed: the same one would repeat the same draw."""
     made = plan_chat(MODE_CONTINUE, seed=5)
     follows = json.loads(made.build_continue_body([1, 2, 3], RAW_PARAMS))["seed"]
     assert follows == derive_seed(5) != 5
@@ -214,7 +214,7 @@ def test_continue_asks_for_the_rest() -> None:
 
 
 def test_load_is_the_prompt_alone() -> None:
-    """D's first request at a whole number of blocks: P's parameters, one token, no stream."""
+    """The first decode request at a whole number of blocks: the prefill parameters, one token, no stream."""
     body = json.loads(
         plan_chat(MODE_CONTINUE, max_tokens=9, min_tokens=2).build_load_body(RAW_PARAMS)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's token and D's stream become one plain stream, however D cuts its text and its chunks."""
+"""The prefill token and the decode stream become one plain stream, however text and chunks are cut."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ttft_otel.router.types import MODE_CONTINUE, MODE_STRIP
 def build_event(
     text: str | None, finish: str | None = None, chat: bool = True, role: str = "", **more: Any
 ) -> bytes:
-    """One event of D's stream."""
+    """One event of the decode stream."""
     delta: dict[str, Any] = {"content": text} if text is not None else {}
     delta = {"role": role, **delta} if role else delta
     choice = {"index": 0, "delta": delta} if chat else {"index": 0, "text": text}
@@ -50,14 +50,14 @@ def list_texts(data: bytes) -> list[str | None]:
 
 
 def splice_chunks(splicer: StreamSplicer, chunks: Iterable[bytes]) -> bytes:
-    """All that the client gets of D's chunks."""
+    """All that the client gets of the decode chunks."""
     return b"".join([splicer.splice_chunk(chunk) for chunk in chunks]) + splicer.flush_rest()
 
 
 def splice_stripped(
     text: str, chunks: Sequence[bytes], chat: bool = True
 ) -> tuple[list[str | None], StreamSplicer]:
-    """What is left of D's stream after P's text in strip, and the seam."""
+    """What is left of the decode stream after the prefill text in strip, and the seam."""
     splicer = StreamSplicer(
         build_token(text, chat=chat), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=chat)
     )
@@ -86,10 +86,10 @@ def test_compact_events_as_vllm_writes_them() -> None:
     lookalike = '"delta":{"role":"assistant","content":""}'
     events = [ROLE_EVENT, build_event("Hel"), build_event(lookalike), END_EVENT]
     compact = [b"data: " + msgspec.json.encode(json.loads(event[6:])) + b"\n\n" for event in events]
-    for first in (compact[:2], compact[1:2]):  # also of a D that says no role
+    for first in (compact[:2], compact[1:2]):  # also of a decode instance that says no role
         texts, splicer = splice_stripped("Hel", [*first, *compact[2:], DONE_EVENT])
         assert texts == [lookalike, "", "[DONE]"] and not splicer.has_mismatch
-    # Nothing was sent of the answer: the text is D's first token, and not P's.
+    # Nothing was sent of the answer: the text is the first decode token, and not the prefill instance's.
     assert splice_stripped("Hel", compact[2:3])[1].has_mismatch
 
 
@@ -121,7 +121,7 @@ def test_usage_right_after_the_role_has_ps_id() -> None:
     ],
 )
 def test_only_the_duplicates_text_goes(chunks: list[bytes], left: list[str]) -> None:
-    """D's first event may hold several tokens, a part of one, none, or the end of the answer."""
+    """The first decode event may hold several tokens, a part of one, none, or the end of the answer."""
     found, joint = splice_stripped("Hel", chunks)
     assert found == left and not joint.has_mismatch
 
@@ -160,13 +160,13 @@ def test_after_the_seam_bytes_pass_as_they_are() -> None:
     ],
 )
 def test_another_first_token_is_noticed(chunks: list[bytes], left: list[str]) -> None:
-    """D's first token, where it is another one, is replaced by P's; the seam says so."""
+    """The first decode token, where it is another one, is replaced by prefill's; the seam says so."""
     found, joint = splice_stripped("Hel", chunks)
     assert joint.has_mismatch and found == left
 
 
 def test_a_token_that_d_takes_for_reasoning_is_a_mismatch() -> None:
-    """Where D's parser puts the token elsewhere, its event goes on as it is."""
+    """Where the decode parser puts the token elsewhere, its event goes on as it is."""
     other = b'data: {"id": "cmpl-1", "created": 100, "choices": [{"delta": {"reasoning": "Hel"}}]}'
     joint = StreamSplicer(build_token(), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True))
     out = splice_chunks(joint, [ROLE_EVENT, other + b"\n\n", END_EVENT])
@@ -174,7 +174,7 @@ def test_a_token_that_d_takes_for_reasoning_is_a_mismatch() -> None:
 
 
 def test_one_id_and_one_time() -> None:
-    """D's own id and time become those of P's events, in every event, never inside a text."""
+    """Decode's own id and time become those of the prefill events, in every event, never inside a text."""
     mine = {"id": "cmpl-9", "created": 105}
     quoted = '"created":105 and "id":"cmpl-9"'
     chunks = [
@@ -191,7 +191,7 @@ def test_one_id_and_one_time() -> None:
 
 
 def test_continued_streams_lose_nothing_but_the_preamble() -> None:
-    """Continue: D's first event is the second token; usage counts P's token as an answer's."""
+    """Continue: the first decode event is the second token; usage counts the prefill token as an answer's."""
     joint = StreamSplicer(
         build_token(), LegPlan(BOTH_LEGS, MODE_CONTINUE, is_chat=True, include_usage=True)
     )
@@ -231,7 +231,7 @@ def test_the_opening_is_a_servers_own() -> None:
 
 
 def test_an_answer_that_ends_on_p_is_whole() -> None:
-    """P's finish reason, usage if it was asked for, and [DONE]."""
+    """The prefill instance's finish reason, usage if it was asked for, and [DONE]."""
     for usage in (False, True):
         plan = LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True, include_usage=usage)
         out = render_first_events(build_token("", "stop", system_fingerprint="f"), plan)
@@ -262,31 +262,31 @@ def test_an_event_of_another_shape_goes_on_as_it_came(mode: str, strange: bytes)
 
 
 def test_a_stream_that_breaks_says_why() -> None:
-    """D's own error, else ours, then [DONE]: as a server ends a stream that failed."""
+    """The decode instance's own error, else ours, then [DONE]: as a server ends a stream that failed."""
     out = render_stream_error(b'{"error": {"message": "no", "code": 400}}', "x")
     assert out == b'data: {"error":{"message":"no","code":400}}\n\n' + DONE_EVENT
     assert b'"message":"gone"' in render_stream_error(b"<html>", "gone")
 
 
 def test_the_token_in_the_clients_bytes() -> None:
-    """D repeats P's event: it is dropped unparsed, once, and only while nothing of it is missing."""
+    """A repeated prefill event is dropped unparsed, once, and only while nothing of it is missing."""
     plan = LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True)
     sent = render_first_events(build_token(), plan)
     role, token = (event + b"\n\n" for event in sent.split(b"\n\n")[:2])
     for first in ([role, token], [token], [role + token]):
         joint = StreamSplicer(build_token(), plan, sent)
-        # D may say the same word again: that one is the answer's.
+        # The decode instance may say the same word again: that one is the answer's.
         assert splice_chunks(joint, [*first, token, DONE_EVENT]) == token + DONE_EVENT
         assert not joint.has_mismatch
     # After a part of the text these bytes are other words.
     parted = StreamSplicer(build_token(), plan, sent)
     assert list_texts(splice_chunks(parted, [build_event("H"), token, DONE_EVENT])) == ["[DONE]"]
     assert parted.has_mismatch
-    # Another second: an event of D's own, whose time the client must not see.
+    # Another second: an event of the decode instance's own, whose time the client must not see.
     later = token.replace(b'"created":100', b'"created":101')
     joint = StreamSplicer(build_token(), plan, sent)
     assert splice_chunks(joint, [role, later, later]) == token
-    # Settled by what came before: these bytes are D's, whatever they say.
+    # Settled by what came before: these bytes are the decode instance's, whatever they say.
     joint = StreamSplicer(build_token(), plan, sent)
     usage = b'data: {"id":"cmpl-2","created":100,"choices":[],"usage":{}}\n\n'
     assert splice_chunks(joint, [usage, token]) == usage.replace(b"cmpl-2", b"cmpl-1") + token

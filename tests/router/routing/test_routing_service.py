@@ -509,7 +509,7 @@ async def test_too_late_is_429() -> None:
 
 
 async def test_prefill_instances_are_accounted_for_until_their_token() -> None:
-    """With P and D apart the policy is P's: an entry while P computes, none while D answers."""
+    """With prefill and decode apart the policy is of prefill: an entry while it computes, none afterwards."""
     model = fake_pair.PairModel()
     async with fake_pair.run_disaggregated(
         model, routing=scripted_knowledge.build_routing_factory()

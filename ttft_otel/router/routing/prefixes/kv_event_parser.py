@@ -19,8 +19,16 @@ from msgspec import Meta, Raw
 from ttft_otel.router.errors import MalformedEvents
 
 STORED_FIELDS: Final = (
-    *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
-    *("lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
 )
 REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx")
 # vLLM's batches are those of one step; lists have their length in front, so that longer ones cost nothing.
@@ -28,13 +36,15 @@ MAX_EVENTS: Final = 200_000  # of a message
 MAX_EVENT_BLOCKS: Final = 1 << 17
 MAX_EVENT_TOKENS: Final = 1 << 20
 MAX_EXTRA_KEYS: Final = 256  # of one block
-MAX_EXTRA_LIST_BYTES: Final = (
-    512  # of an extra key that is a list, such as a media item and its place
-)
+# Of an extra key that is a list, such as a media item and its place.
+MAX_EXTRA_LIST_BYTES: Final = 512
 MAX_FIELDS: Final = 64  # of a batch or an event
 _HASH_MASK: Final = (1 << 64) - 1
 _PARSE_ERRORS: Final = (
-    *(msgspec.MsgspecError, ValueError, TypeError, LookupError),
+    msgspec.MsgspecError,
+    ValueError,
+    TypeError,
+    LookupError,
     RecursionError,  # lists in lists
 )
 
@@ -76,21 +86,16 @@ _FIELD_DECODERS: Final[Mapping[str, Callable[[bytes | Raw], Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Consecutive blocks were stored; they follow the block `parent_hash`, or begin a prompt if it is None.
-
-    token_ids: of all blocks together. extra_keys: one per block, for `decode_extra_keys`, or none.
-    cache_group, cache_kind: the KV cache group of a hybrid model, and its kind of attention, "" in releases
-    that do not say.
-    """
+    """Consecutive blocks were stored."""
 
     hashes: tuple[int, ...]
-    parent_hash: int | None
-    token_ids: Sequence[int]
+    parent_hash: int | None  # of the block before them; None if they begin a prompt
+    token_ids: Sequence[int]  # of all blocks together
     block_size: int
     medium: str = "GPU"
-    extra_keys: Sequence[Raw] = ()
-    cache_group: int = 0
-    cache_kind: str = ""
+    extra_keys: Sequence[Raw] = ()  # one per block, for `decode_extra_keys`, or none
+    cache_group: int = 0  # the KV cache group of a hybrid model
+    cache_kind: str = ""  # its kind of attention, "" in releases that do not say
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,12 @@ UNNAMED_MESSAGE: Final = (
 log: Final = logging.getLogger("ttft_otel")
 _LOOKUP_ERRORS: Final = (
     *QUERY_ERRORS,
-    # A response of another form; OverflowError: an infinite number, RecursionError: lists in lists.
-    *(ValueError, TypeError, LookupError, OverflowError, RecursionError),
+    # A response of another form.
+    ValueError,
+    TypeError,
+    LookupError,
+    OverflowError,  # an infinite number
+    RecursionError,  # lists in lists
 )
 
 
