@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""2 000 requests whose truth is known: one seeded table, told as Records, sent as the exporter sends them.
+"""2 000 requests whose truth is known: one seeded table, made into Records, sent as the exporter sends them.
 
-`table()` makes the rows; `send()` turns rows into spans by the exporter's own code and ships them by
-the SDK's OTLP exporter; `KnownTruth` answers from the rows alone what dashboards must show of them.
+`build_known_requests()` makes the rows; `send_rows()` turns them into spans by the exporter's own code and
+ships them by the SDK's OTLP exporter; `KnownTruth` answers from the rows alone what dashboards must show.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Final
 
+from full_record import make_short_record
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
@@ -23,7 +24,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from ttft_otel.exporter.spans import span_builder as exporter
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys, span_names
-from ttft_otel.model.record import RECORD_VERSION, Attributes, Call, Piece, Record, Server, Ttft
+from ttft_otel.model.record import Attributes, Call, Piece, Record, Server, Ttft
 from ttft_otel.model.stages import QUEUE_STAGES, UNATTRIBUTED, Role
 
 TOTAL_ROWS: Final = 2000
@@ -474,13 +475,10 @@ def _build_record(
     parent: str,
     calls: tuple[Call, ...] = (),
 ) -> Record:
-    return Record(
-        version=RECORD_VERSION,
+    return make_short_record(
         trace_id=row.trace_id,
         span_id=_draw_id(draw),
         parent_id=parent,
-        flags=1,
-        state="",
         start_ns=start_ns,
         role=role,
         outermost=outermost,

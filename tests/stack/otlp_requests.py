@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from full_record import make_short_record
 from google.protobuf.message import Message
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -23,7 +24,7 @@ from opentelemetry.sdk.resources import Resource
 from ttft_otel.exporter.spans import span_builder as exporter
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys, span_names
-from ttft_otel.model.record import RECORD_VERSION, Attributes, Piece, Record, Server, Ttft
+from ttft_otel.model.record import Attributes, Piece, Record, Server, Ttft
 
 span_numbers = itertools.count(1)
 
@@ -108,12 +109,9 @@ def build_own_record(
         pieces.append(Piece("stage", stage, at, at + us))
         at += us
     shared: Attributes = {keys.OPERATION: "chat", keys.PROVIDER: "vllm", keys.MODEL: model}
-    return Record(
-        version=RECORD_VERSION,
+    return make_short_record(
         trace_id=trace_id or f"{number + (0x5EED << 96):032x}",
         span_id=f"{number:016x}",
-        parent_id="",
-        flags=1,
         state=state,
         start_ns=time.time_ns() - total * 1000,
         role=role,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isclose, nan
@@ -322,29 +322,30 @@ def test_no_item_encoded_twice_counts_as_0(front: CollectorFront) -> None:
     assert not front.metrics.get_series(metric, job="a-text")
 
 
-def test_queue_reasons(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
-    """Each server's queue counts for its reason, though a router is outermost; stages do not change."""
-    wanted = known_requests.sum_reasons_us(rows)
-    metric = metric_names.QUEUE_REASON_DURATION
-    wait_until(lambda: front.metrics.sum_field(metric, "sum") >= sum(wanted.values()) / 1e6 - 1e-6)
-    reported = dict.fromkeys(wanted, 0.0)
-    for labels, point in front.metrics.get_series(metric):
-        reported[labels[keys.QUEUE_REASON]] += point.sum
-
-    assert reported == pytest.approx({reason: us / 1e6 for reason, us in wanted.items()})
-
-
-def test_holding_work(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
-    """Each server's queue counts for each kind of work that held it; together they are the queues."""
-    wanted = known_requests.sum_held_us(rows)
-    metric, whole = metric_names.QUEUE_HELD_DURATION, sum(wanted.values()) / 1e6
-    assert whole == pytest.approx(sum(known_requests.sum_reasons_us(rows).values()) / 1e6)
+@pytest.mark.parametrize(
+    ("metric", "label", "sum_us"),
+    [
+        (metric_names.QUEUE_REASON_DURATION, keys.QUEUE_REASON, known_requests.sum_reasons_us),
+        (metric_names.QUEUE_HELD_DURATION, keys.HELD_BY_KIND, known_requests.sum_held_us),
+    ],
+)
+def test_queues(
+    front: CollectorFront,
+    rows: list[known_requests.KnownRequest],
+    metric: str,
+    label: str,
+    sum_us: Callable[[list[known_requests.KnownRequest]], dict[str, int]],
+) -> None:
+    """Each server's queue counts for its reason and for what held it, though a router is outermost."""
+    wanted = {value: us / 1e6 for value, us in sum_us(rows).items()}
+    whole = sum(known_requests.sum_reasons_us(rows).values()) / 1e6
+    assert sum(wanted.values()) == pytest.approx(whole)
     wait_until(lambda: front.metrics.sum_field(metric, "sum") >= whole - 1e-6)
     reported = dict.fromkeys(wanted, 0.0)
     for labels, point in front.metrics.get_series(metric):
-        reported[labels[keys.HELD_BY_KIND]] += point.sum
+        reported[labels[label]] += point.sum
 
-    assert reported == pytest.approx({kind: us / 1e6 for kind, us in wanted.items()})
+    assert reported == pytest.approx(wanted)
 
 
 def test_queue_with_several_reasons(front: CollectorFront) -> None:
