@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import aiohttp
 import pytest
 
+from lab.fake_vllm import instances
 from router import fake_instances, raw_http
 from router.fake_instances import InstancePlan, RunningRouter
 from ttft_otel.router import lost_hosts
@@ -90,7 +91,8 @@ def other_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtherHost]:
         host.run_ip("link", "set", "there", "up")
         subprocess.run(("ip", "addr", "add", f"{HERE}/30", "dev", near), check=True)
         subprocess.run(("ip", "link", "set", near, "up"), check=True)
-        monkeypatch.setattr(fake_instances, "open_listening_socket", host.open_socket)
+        for module in (fake_instances, instances):
+            monkeypatch.setattr(module, "open_listening_socket", host.open_socket)
         monkeypatch.setattr(lost_hosts, "TCP_OPTIONS", SHORT_TIMES)
         yield host
     finally:
