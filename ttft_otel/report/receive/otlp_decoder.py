@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -31,6 +31,9 @@ from ttft_otel.report.store.span_conversion import (
 )
 
 MAX_EXPORT_SPANS: Final = 20_000  # of one export, further ones are refused; the SDK sends 512
+MAX_EXPORT_GROUPS: Final = (
+    5_000  # resources and scopes of one export; a collector sends some hundred
+)
 # Values of a JSON body, by its commas and brackets: json keeps the interpreter while it builds them.
 MAX_JSON_VALUES: Final = 200_000
 _IDS: Final = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
@@ -55,22 +58,33 @@ class ExportBatch:
         self, message: ExportTraceServiceRequest
     ) -> Iterator[tuple[dict[str, Any], str, list[trace_pb2.Span]]]:
         """Resource, name of the scope, and spans that can be stored, of each scope that has any."""
+        # Two bytes make an empty one, of which Python's objects would take seconds.
+        group_count = len(message.resource_spans)
+        if group_count <= MAX_EXPORT_GROUPS:
+            group_count += sum(len(group.scope_spans) for group in message.resource_spans)
+        if group_count > MAX_EXPORT_GROUPS:
+            raise OtlpDecodeError(
+                f"more than {MAX_EXPORT_GROUPS} resources and scopes in one export"
+            )
         for group in message.resource_spans:
             resource = read_attributes(group.resource.attributes)[0]
             for scope in group.scope_spans:
                 if spans := self._accept_spans(scope.spans):
                     yield resource, scope.scope.name[:MAX_TEXT_CHARS], spans
 
-    def _accept_spans(self, spans: Iterable[trace_pb2.Span]) -> list[trace_pb2.Span]:
+    def _accept_spans(self, spans: Sequence[trace_pb2.Span]) -> list[trace_pb2.Span]:
         accepted: list[trace_pb2.Span] = []
-        left = MAX_EXPORT_SPANS - self.accepted
-        for raw in spans:
-            # Spans beyond the limit are counted, so that the answer says how many were refused.
-            if fault := _EXPORT_FULL if len(accepted) >= left else find_fault(raw):
+        left = max(0, MAX_EXPORT_SPANS - self.accepted - self.refused)
+        for raw in spans[:left]:
+            if fault := find_fault(raw):
                 self.refused += 1
                 self.refusal_reason = self.refusal_reason or fault
             else:
                 accepted.append(raw)
+        # Spans beyond the limit are counted, so that the answer says how many were refused.
+        if len(spans) > left:
+            self.refused += len(spans) - left
+            self.refusal_reason = self.refusal_reason or _EXPORT_FULL
         self.accepted += len(accepted)
         return accepted
 

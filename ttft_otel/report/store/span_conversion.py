@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -84,16 +85,12 @@ def format_parent_id(parent_id: bytes) -> str:
     return "" if parent_id == NO_SPAN_ID else parent_id.hex()
 
 
-def read_attributes(pairs: Iterable[KeyValue]) -> tuple[dict[str, Any], int]:
-    """At most MAX_ATTRIBUTES attributes, and how many were left out."""
-    attributes: dict[str, Any] = {}
-    cut = 0
-    for pair in pairs:
-        if len(attributes) >= MAX_ATTRIBUTES:
-            cut += 1
-        else:
-            attributes[pair.key[:MAX_TEXT_CHARS]] = _convert_value(pair.value)
-    return attributes, cut
+def read_attributes(pairs: Sequence[KeyValue]) -> tuple[dict[str, Any], int]:
+    """The first MAX_ATTRIBUTES attributes, and how many were left out."""
+    attributes = {
+        pair.key[:MAX_TEXT_CHARS]: _convert_value(pair.value) for pair in pairs[:MAX_ATTRIBUTES]
+    }
+    return attributes, max(0, len(pairs) - MAX_ATTRIBUTES)
 
 
 def _convert_value(value: AnyValue) -> Any:
@@ -113,15 +110,24 @@ def _convert_value(value: AnyValue) -> Any:
         return value.bytes_value[: MAX_TEXT_CHARS // 2].hex()
     if kind is None:
         return ""
-    text = json.dumps(_convert_nested(value), ensure_ascii=False)
+    text = json.dumps(_convert_nested(value, count(1)), ensure_ascii=False)
     return text[: min(MAX_TEXT_CHARS, MAX_TEXT_GROWTH * value.ByteSize())]
 
 
-def _convert_nested(value: AnyValue) -> Any:
+def _convert_nested(value: AnyValue, counted: Iterator[int]) -> Any:
+    """counted: the number of each value. Each has a character of the text at least, which is cut."""
     if value.HasField("array_value"):
-        return [_convert_nested(each) for each in value.array_value.values]
+        return [
+            _convert_nested(each, counted)
+            for each in value.array_value.values[:MAX_TEXT_CHARS]
+            if next(counted) <= MAX_TEXT_CHARS
+        ]
     if value.HasField("kvlist_value"):
-        return {each.key: _convert_nested(each.value) for each in value.kvlist_value.values}
+        return {
+            each.key: _convert_nested(each.value, counted)
+            for each in value.kvlist_value.values[:MAX_TEXT_CHARS]
+            if next(counted) <= MAX_TEXT_CHARS
+        }
     return _convert_value(value)
 
 
