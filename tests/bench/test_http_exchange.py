@@ -70,9 +70,9 @@ def test_late(connection_pair: tuple[socket.socket, TimestampedSocket], into: bo
     near.sendall(b"abc")
     sent = monotonic_ns()
     time.sleep(SLEEP_S)
-    room = bytearray(2)
+    buffer = bytearray(2)
 
-    first = bytes(room[: far.recv_into(room)]) if into else far.recv(2)
+    first = bytes(buffer[: far.recv_into(buffer)]) if into else far.recv(2)
     came, now = far.last_byte_ns, monotonic_ns()
     rest = far.recv(9)
 
