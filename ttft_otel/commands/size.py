@@ -14,6 +14,9 @@ from typing import Final
 import click
 
 from ttft_otel.commands.command_options import make_number_option
+from ttft_otel.model import stages
+from ttft_otel.model.metric_table import METRICS
+from ttft_otel.model.names import metric_names
 
 SECONDS_PER_DAY: Final = 86_400
 # Span trees of benchmarks/otlp_bodies.py, serialized as the exporter does; test_size.py counts anew.
@@ -29,11 +32,21 @@ WAITING_SPAN_BYTES: Final = 1_000
 QUEUED_SPAN_BYTES: Final = 300
 DECISION_WAIT_S: Final = 30  # TTFT_DECISION_WAIT in collector/sampling.yaml
 MAX_COLLECTOR_CORES: Final = 4.0  # beyond it, docs/guides/kubernetes.md advises a second tier
-# ttft.duration has one native histogram; the conventions' have a series for each bucket, +Inf, sum and count:
-# of the first token 16 buckets, of the whole request 14.
-SERIES_PER_MODEL: Final = 1 + 19 + 17
-# Of every server: time per output token (13 buckets), and its queues by reasons and kinds of work, at most.
-SERIES_PER_SERVER: Final = 16 + 12 + 5
+# Of each histogram with bounds: a series for each bucket, +Inf, sum and count; a native one has one.
+_SERIES: Final = {
+    name: len(each.bounds_s) + 3 if each.bounds_s else 1 for name, each in METRICS.items()
+}
+SERIES_PER_MODEL: Final = (
+    _SERIES[metric_names.TTFT_DURATION]
+    + _SERIES[metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN]
+    + _SERIES[metric_names.GEN_AI_SERVER_REQUEST_DURATION]
+)
+# Of every server: time per output token, and its queues by reasons and kinds of work, at most.
+SERIES_PER_SERVER: Final = (
+    _SERIES[metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN]
+    + len(stages.WAIT_REASONS)
+    + len(stages.HOLDING_KINDS)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +113,9 @@ def estimate_sizing(load: Load) -> Sizing:
     # Microseconds per span times spans per second: a million of them are one busy core.
     collector_cores = spans * collector_us / 1e6
     # Each process that answers clients has series of its own: servers, or routers with all their servers.
-    stages = deployment.router_series + load.instances * deployment.server_series
+    stage_series = deployment.router_series + load.instances * deployment.server_series
     series = (
-        load.routers * load.models * (SERIES_PER_MODEL + stages)
+        load.routers * load.models * (SERIES_PER_MODEL + stage_series)
         if deployment.router_series
         else load.instances * load.models * (SERIES_PER_MODEL + deployment.server_series)
     )
