@@ -19,9 +19,8 @@ from ttft_otel.router.types import JSON_ERRORS
 
 # Only the router may set transfer parameters: those of a client can crash an instance (NIXL asserts).
 _TRANSFER_PARAM_FIELDS: Final = ("kv_transfer_params", "ec_transfer_params")
-_EXTRA_ARGS_FIELD: Final = (
-    "vllm_xargs"  # vLLM puts what it holds where the parameters go, unchecked
-)
+# vLLM puts what this field holds where the parameters go, unchecked.
+_EXTRA_ARGS_FIELD: Final = "vllm_xargs"
 # Of JSON that only Python's parser reads, which builds all of it: about 30 ms on a slow core.
 MAX_LENIENT_JSON_BYTES: Final = 256 << 10
 _NOT_AN_OBJECT: Final = "The body is not a JSON object, or is nested too deeply."
@@ -54,7 +53,7 @@ class _RequestFields(_TransferParams):
     messages: Raw = _NULL_JSON
     input: Raw = _NULL_JSON
     vllm_xargs: Raw = _NULL_JSON
-    # these change how an image is processed, so the encoder must see them too
+    # These change how an image is processed, so the encoder must see them too.
     mm_processor_kwargs: Raw | UnsetType = UNSET
     media_io_kwargs: Raw | UnsetType = UNSET
     chat_template: Raw | UnsetType = UNSET
@@ -68,23 +67,19 @@ _text_decoder: Final = msgspec.json.Decoder(str)
 
 
 class RequestBody(msgspec.Struct):
-    """A request's bytes and what the router knows of them; `media_items` are its distinct items.
-
-    `item_positions`: where each of these came first among all `media_part_count` that are media.
-    `problem`: why it cannot be read, for the client; "" if it is a JSON object. `is_heavy`: parsing it
-    once more would hold the event loop.
-    """
+    """A request's bytes and what the router knows of them."""
 
     data: bytes
     model: str = ""
     stream: bool = False
     background: bool = False
-    media_items: tuple[bytes, ...] = ()
+    media_items: tuple[bytes, ...] = ()  # the distinct ones
+    # Where each of these came first among all `media_part_count` parts that are media.
     item_positions: tuple[int, ...] = ()
     media_part_count: int = 0
     encoder_fields: dict[str, Raw] = {}
-    problem: str = ""
-    is_heavy: bool = False
+    problem: str = ""  # why it cannot be read, for the client; "" if it is a JSON object
+    is_heavy: bool = False  # parsing it once more would hold the event loop
 
     def map_item_tokens(self, part_tokens: Sequence[int]) -> list[int]:
         """Token counts of the distinct items, from `part_tokens` of all parts; 0 if the numbers disagree."""

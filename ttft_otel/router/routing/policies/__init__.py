@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing policies: one file per policy, free of I/O, with the time as an argument.
+"""Routing policies, free of I/O, with the time as an argument; policy_registry.py has them by name.
 
-Policies share one PolicyState per leg (policy_state.py). It combines the pending requests of each
-instance (pending_load.py), the prompt blocks that each has cached (block_index.py, numbered by
-block_keys.py), and a model of prefill time (prefill_model.py) over the work of a prefill
-(prefill_work.py). policy_registry.py maps the names of --routing-logic to policies.
+load_policies.py compares requests, session_ring.py follows sessions, prefix_policies.py follows cached
+prefixes, and least_ttft.py predicts. They share one PolicyState per leg (policy_state.py). It combines the
+pending requests of each instance (pending_load.py), the prompt blocks that each has cached (block_index.py,
+numbered by block_keys.py), and a model of prefill time (prefill_model.py).
 """

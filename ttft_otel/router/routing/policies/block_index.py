@@ -25,6 +25,39 @@ PART_COUNT: Final = 64
 PART_MASK: Final = PART_COUNT - 1
 
 
+class PartitionedTable:
+    """A dict whose entries are in `parts` by the lowest bits of the key; hot loops read `parts` directly."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self) -> None:
+        self.parts: tuple[dict[int, int], ...] = tuple({} for _ in range(PART_COUNT))
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __contains__(self, key: int) -> bool:
+        return key in self.parts[key & PART_MASK]
+
+    def __setitem__(self, key: int, value: int) -> None:
+        self.parts[key & PART_MASK][key] = value
+
+    def get(self, key: int) -> int | None:
+        """The value of `key`, or None."""
+        # Keys are hashes, so their lowest bits spread evenly.
+        return self.parts[key & PART_MASK].get(key)
+
+    def pop(self, key: int) -> int:
+        """Remove `key` and return its value. Raises KeyError."""
+        return self.parts[key & PART_MASK].pop(key)
+
+    def drain_values(self) -> Iterator[int]:
+        """Iterate over all values, removing each, so that memory is freed step by step."""
+        for part in self.parts:
+            while part:
+                yield part.popitem()[1]
+
+
 class BlockHolders:
     """The caches that hold each block, as a bit mask with one bit per cache.
 
@@ -232,36 +265,3 @@ class SentHistory(BlockHolders):
     def forget_instance(self, url: str) -> None:
         """Drop what the instance at `url` was sent; `free_retired` frees the memory."""
         self.retire_cache(url, SENT_RANK, iter(self._recent_by_url.pop(url, ())))
-
-
-class PartitionedTable:
-    """A dict whose entries are in `parts` by the lowest bits of the key; hot loops read `parts` directly."""
-
-    __slots__ = ("parts",)
-
-    def __init__(self) -> None:
-        self.parts: tuple[dict[int, int], ...] = tuple({} for _ in range(PART_COUNT))
-
-    def __len__(self) -> int:
-        return sum(map(len, self.parts))
-
-    def __contains__(self, key: int) -> bool:
-        return key in self.parts[key & PART_MASK]
-
-    def __setitem__(self, key: int, value: int) -> None:
-        self.parts[key & PART_MASK][key] = value
-
-    def get(self, key: int) -> int | None:
-        """The value of `key`, or None."""
-        # Keys are hashes, so their lowest bits spread evenly.
-        return self.parts[key & PART_MASK].get(key)
-
-    def pop(self, key: int) -> int:
-        """Remove `key` and return its value. Raises KeyError."""
-        return self.parts[key & PART_MASK].pop(key)
-
-    def drain_values(self) -> Iterator[int]:
-        """Iterate over all values, removing each, so that memory is freed step by step."""
-        for part in self.parts:
-            while part:
-                yield part.popitem()[1]

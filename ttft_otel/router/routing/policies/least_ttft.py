@@ -134,10 +134,8 @@ class LeastTtftPolicy(RoutingPolicy):
         and a stale prediction is only corrected by new samples. If the request must queue for an encoder
         first, or no instance is idle, it is rejected: raises SloUnreachable.
         """
-        slo_s, queue_s = (
-            self._state.options.slo_s,
-            request.encode_wait_s if request.encoders_busy else 0.0,
-        )
+        slo_s = self._state.options.slo_s
+        queue_s = request.encode_wait_s if request.encoders_busy else 0.0
         # The policy's own choice first: it is better for the requests to come.
         if ttfts_s[position] <= slo_s:
             return position

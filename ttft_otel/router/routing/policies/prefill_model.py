@@ -2,7 +2,7 @@
 """A linear model of prefill time, fitted to measured prefills; least_ttft.py predicts with it.
 
 seconds = a + b * tokens + d * pairs, with the tokens and attention pairs that have to be computed
-(prefill_work.py). With a = b = 0 it orders prompts like the trapezoid formula. All instances of a
+(PrefillWork). With a = b = 0 it orders prompts like the trapezoid formula. All instances of a
 model share one line; each has a speed factor by which it is slower or faster than that.
 """
 
@@ -32,6 +32,78 @@ SIGNIFICANCE: Final = 4.0
 # Outliers count as at most e^3, about 20 times, slower or faster than expected.
 MAX_LOG_RATIO: Final = 3.0
 _SUBSETS: Final = [some for size in (3, 2, 1) for some in combinations(range(3), size)]
+
+
+# Integers, so that sums of pending work return to exactly zero.
+class PrefillWork(NamedTuple):
+    """Prompt tokens to compute (linear cost), and the (query, key) pairs of their causal attention."""
+
+    tokens_to_compute: int
+    pairs: int
+
+
+def count_pairs(prompt_tokens: int, cached_tokens: int) -> int:
+    """Attention pairs left to compute for a prompt whose first `cached_tokens` are cached.
+
+    Token k attends to k tokens, so this is the sum of cached_tokens + 1 .. `prompt_tokens`, a trapezoid.
+    """
+    # Always even, since the factors differ in parity: // only keeps it an integer.
+    return (cached_tokens + 1 + prompt_tokens) * (prompt_tokens - cached_tokens) // 2
+
+
+def compute_work(prompt_tokens: int, cached_tokens: int) -> PrefillWork:
+    """The work of a prompt of `prompt_tokens`, of which the first `cached_tokens` are cached."""
+    return PrefillWork(prompt_tokens - cached_tokens, count_pairs(prompt_tokens, cached_tokens))
+
+
+class PredictionQuality:
+    """Compares predictions with outcomes; `forgetting` is the weight of one after each later one."""
+
+    def __init__(self, forgetting: float = 0.99) -> None:
+        self.outcomes = 0
+        self._forgetting = forgetting
+        self._count = self._relative_error_sum = self._squared_error_sum = self._actual_sum = (
+            self._actual_square_sum
+        ) = 0.0
+
+    def add_outcome(self, predicted_s: float, actual_s: float) -> None:
+        """Add one prediction and its outcome.
+
+        predicted_s, actual_s: seconds.
+        """
+        error = predicted_s - actual_s
+        forgetting = self._forgetting
+        self.outcomes += 1
+        # Sums that fade and no list: constant memory, and old models do not count for ever.
+        self._count = self._count * forgetting + 1
+        self._relative_error_sum = self._relative_error_sum * forgetting + abs(error) / max(
+            actual_s, 1e-6
+        )
+        self._squared_error_sum = self._squared_error_sum * forgetting + error * error
+        self._actual_sum = self._actual_sum * forgetting + actual_s
+        self._actual_square_sum = self._actual_square_sum * forgetting + actual_s * actual_s
+
+    def describe_quality(self) -> dict[str, float | None]:
+        """Both measures and the number of outcomes, for GET /instances."""
+        return {"outcomes": self.outcomes, "mape": self.mape, "r2": self.r2}
+
+    @property
+    def mape(self) -> float | None:
+        """Mean absolute percentage error as a fraction (0.1 is 10 %); None without outcomes."""
+        return self._relative_error_sum / self._count if self._count else None
+
+    @property
+    def r2(self) -> float | None:
+        """Coefficient of determination: 1 - residual sum of squares / total; None without variance."""
+        if not self._count:
+            return None
+        # Of a difference of two large sums only rounding is left when all outcomes are equal.
+        spread = self._actual_square_sum - self._actual_sum * self._actual_sum / self._count
+        return (
+            1 - self._squared_error_sum / spread
+            if spread > 1e-9 * self._actual_square_sum
+            else None
+        )
 
 
 class PrefillLine(NamedTuple):
@@ -278,75 +350,3 @@ def _solve_system(matrix: list[list[float]], vector: list[float]) -> list[float]
         rest = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
         solution[i] = (rows[i][size] - rest) / rows[i][i]
     return solution
-
-
-# Integers, so that sums of pending work return to exactly zero.
-class PrefillWork(NamedTuple):
-    """Prompt tokens to compute (linear cost), and the (query, key) pairs of their causal attention."""
-
-    tokens_to_compute: int
-    pairs: int
-
-
-def count_pairs(prompt_tokens: int, cached_tokens: int) -> int:
-    """Attention pairs left to compute for a prompt whose first `cached_tokens` are cached.
-
-    Token k attends to k tokens, so this is the sum of cached_tokens + 1 .. `prompt_tokens`, a trapezoid.
-    """
-    # Always even, since the factors differ in parity: // only keeps it an integer.
-    return (cached_tokens + 1 + prompt_tokens) * (prompt_tokens - cached_tokens) // 2
-
-
-def compute_work(prompt_tokens: int, cached_tokens: int) -> PrefillWork:
-    """The work of a prompt of `prompt_tokens`, of which the first `cached_tokens` are cached."""
-    return PrefillWork(prompt_tokens - cached_tokens, count_pairs(prompt_tokens, cached_tokens))
-
-
-class PredictionQuality:
-    """Compares predictions with outcomes; `forgetting` is the weight of one after each later one."""
-
-    def __init__(self, forgetting: float = 0.99) -> None:
-        self.outcomes = 0
-        self._forgetting = forgetting
-        self._count = self._relative_error_sum = self._squared_error_sum = self._actual_sum = (
-            self._actual_square_sum
-        ) = 0.0
-
-    def add_outcome(self, predicted_s: float, actual_s: float) -> None:
-        """Add one prediction and its outcome.
-
-        predicted_s, actual_s: seconds.
-        """
-        error = predicted_s - actual_s
-        forgetting = self._forgetting
-        self.outcomes += 1
-        # Sums that fade and no list: constant memory, and old models do not count for ever.
-        self._count = self._count * forgetting + 1
-        self._relative_error_sum = self._relative_error_sum * forgetting + abs(error) / max(
-            actual_s, 1e-6
-        )
-        self._squared_error_sum = self._squared_error_sum * forgetting + error * error
-        self._actual_sum = self._actual_sum * forgetting + actual_s
-        self._actual_square_sum = self._actual_square_sum * forgetting + actual_s * actual_s
-
-    def describe_quality(self) -> dict[str, float | None]:
-        """Both measures and the number of outcomes, for GET /instances."""
-        return {"outcomes": self.outcomes, "mape": self.mape, "r2": self.r2}
-
-    @property
-    def mape(self) -> float | None:
-        """Mean absolute percentage error as a fraction (0.1 is 10 %); None without outcomes."""
-        return self._relative_error_sum / self._count if self._count else None
-
-    @property
-    def r2(self) -> float | None:
-        """Coefficient of determination: 1 - residual sum of squares / total; None without variance."""
-        if not self._count:
-            return None
-        # Of a difference of two large sums only rounding is left when all outcomes are equal.
-        spread = self._actual_square_sum - self._actual_sum * self._actual_sum / self._count
-        return (
-            1 - self._squared_error_sum / spread
-            if spread > 1e-9 * self._actual_square_sum
-            else None
-        )

@@ -2,8 +2,8 @@
 """The blocks that one cache of an engine holds, from its KV events; event_feed.py applies them.
 
 Engines identify a block by their own hash, and a removal names only that hash; the ledger maps it to
-the router's block key and updates the index. A block may be cached several times, because concurrent
-requests each compute it, and the engine reports the removal of each copy.
+the router's block key and updates the index (ReportedIndex), which all ledgers share. A block may be cached
+several times, because concurrent requests each compute it, and the engine reports the removal of each copy.
 """
 
 from __future__ import annotations
@@ -31,6 +31,83 @@ MEDIUM_MARKS: Final = {"GPU": 0, "CPU": 1 << 64}
 # sliding-window groups, for instance, keep blocks without their prefix. "": releases that do not say.
 PREFIX_CACHE_KINDS: Final = ("", "full_attention", "mla_attention", "sink_full_attention")
 MAX_REPORTED_BLOCKS: Final = 4_000_000  # reported blocks of all caches together: about 1 GB
+
+
+class ReportedIndex(SentHistory):
+    """Instances in `reporting` have their blocks reported; one block size holds for the whole index.
+
+    Keys of blocks of another size never match a prompt's, so blocks of such instances are not added.
+    max_blocks: estimated blocks per instance that reports none. max_reported: limit of reported blocks of
+    all ledgers together, counted in `reported_blocks` until their memory is freed. blocks_by_url: those that
+    are in ledgers now.
+    """
+
+    def __init__(
+        self, block_size: int, max_blocks: int, max_reported: int = MAX_REPORTED_BLOCKS
+    ) -> None:
+        super().__init__(block_size, max_blocks)
+        self.max_reported = max_reported
+        self.reported_blocks = 0
+        self.blocks_by_url: Counter[str] = Counter()
+        self.reporting: set[str] = set()
+        self.block_sizes: dict[str, int] = {}
+
+    def record_served(self, url: str, blocks: Sequence[int]) -> None:
+        """Add the estimate for `url`, unless it reports its blocks itself."""
+        if url not in self.reporting:
+            super().record_served(url, blocks)
+
+    def set_block_size(self, block_size: int) -> None:
+        """Use `block_size` from /metrics as long as no instance has reported its own in an event."""
+        # Events are the better source: they tell the size of the very blocks that are reported.
+        if block_size and not self.block_sizes:
+            self.block_size = block_size
+
+    def is_full_for(self, url: str) -> bool:
+        """Whether ledgers of the instance at `url` must not add further blocks.
+
+        Half of the limit is for whoever comes first; of the other half each instance has its share, which
+        one that reports without end cannot take from it.
+        """
+        half = self.max_reported // 2
+        if self.reported_blocks < half:
+            return False
+        share = half // max(1, len(self.reporting))
+        return self.reported_blocks >= self.max_reported or self.blocks_by_url[url] >= share
+
+    def release_blocks(self, blocks: Iterator[int]) -> Iterator[int]:
+        """Pass on `blocks` of a cleared ledger, uncounting each when it is consumed."""
+        for block in blocks:
+            # Only now is the memory free; the limit is about memory.
+            self.reported_blocks -= 1
+            yield block
+
+    def set_instance_block_size(self, url: str, block_size: int) -> bool:
+        """Note the `block_size` in events of `url`. Returns whether the index holds that size.
+
+        The index switches to a new size when no instance has the current one any more.
+        """
+        if self.block_sizes.get(url) == block_size == self.block_size:
+            return True
+        self.block_sizes[url] = block_size
+        # As long as one instance has it, its blocks in the index are of use.
+        if self.block_size not in self.block_sizes.values():
+            self.block_size = block_size
+        return block_size == self.block_size
+
+    def start_reporting(self, url: str) -> None:
+        """Mark `url` as reporting, and drop its estimate."""
+        if url not in self.reporting:
+            self.reporting.add(url)
+            self.forget_instance(url)
+
+    def stop_reporting(self, url: str) -> None:
+        """Mark `url` as not reporting; from now on its blocks are estimated."""
+        self.reporting.discard(url)
+        self.block_sizes.pop(url, None)
+        # A Counter keeps keys with 0 for ever.
+        if not self.blocks_by_url[url]:
+            del self.blocks_by_url[url]
 
 
 class BlockLedger:
@@ -196,80 +273,3 @@ def _take_one_away(counts: dict[int, int], key: int) -> bool:
     elif count:
         del counts[key]
     return count > 0
-
-
-class ReportedIndex(SentHistory):
-    """Instances in `reporting` have their blocks reported; one block size holds for the whole index.
-
-    Keys of blocks of another size never match a prompt's, so blocks of such instances are not added.
-    max_blocks: estimated blocks per instance that reports none. max_reported: limit of reported blocks of
-    all ledgers together, counted in `reported_blocks` until their memory is freed. blocks_by_url: those that
-    are in ledgers now.
-    """
-
-    def __init__(
-        self, block_size: int, max_blocks: int, max_reported: int = MAX_REPORTED_BLOCKS
-    ) -> None:
-        super().__init__(block_size, max_blocks)
-        self.max_reported = max_reported
-        self.reported_blocks = 0
-        self.blocks_by_url: Counter[str] = Counter()
-        self.reporting: set[str] = set()
-        self.block_sizes: dict[str, int] = {}
-
-    def record_served(self, url: str, blocks: Sequence[int]) -> None:
-        """Add the estimate for `url`, unless it reports its blocks itself."""
-        if url not in self.reporting:
-            super().record_served(url, blocks)
-
-    def set_block_size(self, block_size: int) -> None:
-        """Use `block_size` from /metrics as long as no instance has reported its own in an event."""
-        # Events are the better source: they tell the size of the very blocks that are reported.
-        if block_size and not self.block_sizes:
-            self.block_size = block_size
-
-    def is_full_for(self, url: str) -> bool:
-        """Whether ledgers of the instance at `url` must not add further blocks.
-
-        Half of the limit is for whoever comes first; of the other half each instance has its share, which
-        one that reports without end cannot take from it.
-        """
-        half = self.max_reported // 2
-        if self.reported_blocks < half:
-            return False
-        share = half // max(1, len(self.reporting))
-        return self.reported_blocks >= self.max_reported or self.blocks_by_url[url] >= share
-
-    def release_blocks(self, blocks: Iterator[int]) -> Iterator[int]:
-        """Pass on `blocks` of a cleared ledger, uncounting each when it is consumed."""
-        for block in blocks:
-            # Only now is the memory free; the limit is about memory.
-            self.reported_blocks -= 1
-            yield block
-
-    def set_instance_block_size(self, url: str, block_size: int) -> bool:
-        """Note the `block_size` in events of `url`. Returns whether the index holds that size.
-
-        The index switches to a new size when no instance has the current one any more.
-        """
-        if self.block_sizes.get(url) == block_size == self.block_size:
-            return True
-        self.block_sizes[url] = block_size
-        # As long as one instance has it, its blocks in the index are of use.
-        if self.block_size not in self.block_sizes.values():
-            self.block_size = block_size
-        return block_size == self.block_size
-
-    def start_reporting(self, url: str) -> None:
-        """Mark `url` as reporting, and drop its estimate."""
-        if url not in self.reporting:
-            self.reporting.add(url)
-            self.forget_instance(url)
-
-    def stop_reporting(self, url: str) -> None:
-        """Mark `url` as not reporting; from now on its blocks are estimated."""
-        self.reporting.discard(url)
-        self.block_sizes.pop(url, None)
-        # A Counter keeps keys with 0 for ever.
-        if not self.blocks_by_url[url]:
-            del self.blocks_by_url[url]

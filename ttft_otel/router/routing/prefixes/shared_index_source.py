@@ -49,68 +49,6 @@ WARNING_INTERVAL_S: Final = 60.0
 log: Final = logging.getLogger("ttft_otel")
 
 
-class SharedIndexSource(PrefixSource):
-    """Asks the index owner for each prompt; its own estimate of what was sent is the fallback."""
-
-    max_total_blocks = MAX_FALLBACK_BLOCKS
-
-    def __init__(self, block_size: int, max_blocks: int) -> None:
-        super().__init__(SentHistory(block_size, max_blocks))
-        self.channel: IndexChannel | None = None
-        self._described: dict[str, dict[str, Any]] = {}
-
-    def join_owner(self, path: Path) -> None:
-        """Connect to the index owner that listens at `path`, now and whenever it is a new one."""
-        self.channel = IndexChannel(path, lambda: sorted(self._urls), self._take_status)
-
-    async def close(self) -> None:
-        """Leave the index owner, and end the background tasks."""
-        if self.channel is not None:
-            await self.channel.close()
-        await super().close()
-
-    def sync_instances(self) -> None:
-        """Send the index owner of instances added and removed."""
-        super().sync_instances()
-        if self.channel is not None:
-            self.channel.send_urls()
-
-    async def look_up(
-        self, model: str, prompt: Prompt, urls: Sequence[str]
-    ) -> dict[str, int] | None:
-        """Cached tokens of `prompt` by URL, reported or estimated; None: use the estimate for all."""
-        if self.channel is None or not prompt.block_keys:
-            return None
-        reported = await self.channel.look_up(prompt.block_keys)
-        if reported is None:
-            return None
-        estimated = self.index.match_blocks(prompt.block_keys, urls)
-        return {
-            url: reported.get(url, depth) * self.index.block_size
-            for url, depth in zip(urls, estimated, strict=True)
-        }
-
-    def describe_instances(self) -> dict[str, Any]:
-        """By URL: what the index owner said of it, else the number of blocks remembered."""
-        described = super().describe_instances()
-        return described | {url: each for url, each in self._described.items() if url in described}
-
-    def describe_problem(self) -> str:
-        """For /readyz: why prefixes are estimated, "" if the index owner is there."""
-        if self.channel is not None and self.channel.is_connected:
-            return ""
-        return (
-            "the process that keeps the index of KV events is away: cached prefixes are estimated from "
-            "the prompts sent until it is back"
-        )
-
-    def _take_status(self, status: Status | None) -> None:
-        self._described = {} if status is None else status.instances
-        # Keys of blocks of another size would match nothing there.
-        if status is not None and status.block_size != self.index.block_size:
-            self.index.set_block_size(status.block_size)
-
-
 class IndexChannel(asyncio.Protocol):
     """Connects to the index owner at `path`, for ever.
 
@@ -261,3 +199,65 @@ class IndexChannel(asyncio.Protocol):
                 "meanwhile cached prefixes are estimated from the prompts sent; give it a core",
                 DEADLINE_S * 1000,
             )
+
+
+class SharedIndexSource(PrefixSource):
+    """Asks the index owner for each prompt; its own estimate of what was sent is the fallback."""
+
+    max_total_blocks = MAX_FALLBACK_BLOCKS
+
+    def __init__(self, block_size: int, max_blocks: int) -> None:
+        super().__init__(SentHistory(block_size, max_blocks))
+        self.channel: IndexChannel | None = None
+        self._described: dict[str, dict[str, Any]] = {}
+
+    def join_owner(self, path: Path) -> None:
+        """Connect to the index owner that listens at `path`, now and whenever it is a new one."""
+        self.channel = IndexChannel(path, lambda: sorted(self._urls), self._take_status)
+
+    async def close(self) -> None:
+        """Leave the index owner, and end the background tasks."""
+        if self.channel is not None:
+            await self.channel.close()
+        await super().close()
+
+    def sync_instances(self) -> None:
+        """Send the index owner of instances added and removed."""
+        super().sync_instances()
+        if self.channel is not None:
+            self.channel.send_urls()
+
+    async def look_up(
+        self, model: str, prompt: Prompt, urls: Sequence[str]
+    ) -> dict[str, int] | None:
+        """Cached tokens of `prompt` by URL, reported or estimated; None: use the estimate for all."""
+        if self.channel is None or not prompt.block_keys:
+            return None
+        reported = await self.channel.look_up(prompt.block_keys)
+        if reported is None:
+            return None
+        estimated = self.index.match_blocks(prompt.block_keys, urls)
+        return {
+            url: reported.get(url, depth) * self.index.block_size
+            for url, depth in zip(urls, estimated, strict=True)
+        }
+
+    def describe_instances(self) -> dict[str, Any]:
+        """By URL: what the index owner said of it, else the number of blocks remembered."""
+        described = super().describe_instances()
+        return described | {url: each for url, each in self._described.items() if url in described}
+
+    def describe_problem(self) -> str:
+        """For /readyz: why prefixes are estimated, "" if the index owner is there."""
+        if self.channel is not None and self.channel.is_connected:
+            return ""
+        return (
+            "the process that keeps the index of KV events is away: cached prefixes are estimated from "
+            "the prompts sent until it is back"
+        )
+
+    def _take_status(self, status: Status | None) -> None:
+        self._described = {} if status is None else status.instances
+        # Keys of blocks of another size would match nothing there.
+        if status is not None and status.block_size != self.index.block_size:
+            self.index.set_block_size(status.block_size)
