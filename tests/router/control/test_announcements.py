@@ -163,7 +163,7 @@ async def test_what_it_cannot_use_it_says(caplog: pytest.LogCaptureFixture) -> N
         assert sum("ec_zmq_addrs" in each for each in caplog.messages) == 1
 
 
-async def test_the_roster_is_that_of_the_proxy() -> None:
+async def test_the_instances_are_those_of_the_proxy() -> None:
     """GET has URLs by vLLM's role names, as vLLM's EPD proxy has, and our own description beside it."""
     async with registration_site.run_registration_site() as site:
         urls = fake_instances.find_unused_urls(2)

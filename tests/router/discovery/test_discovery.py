@@ -30,8 +30,8 @@ class ScriptedSource:
         await asyncio.Event().wait()
 
 
-class Roster:
-    """Takes instances in, except those of a role that it refuses; `calls` are what it was told."""
+class RecordingInstances:
+    """Takes instances in, except those of a role that it refuses; `calls` are its calls in order."""
 
     def __init__(self, refused_role: str = "") -> None:
         self.refused_role = refused_role
@@ -56,10 +56,12 @@ class Roster:
         return self.roles.pop(url, "") != ""
 
 
-def build_discovery(roster: Roster, *scripts: list[Findings | Exception] | None) -> Discovery:
+def build_discovery(
+    instances: RecordingInstances, *scripts: list[Findings | Exception] | None
+) -> Discovery:
     """A discovery with a source for each script."""
     sources = [ScriptedSource(f"s{number}", script) for number, script in enumerate(scripts)]
-    return Discovery(sources, roster, 0.001)
+    return Discovery(sources, instances, 0.001)
 
 
 def find(roles_by_url: Mapping[str, str] | None = None) -> Findings:
@@ -69,69 +71,69 @@ def find(roles_by_url: Mapping[str, str] | None = None) -> Findings:
 
 def test_new_ones_come_before_old_ones_go() -> None:
     """A rollout that replaces all pods at once leaves no moment without an instance."""
-    roster = Roster()
-    discovery = build_discovery(roster, None)
+    instances = RecordingInstances()
+    discovery = build_discovery(instances, None)
     (source,) = discovery.watched
 
     discovery.apply_findings(source, find({"a": "decode"}))
     discovery.apply_findings(source, find({"b": "decode"}))
 
-    assert roster.calls == ["+a", "+b", "-a"]
+    assert instances.calls == ["+a", "+b", "-a"]
 
 
 def test_what_another_source_still_names_stays() -> None:
     """An instance that two sources name stays until both have dropped it."""
-    roster = Roster()
-    discovery = build_discovery(roster, None, None)
+    instances = RecordingInstances()
+    discovery = build_discovery(instances, None, None)
     first, second = discovery.watched
 
     discovery.apply_findings(first, find({"a": "decode", "b": "decode"}))
     discovery.apply_findings(second, find({"b": "decode"}))
     discovery.apply_findings(first, find())
-    assert roster.roles == {"b": "decode"}
+    assert instances.roles == {"b": "decode"}
     discovery.apply_findings(second, find())
-    assert not roster.roles
+    assert not instances.roles
 
 
 def test_who_was_forgotten_comes_back_and_who_is_there_is_not_asked_again() -> None:
     """An instance removed after --register-ttl is added again while a source names it; others stay."""
-    roster = Roster()
-    discovery = build_discovery(roster, None)
+    instances = RecordingInstances()
+    discovery = build_discovery(instances, None)
     (source,) = discovery.watched
 
     for _ in range(2):
         discovery.apply_findings(source, find({"a": "decode", "b": "decode"}))
-    del roster.roles["a"]
+    del instances.roles["a"]
     discovery.apply_findings(source, find({"a": "decode", "b": "decode"}))
 
-    assert roster.calls == ["+a", "+b", "+a"]
+    assert instances.calls == ["+a", "+b", "+a"]
 
 
 def test_one_refusal_keeps_nobody_else_out() -> None:
     """An instance that cannot be added is logged and tried again; the others are added."""
-    roster = Roster(refused_role="prefill")
-    discovery = build_discovery(roster, None)
+    instances = RecordingInstances(refused_role="prefill")
+    discovery = build_discovery(instances, None)
     (source,) = discovery.watched
 
     discovery.apply_findings(source, find({"p": "prefill", "d": "decode"}))
-    assert roster.roles == {"d": "decode"}
+    assert instances.roles == {"d": "decode"}
     assert source.problem == "p was refused: no"
-    roster.refused_role = ""
+    instances.refused_role = ""
     discovery.apply_findings(source, find({"p": "prefill", "d": "decode"}))
-    assert (roster.roles, source.problem) == ({"d": "decode", "p": "prefill"}, "")
+    assert (instances.roles, source.problem) == ({"d": "decode", "p": "prefill"}, "")
 
 
 @pytest.mark.parametrize("error", [SourceUnreachable("gone"), KeyError("odd")])
 async def test_a_source_that_fails_is_asked_again(error: Exception) -> None:
     """Any exception of a source is logged, and the source is asked again."""
-    roster = Roster()
-    discovery = build_discovery(roster, [find({"a": "decode"}), error, find({"b": "decode"})])
+    instances = RecordingInstances()
+    discovery = build_discovery(instances, [find({"a": "decode"}), error, find({"b": "decode"})])
 
     async with discovery.run():
-        while set(roster.roles) != {"b"}:
+        while set(instances.roles) != {"b"}:
             await asyncio.sleep(0.001)
     assert discovery.watched[0].failures == 1
-    assert roster.calls == ["+a", "+b", "-a"]
+    assert instances.calls == ["+a", "+b", "-a"]
 
 
 async def test_a_task_that_swallows_a_cancellation_ends_all_the_same() -> None:

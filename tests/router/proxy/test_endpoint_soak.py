@@ -143,9 +143,9 @@ async def test_10_000_requests_leave_no_trace(legs: tuple[str, ...], logic: str)
             assert router.measure_memory_bytes() - memory < 8 << 20
             assert set(await router.read_metric("ttft_otel_router_in_flight")) == {0.0}
             assert await router.read_metric("ttft_otel_router_requests_in_flight") == [0.0]
-            books = {"ttft": {0.0}}.get(logic, set())
-            assert set(await router.read_metric("ttft_otel_router_pending_prefills")) == books
-            assert set(await router.read_metric("ttft_otel_router_pending_tokens")) == books
+            pending = {"ttft": {0.0}}.get(logic, set())
+            assert set(await router.read_metric("ttft_otel_router_pending_prefills")) == pending
+            assert set(await router.read_metric("ttft_otel_router_pending_tokens")) == pending
             assert not await router.read_metric("ttft_otel_hook_errors_total")
 
 
