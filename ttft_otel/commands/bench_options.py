@@ -145,41 +145,29 @@ DATASET_OPTIONS: Final = (
         "--max-output", type=POSITIVE_INT, help="replay: limit outputs to this many tokens."
     ),
 )
-MULTI_ROUND_OPTIONS: Final = (
+MULTI_ROUND_OPTIONS: Final = tuple(
+    make_number_option(name, kind, default, f"multi-round: {text}")
     # Names as in production-stack's multi-round-qa.py, so that its settings can be taken over.
-    make_number_option(
-        "--num-users", POSITIVE_INT, ROUNDS.user_count, "multi-round: concurrent users."
-    ),
-    make_number_option(
-        "--num-rounds", POSITIVE_INT, ROUNDS.rounds_per_user, "multi-round: questions per user."
-    ),
-    make_number_option(
-        "--qps",
-        POSITIVE_FLOAT,
-        ROUNDS.qps,
-        "multi-round: questions per second of all users together.",
-    ),
-    make_number_option(
-        "--shared-system-prompt",
-        NON_NEGATIVE_INT,
-        ROUNDS.system_tokens,
-        "multi-round: tokens shared by all users.",
-    ),
-    make_number_option(
-        "--user-history-prompt",
-        NON_NEGATIVE_INT,
-        ROUNDS.history_tokens,
-        "multi-round: first tokens of each user.",
-    ),
-    make_number_option(
-        "--question-len", POSITIVE_INT, ROUNDS.question_tokens, "multi-round: tokens per question."
-    ),
-    make_number_option(
-        "--answer-len", POSITIVE_INT, ROUNDS.answer_tokens, "multi-round: tokens per answer."
-    ),
-    make_number_option(
-        "--time", POSITIVE_FLOAT, ROUNDS.duration_s, "multi-round: duration in seconds."
-    ),
+    for name, kind, default, text in (
+        ("--num-users", POSITIVE_INT, ROUNDS.user_count, "concurrent users."),
+        ("--num-rounds", POSITIVE_INT, ROUNDS.rounds_per_user, "questions per user."),
+        ("--qps", POSITIVE_FLOAT, ROUNDS.qps, "questions per second of all users together."),
+        (
+            "--shared-system-prompt",
+            NON_NEGATIVE_INT,
+            ROUNDS.system_tokens,
+            "tokens shared by all users.",
+        ),
+        (
+            "--user-history-prompt",
+            NON_NEGATIVE_INT,
+            ROUNDS.history_tokens,
+            "first tokens of each user.",
+        ),
+        ("--question-len", POSITIVE_INT, ROUNDS.question_tokens, "tokens per question."),
+        ("--answer-len", POSITIVE_INT, ROUNDS.answer_tokens, "tokens per answer."),
+        ("--time", POSITIVE_FLOAT, ROUNDS.duration_s, "duration in seconds."),
+    )
 )
 LOAD_OPTIONS: Final = (
     # Without a default: open and closed loop answer different questions.

@@ -278,7 +278,8 @@ def _check_recomputed_items(base: str, timeout: float) -> Iterator[Check]:
     # No sample: not a router with encoders. Zeros are an answer, and are shown.
     if not items:
         return
-    name, since = f"{base}/metrics", "encoded twice since this router started"
+    name = f"{base}/metrics"
+    since = "encoded twice since this router started"
     total = sum(items.values())
     if not total:
         yield Check(name, "ok", f"no media item was {since}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ttft-otel size`: what a load will cost in spans, bytes, series and cores; cli.py offers it to planners.
+"""`ttft-otel size`: what a load will cost in spans, bytes, series and cores; main.py offers it to planners.
 
 Input are a load and a deployment; figures per span were measured with the benchmarks named beside them.
 """

@@ -8,7 +8,7 @@ explanation_text.py prints it, commands/explain.py asks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -162,23 +162,26 @@ def _find_model(compared: ComparedRequests) -> ModelShare:
 
 def _list_alternatives(difference: LateDifference) -> list[Alternative]:
     """What else could have been the cause, each with the figures for or against it."""
-    compared, finding, top = difference.compared, difference.finding, difference.parts[0]
+    found = (*_compare_requests(difference), *_compare_parts(difference))
+    return [
+        Alternative(name, excluded, f"{'Not' if excluded else 'Perhaps also'} {name}: {figures}.")
+        for name, excluded, figures in found
+    ]
+
+
+def _compare_requests(difference: LateDifference) -> Iterator[tuple[str, bool, str]]:
+    """Other requests as the cause: its name, whether the data exclude it, and their figures."""
+    compared, finding = difference.compared, difference.finding
     late, typical = compared.late, compared.typical
-    found: list[Alternative] = []
-
-    def judge(name: str, excluded: bool, figures: str) -> None:
-        verdict = "Not" if excluded else "Perhaps also"
-        found.append(Alternative(name, excluded, f"{verdict} {name}: {figures}."))
-
     ratio = finding.figures["tokens_ratio"]
     prompt = "median prompt" if len(late) > 1 else "its prompt"
-    judge(
+    yield (
         "longer prompts",
         ratio < LIKE_RATIO,
         f"{prompt} {find_prompt(late):.0f} tokens, usual are {find_prompt(typical):.0f}",
     )
     cached, usual_cached = find_cached_share(late), find_cached_share(typical)
-    judge(
+    yield (
         "a colder prefix cache",
         finding.figures["cached_drop"] < LIKE_SHARE,
         f"{cached:.0%} of the prompt cached, usual are {usual_cached:.0%}",
@@ -186,28 +189,33 @@ def _list_alternatives(difference: LateDifference) -> list[Alternative]:
     media, usual_media = (
         sum(each.facts.kind == MEDIA for each in side) / len(side) for side in (late, typical)
     )
-    judge(
+    yield (
         "media",
         media - usual_media < LIKE_SHARE,
         f"{media:.0%} have media, usual are {usual_media:.0%}",
     )
     model = _find_model(compared)
     if len({each.facts.model for each in compared.window}) > 1:
-        judge(
+        yield (
             "another model",
             model.late - model.window < LIKE_SHARE,
             f"{model.late:.0%} are for {model.name or 'no model'}, of all requests {model.window:.0%}",
         )
+
+
+def _compare_parts(difference: LateDifference) -> Iterator[tuple[str, bool, str]]:
+    """Other parts of the difference as the cause, in the same form."""
+    compared, finding, top = difference.compared, difference.finding, difference.parts[0]
     second = next((part for part in difference.parts[1:] if part.name != UNATTRIBUTED), None)
     if second is not None:
-        judge(
+        yield (
             "another stage",
             second.high < top.low,
             f"next is {second.name} with {second.share:.0%} ({second.low:.0%} to {second.high:.0%})",
         )
-    error_us = max(each.facts.clock_error_us for each in (*late, *typical))
+    error_us = max(each.facts.clock_error_us for each in (*compared.late, *compared.typical))
     if error_us:
-        judge(
+        yield (
             "the clocks",
             error_us < LIKE_SHARE * top.us,
             f"boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off, "
@@ -215,19 +223,18 @@ def _list_alternatives(difference: LateDifference) -> list[Alternative]:
         )
     lost = next((part for part in difference.parts if part.name == UNATTRIBUTED), None)
     if lost is not None:
-        judge(
+        yield (
             "something unmeasured",
             lost.share < LIKE_SHARE,
             f"{max(0.0, lost.share):.1%} of the difference is unattributed",
         )
     if len(difference.instances) > 1 or finding.instance:
         instance, share, requests = difference.instances[0]
-        judge(
+        yield (
             "one instance",
             not finding.instance and share < requests + LIKE_SHARE,
             f"{instance} has {share:.0%} of it, and {requests:.0%} of the requests",
         )
-    return found
 
 
 def describe_reasons(reasons: Sequence[tuple[str, float]]) -> str:

@@ -130,10 +130,8 @@ def print_explanation(explanation: Explanation) -> None:
 def describe_explanation(explanation: Explanation) -> dict[str, Any]:
     """The JSON of an explanation; times in milliseconds, shares of 1."""
     difference = explanation.difference
-    compared, finding, rule = difference.compared, difference.finding, explanation.rule
-    prediction = explanation.prediction
+    compared = difference.compared
     late_us = sum(explanation.slo.values())
-    has_price = prediction is not None and prediction.token_time is not None
     return {
         "answered": True,
         "sentences": list_explanation(explanation),
@@ -160,21 +158,8 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
             {"name": name, "share": round(share, 4), "requests": round(requests, 4)}
             for name, share, requests in difference.instances
         ],
-        "figures": {name: round(value, 4) for name, value in finding.figures.items()},
-        "cause": None
-        if rule is None or not explanation.is_named
-        else {
-            "rule": rule.name,
-            "stage": finding.stage,
-            "instance": finding.instance or None,
-            "sentence": rule.sentence,
-            "remedy": rule.remedy,
-            "settings": list(rule.settings),
-            "price": rule.price,
-            "price_kind": PREDICTED if has_price else QUALITATIVE,
-            "source": describe_source(rule),
-            "prediction": _describe_prediction(explanation),
-        },
+        "figures": {name: round(value, 4) for name, value in difference.finding.figures.items()},
+        "cause": _describe_named_cause(explanation),
         "confidence": explanation.confidence,
         "first_share": round(difference.first_share, 4),
         "alternatives": [
@@ -198,6 +183,26 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
             }
             for each in explanation.examples
         ],
+    }
+
+
+def _describe_named_cause(explanation: Explanation) -> dict[str, Any] | None:
+    rule, finding = explanation.rule, explanation.difference.finding
+    if rule is None or not explanation.is_named:
+        return None
+    prediction = explanation.prediction
+    has_price = prediction is not None and prediction.token_time is not None
+    return {
+        "rule": rule.name,
+        "stage": finding.stage,
+        "instance": finding.instance or None,
+        "sentence": rule.sentence,
+        "remedy": rule.remedy,
+        "settings": list(rule.settings),
+        "price": rule.price,
+        "price_kind": PREDICTED if has_price else QUALITATIVE,
+        "source": describe_source(rule),
+        "prediction": _describe_prediction(explanation),
     }
 
 

@@ -80,11 +80,14 @@ def predict_remedy(
             f"the servers' spans do not tell {flag}; ttft-otel whatif takes it by hand"
         )
     value = max(1, round(recorded * factor))
-    setting, change = f"{flag} {value}", PlannedChange(max_batched_tokens=value)
-    if flag == "--max-num-seqs":
+    setting = f"{flag} {value}"
+    if flag == KV_CACHE:
+        setting = f"{factor:g} times the {KV_CACHE}"
+        change = PlannedChange(kv_cache=factor)
+    elif flag == "--max-num-seqs":
         change = PlannedChange(max_num_seqs=value)
-    elif flag == KV_CACHE:
-        setting, change = f"{factor:g} times the {KV_CACHE}", PlannedChange(kv_cache=factor)
+    else:
+        change = PlannedChange(max_batched_tokens=value)
     answer = predict_change(recording, change, PlannedChange(), repetitions, track=track)
     p99 = answer.figures[TTFT][QUANTILES.index(0.99)]
     return RemedyPrediction(

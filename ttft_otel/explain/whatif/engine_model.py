@@ -174,9 +174,8 @@ class KvMemory:
 
         incomplete: the one with a chunk to come, `left` tokens at most; it takes them by itself.
         """
-        starting, chunk = self._starts[number % self.block_tokens], 0
-        if incomplete is not None:
-            chunk = self._count_chunk(incomplete, left)
+        starting = self._starts[number % self.block_tokens]
+        chunk = self._count_chunk(incomplete, left) if incomplete is not None else 0
         if starting + chunk <= self.free:
             self.free -= starting
             return True
@@ -426,7 +425,8 @@ class EngineModel:
         """The recorded time of an answer of unknown length is over, whatever its request is doing."""
         if not prompt.is_running:
             self.waiting.remove(prompt)
-            prompt.decode_steps, prompt.last_token = prompt.again - 1, now
+            prompt.decode_steps = prompt.again - 1
+            prompt.last_token = now
             if prompt.left is not None:
                 prompt.left(now)
             return
@@ -440,7 +440,8 @@ class EngineModel:
             self._incomplete = None
         self.memory.release(prompt, number)
         prompt.decode_steps = prompt.again + decoded
-        prompt.ticket, prompt.is_running = -1, False
+        prompt.ticket = -1
+        prompt.is_running = False
         prompt.last_token = now
         self.running -= 1
         self.kv_tokens -= prompt.context + prompt.computed + max(decoded, 0)

@@ -195,7 +195,8 @@ class FleetModel:
                 report_done(done)
             replayed.stages = merge_stages(request, done, replayed.start)
 
-        prompt.done, replayed.prompt = finish, prompt
+        prompt.done = finish
+        replayed.prompt = prompt
         engine = self.engines[at]
         self._add_event(now + delay, lambda then: engine.add_prompt(prompt, then))
 

@@ -127,11 +127,7 @@ def predict_change(
     recorded = collect_stages([each.stages for each in fleet.requests])
     recorded = what_if_figures.add_recorded(recorded, fleet.requests, timed)
     figures = build_figures(recorded, replays, changed, undisturbed)
-    errors: dict[str, tuple[float, ...]] = {
-        name: tuple(each.replayed / each.recorded - 1 for each in figures[name])
-        for name in (TTFT, TOKEN_TIME)
-        if name in figures
-    }
+    errors = _compute_errors(figures)
     window_check.check_errors(errors[TTFT])
     tokens = figures.pop(TOKEN_TIME, ())
     if tokens and not what_if_figures.is_known(errors):
@@ -149,6 +145,17 @@ def predict_change(
         token_errors=errors[TOKEN_TIME] if tokens else (),
         unexplained=fit.unexplained,
     )
+
+
+def _compute_errors(
+    figures: Mapping[str, tuple[PredictedFigure, ...]],
+) -> dict[str, tuple[float, ...]]:
+    """Relative errors of the replay, of the TTFT and of the time per output token."""
+    return {
+        name: tuple(each.replayed / each.recorded - 1 for each in figures[name])
+        for name in (TTFT, TOKEN_TIME)
+        if name in figures
+    }
 
 
 def collect(model: FleetModel, timed: Sequence[int]) -> dict[str, Array]:

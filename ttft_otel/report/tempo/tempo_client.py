@@ -222,7 +222,8 @@ class TempoClient:
     def _explain_status(
         self, response: aiohttp.ClientResponse, path: str, body: bytes
     ) -> TempoError:
-        status, text = response.status, self._clean_text(body.decode(errors="replace"))
+        status = response.status
+        text = self._clean_text(body.decode(errors="replace"))
         place = f"{self.shown_url} answered {status}"
         if status in (401, 403):
             return TempoError(f"{place}, it wants to know who asks: {HEADERS_REMEDY}")
