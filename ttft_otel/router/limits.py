@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the router accepts of clients and instances, and how long it waits for them.
 
-Each field is a flag of `ttft-otel router` (cli/limit_options.py declares it) and a row of
+Each field is a flag of `ttft-otel router` (commands/router/router_options.py declares it) and a row of
 docs/reference/limits.md (docs/generate_reference.py writes it); the rooms get the values.
 """
 

@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ttft-otel router`: turn flags, environment and YAML file into a running server; cli.py offers it."""
+"""`ttft-otel router`: turn flags, environment and YAML file into a running server; main.py offers it."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from ttft_otel.commands.router import (
     access_options,
     discovery_options,
-    limit_options,
-    process_options,
     router_options,
     routing_options,
     shared_state_options,
 )
-from ttft_otel.commands.router.background import run_background
 from ttft_otel.commands.router.config_reloader import ConfigReloader
 from ttft_otel.commands.router.router_options import RouterOptions, declare_option
 from ttft_otel.model.names import env_names
 from ttft_otel.router import types
-from ttft_otel.router.control import admin, registrations
+from ttft_otel.router.control import admin, announcements, registrations
 from ttft_otel.router.control import app as control
 from ttft_otel.router.control.uvicorn_server import ServerPlan, run_router_server
+from ttft_otel.router.discovery.discovery import Discovery
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.recent_reports import MAX_REPORTS, RecentReports
@@ -35,6 +35,11 @@ from ttft_otel.router.upstream import health_monitor, instance_pool, retry
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import handoff, settings
 
+if TYPE_CHECKING:
+    from ttft_otel.router.shared_state.store_link import StoreLink
+
+DRAIN_TIMEOUT_S: Final = 30.0  # seconds for requests in flight to finish after SIGTERM
+MAX_WORKERS: Final = 256  # each reports each of its requests to all others
 EXAMPLES: Final = """
 \b
 One plain vLLM server:
@@ -140,7 +145,24 @@ Where a request's time went:
     type=click.IntRange(min=1),
     help="Consecutive failures that open the circuit breaker of an instance.",
 )
-@process_options.add_process_options(declare_option)
+@declare_option(
+    "--workers",
+    default=1,
+    type=click.IntRange(1, MAX_WORKERS),
+    help="Processes that serve the port, each on one core; they share what they know of the load.",
+)
+@declare_option(
+    "--drain-delay",
+    default=0.0,
+    type=click.FloatRange(0),
+    help="Seconds after SIGTERM during which new requests are still accepted.",
+)
+@declare_option(
+    "--drain-timeout",
+    default=DRAIN_TIMEOUT_S,
+    type=click.FloatRange(0),
+    help="Seconds after SIGTERM within which requests in flight may finish.",
+)
 @declare_option(
     # A port of its own, so that a firewall can tell operators from clients.
     "--admin-port",
@@ -175,7 +197,7 @@ Where a request's time went:
 )
 @discovery_options.add_discovery_options(declare_option)
 @shared_state_options.add_shared_state_options(declare_option)
-@limit_options.add_limit_options(declare_option)
+@router_options.add_limit_options(declare_option)
 @routing_options.add_routing_options(declare_option)
 @click.pass_context
 def command(ctx: click.Context, /, **given: Any) -> None:
@@ -277,7 +299,7 @@ def build_router(
     app = control.build_app(
         endpoint,
         handoff.get_counts,
-        functools.partial(run_background, options, endpoint, registered, discovery, store),
+        functools.partial(_run_background, options, endpoint, registered, discovery, store),
         discovery,
     )
     app.metrics.collect_shared_state = None if store is None else store.collect_metrics
@@ -285,6 +307,54 @@ def build_router(
     if registered is not None:
         app.registrations, app.metrics.registration_counts = registered, registered.result_counts
     return app
+
+
+@asynccontextmanager
+async def _run_background(
+    options: RouterOptions,
+    endpoint: ProxyEndpoint,
+    registered: registrations.Registrations | None,
+    discovery: Discovery | None,
+    store: StoreLink | None,
+) -> AsyncIterator[None]:
+    """Run what `options` ask for meanwhile; registered: None where no instance can come or go.
+
+    store: joins this router to its replicas, None without --shared-state or with several workers.
+    """
+    async with AsyncExitStack() as stack:
+        announced = None
+        if registered is not None and options.register:
+            announced = announcements.Announcements(registered, options.register_token)
+        elif registered is not None:  # the admin port sweeps for those who announce themselves
+            await stack.enter_async_context(_sweep_meanwhile(registered))
+        if options.admin_port is not None:
+            await stack.enter_async_context(
+                admin.serve_admin(
+                    endpoint.upstream,
+                    endpoint.routing,
+                    options.admin_port,
+                    options.admin_token,
+                    announced,
+                    options.admin_host,
+                    is_shared=options.workers > 1,
+                )
+            )
+        if discovery is not None:
+            await stack.enter_async_context(discovery.run())
+        if store is not None:
+            await stack.enter_async_context(store)
+        yield
+
+
+@asynccontextmanager
+async def _sweep_meanwhile(registered: registrations.Registrations) -> AsyncIterator[None]:
+    """Remove instances that have left and have no request any more."""
+    sweeping = asyncio.create_task(registered.sweep_forever())
+    try:
+        yield
+    finally:
+        sweeping.cancel()
+        await asyncio.gather(sweeping, return_exceptions=True)
 
 
 def _do_nothing() -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router on several cores: processes on one port, their supervisor, and what they tell one another."""
+"""The router on several cores: processes on one port, their supervisor, and what they share."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that has the index of KV events for all workers; supervisor.py runs and replaces it.
 
-Workers tell it their instances and ask it by a Unix stream socket (routing/prefixes/shared_index_source.py).
+Workers send it their instances and ask it by a Unix stream socket (routing/prefixes/shared_index_source.py).
 It follows the instances of all of them. A new one begins with an empty index, which vLLM's replay fills.
 """
 
@@ -58,7 +58,7 @@ class IndexService:
     async def run(self, lifeline_fd: int) -> None:
         """Serve until the supervisor, at whose end `lifeline_fd` is readable, and all workers are gone.
 
-        Raises what the source raises when it starts: a successor may have more luck, and it is said.
+        Raises what the source raises when it starts: a successor may have more luck.
         """
         loop = asyncio.get_running_loop()
         loop.add_reader(lifeline_fd, self._note_orphaned, lifeline_fd)

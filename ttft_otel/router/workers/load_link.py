@@ -93,7 +93,7 @@ class LoadLink:
         self._report(messages.Reset())
 
     def read_others(self) -> None:
-        """Take in what the others have said until now."""
+        """Take in what the others have reported until now."""
         for reader in self._readers:
             if reader.has_messages():
                 self._read_slot(reader)
@@ -115,7 +115,7 @@ class LoadLink:
             self._report(sent)
 
     def forget_silent(self) -> None:
-        """Forget what is under way at workers that say nothing any more."""
+        """Forget what is under way at workers that report nothing any more."""
         moment = time.monotonic()
         for number, heard_s in list(self._heard_s.items()):
             if moment - heard_s > SILENCE_S:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers of one router tell one another, in MessagePack.
+"""What workers of one router send one another, in MessagePack.
 
-What all are told as it happens goes through shared_memory.py, what single ones are told or asked through
-worker_socket.py.
-Times are microseconds of the sender's monotonic clock, which processes of one machine share.
+What happens to requests goes through the rings of shared_memory.py, orders, questions and answers go through
+worker_socket.py. Times are microseconds of the monotonic clock, which processes of one machine share.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-MAX_BLOCK_KEYS: Final = 4096  # leading blocks of a prompt that others hear of: 36 KB
+MAX_BLOCK_KEYS: Final = 4096  # leading blocks of a prompt that are reported: 36 KB
 
 
 # array_like: the names of fields would be most of the bytes.

@@ -4,7 +4,7 @@
 supervisor.py makes it before it forks. own_loads.py and load_link.py write a worker's own slot; load_link.py
 reads the others' before a decision: nobody is woken, nothing is sent, and nothing is locked, because each
 slot has one writer and a store of 8 bytes is never seen in halves. A reader of a ring that was too slow
-notices, and asks for all anew.
+notices, and asks for everything once more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 
 from ttft_otel.router.errors import RingOverrun
 
-MAX_PLACES: Final = 4096  # instances of a worker; what is under way at others is not told
+MAX_PLACES: Final = 4096  # instances of a worker; what is under way at others is not shared
 # Changed numbers that a reader may be behind; then it looks at all of them.
 MAX_CHANGES: Final = 4096
 # Words of a slot before its numbers: how often they have changed, when the worker's event loop last ran, and

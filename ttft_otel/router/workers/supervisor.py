@@ -123,7 +123,7 @@ class WorkerSupervisor:
         self._context = multiprocessing.get_context("fork")
         # Nobody writes to it: its end of file tells workers that this process is gone.
         self._lifeline = os.pipe()
-        self._kill_at_s = 0.0  # once it was told to stop
+        self._kill_at_s = 0.0  # monotonic seconds, once a signal has asked for the end
         self._checked_s = 0.0
         self._exit_code = 0
 
@@ -206,7 +206,7 @@ class WorkerSupervisor:
         self._begin_stop()
 
     def _begin_stop(self) -> None:
-        """Drain all workers; told a second time, each of them ends at once."""
+        """Drain all workers; at a second signal each of them ends at once."""
         if not self._kill_at_s:
             self._kill_at_s = time.monotonic() + self.drain_timeout_s + END_GRACE_S
         self._signal_workers(signal.SIGTERM)
@@ -232,7 +232,7 @@ class WorkerSupervisor:
             self._kill_at_s = time.monotonic() + END_GRACE_S
 
     def _note_end(self, number: int, state: ChildProcess, process: ForkProcess) -> None:
-        """A worker has ended: as it was told, or it is to be replaced."""
+        """A worker has ended: because of a signal to this process, or it is to be replaced."""
         if self._kill_at_s:
             state.process = None
             self._exit_code = self._exit_code or abs(process.exitcode or 0)

@@ -91,7 +91,7 @@ class WorkerLink:
 
     async def start(self) -> None:
         """Join the others; a successor takes over the instances that they have."""
-        # First, so that what the others say from now on waits in it.
+        # First, so that what the others send from now on waits in it.
         self.socket.open()
         self.loads.start()
         self.pool.order_listeners.add(self._relay_order)
@@ -286,7 +286,7 @@ class WorkerServer(DrainingServer):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, then leave the others."""
         asyncio.get_running_loop().remove_reader(self.link.slot.lifeline_fd)
-        # Linked until the last request is over, whose end the others have to hear of.
+        # Linked until the last request is over, whose end is reported to the others.
         await super().shutdown(sockets)
         await self.link.close()
         if self.is_orphaned:
@@ -317,7 +317,7 @@ def run_worker_server(
 
 def follow_order(app: RouterApp, order: messages.Order) -> None:
     """Do what another worker was asked for, and did."""
-    # Not by the handlers, whose listeners would tell the others once more.
+    # Not by the handlers, whose listeners would send it to the others once more.
     try:
         if order.action == REGISTER and app.registrations is not None:
             app.registrations.register_instance(order.leg, order.url)
