@@ -522,7 +522,9 @@ def _carry_timeline(timeline: EngineTimeline, output: Any, scheduler: Any) -> di
     """The trace headers of the first output, with the timeline; its request keeps those of later ones."""
     carried = {header_names.CARRIER_KEY: carrier.encode_timeline(timeline)}
     remaining = None  # later outputs need no trace headers, unless vLLM's own tracing is on
-    if vllm_fields.get_facts(scheduler).vllm_traces:
+    # They are on the scheduler since its first chunk was scheduled.
+    facts = scheduler._ttft_facts if timeline.scheduled else vllm_fields.get_facts(scheduler)
+    if facts.vllm_traces:
         remaining = {**(output.trace_headers or {})}
         remaining.pop(header_names.CARRIER_KEY, None)
         carried |= remaining
