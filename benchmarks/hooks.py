@@ -105,28 +105,29 @@ def create_tracer() -> Tracer:
     return provider.get_tracer("benchmark")
 
 
+def build_request_case(
+    name: str, plain: Loop, ours: Loop, goal: float, exported_goal: float | None = None
+) -> HookCase:
+    """A case of requests, or of what a request has one of; the SDK's server span is the reference."""
+    sdk_spans = partial(run_sdk_spans, create_tracer())
+    count = REQUESTS_PER_ROUND
+    return HookCase(name, plain, ours, "sdk_span", sdk_spans, None, count, goal, exported_goal)
+
+
+def build_api_case(
+    name: str, settings: Settings, marks: bool, goal: float, exported_goal: float | None = None
+) -> HookCase:
+    """Requests through the middleware."""
+    traced = TracingMiddleware(serve_one_chunk, settings, lambda _: None, None)  # type: ignore[arg-type]
+    plain = partial(run_api_requests, serve_one_chunk, False)
+    return build_request_case(
+        name, plain, partial(run_api_requests, traced, marks), goal, exported_goal
+    )
+
+
 def list_cases() -> list[HookCase]:
     """All cases. Goals are 10 to 50 % above what an idle machine needed."""
     hooked, passing = engine_loops.wrap_fake_host(), engine_loops.wrap_fake_host_empty()
-    sdk_spans = partial(run_sdk_spans, create_tracer())
-
-    def build_request_case(
-        name: str, plain: Loop, ours: Loop, goal: float, exported_goal: float | None = None
-    ) -> HookCase:
-        count = REQUESTS_PER_ROUND
-        return HookCase(name, plain, ours, "sdk_span", sdk_spans, None, count, goal, exported_goal)
-
-    def build_api_case(
-        name: str, settings: Settings, marks: bool, goal: float, exported_goal: float | None = None
-    ) -> HookCase:
-        traced = TracingMiddleware(serve_one_chunk, settings, lambda _: None, None)  # type: ignore[arg-type]
-        return build_request_case(
-            name,
-            partial(run_api_requests, serve_one_chunk, False),
-            partial(run_api_requests, traced, marks),
-            goal,
-            exported_goal,
-        )
 
     def build_core_case(
         name: str,
@@ -142,17 +143,9 @@ def list_cases() -> list[HookCase]:
     def build_step_case(
         name: str, run: Callable[[type[FakeVllmHost]], int], goal: float
     ) -> HookCase:
-        plain = partial(run, FakeVllmHost)
-        return HookCase(
-            name,
-            plain,
-            partial(run, hooked),
-            "empty_wrappers",
-            partial(run, passing),
-            plain,
-            STEPS_PER_ROUND,
-            goal,
-        )
+        plain, ours, reference = (partial(run, host) for host in (FakeVllmHost, hooked, passing))
+        count = STEPS_PER_ROUND
+        return HookCase(name, plain, ours, "empty_wrappers", reference, plain, count, goal)
 
     return [
         build_api_case("api_request", Settings(on=True), True, 3.0, MAX_API_SHARE),
@@ -167,7 +160,7 @@ def list_cases() -> list[HookCase]:
         build_core_case("core_request_image", 1, 1.0),
         build_step_case("decode_step", engine_loops.run_decode_steps, 1.7),
         build_step_case("decode_step_connector", engine_loops.run_connector_steps, 1.5),
-        # Against two wrappers; 2 us a step for reasons and for who held them.
+        # Against two wrappers; 2 us a step for reasons, and for whose work held the requests up.
         build_step_case("waiting_step", run_waiting_steps, 20.0),
         build_step_case("waiting_step_prompts", partial(run_waiting_steps, prompts=2), 80.0),
         build_request_case(
