@@ -52,7 +52,6 @@ LONG_FILES: Final = (
     "tests/test_layers.py",
     "tests/bench/test_invalid_input.py",
     "tests/attack/test_memory.py",
-    "tests/router/routing/prompts/test_prompt_overload.py",
     "tests/router/routing/test_load_entry.py",
     "tests/router/disagg/test_prefill_decode.py",
     "tests/router/routing/test_routing_service.py",
