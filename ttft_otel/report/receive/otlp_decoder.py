@@ -31,9 +31,8 @@ from ttft_otel.report.store.span_conversion import (
 )
 
 MAX_EXPORT_SPANS: Final = 20_000  # of one export, further ones are refused; the SDK sends 512
-MAX_EXPORT_GROUPS: Final = (
-    5_000  # resources and scopes of one export; a collector sends some hundred
-)
+# Resources and scopes of one export; a collector sends some hundred.
+MAX_EXPORT_GROUPS: Final = 5_000
 # Values of a JSON body, by its commas and brackets: json keeps the interpreter while it builds them.
 MAX_JSON_VALUES: Final = 200_000
 _IDS: Final = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")

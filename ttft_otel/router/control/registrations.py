@@ -24,17 +24,12 @@ from ttft_otel.router.upstream.instance_pool import describe_instance
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import clock
 
-REGISTRABLE_ROLES: Final = (
-    ENCODE,
-    PREFILL,
-    DECODE,
-    PREFILL_DECODE,
-)  # a role is also the name of its leg
+# A role is also the name of its leg.
+REGISTRABLE_ROLES: Final = (ENCODE, PREFILL, DECODE, PREFILL_DECODE)
 PAIR_ROLES: Final = (PREFILL, DECODE)
-MAX_URL_CHARS: Final = 2048  # characters
-_VISIBLE_PATTERN: Final = re.compile(
-    r"[!-~]+"
-)  # visible ASCII; line breaks, for instance, could forge log lines
+MAX_URL_CHARS: Final = 2048
+# Visible ASCII: line breaks, for instance, could forge log lines.
+_VISIBLE_PATTERN: Final = re.compile(r"[!-~]+")
 
 
 def check_url(url: str) -> str:
@@ -74,9 +69,8 @@ def check_topology(
 
 MAX_REGISTERED_INSTANCES: Final = 256  # each costs a task and a probe every --health-interval
 FORGET_AFTER_S: Final = 900.0  # seconds in the state failed; vLLM's default of --evicted-ttl
-SWEEP_INTERVAL_S: Final = (
-    1.0  # seconds between two sweeps for instances that left or stay unreachable
-)
+# Seconds between two sweeps for instances that left or stay unreachable.
+SWEEP_INTERVAL_S: Final = 1.0
 REGISTRATION_RESULTS: Final = ("registered", "renewed", "deregistered", "forgotten", "refused")
 
 log: Final = logging.getLogger("ttft_otel")

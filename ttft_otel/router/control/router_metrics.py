@@ -49,9 +49,8 @@ class RouterMetrics(Collector):
         self.reloads = {"ok": 0, "failed": 0}
         self.registration_counts: Mapping[str, int] = {}
         self.merge_workers: MetricsMerger | None = None  # with --workers
-        self.collect_shared_state: Callable[[], Iterator[Metric]] | None = (
-            None  # with --shared-state
-        )
+        # With --shared-state.
+        self.collect_shared_state: Callable[[], Iterator[Metric]] | None = None
         # A registry of its own: the default one has what libraries register in it, too.
         self._registry = CollectorRegistry()
         self._registry.register(self)

@@ -26,12 +26,8 @@ from ttft_otel.router.control.client_connection import ClientConnection, ClientC
 
 UNFINISHED_MESSAGE: Final = "ASGI callable returned without completing response."
 CANCEL_GRACE_S: Final = 1  # seconds for cancelled responses to end
-GC_THRESHOLDS: Final = (
-    20_000,
-    20,
-    20,
-)  # objects, then rounds, between two collections of a generation
-
+# Objects, then rounds, between two collections of a generation.
+GC_THRESHOLDS: Final = (20_000, 20, 20)
 RESERVED_FILES: Final = 64  # file descriptors that no client's connection may take
 MAX_FILES: Final = 1 << 20  # file descriptors wanted where the system allows any number
 

@@ -21,9 +21,8 @@ from ttft_otel.tracing import clock
 JSON_TYPE: Final = "application/json"
 # Servers differ in whether these separate segments: what is checked here may be another path there.
 _ODD_SEPARATOR: Final = re.compile(rb"\\|%2f|%5c", re.IGNORECASE)
-MODEL_REFRESH_INTERVAL_US: Final = (
-    1_000_000  # microseconds between two requests for a model that no instance has listed
-)
+# Microseconds between two requests for a model that no instance has listed.
+MODEL_REFRESH_INTERVAL_US: Final = 1_000_000
 
 
 class AdmissionGate:

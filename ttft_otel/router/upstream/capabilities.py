@@ -55,9 +55,8 @@ def parse_capabilities(metrics_page: bytes, version_body: bytes) -> InstanceCapa
     )
 
 
-MAX_AGE_US: Final = (
-    60_000_000  # microseconds; an instance may be restarted with another configuration
-)
+# Microseconds; an instance may be restarted with another configuration.
+MAX_AGE_US: Final = 60_000_000
 RETRY_DELAY_US: Final = 5_000_000  # microseconds before a failed query is repeated
 CAPABILITY_TIMEOUT_S: Final = 2.0  # seconds for each page
 

@@ -24,14 +24,12 @@ from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.upstream.connection_pool import ConnectionPool
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 
-QUERY_TIMEOUT_S: Final = (
-    5.0  # seconds for a question, from the connection to the answer's last byte
-)
+# Seconds for a question, from the connection to the answer's last byte.
+QUERY_TIMEOUT_S: Final = 5.0
 MAX_PAGE_BYTES: Final = 8 << 20  # bytes of an answer, unpacked: /metrics is the longest
 MAX_HEADER_BYTES: Final = 65_536  # bytes of one header of an answer, unless a flag says otherwise
-KEEPALIVE_S: Final = (
-    4.0  # seconds; vLLM closes idle connections after 5, and must not win that race
-)
+# Seconds; vLLM closes idle connections after 5, and must not win that race.
+KEEPALIVE_S: Final = 4.0
 CONNECT_TIMEOUT_S: Final = 10.0  # seconds to connect; a response may take any time
 # Who cannot be asked now, or does not answer so that it can be read. TimeoutError is no OSError before
 # Python 3.11.
