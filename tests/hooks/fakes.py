@@ -11,6 +11,7 @@ from lab.fake_vllm.engine_objects import build_media_item, build_request, build_
 from ttft_otel.model.breakdown import Marks
 from ttft_otel.model.names import header_names
 from ttft_otel.testing import FakeClock
+from ttft_otel.tracing import carrier
 from ttft_otel.tracing.carrier import decode_timeline
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 
@@ -135,3 +136,11 @@ def decode_headers(headers: Any) -> tuple[Marks, EngineTimeline]:
     timeline = decode_timeline(headers[header_names.CARRIER_KEY], marks)
     assert timeline is not None
     return marks, timeline
+
+
+def drop_taken(record: tuple[int, ...]) -> tuple[int, ...]:
+    """A worker's record without the entry that says when the worker took the step, which has to be in it."""
+    entries = [record[at : at + 3] for at in range(3, len(record), 3)]
+    kept = [entry for entry in entries if entry[0] != carrier.CODE_TAKEN]
+    assert len(entries) - len(kept) == 1, record
+    return (*record[:3], *(number for entry in kept for number in entry))

@@ -23,6 +23,7 @@ from ttft_otel.model.breakdown import (
     Breakdown,
     EngineStep,
     Marks,
+    divide_dispatch,
     partition_marks,
 )
 from ttft_otel.model.failed_stage import find_failed_stage
@@ -389,3 +390,61 @@ def test_one_that_dies_while_blocks_are_on_their_way_dies_there() -> None:
 
     assert (breakdown.stages["prefill.queue"], breakdown.stages["kv.transfer"]) == (50, 150)
     assert breakdown.unattributed == 0 and is_closed(breakdown)
+
+
+def divide(**changes: object) -> list[tuple[str, int, int]]:
+    """The parts of dispatch, which have to fill its pieces."""
+    marks = make_marks(**changes)
+    breakdown = partition_marks(marks)
+    parts = divide_dispatch(breakdown.pieces, marks)
+    length = sum(high - low for _, low, high in parts)
+    assert length in (0, breakdown.stages["dispatch"])
+    return parts
+
+
+def test_parts_of_dispatch() -> None:
+    """RPC until the worker takes the step, inputs until its work begins."""
+    step = EngineStep([(CODE_FORWARD, 1500, 1600)], 1700, taken=1440)
+
+    assert divide(steps=[step]) == [("ipc", 1400, 1440), ("prepare", 1440, 1500)]
+    assert divide() == []  # a worker that does not tell when it took the step
+
+
+def test_the_step_before_is_a_part_of_dispatch() -> None:
+    """Under async scheduling: until the worker is free, and until the device is."""
+    step = EngineStep([(CODE_FORWARD, 1500, 1600)], 1700, taken=1440, launched=1470)
+
+    assert divide(steps=[step], previous=1430) == [
+        ("previous_step", 1400, 1430),
+        ("ipc", 1430, 1440),
+        ("prepare", 1440, 1470),
+        ("previous_step", 1470, 1500),
+    ]
+    # The engine core has the other step's output later than the worker takes this one.
+    assert divide(steps=[step], previous=1450)[:2] == [
+        ("previous_step", 1400, 1440),
+        ("prepare", 1440, 1470),
+    ]
+
+
+def test_parts_of_dispatch_between_chunks() -> None:
+    """The turnaround of the chunk before, then the next step; a stall between is no part."""
+    steps = [
+        EngineStep([(CODE_FORWARD, 1420, 1450)], 1455, taken=1410),
+        EngineStep([(CODE_ENCODER, 1540, 1560), (CODE_FORWARD, 1570, 1650)], 1700, taken=1535),
+    ]
+    first = [("ipc", 1400, 1410), ("prepare", 1410, 1420)]
+    last = [("prepare", 1535, 1540), ("prepare", 1560, 1570)]
+
+    assert divide(steps=steps, turns=[(1470, 0)]) == [
+        *first,
+        ("turnaround", 1450, 1470),
+        ("ipc", 1470, 1535),
+        *last,
+    ]
+    assert divide(steps=steps, turns=[(1470, 1530)]) == [
+        *first,
+        ("turnaround", 1450, 1470),
+        ("ipc", 1530, 1535),
+        *last,
+    ]

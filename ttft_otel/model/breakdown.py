@@ -39,12 +39,15 @@ MAX_PIECES: Final = 96  # pieces (spans) kept one by one; later ones are merged 
 class EngineStep(msgspec.Struct, gc=False):
     """One engine step of a request; times in microseconds, `sampled` 0 if unseen, `lost` LOST_* bits.
 
-    pairs: the worker's intervals (code, start, end).
+    pairs: the worker's intervals (code, start, end). taken: the worker began with the step, by the host's
+    clock. launched: it had queued the first interval's work for the device; 0 where the work began at once.
     """
 
     pairs: list[tuple[int, int, int]]
     sampled: int = 0
     lost: int = 0
+    taken: int = 0
+    launched: int = 0
 
 
 class Marks(msgspec.Struct, gc=False):
@@ -60,6 +63,8 @@ class Marks(msgspec.Struct, gc=False):
     truncated: steps were dropped. queue_lost: a wait whose hook is missing may hide in the queue.
     turns: of each step after the first one, by the engine core: when the request's step before it had ended,
         and until when steps that had left the request out were scheduled or ran, 0 where none had.
+    previous: the engine core had the output of the step before its first one, if that was later than
+        `scheduled`.
     """
 
     arrive: int
@@ -75,6 +80,7 @@ class Marks(msgspec.Struct, gc=False):
     held: list[int] = []
     steps: list[EngineStep] = []
     turns: list[tuple[int, int]] = []
+    previous: int = 0
     entered: int = 0
     received: int = 0
     output: int = 0
@@ -233,6 +239,43 @@ def _close_turn(
         if ended > cursor.position:
             cursor.close_stage("dispatch", ended)
         cursor.close_stage("prefill.stall", others)
+
+
+def divide_dispatch(pieces: list[tuple[str, int, int]], marks: Marks) -> list[tuple[str, int, int]]:
+    """(part, start, end) in time order, which fill the pieces of `dispatch` without gap or overlap.
+
+    pieces: of partition_marks(). Before the first interval of a step: `turnaround` until the request's step
+    before has ended, `previous_step` until the one before its first step has, `ipc` until the worker takes
+    the step, `prepare` until the work is queued, and again `previous_step` until the device begins. What lies
+    between two intervals of a step is `prepare`. A piece before a step that the worker does not tell of
+    has no parts.
+    """
+    steps = {
+        min(pair[1] for pair in step.pairs): at for at, step in enumerate(marks.steps) if step.pairs
+    }
+    ends = {ended for ended, others in marks.turns if others}
+    parts: list[tuple[str, int, int]] = []
+    for stage, low, high in pieces:
+        if stage != "dispatch":
+            continue
+        number = steps.get(high)
+        if number is None:
+            parts.append(("turnaround" if high in ends else "prepare", low, high))
+            continue
+        step = marks.steps[number]
+        if not step.taken:
+            continue
+        cursor = PartitionCursor(low)
+        if number:
+            ended = marks.turns[number - 1][0] if number <= len(marks.turns) else low
+            cursor.close_stage("turnaround", max(low, min(ended, high)))
+        else:
+            cursor.close_stage("previous_step", max(low, min(marks.previous, step.taken, high)))
+        for part, mark in (("ipc", step.taken), ("prepare", step.launched or high)):
+            cursor.close_stage(part, max(cursor.position, min(mark, high)))
+        cursor.close_stage("previous_step", high)
+        parts += cursor.pieces
+    return parts
 
 
 def _close_sampling(cursor: PartitionCursor, step: EngineStep) -> None:

@@ -289,6 +289,7 @@ UNATTRIBUTED: Final = "unattributed"
 # Parts are details inside a stage: child spans only. Adding them to stages would count time twice.
 STAGE_PARTS: Final[dict[str, tuple[str, ...]]] = {
     "preprocess": ("media", "tokenize", "multimodal"),
+    "dispatch": ("turnaround", "previous_step", "ipc", "prepare"),
     "output": ("collect", "transport", "detokenize"),
 }
 

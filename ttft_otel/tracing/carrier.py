@@ -29,6 +29,9 @@ RECORD_INTERVALS: Final = 3
 # Not a stage: the last entry of a worker's record, (CODE_CLOCK, clock.CLOCK_*, error in microseconds),
 # says which clock placed its intervals. Without it they are the host's times.
 CODE_CLOCK: Final = 0
+# No stage either: (CODE_TAKEN, when the worker took the step, when it had queued the first interval's work, 0
+# for at once), both by the host's clock, behind the intervals.
+CODE_TAKEN: Final = -1
 # Beside breakdown.LOST_*: the answer left before the encoder had ended; its interval ends there.
 ENCODER_UNFINISHED: Final = 64
 # Methods that request_arrival.py adds to the engine core, called through vLLM's utility channel: in
@@ -127,8 +130,8 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
     marks.held = timeline.held
     for record in timeline.steps:
         if _has_one_interval(record, timeline.boot):
-            interval: Any = record[RECORD_INTERVALS:]
-            step = EngineStep([interval], record[RECORD_SAMPLED], record[RECORD_FLAGS])
+            interval: Any = record[RECORD_INTERVALS:6]
+            step = EngineStep([interval], record[RECORD_SAMPLED], record[RECORD_FLAGS], *record[7:])
             marks.steps.append(step)
             continue
         # A worker on another host (multi-node) has another boot: its times are not comparable.
@@ -139,6 +142,7 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
     marks.scheduled = timeline.scheduled
     marks.encoder_first = details.encoder_first
     marks.entered = timeline.entered
+    marks.previous = timeline.previous
     marks.moving = details.looking or details.moving
     marks.asking = details.asked
     marks.queue_lost = details.wait_lost
@@ -201,9 +205,7 @@ def read_clock(timeline: EngineTimeline | None) -> ClockNote | None:
 
 def _has_one_interval(record: tuple[int, ...], boot: int) -> bool:
     """Whether it is of this boot, and has one interval by the host's clock: most steps are such."""
-    return (
-        len(record) == 6 and record[RECORD_BOOT] == boot and record[RECORD_INTERVALS] != CODE_CLOCK
-    )
+    return len(record) == 9 and record[RECORD_BOOT] == boot and record[6] == CODE_TAKEN
 
 
 def _decode_step(record: tuple[int, ...]) -> EngineStep:
@@ -212,7 +214,10 @@ def _decode_step(record: tuple[int, ...]) -> EngineStep:
     pairs = list(zip(*[iter(record[RECORD_INTERVALS:])] * 3, strict=False))
     if pairs and pairs[-1][0] == CODE_CLOCK:
         pairs.pop()
-    return EngineStep(pairs, record[RECORD_SAMPLED], record[RECORD_FLAGS])
+    taken = launched = 0
+    if pairs and pairs[-1][0] == CODE_TAKEN:
+        _, taken, launched = pairs.pop()
+    return EngineStep(pairs, record[RECORD_SAMPLED], record[RECORD_FLAGS], taken, launched)
 
 
 def _decode_clock(record: tuple[int, ...]) -> tuple[int, int]:

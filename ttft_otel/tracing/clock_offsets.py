@@ -118,6 +118,7 @@ def _shift_core_marks(marks: Marks, offset: int) -> None:
         time and time - offset
         for time in (marks.added, marks.scheduled, marks.entered, marks.moving, marks.asking)
     )
+    marks.previous = marks.previous and marks.previous - offset
     marks.waits = [(stage, start - offset, end - offset) for stage, start, end in marks.waits]
     marks.reasons = [(since - offset, code) for since, code in marks.reasons]
     marks.turns = [
@@ -131,6 +132,8 @@ def _shift_core_marks(marks: Marks, offset: int) -> None:
             [(code, start - offset, end - offset) for code, start, end in step.pairs],
             step.sampled and step.sampled - offset,
             step.lost,
+            step.taken and step.taken - offset,
+            step.launched and step.launched - offset,
         )
         for step in marks.steps
     ]
@@ -138,4 +141,5 @@ def _shift_core_marks(marks: Marks, offset: int) -> None:
 
 def _remove_core_marks(marks: Marks) -> None:
     marks.added = marks.scheduled = marks.entered = marks.moving = marks.asking = 0
+    marks.previous = 0
     marks.waits, marks.reasons, marks.held, marks.steps, marks.turns = [], [], [], [], []

@@ -94,6 +94,8 @@ class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
     held: list[int] = []
     #: Worker records (carrier.RECORD_*); one tuple is shared by all requests of a step.
     steps: list[tuple[int, ...]] = []
+    #: The output of the step before its first one entered the scheduler, if after `scheduled`.
+    previous: int = 0
     #: Media items, transfers, reasons to wait and more; None for a request without any.
     details: EngineDetails | None = None
 
@@ -137,6 +139,8 @@ class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
 
     def note_other_step(self, now: int) -> None:
         """The output of a step without it entered the scheduler at `now` (us)."""
+        if not self.steps:
+            self.previous = now
         details = self.details
         if details is None:
             return

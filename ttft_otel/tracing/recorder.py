@@ -159,7 +159,7 @@ def close_ttft(trace: RequestTrace, egress: int) -> breakdown.Breakdown:
     """Compute the breakdown; `egress` is 0 when the TTFT ends with `output` (see breakdown.Marks)."""
     marks = collect_marks(trace, egress)
     trace.breakdown = breakdown.partition_marks(marks)
-    _add_output_parts(trace, marks)
+    _add_engine_parts(trace, marks)
     return trace.breakdown
 
 
@@ -173,15 +173,17 @@ def fail_trace(trace: RequestTrace, end: int, marks: str = "") -> breakdown.Brea
     failed_marks.partial = trace.timeline is not None and not trace.timeline.complete
     trace.failed_stage = failed_stage.find_failed_stage(failed_marks)
     trace.breakdown = breakdown.partition_marks(failed_marks, end, trace.failed_stage)
-    _add_output_parts(trace, failed_marks)
+    _add_engine_parts(trace, failed_marks)
     return trace.breakdown
 
 
-def _add_output_parts(trace: RequestTrace, marks: breakdown.Marks) -> None:
+def _add_engine_parts(trace: RequestTrace, marks: breakdown.Marks) -> None:
     # The last step is the one whose output the first token came with.
     sampled = marks.steps[-1].sampled if marks.steps else 0
     if marks.foreign or not trace.context.sampled:  # metrics count no parts
         return
+    if trace.breakdown is not None:
+        trace.parts += breakdown.divide_dispatch(trace.breakdown.pieces, marks)
     for name, start, end in (
         ("collect", sampled, marks.entered),
         ("transport", marks.entered, marks.received),

@@ -280,7 +280,7 @@ def list_entries(record: tuple[int, ...]) -> list[tuple[int, int, int]]:
 
 def read_intervals(record: tuple[int, ...]) -> list[tuple[int, int, int]]:
     """The (code, begin, end) of a worker's record, in its order."""
-    return [each for each in list_entries(record) if each[0] != carrier.CODE_CLOCK]
+    return [each for each in list_entries(record) if each[0] > carrier.CODE_CLOCK]
 
 
 def _judge_stages(

@@ -82,7 +82,7 @@ def convert_record(record: tuple[int, ...], worker: SimulatedClock) -> tuple[int
     sampled = record[1] and worker.read(record[1])
     flat = list(record[3:])
     for index in range(0, len(flat), 3):
-        if flat[index] != carrier.CODE_CLOCK:
+        if flat[index] != carrier.CODE_CLOCK:  # also when the worker took the step
             flat[index + 1 : index + 3] = map(worker.read, flat[index + 1 : index + 3])
     return (worker.boot, sampled, record[2], *flat)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hooks.fakes import FakeEngineCore, decode_headers, make_request
+from hooks.fakes import FakeEngineCore, decode_headers, drop_taken, make_request
 from hooks.process import CORE, HOOKS, PATCHER, put_back_classes, wrap_kv_connector
 from hooks.worker.runners import FORWARD_US as FORWARD_US
 from hooks.worker.runners import RunnerV1, make_scheduler_output, wrap_runner_classes
@@ -401,7 +401,7 @@ def run_step(runner: Any, sync: bool) -> tuple[int, list[Any]]:
     output.has_sync_kv_loads = sync
     output.kv_connector_metadata = object()
     runner.execute_model(output)
-    record = runner.sample_tokens()._ttft_record
+    record = drop_taken(runner.sample_tokens()._ttft_record)
     pairs = zip(record[3::3], record[4::3], record[5::3], strict=True)
     return record[2], [(code, end - start) for code, start, end in pairs]
 

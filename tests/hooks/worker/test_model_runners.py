@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hooks.fakes import drop_taken
 from hooks.process import PATCHER, WORKER, put_back_classes
 from hooks.worker.runners import (
     EMPTY,
@@ -89,7 +90,7 @@ def test_encoded_before(make_runner: RunnerMaker) -> None:
     output = run_step(runner, make_scheduler_output({"a": 10}, {"a": [0]}))
 
     assert output._ttft_record[2] == 0
-    pairs = output._ttft_record[3:]
+    pairs = drop_taken(output._ttft_record)[3:]
     encoded_us = sum(
         pairs[at + 2] - pairs[at + 1] for at in range(0, len(pairs), 3) if pairs[at] == E
     )
@@ -102,7 +103,7 @@ def test_encode_only(make_runner: RunnerMaker) -> None:
     runner.encode_only = True
     output = run_step(runner, make_scheduler_output({}, {"a": [0]}))
 
-    assert output._ttft_record[1:] == (
+    assert drop_taken(output._ttft_record)[1:] == (
         0,
         0,
         E,
@@ -211,7 +212,7 @@ def test_raised(make_runner: RunnerMaker) -> None:
     output = run_step(runner, make_scheduler_output({"a": 10}))
 
     assert not hasattr(idle, "_ttft_record")
-    assert len(output._ttft_record) == 6
+    assert len(drop_taken(output._ttft_record)) == 6
     assert not WORKER.open_steps
 
 
@@ -221,7 +222,7 @@ def test_sampler_raised(make_runner: RunnerMaker) -> None:
     assert runner.execute_model(make_scheduler_output({"a": 10})) is None
     output = run_step(runner, make_scheduler_output({"b": 10}))
 
-    assert len(output._ttft_record) == 6
+    assert len(drop_taken(output._ttft_record)) == 6
     assert not WORKER.open_steps
 
 
@@ -249,7 +250,7 @@ def test_unready(make_runner: RunnerMaker) -> None:
     output = run_step(make_runner(), make_scheduler_output({"a": 10}))
 
     boot = clocks.get_boot_number()
-    assert output._ttft_record == (boot, 0, breakdown.LOST_FORWARD, *CLOCK_ENTRY)
+    assert drop_taken(output._ttft_record) == (boot, 0, breakdown.LOST_FORWARD, *CLOCK_ENTRY)
 
 
 def test_late_stamp(make_runner: RunnerMaker) -> None:
@@ -260,7 +261,7 @@ def test_late_stamp(make_runner: RunnerMaker) -> None:
     begin = START_US + PREPARE_US
     assert output._ttft_record[1:3] == (0, 0)
     assert output._ttft_record[3:5] == (F, begin)
-    assert len(output._ttft_record) == 9
+    assert len(drop_taken(output._ttft_record)) == 9
 
 
 @pytest.mark.parametrize("reached", [0, 1, 2])
@@ -277,7 +278,7 @@ def test_encode_only_unfinished(make_runner: RunnerMaker, reached: int) -> None:
     begin = START_US + PREPARE_US if reached else READ_AT
     end = begin + ENCODER_US if reached == 2 else READ_AT
     flags = 0 if reached == 2 else carrier.ENCODER_UNFINISHED
-    assert output._ttft_record[1:] == (0, flags, E, begin, end, *CLOCK_ENTRY)
+    assert drop_taken(output._ttft_record)[1:] == (0, flags, E, begin, end, *CLOCK_ENTRY)
 
 
 def test_run_travels_with_a_later_output(make_runner: RunnerMaker) -> None:
@@ -322,9 +323,8 @@ def test_cached_items(make_runner: RunnerMaker) -> None:
 
 def test_partition(make_runner: RunnerMaker) -> None:
     """The record's pairs cut a step into stages that add up."""
-    boot, sampled, lost, *flat = run_step(
-        make_runner(), make_scheduler_output({"a": 10}, {"a": [0]})
-    )._ttft_record
+    output = run_step(make_runner(), make_scheduler_output({"a": 10}, {"a": [0]}))
+    boot, sampled, lost, *flat = drop_taken(output._ttft_record)
     pairs = list(zip(flat[0::3], flat[1::3], flat[2::3], strict=True))
     marks = breakdown.Marks(START_US - 40, START_US - 30, START_US - 20, START_US - 10, START_US)
     marks.steps.append(breakdown.EngineStep(pairs, sampled, lost))
@@ -336,3 +336,15 @@ def test_partition(make_runner: RunnerMaker) -> None:
     assert cut.stages["encoder.compute"] == ENCODER_US
     assert cut.stages["dispatch"] == PREPARE_US
     assert cut.stages["output"] == 11
+
+
+def test_when_the_worker_took_the_step(make_runner: RunnerMaker) -> None:
+    """By the host's clock; on a device also when the first work was queued, which may begin later."""
+    output = run_step(make_runner(), make_scheduler_output({"a": 10}))
+    assert output._ttft_record[-3:] == (carrier.CODE_TAKEN, START_US, 0)
+
+    WORKER.clock = PartlyReached(2)
+    output = run_step(make_runner(), make_scheduler_output({"a": 10}))
+    code, taken, launched = output._ttft_record[-6:-3]
+    assert code == carrier.CODE_TAKEN
+    assert launched - taken == PREPARE_US

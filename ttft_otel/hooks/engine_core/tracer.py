@@ -390,7 +390,7 @@ class EngineCoreTracer:
                     timeline.open_details().kept |= carrier.ENCODER_RUN_BIT
                     self._expect_run(request_id)
                 has_part = True
-            elif timeline.details is not None:
+            elif timeline.scheduled:
                 timeline.note_other_step(now)
         return has_part
 

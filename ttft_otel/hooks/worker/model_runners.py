@@ -51,13 +51,19 @@ class StepStamps(msgspec.Struct, eq=False):
     awaited: int = -1
     #: sample_tokens() has run.
     tokens: bool = False
+    #: See carrier.CODE_TAKEN.
+    taken: int = 0
+    launched: int = 0
 
     def __post_init__(self) -> None:
+        self.taken = clock.now_us()
         self.stamps = self.clock.open_step()
 
     def take_stamp(self) -> int:
         """Take a stamp; returns its index."""
         self.clock.add_stamp(self.stamps)
+        if not self.launched and self.clock.kind == clock.CLOCK_DEVICE:
+            self.launched = clock.now_us()
         return len(self.stamps) - 1
 
     def close_interval(self, code: int, begin: int) -> None:
@@ -282,6 +288,7 @@ class WorkerTracer:
                 continue
             seen_codes.add(code)
             flat += (code, begin, end)
+        flat += (carrier.CODE_TAKEN, step.taken, step.launched)
         if step.clock.kind != clock.CLOCK_HOST:
             flat += (carrier.CODE_CLOCK, step.clock.kind, placement.error_us)
         if flags & carrier.ENCODER_UNFINISHED:
