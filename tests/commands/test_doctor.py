@@ -106,9 +106,9 @@ def run_doctor(*arguments: str) -> Result:
 def read_states(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
     """Exit code, and the last check of each name."""
     result = run_doctor("--json", *arguments)
-    told = json.loads(result.output)
-    assert told["ok"] is (result.exit_code == 0), result.output
-    return result.exit_code, {check["name"]: check for check in told["checks"]}
+    document = json.loads(result.output)
+    assert document["ok"] is (result.exit_code == 0), result.output
+    return result.exit_code, {check["name"]: check for check in document["checks"]}
 
 
 def test_well(fake_host: FakeHost) -> None:
@@ -140,40 +140,47 @@ def test_page(fake_host: FakeHost) -> None:
     assert "not traced" in result.output and "-> start it with TTFT_OTEL=1" in result.output
 
 
-@pytest.mark.parametrize(
-    ("status", "remedy"),
-    [(404, "4318"), (401, "OTEL_EXPORTER_OTLP_HEADERS"), (400, "ttft-otel serve")],
+AWAY = "http://127.0.0.1:9"
+PROTOCOL, ENDPOINT = env_names.OTEL_EXPORTER_OTLP_PROTOCOL, env_names.OTEL_EXPORTER_OTLP_ENDPOINT
+LOST = timing.format_server_timing({"receive": 1000}, 9000, 10000)
+# What the host answers, or an environment variable (in capitals), and the check that names it.
+FAULTS: tuple[tuple[dict[str, Any], str, str, str, str], ...] = (
+    ({"traces": 404}, "endpoint", "fail", "404", "4318"),
+    ({"traces": 401}, "endpoint", "fail", "401", "OTEL_EXPORTER_OTLP_HEADERS"),
+    ({"traces": 400}, "endpoint", "fail", "400", "ttft-otel serve"),
+    ({PROTOCOL: "grpc"}, "endpoint", "fail", "grpc (by {protocol}) to {url}", "http/protobuf"),
+    ({ENDPOINT: AWAY}, "endpoint", "fail", "", "ttft-otel serve"),
+    ({doctor.ENV_PLUGINS: "other,another"}, "plugin", "fail", "", "add ttft_otel"),
+    ({env_names.TTFT_OTEL: "0"}, "settings", "note", "", "TTFT_OTEL=1"),
+    ({"chat": 500}, "{url}", "fail", "500", "log"),
+    ({"models": 404}, "{url}", "fail", "404", "log"),
+    ({"timing": LOST}, "{url}", "note", "9.0 ms unattributed", "log"),
+    ({}, AWAY, "fail", "no answer", "is it up"),
 )
-def test_endpoint_refuses(fake_host: FakeHost, status: int, remedy: str) -> None:
-    """An endpoint that answers with an error is quoted."""
-    fake_host.traces = status
-    code, found = read_states()
-
-    assert code == 1
-    assert str(status) in found["endpoint"]["says"]
-    assert remedy in found["endpoint"]["remedy"]
 
 
-def test_wrong_protocol(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An HTTP endpoint that is taken for gRPC: which protocol was used, by what, and which to set."""
-    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_PROTOCOL, "grpc")
-    code, found = read_states()
+@pytest.mark.parametrize(("fault", "name", "state", "says", "remedy"), FAULTS)
+def test_faults(
+    fake_host: FakeHost,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: dict[str, Any],
+    name: str,
+    state: str,
+    says: str,
+    remedy: str,
+) -> None:
+    """What is wrong is quoted, with its remedy; a failure ends with exit code 1, a note with 0."""
+    for field, value in fault.items():
+        if field.isupper():
+            monkeypatch.setenv(field, value)
+        else:
+            setattr(fake_host, field, value)
+    name, says = (each.format(url=fake_host.url, protocol=PROTOCOL) for each in (name, says))
+    flags = ("--url", name, "--timeout", "2") if name.startswith("http") else ()
+    code, found = read_states(*flags)
 
-    assert code == 1
-    assert (
-        f"grpc (by {env_names.OTEL_EXPORTER_OTLP_PROTOCOL}) to {fake_host.url}"
-        in found["endpoint"]["says"]
-    )
-    assert f"{env_names.OTEL_EXPORTER_OTLP_PROTOCOL}=http/protobuf" in found["endpoint"]["remedy"]
-
-
-def test_endpoint_away(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody listens the remedy is a receiver."""
-    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, "http://127.0.0.1:9")
-    code, found = read_states()
-
-    assert code == 1
-    assert "ttft-otel serve" in found["endpoint"]["remedy"]
+    assert (code, found[name]["state"]) == (int(state == "fail"), state)
+    assert says in found[name]["says"] and remedy in found[name]["remedy"]
 
 
 def test_completion(fake_host: FakeHost) -> None:
@@ -183,36 +190,6 @@ def test_completion(fake_host: FakeHost) -> None:
 
     assert code == 0
     assert fake_host.asked[-1][0] == "/v1/completions"
-
-
-@pytest.mark.parametrize(
-    ("field", "status", "says"), [("chat", 500, "500"), ("models", 404, "404")]
-)
-def test_server_fails(fake_host: FakeHost, field: str, status: int, says: str) -> None:
-    """A server that answers with an error is quoted, with the address."""
-    setattr(fake_host, field, status)
-    code, found = read_states("--url", fake_host.url)
-
-    assert code == 1
-    assert says in found[fake_host.url]["says"] and found[fake_host.url]["remedy"]
-
-
-def test_server_away(fake_host: FakeHost) -> None:
-    """A server that does not answer at all is named."""
-    code, found = read_states("--url", "http://127.0.0.1:9", "--timeout", "2")
-
-    assert code == 1
-    assert "no answer" in found["http://127.0.0.1:9"]["says"]
-
-
-def test_unattributed(fake_host: FakeHost) -> None:
-    """A server with lost marks is noted, not failed."""
-    fake_host.timing = timing.format_server_timing({"receive": 1000}, 9000, 10000)
-    code, found = read_states("--url", fake_host.url)
-
-    assert code == 0
-    assert found[fake_host.url]["state"] == "note"
-    assert "9.0 ms unattributed" in found[fake_host.url]["says"]
 
 
 @pytest.mark.parametrize(
@@ -277,16 +254,6 @@ def test_no_media_encoded_twice(fake_host: FakeHost, page: bytes, says: str | No
     assert (code, check.get("state"), check.get("says")) == (0, "ok" if says else None, says)
 
 
-def test_off(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment that does not trace is noted with the word that would."""
-    monkeypatch.delenv(env_names.TTFT_OTEL)
-    code, found = read_states()
-
-    assert code == 0
-    assert found["settings"]["state"] == "note"
-    assert f"{env_names.TTFT_OTEL}=1" in found["settings"]["remedy"]
-
-
 @pytest.mark.parametrize(
     ("env", "state", "says"),
     [
@@ -339,15 +306,6 @@ def test_wrong_settings() -> None:
     first, *_ = doctor.check_settings(now)
 
     assert (first.state, first.remedy) == ("fail", "use a number from 0 to 1")
-
-
-def test_left_out(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own list of plugins can leave us out."""
-    monkeypatch.setenv(doctor.ENV_PLUGINS, "other,another")
-    code, found = read_states()
-
-    assert code == 1
-    assert "add ttft_otel" in found["plugin"]["remedy"]
 
 
 def test_missing_target(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,14 +78,16 @@ def get_json(served: RunningServer, path: str) -> tuple[int, Any]:
     return status, json.loads(body)
 
 
-@pytest.mark.parametrize("door", [make_grpc_exporter, make_http_exporter, make_plain_exporter])
+@pytest.mark.parametrize(
+    "make_exporter", [make_grpc_exporter, make_http_exporter, make_plain_exporter]
+)
 def test_exporters(
-    report_server: RunningServer, door: Callable[[RunningServer], SpanExporter]
+    report_server: RunningServer, make_exporter: Callable[[RunningServer], SpanExporter]
 ) -> None:
     """Whatever an SDK exporter sends is on disk when it hears of success, field by field."""
     records = sample_records.make_routed_records("r1", encoders=2)
     sent = sample_records.make_spans(records)
-    exporter = door(report_server)
+    exporter = make_exporter(report_server)
     assert exporter.export(sent) is SpanExportResult.SUCCESS
     exporter.shutdown()
     with open_reader(report_server.path) as db:
@@ -257,10 +259,10 @@ def test_partial(report_server: RunningServer) -> None:
     assert get_json(report_server, "/ttft_report/good")[0] == 200
 
 
-@pytest.mark.parametrize("door", [make_grpc_exporter, make_http_exporter])
+@pytest.mark.parametrize("make_exporter", [make_grpc_exporter, make_http_exporter])
 def test_locked(
     start_report_server: Callable[..., RunningServer],
-    door: Callable[[RunningServer], SpanExporter],
+    make_exporter: Callable[[RunningServer], SpanExporter],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A database locked by someone else loses nothing: the exporter is told to try again."""
@@ -273,7 +275,7 @@ def test_locked(
     sent = sample_records.make_spans(sample_records.make_routed_records("locked"))
     release = threading.Timer(1.0, lambda: lock.execute("ROLLBACK"))
     release.start()
-    exporter = door(report_server)
+    exporter = make_exporter(report_server)
     assert exporter.export(sent) is SpanExportResult.SUCCESS
     exporter.shutdown()
     release.join()
