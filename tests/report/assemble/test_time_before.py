@@ -73,46 +73,93 @@ def measure_callers(
     return measure_before(server, sent_ns, {span.span_id: span for span in (server, *callers)})
 
 
-@pytest.mark.parametrize(
-    "resource",
-    [
-        SAME_HOST_RESOURCE,
-        {"host.id": "gpu-1"},
-        {"service.instance.id": "gpu-1"},
-        {"service.instance.id": "gpu-1:1"},
-    ],
+def make_call(start: int, end: int, parent: str = "", **fields: Any) -> StoredSpan:
+    """The foreign router's client span, which is our parent."""
+    return make_span("c", parent, CLIENT, start, end, **fields)
+
+
+def make_received(start: int, end: int, **fields: Any) -> StoredSpan:
+    """Its span of the request that it received."""
+    return make_span("a", fields.pop("parent", ""), SERVER, start, end, **fields)
+
+
+SAME, READ_US = {"resource": SAME_HOST_RESOURCE}, clock.WALL_ERROR_US
+INNER = make_span("b", "a", 1, 2_000, 91_000, **SAME)
+APP = {"resource": {"service.name": "app", "host.name": "gpu-1"}, "service": "app"}
+OWN = {"scope": span_names.SCOPE}
+# A router's call of 81 ms inside its own request of 120 ms.
+NESTED = (make_call(11_400, 92_400, "a"), make_received(0, 120_000))
+# Start and end of our span, the spans above it; microseconds before, their error, the span measured from.
+MEASURED: tuple[
+    tuple[int, int, tuple[StoredSpan, ...], tuple[int, int | None, str] | None], ...
+] = (
+    # On one host both read the same wall clock: only our clock's calibration is uncertain.
+    *(
+        (12_345, 80_000, (make_call(0, 90_000, resource=resource),), (12_345, READ_US, "c"))
+        for resource in (
+            SAME_HOST_RESOURCE,
+            {"host.id": "gpu-1"},
+            {"service.instance.id": "gpu-1"},
+            {"service.instance.id": "gpu-1:1"},
+        )
+    ),
+    # From the router's server span, so that its routing and queueing count.
+    (
+        9_700,
+        80_000,
+        (
+            make_call(9_000, 90_000, "b", **SAME),
+            INNER,
+            make_received(0, 92_000, parent="0", **SAME),
+        ),
+        (9_700, READ_US, "a"),
+    ),
+    # Spans of an application that calls the router are not taken for the router's.
+    (
+        9_700,
+        80_000,
+        (make_call(9_000, 90_000, "a", **SAME), make_received(0, 92_000, **APP)),
+        (700, READ_US, "c"),
+    ),
+    # Across hosts the error is what nesting allows: an 81 ms call around our 80 ms leaves 1 ms.
+    (12_000, 95_000, NESTED, (12_000, 600, "a")),
+    # A host's clock that is 300 ms behind is corrected as far as the nesting of spans proves it.
+    (-288_000, -205_000, NESTED, (11_400, 1_000, "a")),
+    # A caller's span that ends with the response's head bounds no clock.
+    (
+        12_000,
+        95_000,
+        (make_call(9_000, 90_000, "a"), make_received(0, 95_000)),
+        (12_000, 3_000, "a"),
+    ),
+    # Where the caller's span ends before our answer, the clocks' difference stays unknown.
+    (2_000, 90_000, (make_call(0, 10_000),), (2_000, None, "c")),
+    # Foreign spans that are each other's parents do not block the search.
+    (
+        2_000,
+        80_000,
+        (make_call(0, 90_000, "a"), make_span("a", "c", CLIENT, 0, 90_000)),
+        (2_000, 13_000, "c"),
+    ),
+    # Nothing without a parent, with a router of ours as parent, or with one that is not stored.
+    (2_000, 80_000, (), None),
+    (2_000, 80_000, (make_call(0, 90_000, **OWN),), None),
+    (2_000, 80_000, (make_received(0, 90_000),), None),
 )
-def test_on_one_host_only_reading_the_clock_is_uncertain(resource: dict[str, str]) -> None:
-    """On one host both read the same wall clock: only our clock's calibration is uncertain."""
-    before = measure_callers(
-        make_server(12_345, 80_000), make_span("c", "", CLIENT, 0, 90_000, resource=resource)
-    )
-
-    assert before == TimeBefore(12_345, clock.WALL_ERROR_US, "their-router", "c" * 16)
 
 
-def test_a_router_is_measured_from_its_receiving_the_request() -> None:
-    """It is measured from the foreign router's server span, so that its routing and queueing count."""
-    callers = (
-        make_span("c", "b", CLIENT, 9_000, 90_000, resource=SAME_HOST_RESOURCE),
-        make_span("b", "a", 1, 2_000, 91_000, resource=SAME_HOST_RESOURCE),
-        make_span("a", "0", SERVER, 0, 92_000, resource=SAME_HOST_RESOURCE),
-    )
-    before = measure_callers(make_server(9_700, 80_000), *callers)
+@pytest.mark.parametrize(("start", "end", "callers", "expected"), MEASURED)
+def test_measured(
+    start: int,
+    end: int,
+    callers: tuple[StoredSpan, ...],
+    expected: tuple[int, int | None, str] | None,
+) -> None:
+    """The time before is measured from the caller's span, with the error that the clocks allow."""
+    before = measure_callers(make_server(start, end), *callers)
+    found = before and (before.us, before.error_us, before.span_id[0])
 
-    assert before == TimeBefore(9_700, clock.WALL_ERROR_US, "their-router", "a" * 16)
-
-
-def test_another_process_further_out_is_not_the_router() -> None:
-    """Spans of an application that calls the router are not taken for the router's."""
-    app = {"service.name": "app", "host.name": "gpu-1"}
-    callers = (
-        make_span("c", "a", CLIENT, 9_000, 90_000, resource=SAME_HOST_RESOURCE),
-        make_span("a", "", SERVER, 0, 92_000, resource=app, service="app"),
-    )
-    before = measure_callers(make_server(9_700, 80_000), *callers)
-
-    assert before == TimeBefore(700, clock.WALL_ERROR_US, "their-router", "c" * 16)
+    assert found == expected and (before is None or before.caller == "their-router")
 
 
 @pytest.mark.parametrize("host", ["", "localhost"])
@@ -125,27 +172,6 @@ def test_a_host_without_a_name_is_another_one(host: str) -> None:
     assert before is not None and before.error_us == 4_000
 
 
-# A router's call of 81 ms inside its own request of 120 ms.
-NESTED_CALLERS = (
-    make_span("c", "a", CLIENT, 11_400, 92_400),
-    make_span("a", "", SERVER, 0, 120_000),
-)
-
-
-def test_two_clocks_are_bounded_by_nesting() -> None:
-    """Across hosts the error is what nesting allows: an 81 ms call around our 80 ms leaves 1 ms."""
-    before = measure_callers(make_server(12_000, 95_000), *NESTED_CALLERS)
-
-    assert before == TimeBefore(12_000, 600, "their-router", "a" * 16)
-
-
-def test_clocks_that_disagree_are_set_right_as_far_as_nesting_says() -> None:
-    """A host's clock that is 300 ms behind is corrected as far as the nesting of spans proves it."""
-    before = measure_callers(make_server(12_000 - 300_000, 95_000 - 300_000), *NESTED_CALLERS)
-
-    assert before == TimeBefore(11_400, 1_000, "their-router", "a" * 16)
-
-
 def test_it_is_never_further_off_than_its_error() -> None:
     """For any difference of the clocks the true time lies within the error."""
     draw = random.Random(13)
@@ -154,56 +180,13 @@ def test_it_is_never_further_off_than_its_error() -> None:
         offset = draw.choice((0, draw.randrange(-400_000, 400_000)))
         arrival = routing + way
         first = arrival + work
-        callers = (
-            make_span("c", "a", CLIENT, routing, first + back),
-            make_span("a", "", SERVER, 0, first + back + rest),
-        )
+        callers = (make_call(routing, first + back, "a"), make_received(0, first + back + rest))
         server = make_server(arrival + offset, first + late + offset)
         before = measure_callers(server, *callers, late=late)
 
         assert before is not None and before.error_us is not None
         assert abs(before.us - arrival) <= before.error_us
         assert before.error_us <= way + back + rest
-
-
-def test_a_call_that_ended_with_the_head_is_no_bound() -> None:
-    """A caller's span that ends with the response's head bounds no clock."""
-    callers = (
-        make_span("c", "a", CLIENT, 9_000, 90_000),
-        make_span("a", "", SERVER, 0, 95_000),
-    )
-    before = measure_callers(make_server(12_000, 95_000), *callers)
-
-    assert before == TimeBefore(12_000, 3_000, "their-router", "a" * 16)
-
-
-def test_a_caller_that_ended_early_bounds_nothing() -> None:
-    """Where the caller's span ends before our answer, the clocks' difference stays unknown."""
-    before = measure_callers(make_server(2_000, 90_000), make_span("c", "", CLIENT, 0, 10_000))
-
-    assert before == TimeBefore(2_000, None, "their-router", "c" * 16)
-
-
-@pytest.mark.parametrize(
-    "callers",
-    [
-        (),
-        (make_span("c", "", CLIENT, 0, 90_000, scope=span_names.SCOPE),),
-        (make_span("a", "", SERVER, 0, 90_000),),
-    ],
-)
-def test_nothing_is_told_without_a_foreign_parent(callers: tuple[StoredSpan, ...]) -> None:
-    """No time is given without a parent, with a router of ours as parent, or with one not stored."""
-    assert measure_callers(make_server(2_000, 80_000), *callers) is None
-
-
-def test_parents_in_a_loop_end() -> None:
-    """Foreign spans that are each other's parents do not block the search."""
-    callers = (
-        make_span("c", "a", CLIENT, 0, 90_000),
-        make_span("a", "c", CLIENT, 0, 90_000),
-    )
-    assert measure_callers(make_server(2_000, 80_000), *callers) is not None
 
 
 def make_foreign_trace(*legs: tuple[str, int], lead: int = 7_000) -> list[StoredSpan]:
