@@ -157,11 +157,13 @@ class StoreLink:
         backoff_s = 0.1
         while True:
             began_s = time.monotonic()
-            try:
-                await self._share()
-            except (RedisError, OSError, asyncio.TimeoutError) as error:
-                self._exchanges["failed"] += 1
-                self._note_state(False, str(error) or type(error).__name__)
+            # Whatever else the client may raise must not end the sharing.
+            with Guard("router.shared_state"):
+                try:
+                    await self._share()
+                except (RedisError, OSError, asyncio.TimeoutError) as error:
+                    self._exchanges["failed"] += 1
+                    self._note_state(False, str(error) or type(error).__name__)
             if time.monotonic() - began_s > MAX_BACKOFF_S:
                 backoff_s = 0.1
             self._forget_silent()
