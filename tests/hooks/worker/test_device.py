@@ -19,7 +19,7 @@ from hooks.device.accelerator import SimulatedDevice, SimulatedHost
 from hooks.device.accelerator_loops import make_step
 from hooks.process import CORE, WORKER
 from ttft_otel import testing
-from ttft_otel.hooks.worker import device, device_anchor, model_runners
+from ttft_otel.hooks.worker import device, model_runners
 from ttft_otel.model import breakdown
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing import clock as clocks
@@ -113,7 +113,7 @@ def test_pending_before_the_wait(
     stamps[-1][0].synchronize()
     errors = list_errors(stamps, device_clock.place_stamps(stamps))
 
-    assert max(map(abs, errors)) <= device_anchor.READING_US
+    assert max(map(abs, errors)) <= device.READING_US
 
 
 def test_never_after_the_reading(
@@ -176,7 +176,7 @@ def test_never_read(
     gc.collect()
 
     assert not device_clock.pool
-    anchors = [each for each in gc.get_objects() if type(each) is device_anchor.Anchor]
+    anchors = [each for each in gc.get_objects() if type(each) is device.Anchor]
     assert len(anchors) <= 2
 
 

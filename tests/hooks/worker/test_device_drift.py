@@ -14,7 +14,7 @@ import pytest
 from hooks.device.accelerator import SimulatedDevice, SimulatedHost
 from hooks.device.accelerator_cases import CASES, run_case
 from hooks.device.accelerator_loops import LOOPS
-from ttft_otel.hooks.worker import device, device_anchor
+from ttft_otel.hooks.worker import device
 from ttft_otel.tracing import clock as clocks
 
 SLEWED_CASES = [case for case in CASES if "slewed" in case.name]
@@ -33,7 +33,7 @@ def test_slewed_host(kinds: dict[str, Any], case: Any, loop: str, drift_ppm: flo
         judgement = run_case(replace(case, drift_ppm=drift_ppm), kinds, kind, loop)
         step_us = judgement.virtual_us / case.steps
         told = judgement.told_errors[int(UNTOLD_US / step_us) + 1 :]
-        slack_us = device_anchor.READING_US
+        slack_us = device.READING_US
         uncovered = [error for error, error_us in told if error > error_us + slack_us]
 
         assert len(told) > 100 and len(uncovered) <= 0.01 * len(told), (kind, max(uncovered))
@@ -114,7 +114,7 @@ def test_backlog(host: SimulatedHost) -> None:
 
     assert 1 <= len(anchors) <= 2  # an anchor that nobody has read tells its successor nothing
     # Seven seconds of drift beside what is assumed of it.
-    assert max(map(abs, errors)) <= 7 * 70 + device_anchor.READING_US
+    assert max(map(abs, errors)) <= 7 * 70 + device.READING_US
 
 
 def test_few_steps(host: SimulatedHost) -> None:
