@@ -41,12 +41,12 @@ def test_slower(database: Path, by_attribute: bool) -> None:
     result = DIFF.run(database, *words)
     assert result.exit_code == 0, result.output
     assert "prefill.queue of like requests" in result.output and "100 → 100" in result.output
-    told = DIFF.read_json(database, *words)
-    assert told["named"] == ["prefill.queue"] and told["requests"] == {"a": 100, "b": 100}
-    (queue,) = (each for each in told["stages"] if each["name"] == "prefill.queue")
+    reported = DIFF.read_json(database, *words)
+    assert reported["named"] == ["prefill.queue"] and reported["requests"] == {"a": 100, "b": 100}
+    (queue,) = (each for each in reported["stages"] if each["name"] == "prefill.queue")
     assert queue["change_ms"] == pytest.approx(50, rel=0.05)
-    parts = sum(each["change_ms"] for each in told["stages"]) + told["mix"]["change_ms"]
-    assert parts == pytest.approx(told["ttft"]["mean"]["change_ms"], abs=0.01)
+    parts = sum(each["change_ms"] for each in reported["stages"]) + reported["mix"]["change_ms"]
+    assert parts == pytest.approx(reported["ttft"]["mean"]["change_ms"], abs=0.01)
 
 
 def test_nothing(database: Path) -> None:
@@ -56,7 +56,7 @@ def test_nothing(database: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (["--a", "1999-01-01..1999-01-02", "--b", "1h.."], "window A has 0 requests"),
         (["--a", "nonsense", "--b", "1h.."], "'nonsense' is not a time"),
@@ -66,9 +66,9 @@ def test_nothing(database: Path) -> None:
         (["--a", "2h..1h"], "Missing option '--b'"),
     ],
 )
-def test_remedies(database: Path, words: list[str], told: str) -> None:
+def test_remedies(database: Path, words: list[str], reported: str) -> None:
     """What cannot be compared is refused with what to do, in words and as JSON."""
-    DIFF.check_refusal(database, words, told)
+    DIFF.check_refusal(database, words, reported)
 
 
 def test_without_numpy(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,11 +109,11 @@ def test_given_up(tmp_path: Path, by_attribute: bool) -> None:
     windows = ["--a", WINDOWS[1], "--b", WINDOWS[2]]
     words = ["--by", "service.version", "--a", "1", "--b", "2"] if by_attribute else windows
     text = DIFF.run(database, *words).output
-    told = DIFF.read_json(database, *words)
+    reported = DIFF.read_json(database, *words)
 
     assert "Not compared: in B 33 requests ended without a first token" in text
     assert "(given up by their clients: 33; most in prefill.queue: 33)" in text
-    lost = told["without_token"]
+    lost = reported["without_token"]
     assert lost["a"]["requests"] == 0 and lost["b"]["died_in"] == {"prefill.queue": 33}
     assert lost["b"]["median_ms"] > 10_000
 
@@ -124,6 +124,6 @@ def test_given_up(tmp_path: Path, by_attribute: bool) -> None:
 
 def test_overlap(database: Path) -> None:
     """A window that contains the other one: told, because half of A is B."""
-    told = DIFF.run(database, "--a", name_window(0, 2 * WINDOW_S), "--b", WINDOWS[2]).output
-    assert "100 requests are in both A and B" in told
+    reported = DIFF.run(database, "--a", name_window(0, 2 * WINDOW_S), "--b", WINDOWS[2]).output
+    assert "100 requests are in both A and B" in reported
     assert "are in both" not in DIFF.run(database, "--a", WINDOWS[1], "--b", WINDOWS[2]).output

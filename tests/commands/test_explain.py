@@ -63,26 +63,29 @@ def test_window(places: tuple[Path, str]) -> None:
     assert result.exit_code == 0, result.output
     assert "13 of 199 requests were later than 150 ms" in result.output
     assert "is prefill.queue on chat-0: " in result.output and "--max-num-seqs" in result.output
-    told = EXPLAIN.read_json(places[0], *words)
-    assert told["requests"] == {"window": 199, "late": 13, "typical": 94}
+    reported = EXPLAIN.read_json(places[0], *words)
+    assert reported["requests"] == {"window": 199, "late": 13, "typical": 94}
     # The one that failed has no TTFT, and is told.
-    assert told["without_token"]["requests"] == 1 and told["without_token"]["left"] == 0
+    assert reported["without_token"]["requests"] == 1 and reported["without_token"]["left"] == 0
     assert "Not among them: 1 request ended without a first token" in result.output
-    assert told["cause"]["rule"] == "max_num_seqs" and told["cause"]["price_kind"] == "qualitative"
-    queue = told["stages"][0]
+    assert (
+        reported["cause"]["rule"] == "max_num_seqs"
+        and reported["cause"]["price_kind"] == "qualitative"
+    )
+    queue = reported["stages"][0]
     assert queue["name"] == "prefill.queue"
     assert queue["late_ms"] - queue["typical_ms"] == pytest.approx(WAIT_US / 1000, rel=0.02)
-    assert sum(stage["share"] for stage in told["stages"]) == pytest.approx(1, abs=0.001)
-    assert told["reasons"]["max_num_seqs"] == pytest.approx(1, abs=0.02)
-    assert told["slo"]["stages"][0]["name"] == "prefill.queue"
-    assert told["instances"][0]["name"] == "chat-0" and told["confidence"] == "high"
+    assert sum(stage["share"] for stage in reported["stages"]) == pytest.approx(1, abs=0.001)
+    assert reported["reasons"]["max_num_seqs"] == pytest.approx(1, abs=0.02)
+    assert reported["slo"]["stages"][0]["name"] == "prefill.queue"
+    assert reported["instances"][0]["name"] == "chat-0" and reported["confidence"] == "high"
 
 
 def test_slowest_hundredth(places: tuple[Path, str]) -> None:
     """Without an objective the slowest are explained; `--last` and `--model` choose the window."""
-    told = EXPLAIN.read_json(places[0])
-    assert told["requests"]["late"] == 5 and told["slo"] is None
-    assert told["cause"]["rule"] == "max_num_seqs"
+    reported = EXPLAIN.read_json(places[0])
+    assert reported["requests"]["late"] == 5 and reported["slo"] is None
+    assert reported["cause"]["rule"] == "max_num_seqs"
     fewer = EXPLAIN.read_json(places[0], "--last", "100")
     assert fewer["requests"]["window"] == 99
     nobody = EXPLAIN.run(places[0], "--model", "other")
@@ -107,14 +110,14 @@ def test_single(places: tuple[Path, str], words: tuple[str, str]) -> None:
     result = EXPLAIN.run(places[0], *words)
     assert result.exit_code == 0, result.output
     assert "r16: first token after" in result.output and "max_num_seqs" in result.output
-    told = EXPLAIN.read_json(places[0], *words)
-    assert told["unusual"] and told["requests"]["late"] == 1 and told["rank"] > 0.9
+    reported = EXPLAIN.read_json(places[0], *words)
+    assert reported["unusual"] and reported["requests"]["late"] == 1 and reported["rank"] > 0.9
     usual = EXPLAIN.read_json(places[0], "--request", "r21")
     assert not usual["answered"] or (not usual["unusual"] and usual["cause"] is None)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (["--request", "nobody"], "nothing is stored for 'nobody'"),
         (["--trace", "f" * 32], "nothing is stored for"),
@@ -129,6 +132,6 @@ def test_single(places: tuple[Path, str], words: tuple[str, str]) -> None:
         (["--slo", "0.0001"], "is not in the range"),
     ],
 )
-def test_remedies(places: tuple[Path, str], words: list[str], told: str) -> None:
+def test_remedies(places: tuple[Path, str], words: list[str], reported: str) -> None:
     """What cannot be explained is refused with what to do, in words and as JSON."""
-    EXPLAIN.check_refusal(places[0], words, told)
+    EXPLAIN.check_refusal(places[0], words, reported)

@@ -45,12 +45,12 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_json(database: Path) -> None:
     """Figures keep to the schema; the error of the unchanged window is small and told."""
-    told = WHATIF.read_json(database, "--rate", "1.2x", "--cache-hit", "+10%")
+    reported = WHATIF.read_json(database, "--rate", "1.2x", "--cache-hit", "+10%")
 
-    assert told["requests"] == 160 and told["instances"] == 1
-    assert told["change"] == {"rate": 1.2, "cache_hit": 0.1}
-    assert all(abs(error) < 0.05 for error in told["replay_error"].values())
-    p95 = told["ttft"]["p95"]
+    assert reported["requests"] == 160 and reported["instances"] == 1
+    assert reported["change"] == {"rate": 1.2, "cache_hit": 0.1}
+    assert all(abs(error) < 0.05 for error in reported["replay_error"].values())
+    p95 = reported["ttft"]["p95"]
     assert p95["replayed_ms"] == pytest.approx(p95["recorded_ms"], rel=0.05)
     assert p95["low_ms"] <= p95["predicted_ms"] <= p95["high_ms"]
 
@@ -72,7 +72,7 @@ def test_nothing_changed(database: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (["--rate", "4x"], "more requests arrive than are served"),
         (["--routing-logic", "prefix"], "traces do not tell"),
@@ -87,6 +87,6 @@ def test_nothing_changed(database: Path) -> None:
         (["--since", "nonsense"], "is not a time"),
     ],
 )
-def test_remedies(database: Path, words: list[str], told: str) -> None:
+def test_remedies(database: Path, words: list[str], reported: str) -> None:
     """What cannot be told is refused with the reason, in words and as JSON."""
-    WHATIF.check_refusal(database, words, told)
+    WHATIF.check_refusal(database, words, reported)

@@ -30,13 +30,13 @@ def record(
             zip(arrivals, run_scheduler(arrivals, limits), strict=True)
         )
     ]
-    told = {
+    reported = {
         keys.ENGINE_MAX_SEQS: limits.max_num_seqs,
         keys.ENGINE_MAX_TOKENS: limits.max_batched_tokens,
         keys.ENGINE_ASYNC: int(limits.async_scheduling),
         **({keys.ENGINE_KV_TOKENS: limits.kv_tokens} if limits.kv_tokens else {}),
     }
-    return Recording(tuple(found), {"chat-1": told}, roles=frozenset({"mono"}))
+    return Recording(tuple(found), {"chat-1": reported}, roles=frozenset({"mono"}))
 
 
 def build_request(

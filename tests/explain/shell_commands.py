@@ -30,13 +30,13 @@ class StoreCommand:
 
     def read_json(self, database: Path, *words: str) -> dict[str, Any]:
         """Its JSON, which keeps to the schema."""
-        told: dict[str, Any] = json.loads(self.run(database, *words, "--json").stdout)
-        jsonschema.validate(told, self.schema)
-        return told
+        reported: dict[str, Any] = json.loads(self.run(database, *words, "--json").stdout)
+        jsonschema.validate(reported, self.schema)
+        return reported
 
-    def check_refusal(self, database: Path, words: list[str], told: str) -> None:
-        """It refuses with `told`; where the flags themselves are right, in its JSON as well."""
+    def check_refusal(self, database: Path, words: list[str], reported: str) -> None:
+        """It refuses with `reported`; where the flags themselves are right, in its JSON as well."""
         result = self.run(database, *words)
-        assert result.exit_code != 0 and told in result.output
+        assert result.exit_code != 0 and reported in result.output
         if result.exit_code == 1:
-            assert told in self.read_json(database, *words)["refusal"]
+            assert reported in self.read_json(database, *words)["refusal"]

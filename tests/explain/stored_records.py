@@ -76,7 +76,7 @@ def build_served_record(number: int, arrival: Arrival, one: Served) -> Record:
         "prefill.stall": one.stall,
         "output": STREAM_US,
     }
-    told = {
+    reported = {
         keys.INPUT_TOKENS: arrival.tokens,
         keys.CACHED_TOKENS: 0,
         keys.PREFILL_CHUNKS: one.chunks,
@@ -86,7 +86,7 @@ def build_served_record(number: int, arrival: Arrival, one: Served) -> Record:
     }
     pieces = (Piece("stage", "prefill.compute", 0, one.compute),)
     start_us = arrival.at_us - BEFORE_US
-    record = build_record(number, start_us, lengths, pieces=pieces, attributes=told)
+    record = build_record(number, start_us, lengths, pieces=pieces, attributes=reported)
     end = sum(lengths.values()) + one.end - one.first_token
     return msgspec.structs.replace(record, server=Server("POST /v1/completions", end, 200))
 

@@ -128,8 +128,8 @@ def test_a_single_request() -> None:
     assert text.startswith("r0: first token after ") and "same kind, prompt length" in text
     middle = sorted(make_window(), key=lambda each: each.facts.ttft_us)[190]
     usual = explain_requests(choose_like(middle, make_window()))
-    told = "\n".join(list_explanation(usual))
-    assert not usual.is_unusual and "That is not unusual" in told and "Try:" not in told
+    reported = "\n".join(list_explanation(usual))
+    assert not usual.is_unusual and "That is not unusual" in reported and "Try:" not in reported
 
 
 def test_one_id_for_all() -> None:
@@ -163,7 +163,7 @@ def set_unclosed(window: list[RequestEvidence], count: int) -> list[RequestEvide
 
 
 @pytest.mark.parametrize(
-    ("window", "slo_us", "told"),
+    ("window", "slo_us", "reported"),
     [
         (make_window(MIN_WINDOW - 1), 0, "are needed to say what is usual"),
         (make_window(), 10**9, "none of 300 requests took longer"),
@@ -173,9 +173,9 @@ def set_unclosed(window: list[RequestEvidence], count: int) -> list[RequestEvide
         (make_window(), 1, "too few others to say what is usual"),
     ],
 )
-def test_refusals(window: list[RequestEvidence], slo_us: int, told: str) -> None:
+def test_refusals(window: list[RequestEvidence], slo_us: int, reported: str) -> None:
     """Too little evidence is refused with what is missing."""
-    with pytest.raises(CannotTellError, match=told):
+    with pytest.raises(CannotTellError, match=reported):
         explain_requests(split_window(window, slo_us), slo_us)
 
 
@@ -259,5 +259,5 @@ def test_clocks(error_us: int, excluded: bool | None) -> None:
     window = delay_some(make_window(), CASES["kv_transfer"])
     window = [replace(each, facts=replace(each.facts, clock_error_us=error_us)) for each in window]
     found = explain_requests(split_window(window, SLO_US))
-    told = [each.excluded for each in found.alternatives if each.name == "the clocks"]
-    assert told == ([] if excluded is None else [excluded])
+    reported = [each.excluded for each in found.alternatives if each.name == "the clocks"]
+    assert reported == ([] if excluded is None else [excluded])

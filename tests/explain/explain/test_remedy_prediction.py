@@ -72,12 +72,12 @@ def fill_database(
 def tell_answer(record: Record, arrival: Arrival, one: Served) -> Record:
     """The record with what the server knows at its request's end."""
     assert record.server is not None
-    told: Attributes = {
+    reported: Attributes = {
         keys.OUTPUT_TOKENS: arrival.answer,
         keys.TIME_PER_OUTPUT_TOKEN_US: (one.end - one.first_token) // (arrival.answer - 1),
     }
     return msgspec.structs.replace(
-        record, server=msgspec.structs.replace(record.server, attributes=told)
+        record, server=msgspec.structs.replace(record.server, attributes=reported)
     )
 
 
@@ -86,18 +86,21 @@ def explain(path: Path) -> dict[str, dict[str, object]]:
     words = ["explain", "--db", str(path), "--predict", "--json"]
     result = CliRunner().invoke(cli.main, words)
     assert result.exit_code == 0, result.output
-    told: dict[str, dict[str, object]] = json.loads(result.stdout)
-    jsonschema.validate(told, SCHEMA)
-    return told
+    reported: dict[str, dict[str, object]] = json.loads(result.stdout)
+    jsonschema.validate(reported, SCHEMA)
+    return reported
 
 
 def test_prediction(tmp_path: Path) -> None:
     """Twice the places: the p99 that the real scheduler then gives lies in the predicted interval."""
     arrivals = draw_busy_arrivals()
     fill_database(tmp_path / "told.db", arrivals, tells_answers=True)
-    told = explain(tmp_path / "told.db")
-    assert told["cause"]["rule"] == "max_num_seqs" and told["cause"]["price_kind"] == "predicted"
-    found = told["cause"]["prediction"]
+    reported = explain(tmp_path / "told.db")
+    assert (
+        reported["cause"]["rule"] == "max_num_seqs"
+        and reported["cause"]["price_kind"] == "predicted"
+    )
+    found = reported["cause"]["prediction"]
     assert (
         isinstance(found, dict) and found["setting"] == f"--max-num-seqs {2 * LIMITS.max_num_seqs}"
     )
@@ -115,7 +118,9 @@ def test_prediction(tmp_path: Path) -> None:
     assert numpy.quantile(times, 0.99) == pytest.approx(
         price["recorded_p99_ms"] * (1 + price["change"]), rel=0.05
     )
-    assert any("Its price: p99 of the time per output token" in each for each in told["sentences"])
+    assert any(
+        "Its price: p99 of the time per output token" in each for each in reported["sentences"]
+    )
     # Counter-test: the recorded p99 is not in that interval, so that it says something.
     assert found["high_p99_ms"] < found["recorded_p99_ms"]
 
@@ -123,9 +128,9 @@ def test_prediction(tmp_path: Path) -> None:
 def test_no_prediction(tmp_path: Path) -> None:
     """Without the servers' settings the prediction is refused, and the explanation stays."""
     fill_database(tmp_path / "silent.db", draw_busy_arrivals(), tells_settings=False)
-    told = explain(tmp_path / "silent.db")
-    assert told["cause"]["price_kind"] == "qualitative"
-    assert told["cause"]["prediction"] == {
+    reported = explain(tmp_path / "silent.db")
+    assert reported["cause"]["price_kind"] == "qualitative"
+    assert reported["cause"]["prediction"] == {
         "refusal": "the servers' spans do not tell --max-num-seqs; ttft-otel whatif takes it by hand"
     }
 
@@ -139,9 +144,9 @@ def test_more_memory(tmp_path: Path) -> None:
         for each in draw_arrivals(19, 300, 40_000, (20, 60))
     ]
     fill_database(tmp_path / "scarce.db", arrivals, scarce, tells_answers=True)
-    told = explain(tmp_path / "scarce.db")
-    assert told["cause"]["rule"] == "kv_blocks"
-    found = told["cause"]["prediction"]
+    reported = explain(tmp_path / "scarce.db")
+    assert reported["cause"]["rule"] == "kv_blocks"
+    found = reported["cause"]["prediction"]
     assert isinstance(found, dict) and found["setting"] == "2 times the KV cache"
     wider = run_scheduler(arrivals, replace(scarce, kv_tokens=4800))
     ttfts = [BEFORE_US + one.queue + one.compute + one.stall + STREAM_US for one in wider]

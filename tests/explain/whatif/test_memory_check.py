@@ -53,9 +53,9 @@ def test_shared_blocks() -> None:
     """Prefixes that requests share take less memory than the model thinks: it is left out, and told."""
     arrivals = draw_arrivals(11, 300, 40_000, (5, 25))
     recording = record(arrivals, SMALL)
-    told = {**recording.settings["chat-1"], keys.ENGINE_KV_TOKENS: 2400}
+    reported = {**recording.settings["chat-1"], keys.ENGINE_KV_TOKENS: 2400}
     sharing = [replace(each, main=replace(each.main, cached=500)) for each in recording.requests]
-    sharing_window = replace(recording, requests=tuple(sharing), settings={"chat-1": told})
+    sharing_window = replace(recording, requests=tuple(sharing), settings={"chat-1": reported})
     answer, _ = predict(sharing_window, PlannedChange())
     assert any("share cached tokens" in each for each in answer.notes)
     assert max(abs(each) for each in answer.errors) < 0.05

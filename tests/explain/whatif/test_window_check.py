@@ -134,8 +134,8 @@ def test_two_routers(window: Recording) -> None:
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals(window: Recording, name: str) -> None:
     """What the window cannot tell is refused, with the reason."""
-    spoil, change, told = REFUSALS[name]
-    with pytest.raises(CannotTellError, match=told):
+    spoil, change, reported = REFUSALS[name]
+    with pytest.raises(CannotTellError, match=reported):
         predict(spoil(window), change)
 
 

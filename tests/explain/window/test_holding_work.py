@@ -50,24 +50,24 @@ def test_holders(tmp_path: Path) -> None:
     spans = build_spans(made, {"service.instance.id": "chat-0"})
     path = store_spans(tmp_path / "held.db", spans)
     result = EXPLAIN.run(path, "--slo", "150", "--json")
-    told = json.loads(result.stdout)
-    assert told["held"]["kinds"] == {"prefill": 0.6, "decode": 0.2, "idle": 0.2}
-    assert told["held"]["holders"] == [
+    reported = json.loads(result.stdout)
+    assert reported["held"]["kinds"] == {"prefill": 0.6, "decode": 0.2, "idle": 0.2}
+    assert reported["held"]["holders"] == [
         {
             "request_id": "long-1",
             "trace_id": "ab" * 16,
             "kind": "prefill",
-            "ms": 150.0 * told["requests"]["late"],
+            "ms": 150.0 * reported["requests"]["late"],
             "tokens": 4096,
-            "delayed": told["requests"]["late"],
+            "delayed": reported["requests"]["late"],
         },
         {
             "request_id": "hidden",
             "trace_id": "",
             "kind": "decode",
-            "ms": 50.0 * told["requests"]["late"],
+            "ms": 50.0 * reported["requests"]["late"],
             "tokens": 300,
-            "delayed": told["requests"]["late"],
+            "delayed": reported["requests"]["late"],
         },
     ]
     text = EXPLAIN.run(path, "--request", "r16").output
@@ -92,10 +92,10 @@ def test_one_trace_for_many(tmp_path: Path) -> None:
     ]
     spans = build_spans(records, {"service.instance.id": "chat-0"})
     path = store_spans(tmp_path / "shared.db", spans)
-    told = json.loads(EXPLAIN.run(path, "--slo", "150", "--json").stdout)
-    late = told["requests"]["late"]
+    reported = json.loads(EXPLAIN.run(path, "--slo", "150", "--json").stdout)
+    late = reported["requests"]["late"]
     assert late == 13
-    assert [(each["ms"], each["delayed"]) for each in told["held"]["holders"]] == [
+    assert [(each["ms"], each["delayed"]) for each in reported["held"]["holders"]] == [
         (150.0 * late, late),
         (50.0 * late, late),
     ]
@@ -122,8 +122,8 @@ def test_foreign_text(text: object) -> None:
 
 def test_scope() -> None:
     """Only our own spans can name holders."""
-    told = json.dumps([{"us": 1, "tokens": 2, "kind": "k", "request_id": "r", "trace_id": ""}])
-    attributes = {keys.HELD_BY: told}
+    reported = json.dumps([{"us": 1, "tokens": 2, "kind": "k", "request_id": "r", "trace_id": ""}])
+    attributes = {keys.HELD_BY: reported}
     own = StoredSpan("a", "b", "", "x", 0, 0, 1, scope=span_names.SCOPE, attributes=attributes)
     assert list_holders(own) == [StoredHolder(us=1, tokens=2, kind="k", request_id="r")]
     assert list_holders(StoredSpan("a", "b", "", "x", 0, 0, 1, attributes=attributes)) == []

@@ -155,11 +155,11 @@ def test_a_clock_that_is_behind() -> None:
 
 def test_remedies(database: Path, tmp_path: Path) -> None:
     """What is not stored or cannot be written is an error; no file is overwritten."""
-    for words, told in (
+    for words, reported in (
         (["--perfetto", str(tmp_path / "no" / "such.json")], "cannot write"),
         (["--perfetto", str(tmp_path / "a.json"), "--request", "nobody"], "nothing is stored"),
         (["--perfetto", str(tmp_path / "a.json"), "--json"], "exclude each other"),
     ):
         result = CliRunner().invoke(main, ["report", "--db", str(database), *words])
-        assert result.exit_code != 0 and told in result.output
+        assert result.exit_code != 0 and reported in result.output
     assert not (tmp_path / "a.json").exists()

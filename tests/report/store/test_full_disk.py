@@ -164,10 +164,10 @@ def test_answers_on_a_full_disk(store: SpanStore, tmp_path: Path) -> None:
     before = drawn.read_bytes()
     assert len(before) > 100_000
     # SQLite's shared memory has 32 KiB.
-    status, told = run_limited(len(before) // 2, *words)
-    assert status == 1 and "cannot write" in told and "Traceback" not in told
+    status, reported = run_limited(len(before) // 2, *words)
+    assert status == 1 and "cannot write" in reported and "Traceback" not in reported
     assert drawn.read_bytes() == before and [*folder.iterdir()] == [drawn]
     with Path("/dev/full").open("w") as full:
         for form in ((), ("--json",), ("--last", "1")):
-            status, told = run_limited(1 << 20, "--db", str(store.path), *form, stdout=full)
-            assert status != 0 and "the output is not complete" in told, told
+            status, reported = run_limited(1 << 20, "--db", str(store.path), *form, stdout=full)
+            assert status != 0 and "the output is not complete" in reported, reported

@@ -245,7 +245,7 @@ def test_progress_and_notes(tempo: FakeTempo) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "reported"),
     [
         (
             TempoFault("/api/search", 401),
@@ -283,7 +283,7 @@ def test_progress_and_notes(tempo: FakeTempo) -> None:
         ),
     ],
 )
-def test_failures(tempo: FakeTempo, fault: TempoFault, told: str) -> None:
+def test_failures(tempo: FakeTempo, fault: TempoFault, reported: str) -> None:
     """Every failure ends with one sentence that has its remedy, and never with the credentials."""
     tempo.fault = fault
     # A busy machine delays any answer by a second: only the late one may meet the limit.
@@ -294,12 +294,12 @@ def test_failures(tempo: FakeTempo, fault: TempoFault, told: str) -> None:
     if SECRET in fault.body.decode(errors="replace"):
         result = CliRunner().invoke(cli.main, [*words, "--tempo-header", f"x-key={SECRET}"])
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception
-    assert told in " ".join(result.output.split())
+    assert reported in " ".join(result.output.split())
     assert SECRET not in result.output and "\x1b" not in result.output
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (["--tempo", "http://[::1"], "is no address"),
         (["--tempo", "http://127.0.0.1:99999"], "is no address"),
@@ -309,11 +309,11 @@ def test_failures(tempo: FakeTempo, fault: TempoFault, told: str) -> None:
         (["--tempo", "http://127.0.0.1:1", "--tempo-timeout", "nan"], "not a number"),
     ],
 )
-def test_what_is_no_address(words: list[str], told: str) -> None:
+def test_what_is_no_address(words: list[str], reported: str) -> None:
     """Addresses and headers that cannot be used are refused with a sentence."""
     result = CliRunner().invoke(cli.main, ["report", *words])
     assert result.exit_code != 0 and isinstance(result.exception, SystemExit), result.exception
-    assert told in " ".join(result.output.split())
+    assert reported in " ".join(result.output.split())
 
 
 def test_nobody_there() -> None:
@@ -321,12 +321,12 @@ def test_nobody_there() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    for url, told in (
+    for url, reported in (
         (f"http://user:{SECRET}@127.0.0.1:{port}", "is not reachable (Connect"),
         ("127.0.0.1:3200", "is not an HTTP address"),
     ):
         result = CliRunner().invoke(cli.main, ["report", "--tempo", url])
-        assert result.exit_code == 1 and told in result.output
+        assert result.exit_code == 1 and reported in result.output
         assert "http://127.0.0.1:3200" in result.output and SECRET not in result.output
 
 
