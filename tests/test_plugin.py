@@ -13,6 +13,7 @@ import textwrap
 import pytest
 
 from ttft_otel import plugin
+from ttft_otel.hooks import install
 from ttft_otel.model.names import env_names
 
 # What a process looks like after the plugin was called: modules, patches, threads, sockets.
@@ -107,3 +108,19 @@ def test_entry_point() -> None:
 
     (found,) = [point for point in points if point.value.startswith("ttft_otel.")]
     assert found.load() is plugin.register
+
+
+def test_ray_actors_get_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM copies only some variables to Ray's actors: with the plugin on, ours are among them."""
+    ray_env = pytest.importorskip("vllm.ray.ray_env", reason="vLLM is missing; run scripts/install")
+    for name, value in (("TTFT_OTEL", "1"), ("OTEL_SERVICE_NAME", "a"), ("MINE_A", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(install.RAY_PREFIXES, "MINE_,OTEL_")
+    wanted = {"TTFT_OTEL", "OTEL_SERVICE_NAME", "MINE_A"}
+    assert "TTFT_OTEL" not in ray_env.get_env_vars_to_copy()
+
+    for _ in range(2):  # idempotent
+        install._pass_settings_to_ray()
+
+    assert os.environ[install.RAY_PREFIXES] == "MINE_,OTEL_,TTFT_OTEL"
+    assert wanted <= ray_env.get_env_vars_to_copy()

@@ -360,3 +360,23 @@ def test_build() -> None:
 
     assert api_server.build_middleware(PATCHER, stack).app is stack
     assert isinstance(api_server.build_middleware(PATCHER, stack).settings, Settings)
+
+
+def test_an_engine_core_without_hooks_is_told(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in an actor that Ray started without our variables: each is counted, the first one is logged."""
+    counted: list[str] = []
+    monkeypatch.setattr(recorder.meter, "count_dropped", counted.append)
+    recorder._warn_of_unmeasured.cache_clear()
+    caplog.set_level("WARNING", "ttft_otel")
+    asyncio.run(client.call_server())
+    assert not counted
+
+    client.server.plan = ServerPlan(marks=False)
+    for _ in range(2):
+        asyncio.run(client.call_server())
+
+    assert counted == ["unmeasured"] * 2
+    (told,) = [each.getMessage() for each in caplog.records if "measured" in each.getMessage()]
+    assert "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY" in told

@@ -124,6 +124,7 @@ def record_outputs(
             # Our own value came back: the engine core has no hooks, and measured nothing.
             if marks == UNMEASURED:
                 marks = ""
+                recorder.note_unmeasured()
             if vllm_fields.lacks_first_token(output):
                 recorder.fail_engine_request(output.request_id, marks)
             else:

@@ -4,12 +4,18 @@
 from __future__ import annotations
 
 import logging
+import os
+from typing import Final
 
 from ttft_otel.hooks import api_server, wrap
 from ttft_otel.hooks.connectors import build_connector_hooks
 from ttft_otel.hooks.engine_core.tracer import EngineCoreTracer
 from ttft_otel.hooks.worker.model_runners import WorkerTracer
 from ttft_otel.tracing import settings
+
+# Of vLLM: comma-separated prefixes of variables that it copies to Ray's actors, beside its own ones.
+RAY_PREFIXES: Final = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+SETTINGS_PREFIXES: Final = ("TTFT_OTEL", "OTEL_")
 
 
 def build_hooks(patcher: wrap.Patcher) -> dict[str, wrap.Hook]:
@@ -34,9 +40,18 @@ def install_all() -> None:
     _show_logs()
     # Before any hook runs, and while the environment is still as the operator set it.
     settings.freeze_settings()
+    _pass_settings_to_ray()
     if wrap.find_patcher() is None:
         patcher = wrap.Patcher()
         patcher.install_hooks(build_hooks(patcher))
+
+
+def _pass_settings_to_ray() -> None:
+    """Let vLLM copy our settings to actors of Ray, which see no other variables of this process."""
+    known = [each.strip() for each in os.environ.get(RAY_PREFIXES, "").split(",") if each.strip()]
+    missing = [prefix for prefix in SETTINGS_PREFIXES if prefix not in known]
+    if missing:
+        os.environ[RAY_PREFIXES] = ",".join((*known, *missing))
 
 
 def _show_logs() -> None:

@@ -7,6 +7,8 @@ the exporter and the Server-Timing header.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Final
@@ -30,6 +32,7 @@ from ttft_otel.tracing.roles import is_outermost, resolve_role
 from ttft_otel.tracing.settings import Settings
 from ttft_otel.tracing.trace_measurement import encode_trace_measurement
 
+log = logging.getLogger("ttft_otel")
 MAX_AWAITING_REQUESTS: Final = 16384
 MAX_UNENDED_REQUESTS: Final = 65536  # they stay for a whole answer
 _TIMING_REQUEST_HEADER: Final = header_names.ASK_TIMING.encode()
@@ -50,7 +53,7 @@ _READ_HEADERS: Final = frozenset(
 )
 
 
-current_trace: ContextVar[RequestTrace | None] = ContextVar("ttft_otel_trip", default=None)
+current_trace: ContextVar[RequestTrace | None] = ContextVar("ttft_otel_trace", default=None)
 # Engine request id -> the trace that still lacks this engine request's first output.
 awaiting_traces: dict[str, RequestTrace] = {}
 # Engine request id -> the engine request, until its last output.
@@ -110,6 +113,23 @@ def record_first_output(engine_id: str, marks: str, received: int, now: int) -> 
     engine.output = now
     if trace.first_output is None:  # of several (n > 1) the earliest is the client's first token
         trace.first_output = engine
+
+
+def note_unmeasured() -> None:
+    """Count a request whose engine core measured nothing; the first one is said in the log."""
+    meter.count_dropped("unmeasured")
+    _warn_of_unmeasured()
+
+
+@functools.cache  # once in a process
+def _warn_of_unmeasured() -> None:
+    log.warning(
+        "ttft-otel: the engine core answered a traced request without having measured it, so that its stages "
+        "are unattributed: its process has no hooks. Install ttft-otel and set TTFT_OTEL=1 where it runs; "
+        "Ray's actors have no other variables than those that vLLM copies "
+        "(VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=TTFT_OTEL,OTEL_). On /metrics "
+        'ttft_otel_dropped_total{reason="unmeasured"} counts such requests.'
+    )
 
 
 def record_end(engine_id: str, finish_reason: str, output_tokens: int) -> None:
