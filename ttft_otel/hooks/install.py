@@ -11,11 +11,12 @@ from ttft_otel.hooks import api_server, wrap
 from ttft_otel.hooks.connectors import build_connector_hooks
 from ttft_otel.hooks.engine_core.tracer import EngineCoreTracer
 from ttft_otel.hooks.worker.model_runners import WorkerTracer
+from ttft_otel.model.names import env_names
 from ttft_otel.tracing import settings
 
 # Of vLLM: comma-separated prefixes of variables that it copies to Ray's actors, beside its own ones.
 RAY_PREFIXES: Final = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
-SETTINGS_PREFIXES: Final = ("TTFT_OTEL", "OTEL_")
+SETTINGS_PREFIXES: Final = (env_names.TTFT_OTEL, "OTEL_")
 
 
 def build_hooks(patcher: wrap.Patcher) -> dict[str, wrap.Hook]:
