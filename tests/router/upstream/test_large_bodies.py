@@ -48,7 +48,18 @@ async def run_pool(
         accepting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         accepting.load_cert_chain(*certificate)
         trusting = ssl.create_default_context(cafile=certificate[0])
-    server = await asyncio.start_server(handler, "127.0.0.1", 0, ssl=accepting)
+    serving: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        serving.add(task)
+        await handler(reader, writer)
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=accepting)
     scheme = "https" if certificate else "http"
     url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     instance = parse_instance_url(url, MONO)
@@ -59,6 +70,9 @@ async def run_pool(
         finally:
             pool.close()
     server.close()
+    # TLS says goodbye: a connection whose end nobody waits for is left open when the loop closes.
+    if serving:
+        await asyncio.wait(serving, timeout=10)
 
 
 async def serve_bodies(
