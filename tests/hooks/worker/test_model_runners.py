@@ -234,6 +234,10 @@ class PartlyReached(device.HostClock):
     def __init__(self, reached: int) -> None:
         self.reached = reached
 
+    def find_queued(self, stamps: list[int], index: int) -> int:
+        """The host's time at the stamp."""
+        return stamps[index]
+
     def place_stamps(self, stamps: list[int]) -> device.Placement:
         """Only the first ones have a place; the reading is later than all of them."""
         places = [*stamps[: self.reached], *(0 for _ in stamps[self.reached :])]

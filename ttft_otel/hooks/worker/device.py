@@ -75,6 +75,10 @@ class StepClock:
         """Where `stamps` are, as far as the device has reached them; does not wait."""
         return Placement([0] * len(stamps), 0, 0)
 
+    def find_queued(self, stamps: Any, index: int) -> int:
+        """When the host had queued the work before stamp `index`, microseconds; 0 where it is done at once."""
+        return 0
+
     def release_stamps(self, stamps: Any) -> None:
         """Nobody asks for the places of `stamps` again."""
 
@@ -272,6 +276,10 @@ class DeviceClock(StepClock):
         event = self.pool.pop() if self.pool else self.make_event()
         event.record()
         stamps.append((event, now))
+
+    def find_queued(self, stamps: DeviceStamps, index: int) -> int:
+        """The host's time at stamp `index`."""
+        return stamps[index][1]
 
     def note_pending(self, stamps: DeviceStamps, awaited: int) -> None:
         """One query: all stamps up to `awaited` are complete when the wait is over."""

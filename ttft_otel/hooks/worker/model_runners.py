@@ -51,9 +51,8 @@ class StepStamps(msgspec.Struct, eq=False):
     awaited: int = -1
     #: sample_tokens() has run.
     tokens: bool = False
-    #: See carrier.CODE_TAKEN.
+    #: When the worker took the step, by the host's clock.
     taken: int = 0
-    launched: int = 0
 
     def __post_init__(self) -> None:
         self.taken = clock.now_us()
@@ -62,8 +61,6 @@ class StepStamps(msgspec.Struct, eq=False):
     def take_stamp(self) -> int:
         """Take a stamp; returns its index."""
         self.clock.add_stamp(self.stamps)
-        if not self.launched and self.clock.kind == clock.CLOCK_DEVICE:
-            self.launched = clock.now_us()
         return len(self.stamps) - 1
 
     def close_interval(self, code: int, begin: int) -> None:
@@ -288,8 +285,11 @@ class WorkerTracer:
                 continue
             seen_codes.add(code)
             flat += (code, begin, end)
-        flat += (carrier.CODE_TAKEN, step.taken, step.launched)
-        if step.clock.kind != clock.CLOCK_HOST:
+        if step.clock.kind == clock.CLOCK_HOST:
+            flat += (carrier.CODE_TAKEN, step.taken, 0)
+        else:
+            queued = step.clock.find_queued(step.stamps, step.pairs[0][1]) if step.pairs else 0
+            flat += (carrier.CODE_TAKEN, step.taken, queued)
             flat += (carrier.CODE_CLOCK, step.clock.kind, placement.error_us)
         if flags & carrier.ENCODER_UNFINISHED:
             self._keep_step(step)
