@@ -39,6 +39,10 @@ class LaunchBoundClock:
         """A step without stamps."""
         return []
 
+    def find_queued(self, stamps: list[tuple[Any, int]], index: int) -> int:
+        """The host's time at stamp `index`."""
+        return stamps[index][1]
+
     def add_stamp(self, stamps: list[tuple[Any, int]]) -> None:
         """Record an event, and an anchor if there is none or it is old."""
         now = clock.now_us()

@@ -76,7 +76,7 @@ class StepClock:
         return Placement([0] * len(stamps), 0, 0)
 
     def find_queued(self, stamps: Any, index: int) -> int:
-        """When the host had queued the work before stamp `index`, microseconds; 0 where it is done at once."""
+        """When the host had queued the work before stamp `index`, us; 0 where it is done at once."""
         return 0
 
     def release_stamps(self, stamps: Any) -> None:
