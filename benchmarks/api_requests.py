@@ -46,7 +46,8 @@ def run_engine() -> str:
     added = clock.now_us()
     while clock.now_us() < added + ENGINE_US:
         pass
-    forward = (10, added + 3, added + 5)
+    # The forward, and before it when the worker took the step.
+    intervals = (10, added + 4, added + 5, carrier.CODE_TAKEN, added + 3, 0)
     timeline = EngineTimeline(
         added=added,
         scheduled=added + 2,
@@ -59,7 +60,7 @@ def run_engine() -> str:
         rank=0,
         high=9,
         held=[added],
-        steps=[(clock.get_boot_number(), added + 6, 0, *forward)],
+        steps=[(clock.get_boot_number(), added + 6, 0, *intervals)],
     )
     return carrier.encode_timeline(timeline)
 

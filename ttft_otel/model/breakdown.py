@@ -250,6 +250,13 @@ def divide_dispatch(pieces: list[tuple[str, int, int]], marks: Marks) -> list[tu
     between two intervals of a step is `prepare`. A piece before a step that the worker does not tell of
     has no parts.
     """
+    if len(pieces) < 10 and len(marks.steps) == 1:
+        step = marks.steps[0]
+        # Of most requests: one step that has begun at once, which has one piece of dispatch.
+        if len(step.pairs) == 1 and not (step.launched or marks.previous):
+            low, high = marks.scheduled, step.pairs[0][1]
+            if low < step.taken < high and ("dispatch", low, high) in pieces:
+                return [("ipc", low, step.taken), ("prepare", step.taken, high)]
     steps = {
         min(pair[1] for pair in step.pairs): at for at, step in enumerate(marks.steps) if step.pairs
     }
