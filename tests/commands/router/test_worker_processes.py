@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
@@ -110,7 +111,10 @@ async def test_one_router(tmp_path: Path) -> None:
 def describe_process(pid: int, folder: Path) -> dict[str, Any]:
     """What a router's process has beside serving: what several workers need, by the kernel's own account."""
     proc = Path(f"/proc/{pid}")
-    links = [str(each.readlink()) for each in (proc / "fd").iterdir() if each.is_symlink()]
+    links = []
+    for each in (proc / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            links.append(str(each.readlink()))
     unix_paths = Path("/proc/net/unix").read_text("ascii").splitlines()
     return {
         "processes": len((proc / "task" / str(pid) / "children").read_text("ascii").split()),
