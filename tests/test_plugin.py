@@ -110,17 +110,23 @@ def test_entry_point() -> None:
     assert found.load() is plugin.register
 
 
-def test_ray_actors_get_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM copies only some variables to Ray's actors: with the plugin on, ours are among them."""
+def test_ray_actors_get_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM copies few variables to actors of Ray: with the plugin on TTFT_OTEL is one, and no header is."""
     ray_env = pytest.importorskip("vllm.ray.ray_env", reason="vLLM is missing; run scripts/install")
-    for name, value in (("TTFT_OTEL", "1"), ("OTEL_SERVICE_NAME", "a"), ("MINE_A", "1")):
+    for name, value in (
+        ("TTFT_OTEL", "1"),
+        ("TTFT_OTEL_TEMPO_HEADERS", "authorization=secret"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "authorization=secret"),
+        ("MINE", "1"),
+    ):
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv(install.RAY_PREFIXES, "MINE_,OTEL_")
-    wanted = {"TTFT_OTEL", "OTEL_SERVICE_NAME", "MINE_A"}
+    monkeypatch.setenv(install.RAY_VARIABLES, "MINE")
     assert "TTFT_OTEL" not in ray_env.get_env_vars_to_copy()
 
     for _ in range(2):  # idempotent
-        install._pass_settings_to_ray()
+        install._pass_switch_to_ray()
 
-    assert os.environ[install.RAY_PREFIXES] == "MINE_,OTEL_,TTFT_OTEL"
-    assert wanted <= ray_env.get_env_vars_to_copy()
+    assert os.environ[install.RAY_VARIABLES] == "MINE,TTFT_OTEL"
+    copied = ray_env.get_env_vars_to_copy()
+    assert {"TTFT_OTEL", "MINE"} <= copied
+    assert not {"TTFT_OTEL_TEMPO_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS"} & copied

@@ -379,4 +379,4 @@ def test_an_engine_core_without_hooks_is_told(
 
     assert counted == ["unmeasured"] * 2
     (told,) = [each.getMessage() for each in caplog.records if "measured" in each.getMessage()]
-    assert "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY" in told
+    assert "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY=TTFT_OTEL)" in told

@@ -14,9 +14,8 @@ from ttft_otel.hooks.worker.model_runners import WorkerTracer
 from ttft_otel.model.names import env_names
 from ttft_otel.tracing import settings
 
-# Of vLLM: comma-separated prefixes of variables that it copies to Ray's actors, beside its own ones.
-RAY_PREFIXES: Final = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
-SETTINGS_PREFIXES: Final = (env_names.TTFT_OTEL, "OTEL_")
+# Of vLLM: comma-separated names of variables that it copies to Ray's actors, beside its own ones.
+RAY_VARIABLES: Final = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 def build_hooks(patcher: wrap.Patcher) -> dict[str, wrap.Hook]:
@@ -41,18 +40,21 @@ def install_all() -> None:
     _show_logs()
     # Before any hook runs, and while the environment is still as the operator set it.
     settings.freeze_settings()
-    _pass_settings_to_ray()
+    _pass_switch_to_ray()
     if wrap.find_patcher() is None:
         patcher = wrap.Patcher()
         patcher.install_hooks(build_hooks(patcher))
 
 
-def _pass_settings_to_ray() -> None:
-    """Let vLLM copy our settings to actors of Ray, which see no other variables of this process."""
-    known = [each.strip() for each in os.environ.get(RAY_PREFIXES, "").split(",") if each.strip()]
-    missing = [prefix for prefix in SETTINGS_PREFIXES if prefix not in known]
-    if missing:
-        os.environ[RAY_PREFIXES] = ",".join((*known, *missing))
+def _pass_switch_to_ray() -> None:
+    """Let vLLM copy TTFT_OTEL to actors of Ray, which see no other variables of this process.
+
+    Engine cores and workers read no other one, and Ray's dashboard shows what is copied: not the OTEL_ ones,
+    whose headers may have a token.
+    """
+    known = [each.strip() for each in os.environ.get(RAY_VARIABLES, "").split(",") if each.strip()]
+    if env_names.TTFT_OTEL not in known:
+        os.environ[RAY_VARIABLES] = ",".join((*known, env_names.TTFT_OTEL))
 
 
 def _show_logs() -> None:
