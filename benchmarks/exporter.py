@@ -39,9 +39,8 @@ from ttft_otel.tracing.settings import Settings
 
 HOST: Final = "127.0.0.1"
 PROTOCOLS: Final = {"http": "http/protobuf", "grpc": "grpc"}
-MAX_RECORDS_UNDER_WAY: Final = (
-    1024  # sent and not yet exported; the exporter's queue holds 16 times as many
-)
+# Sent and not yet exported; the exporter's queue holds 16 times as many.
+MAX_RECORDS_UNDER_WAY: Final = 1024
 # Until kept encodings are filled and connections are open.
 WARM_UP_REQUESTS: Final = 200
 # Far above what any machine needs: what is not out by then will not come.

@@ -48,9 +48,8 @@ PROTOCOLS: Final = ("http", "grpc")
 EXPORT_METHOD: Final = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 KEPT_TRACES: Final = 500  # fewer than the warm-up sends
 WARM_UP_REQUESTS: Final = 1000
-REQUESTS_UNDER_WAY: Final = (
-    16  # between a request's first token and its end, so many others have theirs
-)
+# Between a request's first token and its end, so many others have theirs.
+REQUESTS_UNDER_WAY: Final = 16
 PARSINGS: Final = 5  # of each body for the reference: one takes a millisecond
 # Far above what any machine needs.
 MAX_WAIT_S: Final = 60.0

@@ -34,9 +34,8 @@ RATE_BY_STEP: Final = 0.16  # requests that arrive within a step's sleep, on ave
 MAX_SEQS, MAX_TOKENS = 4, 512
 MAX_PROMPT: Final = 1600
 MAX_TOKEN_ID: Final = 90  # the tiny model's vocabulary is small
-BLOCK_TOKENS: Final = (
-    32  # of a KV block, the least on a CPU: what a prefix cache finds is a multiple
-)
+# Of a KV block, the least on a CPU: what a prefix cache finds is a multiple.
+BLOCK_TOKENS: Final = 32
 WARM_UP: Final = 12  # requests before the first window; not counted
 SETTLE_S: Final = 4.0  # until the exporters have sent the last spans
 START_TIMEOUT_S: Final = 400

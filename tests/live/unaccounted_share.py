@@ -16,9 +16,8 @@ from tests.live.echo_server import EchoServer, measure_clock
 from ttft_otel.model import stages
 
 MAX_SHARE = 0.05  # of the router's TTFT, at the median
-MIN_TTFT_US = (
-    20_000  # a hop costs 1 to 4 ms whatever the TTFT: of a short one that is a large share
-)
+# A hop costs 1 to 4 ms whatever the TTFT: of a short one that is a large share.
+MIN_TTFT_US = 20_000
 EXCESS_TOLERANCE = ErrorTolerance(-math.inf, 0.0, 4.0)
 
 

@@ -19,9 +19,8 @@ MAX_BOUNDS: Final = 64  # kept per engine core
 # Two quartz clocks drift apart by this share of the time, at most; bounds widen with their age by as much.
 # Where NTP disciplines both it is a hundredth of that.
 DRIFT_SHARE: Final = 50e-6
-MAX_BOUND_AGE_US: Final = (
-    10_000_000  # an older one has widened to what is known from a request alone
-)
+# An older one has widened to what is known from a request alone.
+MAX_BOUND_AGE_US: Final = 10_000_000
 MAX_CLOCKS: Final = 1024  # engine cores whose bounds are kept
 
 # (boot number, data-parallel rank) -> (our time, lowest offset, highest offset), oldest first.

@@ -23,9 +23,8 @@ from ttft_otel.hooks.vllm_fields import SchedulerFacts
 from ttft_otel.model.stages import STALL_STAGE, WAIT_REASON_NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NO_WAIT: Final = (
-    "no wait"  # it ends a loop that gives somebody blocks, or concerns requests with a token
-)
+# It ends a loop that gives somebody blocks, or concerns requests with a token.
+NO_WAIT: Final = "no wait"
 # Beginning of the innermost condition around a break or continue -> the reason that is told for it.
 DECISIONS: Final = {
     # Running requests.

@@ -226,9 +226,8 @@ class WorkerTracer:
         self._attach_step(result, step)
 
     def _attach_step(self, result: Any, step: StepStamps) -> None:
-        if hasattr(
-            result, "get_output"
-        ):  # an async output: its events are complete once it is read
+        if hasattr(result, "get_output"):
+            # An async output: its events are complete once it is read.
             result._ttft_step = step
             self.bound_steps.append(step)
             if len(self.bound_steps) > MAX_BOUND_STEPS:

@@ -92,9 +92,8 @@ INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
 CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
-TIME_TO_FIRST_CHUNK: Final = (
-    "gen_ai.response.time_to_first_chunk"  # seconds, double; of streams only
-)
+# Seconds, double; of streams only.
+TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
 STREAM: Final = "gen_ai.request.stream"
 ERROR_TYPE: Final = "error.type"
 HTTP_METHOD: Final = "http.request.method"
