@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from hooks.fakes import FakeEngineCore, decode_headers, make_request
@@ -92,7 +94,7 @@ def test_a_pause_that_keeps_is_a_wait(core: FakeEngineCore, clock: testing.FakeC
     steps = []
     for name in (("r",), ()):
         if steps:
-            CORE.record_pause(None, None, core, "PAUSED_ALL")
+            CORE.record_pause(None, None, core, SimpleNamespace(name="PAUSED_ALL"))
             clock.tick(30_000)
         step = core.schedule(name, {"r": 10})
         begin = clock.at

@@ -208,6 +208,21 @@ def test_priority(drive: MakeDriver) -> None:
     assert_reason(driver, "low", "priority")
 
 
+def test_prompts_that_have_begun_go_on_while_new_ones_are_held_back(drive: MakeDriver) -> None:
+    """PAUSED_NEW leaves no chunk out: what lies between them is turnaround, and no stall for a pause."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    driver = drive(max_num_batched_tokens=64)
+    driver.add("long", tokens=200)
+    driver.step()
+    driver.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    driver.step(idle_us=3_000)
+    driver.run_until_answered("long")
+    cut, _ = driver.read("long")
+
+    assert STALL_STAGE not in cut.stages and cut.stages["dispatch"] >= 3_000
+
+
 @pytest.mark.parametrize("state", ["PAUSED_ALL", "PAUSED_NEW"])
 def test_paused(drive: MakeDriver, state: str) -> None:
     """Whether the engine core still runs steps while it is paused, or none until it goes on."""

@@ -203,9 +203,7 @@ def find_own_reason(
     if own != NO_REASON or not skipped:
         return own
     # Looked at in the order of the scheduler, which goes no further than the first that holds.
-    if getattr(request, "num_stale_output_tokens", 0) and not getattr(
-        request, "drop_stale_output", False
-    ):
+    if _waits_for_stale_output(request):
         return STALE_OUTPUT
     if _lacks_adapter_place(scheduler, facts, request):
         return LORA
@@ -213,6 +211,12 @@ def find_own_reason(
     if details.asked:
         return REMOTE_EC
     return REMOTE_KV if details.looking else OTHER
+
+
+def _waits_for_stale_output(request: Any) -> bool:
+    """Whether output from before its preemption is in flight, and will be delivered."""
+    stale = getattr(request, "num_stale_output_tokens", 0)
+    return bool(stale) and not getattr(request, "drop_stale_output", False)
 
 
 def _lacks_adapter_place(scheduler: Any, facts: vllm_fields.SchedulerFacts, request: Any) -> bool:
@@ -241,9 +245,8 @@ def find_stall_reason(
     status = getattr(getattr(request, "status", None), "name", "")
     if status == "PREEMPTED":
         preempted = getattr(output, "preempted_req_ids", None)
-        own = find_own_reason(scheduler, facts, request, timeline, skipped=True)
-        if own == STALE_OUTPUT:
-            return own
+        if _waits_for_stale_output(request):
+            return STALE_OUTPUT
         return find_common_reason(scheduler, facts, output, preempted, throttled)
     own_tokens = output.num_scheduled_tokens.get(request.request_id, 0)
     if not own_tokens and _holds_prefills_back(scheduler, facts, output, throttled):

@@ -213,14 +213,16 @@ class EngineCoreTracer:
                     )
                     self.queue.note_stall(timeline, reason, now)
         if has_part:
-            output._ttft_marked = (
-                True  # survives pickling to the workers, which then measure this step
-            )
+            # Survives pickling to the workers, which then measure this step.
+            output._ttft_marked = True
 
     def record_pause(self, _: None, result: Any, scheduler: Any, pause_state: Any) -> None:
-        """After set_pause_state(): an engine core may run no step then that leaves requests out."""
+        """After set_pause_state(): an engine core may run no step then that leaves requests out.
+
+        With PAUSED_NEW the prompts that have begun go on.
+        """
         self.queue.record_pause(pause_state)
-        if not pause_state:
+        if getattr(pause_state, "name", "") != "PAUSED_ALL":
             return
         now = clock.now_us()
         for timeline in self.awaiting.values():
