@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from ttft_otel.model import breakdown
 from ttft_otel.model.breakdown import (
     CODE_EC_TRANSFER,
     CODE_ENCODER,
@@ -448,3 +449,33 @@ def test_parts_of_dispatch_between_chunks() -> None:
         ("ipc", 1530, 1535),
         *last,
     ]
+
+
+@pytest.mark.parametrize("taken", [1390, 1400, 1401, 1440, 1499, 1500, 1510])
+@pytest.mark.parametrize("launched", [0, 1470])
+def test_the_usual_parts_are_the_general_ones(taken: int, launched: int) -> None:
+    """The short way for one step gives what the cursor gives, or leaves it to the cursor."""
+    step = EngineStep([(CODE_FORWARD, 1500, 1600)], 1700, taken=taken, launched=launched)
+    marks = make_marks(steps=[step])
+    pieces = partition_marks(marks).pieces
+    usual = breakdown._divide_usual_dispatch(pieces, marks)
+
+    assert usual in ([], breakdown._divide_dispatch_pieces(pieces, marks))
+    assert bool(usual) == (1400 < taken < 1500 and not launched)
+
+
+def test_merged_pieces_have_no_parts() -> None:
+    """Of a prompt with so many chunks the last ones have no places of their own."""
+    steps = [
+        EngineStep([(CODE_FORWARD, 1410 + 10 * at, 1415 + 10 * at)], 0, taken=1408 + 10 * at)
+        for at in range(MAX_PIECES)
+    ]
+    steps[-1].sampled = 2400
+    turns = [(1416 + 10 * at, 0) for at in range(MAX_PIECES - 1)]
+    marks = make_marks(
+        steps=steps, turns=turns, entered=2410, received=2420, output=2430, egress=2440
+    )
+    found = partition_marks(marks)
+
+    assert is_closed(found) and found.unattributed == 0
+    assert divide_dispatch(found.pieces, marks) == []

@@ -127,7 +127,7 @@ def _warn_of_unmeasured() -> None:
         "ttft-otel: the engine core answered a traced request without having measured it, so that its stages "
         "are unattributed: its process has no hooks. Install ttft-otel and set TTFT_OTEL=1 where it runs; "
         "Ray's actors have no other variables than those that vLLM copies "
-        "(VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=TTFT_OTEL,OTEL_). On /metrics "
+        "(VLLM_RAY_EXTRA_ENV_VARS_TO_COPY=TTFT_OTEL). On /metrics "
         'ttft_otel_dropped_total{reason="unmeasured"} counts such requests.'
     )
 
@@ -202,8 +202,6 @@ def _add_engine_parts(trace: RequestTrace, marks: breakdown.Marks) -> None:
     sampled = marks.steps[-1].sampled if marks.steps else 0
     if marks.foreign or not trace.context.sampled:  # metrics count no parts
         return
-    if trace.breakdown is not None:
-        trace.parts += breakdown.divide_dispatch(trace.breakdown.pieces, marks)
     for name, start, end in (
         ("collect", sampled, marks.entered),
         ("transport", marks.entered, marks.received),
@@ -212,6 +210,11 @@ def _add_engine_parts(trace: RequestTrace, marks: breakdown.Marks) -> None:
         # Parts are details: one that does not fit is left out, and no stage depends on it.
         if start > trace.arrive and end > start:
             trace.parts.append((name, start, end))
+    if trace.breakdown is not None:
+        parts = breakdown.divide_dispatch(trace.breakdown.pieces, marks)
+        # All or none: they add up to their stage.
+        if len(trace.parts) + len(parts) <= record_parts.MAX_PARTS:
+            trace.parts += parts
 
 
 def format_timing_header(trace: RequestTrace, now: int) -> str:
