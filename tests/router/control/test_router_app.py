@@ -25,7 +25,8 @@ from ttft_otel.router import types
 from ttft_otel.router.control import app
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
-from ttft_otel.router.routing import prefixes
+from ttft_otel.router.routing.policies.block_index import SentHistory
+from ttft_otel.router.routing.prefixes import PrefixSource
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
@@ -168,11 +169,14 @@ async def test_control_plane_is_traced_the_data_path_is_not(
 
 
 async def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
-    """A prefix source that does not fit the instances ends the start with one line; nothing stays open."""
-    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-    fleet = InstancePool({"mono": [types.parse_instance_url(url, "mono") for url in urls]})
-    source = prefixes.build_source("lmcache", lmcache_url="http://127.0.0.1:9")
-    routing = RoutingService(fleet, prefix_source=source)
+    """A prefix source that cannot start ends the start with one line; nothing stays open."""
+
+    class UnreadySource(PrefixSource):
+        async def start(self, *_: Any) -> None:
+            raise ValueError("no memory for an index: use --prefix-index history")
+
+    fleet = InstancePool({"mono": [types.parse_instance_url("http://127.0.0.1:1", "mono")]})
+    routing = RoutingService(fleet, prefix_source=UnreadySource(SentHistory(16, 100)))
     legs = UpstreamClient(fleet, routing)
     built = app.build_app(
         ProxyEndpoint(legs, routing, Settings(), None, admission=AdmissionGate(legs)), dict
@@ -186,10 +190,10 @@ async def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
     async def send_message(message: Any) -> None:
         said.append(message)
 
-    with pytest.raises(ValueError, match="share an address"):
+    with pytest.raises(ValueError, match="no memory"):
         await built({"type": "lifespan", "state": {}}, receive_message, send_message)
     assert said[0]["type"] == "lifespan.startup.failed" and len(said) == 1
-    assert "--lmcache-instances" in said[0]["message"] and "\n" not in said[0]["message"]
+    assert "--prefix-index history" in said[0]["message"] and "\n" not in said[0]["message"]
     with pytest.raises(RuntimeError):
         assert legs.queries
     assert asyncio.all_tasks() == before

@@ -10,7 +10,7 @@ from ttft_otel.model.names import metric_names
 
 
 class ReportingSource(scripted_knowledge.ScriptedSource):
-    """One instance that publishes events, one that was sent something, one that LMCache knows."""
+    """One instance that publishes events, one that was sent something."""
 
     def describe_instances(self) -> dict[str, Any]:
         """As the real ones say it."""
@@ -18,7 +18,6 @@ class ReportingSource(scripted_knowledge.ScriptedSource):
         return {
             "http://a": {"source": "kv-events", "blocks": 7, "counts": counts},
             "http://b": {"source": "history", "blocks": 5},
-            "http://c": {"source": "lmcache", "blocks": 4, "counts": {"answered": 9}},
         }
 
 
@@ -35,7 +34,6 @@ async def test_each_instances_cache_is_on_metrics() -> None:
         assert [line for line in lines if line.startswith((blocks, events))] == [
             f'{blocks}{{instance="http://a",leg="mono",source="kv-events"}} 7.0',
             f'{blocks}{{instance="http://b",leg="mono",source="history"}} 5.0',
-            f'{blocks}{{instance="http://c",leg="mono",source="lmcache"}} 4.0',
             f'{events}{{event="gaps",instance="http://a",leg="mono"}} 2.0',
             f'{events}{{event="replays",instance="http://a",leg="mono"}} 3.0',
             f'{events}{{event="clears",instance="http://a",leg="mono"}} 1.0',

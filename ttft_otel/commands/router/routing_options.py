@@ -21,12 +21,7 @@ from ttft_otel.router.routing import routing_service
 from ttft_otel.router.routing.policies import pending_load
 from ttft_otel.router.routing.policies import policy_state as states
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
-from ttft_otel.router.routing.prefixes import (
-    PrefixIndexName,
-    PrefixSource,
-    build_source,
-    lmcache_source,
-)
+from ttft_otel.router.routing.prefixes import PrefixIndexName, PrefixSource, build_source
 from ttft_otel.router.upstream.instance_pool import InstancePool
 
 PREFIX_INDEXES: Final = get_args(PrefixIndexName)
@@ -69,8 +64,6 @@ class RoutingOptions:
     tokenize: Literal["local", "engine"]
     prefix_index: PrefixIndexName
     kv_events_endpoint: tuple[str, ...]
-    lmcache_controller_url: str
-    lmcache_instances: str
     enable_shared_cache: bool
 
     def build_routing(
@@ -104,7 +97,7 @@ class RoutingOptions:
 
         # The reader needs the pool: instances name their models' tokenizers, or render themselves.
         prompt_reader = build_reader(self.tokenizer or None, self.tokenize, pool, api_key)
-        knowledge = (prompt_reader, self._build_prefix_source(pool))
+        knowledge = (prompt_reader, self._build_prefix_source())
         return routing_service.RoutingService(
             pool, policy_name, options, window_s, *knowledge, encoders_policy=encoders_policy
         )
@@ -125,25 +118,19 @@ class RoutingOptions:
             )
         return policy_name
 
-    def _build_prefix_source(self, pool: InstancePool) -> PrefixSource:
-        names = [each for each in self.lmcache_instances.split(",") if each]
+    def _build_prefix_source(self) -> PrefixSource:
         try:
-            # Checked now, although start() does it again: here the remedy ends the command.
-            if self.prefix_index == "lmcache":
-                lmcache_source.check_instance_ids(names, pool.get(pool.prefilling_leg))
             return build_source(
                 self.prefix_index,
                 kv_endpoints=self.kv_events_endpoint,
-                lmcache_url=self.lmcache_controller_url,
-                lmcache_instances=names,
-                is_kept_elsewhere=self.has_index_service,
+                uses_index_service=self.has_index_service,
             )
         except ValueError as error:
             raise click.UsageError(str(error)) from error
 
     def _check_combinations(self) -> None:
         """Raise UsageError for flags that need another flag or exclude each other."""
-        policy_name, index = self.routing_logic, self.prefix_index
+        policy_name = self.routing_logic
         if policy_name == "session" and not self.session_key:
             raise click.UsageError("--routing-logic session needs --session-key NAME.")
         # The trapezoid compares attention pairs, which cannot be held against milliseconds.
@@ -151,14 +138,7 @@ class RoutingOptions:
             raise click.UsageError(
                 "--slo-ttft-ms needs predictions: --routing-logic ttft --ttft-model calibrated."
             )
-        # Both ways: a URL that nobody asks would look like a working set-up.
-        if (index == "lmcache") != bool(self.lmcache_controller_url):
-            raise click.UsageError(
-                "--prefix-index lmcache and --lmcache-controller-url URL go together."
-            )
-        if self.lmcache_instances and index != "lmcache":
-            raise click.UsageError("--lmcache-instances needs --prefix-index lmcache.")
-        if self.kv_events_endpoint and index != "kv-events":
+        if self.kv_events_endpoint and self.prefix_index != "kv-events":
             raise click.UsageError("--kv-events-endpoint needs --prefix-index kv-events.")
 
 
@@ -264,25 +244,13 @@ def add_routing_options(declare_option: OptionDeclarer) -> Callable[[Command], C
             "--prefix-index",
             type=click.Choice(PREFIX_INDEXES),
             default=HISTORY_INDEX,
-            help="Source of cached prefixes: KV events, LMCache, or the prompts sent to each instance.",
+            help="Source of cached prefixes: KV events, or the prompts sent to each instance.",
         ),
         declare_option(
             "--kv-events-endpoint",
             multiple=True,
             metavar="URL=ENDPOINT[,REPLAY]",
             help="ZMQ endpoint of an instance's KV events; by default the one that it reports.",
-        ),
-        declare_option(
-            "--lmcache-controller-url",
-            default="",
-            metavar="URL",
-            help="URL of the LMCache controller, for --prefix-index lmcache.",
-        ),
-        declare_option(
-            "--lmcache-instances",
-            default="",
-            metavar="ID[=URL],ID[=URL]",
-            help="LMCache's IDs of the instances, in the order of the instances or as ID=URL.",
         ),
         declare_option(
             # For instances that load blocks from one store, whoever of them computed these.

@@ -117,9 +117,7 @@ def collect_cache_metrics(leg: str, prefix_source: PrefixSource) -> Iterator[Met
     # Sorted, so that the lines of two scrapes can be compared.
     for url, described in sorted(prefix_source.describe_instances().items()):
         blocks.add_metric([leg, url, described["source"]], described["blocks"])
-        if (
-            described["source"] == KV_EVENTS_SOURCE
-        ):  # counts of an LMCache controller are not per instance
+        if described["source"] == KV_EVENTS_SOURCE:
             for event, number in described["counts"].items():
                 events.add_metric([leg, url, event], number)
     yield from (blocks, events)

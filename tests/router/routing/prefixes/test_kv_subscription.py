@@ -328,11 +328,9 @@ def test_told() -> None:
 
 
 def test_needs() -> None:
-    """Flags of one source with another one are refused."""
+    """A flag of one source with another one is refused."""
     with pytest.raises(ValueError, match="--prefix-index kv-events"):
         prefixes.build_source("history", kv_endpoints=["http://a:1=tcp://*:5557"])
-    with pytest.raises(ValueError, match="--prefix-index lmcache"):
-        prefixes.build_source("kv-events", lmcache_url="http://a:1")
 
 
 def test_without_zmq(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,7 @@
 
 prefix_source.py is their base, and estimates from the prompts sent; kv_events_source.py follows the KV events
 that vLLM publishes (kv_subscription.py per instance, with zmq_sockets.py, event_feed.py, kv_event_parser.py,
-block_ledger.py); with --workers one process does so, and shared_index_source.py asks it (index_frames.py);
-lmcache_source.py asks LMCache's controller.
+block_ledger.py); with --workers one process does so, and shared_index_source.py asks it (index_frames.py).
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal
 
+from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource as PrefixSource
 
-PrefixIndexName = Literal["kv-events", "lmcache", "history"]
+PrefixIndexName = Literal["kv-events", "history"]
 DEFAULT_BLOCK_SIZE: Final = 16  # tokens per block until an engine reports its own; vLLM's default
 MAX_HISTORY_BLOCKS: Final = 65_536  # blocks per instance: a million tokens at 16 each
 
@@ -25,9 +25,7 @@ def build_source(
     block_size: int = DEFAULT_BLOCK_SIZE,
     history_blocks: int = MAX_HISTORY_BLOCKS,
     kv_endpoints: Sequence[str] = (),
-    lmcache_url: str = "",
-    lmcache_instances: Sequence[str] = (),
-    is_kept_elsewhere: bool = False,
+    uses_index_service: bool = False,
 ) -> PrefixSource:
     """Create the source that --prefix-index names. Raises ValueError, with the remedy.
 
@@ -36,30 +34,20 @@ def build_source(
         block_size: tokens per block until an engine reports its own.
         history_blocks: blocks remembered for each instance that reports nothing.
         kv_endpoints: values of --kv-events-endpoint.
-        lmcache_url: the controller's URL.
-        lmcache_instances: the controller's IDs of the instances.
-        is_kept_elsewhere: another process follows KV events (workers/index_service.py), this one asks it.
+        uses_index_service: another process follows KV events (workers/index_service.py), this one asks it.
     """
-    # Flags that do nothing would look like a working set-up.
-    if kv_endpoints and kind != "kv-events":
-        raise ValueError("--kv-events-endpoint needs --prefix-index kv-events.")
-    if (lmcache_url or lmcache_instances) and kind != "lmcache":
-        raise ValueError("--lmcache-controller-url and -instances need --prefix-index lmcache.")
+    if kind == "history":
+        # A flag that does nothing would look like a working set-up.
+        if kv_endpoints:
+            raise ValueError("--kv-events-endpoint needs --prefix-index kv-events.")
+        return PrefixSource(SentHistory(block_size, history_blocks))
     # Imported here, because a router without KV events needs no ZMQ.
-    if kind == "kv-events":
-        from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
+    from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
 
-        # Also where another process follows the events, for what it raises.
-        source = KvEventsSource(block_size, history_blocks, kv_endpoints)
-        if not is_kept_elsewhere:
-            return source
-        from ttft_otel.router.routing.prefixes.shared_index_source import SharedIndexSource
+    # Also where another process follows the events, for what it raises.
+    source = KvEventsSource(block_size, history_blocks, kv_endpoints)
+    if not uses_index_service:
+        return source
+    from ttft_otel.router.routing.prefixes.shared_index_source import SharedIndexSource
 
-        return SharedIndexSource(block_size, history_blocks)
-    if kind == "lmcache":
-        from ttft_otel.router.routing.prefixes.lmcache_source import LMCacheSource
-
-        return LMCacheSource(block_size, history_blocks, lmcache_url, lmcache_instances)
-    from ttft_otel.router.routing.policies.block_index import SentHistory
-
-    return PrefixSource(SentHistory(block_size, history_blocks))
+    return SharedIndexSource(block_size, history_blocks)
