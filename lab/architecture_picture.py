@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw docs/img/architecture.svg: the processes and what flows between them, rooms and their imports.
+"""Draw docs/img/architecture.svg: the processes and what flows between them, folders and their imports.
 
 Imports are measured (room_imports.py); the processes are the two tables below. After a change:
 
@@ -59,7 +59,7 @@ class DataFlow:
     label_at: tuple[int, int] | None = None
 
 
-# By hand: processes and what they exchange cannot be read from imports, as rooms can.
+# By hand: processes and what they exchange cannot be read from imports, as folders can.
 PROCESSES: Final = (
     ProcessBox("client", 20, 60, "client", "or ttft-otel bench", width=130),
     ProcessBox("router", 225, 60, "router", "ttft-otel router", True, 140),
@@ -161,11 +161,11 @@ def draw_processes() -> Iterator[str]:
 
 
 def draw_arc(x: float, top: float, bottom: float, files: int, upward: bool) -> str:
-    """One import arrow beside the column of rooms: right of it, or left if it is against the order."""
+    """One import arrow beside the column of folders: right of it, or left if it is against the order."""
     # Longer arcs reach further out, so that they do not lie on shorter ones.
     bulge = (20 + abs(bottom - top) * 0.42) * (-1 if upward else 1)
     style = UPWARD if upward else "#4f46e5"
-    # At most 5 units: a room that every file imports would hide its neighbours.
+    # At most 5 units: a folder that every file imports would hide its neighbours.
     width = min(1 + files * 0.22, 5)
     return (
         f'<path d="M{x:g},{top:g} C{x + bulge:g},{top:g} {x + bulge:g},{bottom:g} {x:g},{bottom:g}" '
@@ -175,7 +175,7 @@ def draw_arc(x: float, top: float, bottom: float, files: int, upward: bool) -> s
 
 
 def draw_rooms(x: int, title: str, rooms: Sequence[str], imports: RoomImports) -> Iterator[str]:
-    """A column of rooms and their imports, from the top of the lower half."""
+    """A column of folders and their imports, from the top of the lower half."""
     yield draw_text(x, IMPORTS_TOP + 20, title, "h")
     first = IMPORTS_TOP + 44
     middles = {
@@ -186,7 +186,7 @@ def draw_rooms(x: int, title: str, rooms: Sequence[str], imports: RoomImports) -
     for (source, target), files in sorted(imports.items()):
         upward = middles[target] < middles[source]
         side = left if upward else left + ROOM_WIDTH
-        # Arrows leave in the lower third of a room and arrive in the upper one.
+        # Arrows leave in the lower third of a box and arrive in the upper one.
         offset = -6 if upward else 6
         yield draw_arc(side, middles[source] + offset, middles[target] - offset, files, upward)
     for room, middle in middles.items():
@@ -205,9 +205,11 @@ def draw_architecture() -> str:
     height = IMPORTS_TOP + 44 + longest * ROOM_STEP + 30
     body = (
         *draw_processes(),
-        *draw_rooms(20, "Rooms of ttft_otel/", package_rooms, room_imports.count_package_imports()),
         *draw_rooms(
-            560, "Rooms of ttft_otel/router/", router_rooms, room_imports.count_router_imports()
+            20, "Folders of ttft_otel/", package_rooms, room_imports.count_package_imports()
+        ),
+        *draw_rooms(
+            560, "Parts of ttft_otel/router/", router_rooms, room_imports.count_router_imports()
         ),
         draw_text(
             WIDTH / 2,
@@ -221,7 +223,7 @@ def draw_architecture() -> str:
 
 # Doubled braces are CSS's: the text goes through str.format().
 HEADER: Final = """xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
-<title>Processes, rooms and imports of ttft-otel</title>
+<title>Processes, folders and imports of ttft-otel</title>
 <style>text {{ font: 13px sans-serif; fill: #0f172a; text-anchor: middle }}
 .b {{ font-weight: 600 }} .s {{ font-size: 11px; fill: #334155 }}
 .h {{ font-size: 15px; font-weight: 600; text-anchor: start }}</style>

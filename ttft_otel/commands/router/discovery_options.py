@@ -55,7 +55,7 @@ def check_sources(_: click.Context, __: click.Parameter, texts: tuple[str, ...])
 
 
 def build_discovery(
-    texts: Sequence[str], interval_s: float, api_url: str, roster: InstanceRegistry
+    texts: Sequence[str], interval_s: float, api_url: str, registry: InstanceRegistry
 ) -> Discovery:
     """Build the discovery of all sources. Raises UsageError for k8s:// outside a cluster."""
     addresses = [parse_source_address(each) for each in dict.fromkeys(texts)]
@@ -63,7 +63,7 @@ def build_discovery(
         sources = [_build_source(each, interval_s, api_url) for each in addresses]
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    return Discovery(sources, roster, interval_s)
+    return Discovery(sources, registry, interval_s)
 
 
 def _build_source(address: SourceAddress, interval_s: float, api_url: str) -> InstanceSource:

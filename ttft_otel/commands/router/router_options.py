@@ -28,9 +28,8 @@ from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.types import Instance, parse_instance_url
 
 ENV_PREFIX: Final = "TTFT_OTEL_ROUTER_"
-ARGUMENTS_KEY: Final = (
-    "ttft_otel.arguments"  # key of the context's `meta` under which the command line is kept
-)
+# Key of the context's `meta` under which the command line is kept.
+ARGUMENTS_KEY: Final = "ttft_otel.arguments"
 # What SIGHUP applies; everything else is built into objects that live as long as the router.
 RELOADABLE_FIELDS: Final = ("encoder", "prefill", "decode", "backend", "api_key")
 

@@ -76,9 +76,8 @@ class Explanation:
     p50_us: float
     p99_us: float
     holding: HoldingWork | None = None  #: who held them, for a stage that waits
-    prediction: RemedyPrediction | None = (
-        None  #: what the remedy would bring, where it was asked for
-    )
+    #: What the remedy would bring, where it was asked for.
+    prediction: RemedyPrediction | None = None
     no_prediction: str = ""  #: why that is not known
     lost: LostRequests = field(
         default_factory=LostRequests

@@ -58,9 +58,8 @@ class DecodeLeg:
     def __init__(self, upstream: UpstreamClient, releases: KvReleases) -> None:
         self.upstream = upstream
         self.releases = releases
-        self.mismatch_count = (
-            0  # requests whose first token the decode instance generated differently
-        )
+        # Requests whose first token the decode instance generated differently.
+        self.mismatch_count = 0
 
     async def serve_full_answer(self, job: DisaggregatedRequest) -> None:
         """Relay the whole decode response; the decode instance generates the first token again."""

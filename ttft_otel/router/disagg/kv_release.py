@@ -28,9 +28,8 @@ UNKNOWN_MODEL: Final = "ttft-otel-nobody"  # no model has this name
 RELEASE_TIMEOUT_S: Final = 10.0
 SHUTDOWN_WAIT_S: Final = 2.0  # seconds to wait for running releases at shutdown
 _AUTH_HEADERS: Final = ("authorization",)
-MAX_PENDING_RELEASES: Final = (
-    256  # in flight; further ones are left to the prefill instance's time-out
-)
+# In flight; further ones are left to the prefill instance's time-out.
+MAX_PENDING_RELEASES: Final = 256
 
 
 class KvReleases:

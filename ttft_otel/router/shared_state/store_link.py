@@ -47,9 +47,8 @@ from ttft_otel.tracing.guard import Guard
 
 CHANNEL: Final = "changes"
 FORMAT: Final = 1  # of keys and values: releases that differ in it know nothing of one another
-EXCHANGE_INTERVAL_S: Final = (
-    0.005  # seconds between two exchanges: what happens meanwhile shares one
-)
+# Seconds between two exchanges: what happens meanwhile shares one.
+EXCHANGE_INTERVAL_S: Final = 0.005
 REFRESH_INTERVAL_S: Final = 1.0  # seconds after which a key is written though nothing has changed
 EXPIRY_S: Final = 5.0  # seconds after which what a silent process had under way is forgotten
 TIMEOUT_S: Final = 1.0  # seconds for the store to connect, and to answer

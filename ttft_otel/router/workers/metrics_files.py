@@ -17,9 +17,8 @@ from prometheus_client.core import Metric
 
 from ttft_otel.model.names import metric_names
 
-MAX_GAUGE_AGE_S: Final = (
-    10.0  # seconds after which the gauges of a worker that writes nothing are left out
-)
+# Seconds after which the gauges of a worker that writes nothing are left out.
+MAX_GAUGE_AGE_S: Final = 10.0
 # Gauges of which each worker has a part; of the others each has the whole, or its own opinion.
 SUMMED_GAUGES: Final = {
     metric_names.ROUTER_REQUESTS_IN_FLIGHT,

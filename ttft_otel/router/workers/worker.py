@@ -40,9 +40,8 @@ from ttft_otel.router.workers.worker_socket import WorkerSocket
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.guard import Guard
 
-TOTALS_INTERVAL_S: Final = (
-    1.0  # seconds between two comparisons of totals, and two files of metrics
-)
+# Seconds between two comparisons of totals, and two files of metrics.
+TOTALS_INTERVAL_S: Final = 1.0
 ANSWER_TIMEOUT_S: Final = 1.0  # seconds for the others to answer a question
 MAX_ORDERS: Final = 1024  # that a worker keeps for others that have missed some
 REGISTER: Final = "register"

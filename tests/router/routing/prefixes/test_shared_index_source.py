@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker and the keeper of its index over a real socket, also one that is silent, confused or gone."""
+"""A worker and the service of its index over a real socket, also one that is silent, confused or gone."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ KEYS = compute_block_keys(IDS, BLOCK_TOKENS)
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    """Where the keeper listens; pytest's folders would make the path too long for a socket."""
+    """Where the service listens; pytest's folders would make the path too long for a socket."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder) / "index.sock"
 
 
 @asynccontextmanager
-async def run_keeper(path: Path) -> AsyncIterator[IndexService]:
-    """A real keeper, until the block ends: then its lifeline does."""
+async def run_service(path: Path) -> AsyncIterator[IndexService]:
+    """A real service, until the block ends: then its lifeline does."""
     read_fd, write_fd = os.pipe()
-    keeper = IndexService(KvEventsSource(BLOCK_TOKENS, 1000, ()), path)
-    task = asyncio.create_task(keeper.run(read_fd))
+    service = IndexService(KvEventsSource(BLOCK_TOKENS, 1000, ()), path)
+    task = asyncio.create_task(service.run(read_fd))
     try:
-        yield keeper
+        yield service
     finally:
         os.close(write_fd)
         await task
@@ -55,7 +55,7 @@ async def run_keeper(path: Path) -> AsyncIterator[IndexService]:
 
 @asynccontextmanager
 async def run_source(path: Path, *urls: str) -> AsyncIterator[SharedIndexSource]:
-    """A worker's source that asks the keeper at `path`."""
+    """A worker's source that asks the service at `path`."""
     source = SharedIndexSource(BLOCK_TOKENS, 1000)
     async with QueryClient() as queries:
         await source.start(queries, build_fleet(*urls))
@@ -67,7 +67,9 @@ async def run_source(path: Path, *urls: str) -> AsyncIterator[SharedIndexSource]
 
 
 @asynccontextmanager
-async def run_fake_keeper(path: Path, answer: Callable[[bytes], bytes]) -> AsyncIterator[list[Any]]:
+async def run_fake_service(
+    path: Path, answer: Callable[[bytes], bytes]
+) -> AsyncIterator[list[Any]]:
     """A listener that answers whatever it gets by `answer`; "" closes the connection. Yields its writers."""
     writers: list[Any] = []
 
@@ -116,14 +118,14 @@ async def test_reported_and_estimated(tmp_path: Path, path: Path) -> None:
     publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS))
     async with (
         run_publisher(publisher) as url,
-        run_keeper(path) as keeper,
+        run_service(path) as service,
         run_source(path, url, silent) as source,
     ):
         await publisher.wait_for_subscriber()
-        await wait_until(lambda: url in keeper.source.reported.reporting)
+        await wait_until(lambda: url in service.source.reported.reporting)
         publisher.engine.compute_prompt(IDS[: 3 * BLOCK_TOKENS])
         await publisher.publish_events()
-        await wait_until(lambda: len(keeper.source.reported) == 3)
+        await wait_until(lambda: len(service.source.reported) == 3)
         source.index.record_served(silent, KEYS[:2])
         source.index.record_served(url, KEYS)
 
@@ -137,20 +139,20 @@ async def test_reported_and_estimated(tmp_path: Path, path: Path) -> None:
         # An instance that this worker has not any more is followed by nobody.
         source._pool.replace_instances({"mono": []})
         source.sync_instances()
-        await wait_until(lambda: not len(keeper.pool))
-        assert not keeper.source.reported.reporting
+        await wait_until(lambda: not len(service.pool))
+        assert not service.source.reported.reporting
 
 
 async def test_instances_of_all_workers(path: Path) -> None:
-    """The keeper follows what any worker has, and goes on with the last one's when that is replaced."""
+    """The service follows what any worker has, and goes on with the last one's when that is replaced."""
     one, other = "http://127.0.0.1:1", "http://127.0.0.1:2"
-    async with run_keeper(path) as keeper:
+    async with run_service(path) as service:
         async with run_source(path, one):
             async with run_source(path, one, other):
-                await wait_until(lambda: {each.url for each in keeper.pool} == {one, other})
-            await wait_until(lambda: {each.url for each in keeper.pool} == {one})
-        await wait_until(lambda: not keeper.urls_by_worker)
-        assert {each.url for each in keeper.pool} == {one}
+                await wait_until(lambda: {each.url for each in service.pool} == {one, other})
+            await wait_until(lambda: {each.url for each in service.pool} == {one})
+        await wait_until(lambda: not service.urls_by_worker)
+        assert {each.url for each in service.pool} == {one}
 
 
 async def test_a_keeper_that_cannot_follow(path: Path) -> None:
@@ -161,8 +163,8 @@ async def test_a_keeper_that_cannot_follow(path: Path) -> None:
             raise OSError("no sockets left")
 
     read_fd, write_fd = os.pipe()
-    keeper = IndexService(FailingSource(BLOCK_TOKENS, 1000, ()), path)
-    task = asyncio.create_task(keeper.run(read_fd))
+    service = IndexService(FailingSource(BLOCK_TOKENS, 1000, ()), path)
+    task = asyncio.create_task(service.run(read_fd))
     async with run_source(path, "http://127.0.0.1:1"):
         with pytest.raises(OSError, match="no sockets left"):
             await task
@@ -170,23 +172,23 @@ async def test_a_keeper_that_cannot_follow(path: Path) -> None:
     os.close(write_fd)
 
 
-async def test_without_a_keeper(path: Path) -> None:
-    """The estimate decides at once, and it is said; a keeper that comes later is found."""
+async def test_without_a_service(path: Path) -> None:
+    """The estimate decides at once, and it is said; a service that comes later is found."""
     url = "http://127.0.0.1:1"
     async with run_source(path, url) as source:
         assert await source.look_up("m", Prompt(len(IDS), IDS, KEYS), [url]) is None
         assert source.channel is not None and source.channel.counts["away"] == 1
         assert "is away" in source.describe_problem()
-        async with run_keeper(path):
+        async with run_service(path):
             assert await look_up_patiently(source, [url]) == {url: 0}
             await source.close()
 
 
-async def test_a_silent_keeper(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_service(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request waits for a bounded time; after some in a row nobody asks for a while."""
     monkeypatch.setattr(shared_index_source, "LATE_PAUSE_S", 3600.0)
 
-    async with run_fake_keeper(path, lambda _: b"-"), run_channel(path) as channel:
+    async with run_fake_service(path, lambda _: b"-"), run_channel(path) as channel:
         for _ in range(10):
             assert await channel.look_up(KEYS) is None
         assert channel.counts["late"] == shared_index_source.MAX_LATE
@@ -197,7 +199,7 @@ async def test_too_many_wait(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Beyond a number of lookups that wait, requests are decided without one."""
     monkeypatch.setattr(shared_index_source, "DEADLINE_S", 3600.0)
 
-    async with run_fake_keeper(path, lambda _: b"-") as writers, run_channel(path) as channel:
+    async with run_fake_service(path, lambda _: b"-") as writers, run_channel(path) as channel:
         asking = [asyncio.create_task(channel.look_up(KEYS)) for _ in range(100)]
         await wait_until(lambda: channel.counts["skipped"] == 100 - shared_index_source.MAX_LOOKUPS)
         # With the connection end all that wait for it, long before their time is over.
@@ -207,18 +209,18 @@ async def test_too_many_wait(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("reply", [b"", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\3\x92\xa1d"])
-async def test_a_confused_keeper(path: Path, reply: bytes) -> None:
+async def test_a_confused_service(path: Path, reply: bytes) -> None:
     """A connection on which something else comes is given up, and made anew."""
-    async with run_fake_keeper(path, lambda _: reply) as writers:
+    async with run_fake_service(path, lambda _: reply) as writers:
         channel = IndexChannel(path, lambda: [], lambda _: None)
         await wait_until(lambda: len(writers) >= 3)
         await channel.close()
 
 
 async def test_a_confused_worker(path: Path) -> None:
-    """The keeper hangs up on who sends something else, and goes on with the others."""
+    """The service hangs up on who sends something else, and goes on with the others."""
     url = "http://127.0.0.1:1"
-    async with run_keeper(path), run_source(path, url) as source:
+    async with run_service(path), run_source(path, url) as source:
         assert await look_up_patiently(source, [url]) == {url: 0}
         for garbage in (b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\7\x93\xa1l\1\xc4\1x"):
             reader, writer = await asyncio.open_unix_connection(str(path))

@@ -51,9 +51,8 @@ class InstanceLoad:
     entries: dict[RequestKey, PendingRequest] = field(default_factory=dict)
     tokens_to_compute: int = 0
     pairs: int = 0
-    head_started_us: int = (
-        0  # when the request before the first entry ended, so that this one began
-    )
+    # When the request before the first entry ended, so that this one began.
+    head_started_us: int = 0
     # Blocks of pending prompts: cached once those have run.
     queued_blocks: Counter[int] = field(default_factory=Counter)
     arrivals_by_second: deque[list[int]] = field(default_factory=deque)  # [second, arrivals]

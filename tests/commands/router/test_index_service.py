@@ -128,7 +128,7 @@ class IndexSite:
                 body: dict[str, Any] = await response.json()
                 return body
 
-    def find_keeper(self) -> int:
+    def find_index_service(self) -> int:
         """The process that listens for lookups, 0 if there is none."""
         lines = Path("/proc/net/unix").read_text("ascii").splitlines()
         inodes = {line.split()[6] for line in lines if line.endswith(self.socket_path)}
@@ -139,15 +139,15 @@ class IndexSite:
 
     @property
     def socket_path(self) -> str:
-        """Where the keeper of this router listens."""
+        """Where the service of this router listens."""
         pid = self.it.process.pid
         links = list_files(pid)
         folder = next(each.rpartition("/")[0] for each in links if each.endswith("/running"))
         return f"{folder}/index.sock"
 
-    async def wait_for_keeper(self, other_than: int = 0) -> int:
-        """The keeper, once there is one, and it is not this one."""
-        while (pid := self.find_keeper()) in (0, other_than):
+    async def wait_for_index_service(self, other_than: int = 0) -> int:
+        """The service, once there is one, and it is not this one."""
+        while (pid := self.find_index_service()) in (0, other_than):
             await asyncio.sleep(0.02)
         return pid
 
@@ -224,17 +224,17 @@ async def test_workers_decide_on_one_index(tmp_path: Path) -> None:
     """Both send prompts where events say they are; one process has subscribed, and it has the memory."""
     async with run_site(tmp_path) as site:
         await site.publish_prompts(1)
-        keeper = await site.wait_for_keeper()
-        workers = [pid for pid in list_worker_pids(site.it) if pid != keeper]
+        service = await site.wait_for_index_service()
+        workers = [pid for pid in list_worker_pids(site.it) if pid != service]
         assert len(workers) == 2
         # Serving alone makes a worker grow: it imports, and writes to pages that it had shared with its
         # parent. The control is the same round without the blocks, once that is over.
         for _ in range(MAX_CONTROL_ROUNDS):
-            control = await measure_round(site, [keeper, *workers])
+            control = await measure_round(site, [service, *workers])
             if max(control.grown_kb[pid] for pid in workers) < SETTLED_KB:
                 break
 
-        measured = await measure_round(site, [keeper, *workers], blocks=60_000)
+        measured = await measure_round(site, [service, *workers], blocks=60_000)
 
         for each in (control, measured):
             # A busy machine may make some late: those were decided by chance, the others never wrong.
@@ -244,40 +244,42 @@ async def test_workers_decide_on_one_index(tmp_path: Path) -> None:
         by_blocks_kb = {
             pid: kb - max(0, control.grown_kb[pid]) for pid, kb in measured.grown_kb.items()
         }
-        assert by_blocks_kb[keeper] > 4000
-        assert all(by_blocks_kb[pid] < by_blocks_kb[keeper] / 2 for pid in workers), by_blocks_kb
+        assert by_blocks_kb[service] > 4000
+        assert all(by_blocks_kb[pid] < by_blocks_kb[service] / 2 for pid in workers), by_blocks_kb
 
         site.it.send_signal(signal.SIGTERM)
         assert await site.it.process.wait() == 0
-        assert not any(is_running(pid) for pid in (keeper, *workers))
+        assert not any(is_running(pid) for pid in (service, *workers))
 
 
-async def test_the_keeper_dies(tmp_path: Path) -> None:
+async def test_the_index_service_dies(tmp_path: Path) -> None:
     """Requests go on by estimates, and /readyz and the log say so; its successor knows the events again."""
     async with run_site(tmp_path) as site:
         prompts = await site.publish_prompts(40)
-        keeper = await site.wait_for_keeper()
+        service = await site.wait_for_index_service()
         while not (await site.count_lookups())["answered"]:
             await site.send_prompts(prompts[:1])
         assert "prefix_index" not in await site.read_readiness()
 
-        os.kill(keeper, signal.SIGKILL)
+        os.kill(service, signal.SIGKILL)
 
         # It lived for less than ten seconds, so its successor starts after a pause.
         while "prefix_index" not in await site.read_readiness():
-            assert site.find_keeper() in (0, keeper), "nothing was said before it was replaced"
+            assert site.find_index_service() in (0, service), (
+                "nothing was said before it was replaced"
+            )
         history = (await list_instances(site.it, site.admin))[site.instances[0].url]["index"]
         assert history["source"] == "history"
         while not (await site.count_lookups())["away"]:
             await site.send_prompts(prompts[:10])
             # It was back too soon; now it will take longer.
-            if again := site.find_keeper():
+            if again := site.find_index_service():
                 os.kill(again, signal.SIGKILL)
-                keeper = again
+                service = again
         await site.it.wait_for_log("the process that keeps the index of KV events (")
         assert "was ended by SIGKILL: workers estimate" in site.it.log.read_text()
 
-        assert await site.wait_for_keeper(keeper) != keeper
+        assert await site.wait_for_index_service(service) != service
         await site.wait_for_blocks()
         while "prefix_index" in await site.read_readiness():
             await asyncio.sleep(0.05)
@@ -288,29 +290,29 @@ async def test_the_keeper_dies(tmp_path: Path) -> None:
         assert answered > 10
 
 
-async def test_the_keeper_is_stuck(tmp_path: Path) -> None:
+async def test_the_index_service_is_stuck(tmp_path: Path) -> None:
     """Requests do not wait for it: a few are late, then nobody asks for a while; it is asked again later."""
     async with run_site(tmp_path) as site:
         prompts = await site.publish_prompts(20)
-        keeper = await site.wait_for_keeper()
-        os.kill(keeper, signal.SIGSTOP)
+        service = await site.wait_for_index_service()
+        os.kill(service, signal.SIGSTOP)
         while not (lookups := await site.count_lookups())["skipped"]:
             await site.send_prompts(prompts)
         assert lookups["late"] and not lookups["answered"] and not lookups["away"]
         await site.it.wait_for_log("does not answer within")
 
-        os.kill(keeper, signal.SIGCONT)
+        os.kill(service, signal.SIGCONT)
         while not (await site.count_lookups())["answered"]:
             await site.send_prompts(prompts[:1])
 
 
 async def test_a_worker_dies(tmp_path: Path) -> None:
-    """Its successor asks the same keeper, whose subscriptions go on."""
+    """Its successor asks the same service, whose subscriptions go on."""
     async with run_site(tmp_path) as site:
         await site.publish_prompts(2)
-        keeper = await site.wait_for_keeper()
+        service = await site.wait_for_index_service()
         for restarts in (1, 2):
-            worker = next(pid for pid in list_worker_pids(site.it) if pid != keeper)
+            worker = next(pid for pid in list_worker_pids(site.it) if pid != service)
             os.kill(worker, signal.SIGKILL)
             await site.it.wait_for_log("was ended by SIGKILL", restarts)
             await wait_for_workers(site.it, 2, restarts)
@@ -320,12 +322,12 @@ async def test_a_worker_dies(tmp_path: Path) -> None:
         answered = (await site.count_lookups())["answered"]
         assert wrong <= len(prompts) - answered
         assert answered > 10
-        assert site.find_keeper() == keeper
+        assert site.find_index_service() == service
         assert [each.replay_starts for each in site.publishers] == [[0], [0]]
 
 
 async def test_the_supervisor_dies(tmp_path: Path) -> None:
-    """The keeper ends after the last worker; nothing is left in the folder."""
+    """The service ends after the last worker; nothing is left in the folder."""
     async with run_site(tmp_path) as site:
         await site.publish_prompts(1)
         pids, socket_path = list_worker_pids(site.it), Path(site.socket_path)

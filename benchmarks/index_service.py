@@ -5,7 +5,7 @@ With --workers and KV events one process has the index (router/workers/index_ser
 asked over its socket, one prompt after the other; the same prompts are then looked up in an index of this
 process.
 
-    python -m benchmarks.index_keeper [--rounds 9] [--json FILE]
+    python -m benchmarks.index_service [--rounds 9] [--json FILE]
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def fill_index(index: ReportedIndex) -> None:
     index.reporting.update(INSTANCE_URLS)
 
 
-def keep_index(path: Path, lifeline: tuple[int, int]) -> None:
+def serve_index(path: Path, lifeline: tuple[int, int]) -> None:
     """The other process, until the first one closes its end of the lifeline."""
     os.close(lifeline[1])
     source = KvEventsSource(BLOCK_TOKENS, MAX_BLOCKS, ())
@@ -74,7 +74,7 @@ def keep_index(path: Path, lifeline: tuple[int, int]) -> None:
     uvloop.run(IndexService(source, path).run(lifeline[0]))
 
 
-async def measure_rounds(path: Path, keeper_pid: int, rounds: int) -> dict[str, Figure]:
+async def measure_rounds(path: Path, service_pid: int, rounds: int) -> dict[str, Figure]:
     """Microseconds of CPU time of both processes, and how long an answer takes."""
     index = ReportedIndex(BLOCK_TOKENS, MAX_BLOCKS)
     fill_index(index)
@@ -84,23 +84,23 @@ async def measure_rounds(path: Path, keeper_pid: int, rounds: int) -> dict[str, 
         await asyncio.sleep(0.05)
     figures: dict[str, Figure] = {}
     for count, prompts in build_prompts().items():
-        asking_us, keeper_us, own_us, wait_us = [], [], [], []
+        asking_us, service_us, own_us, wait_us = [], [], [], []
         for _ in range(rounds):
-            before_s, keeper_before_s = time.process_time(), read_process_cpu_s(keeper_pid)
+            before_s, service_before_s = time.process_time(), read_process_cpu_s(service_pid)
             waits_s = await ask_all(channel, prompts)
-            after_s, keeper_after_s = time.process_time(), read_process_cpu_s(keeper_pid)
+            after_s, service_after_s = time.process_time(), read_process_cpu_s(service_pid)
             for number in range(LOOKUPS_PER_ROUND):
                 index.match_blocks(prompts[number % PROMPTS_PER_COUNT], INSTANCE_URLS)
             own_us.append((time.process_time() - after_s) / LOOKUPS_PER_ROUND * 1e6)
             asking_us.append((after_s - before_s) / LOOKUPS_PER_ROUND * 1e6)
-            keeper_us.append((keeper_after_s - keeper_before_s) / LOOKUPS_PER_ROUND * 1e6)
+            service_us.append((service_after_s - service_before_s) / LOOKUPS_PER_ROUND * 1e6)
             wait_us.append(sorted(waits_s)[len(waits_s) // 2] * 1e6)
         name = f"{count} blocks"
         figures |= {
             f"{name}: worker that asks / own index": build_figure(divide_rounds(asking_us, own_us)),
             f"{name}: own index, us": build_figure(own_us, digits=1),
             f"{name}: worker that asks, us": build_figure(asking_us, digits=1),
-            f"{name}: keeper, us": build_figure(keeper_us, digits=1),
+            f"{name}: service, us": build_figure(service_us, digits=1),
             f"{name}: median wait, us": build_figure(wait_us, digits=1),
         }
     figures["lookups without an answer"] = build_figure(
@@ -129,12 +129,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         path = Path(folder) / "index.sock"
         context = multiprocessing.get_context("fork")
-        keeper = context.Process(target=keep_index, args=(path, lifeline))
-        keeper.start()
-        assert keeper.pid is not None
-        figures = uvloop.run(measure_rounds(path, keeper.pid, options.rounds))
+        service = context.Process(target=serve_index, args=(path, lifeline))
+        service.start()
+        assert service.pid is not None
+        figures = uvloop.run(measure_rounds(path, service.pid, options.rounds))
         os.close(lifeline[1])
-        keeper.join()
+        service.join()
     return report_figures(figures, options.json)
 
 
