@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from ttft_otel.router.routing.policies.pending_load import InstanceLoad
+from ttft_otel.router.routing.policies.policy_registry import HashRing
 from ttft_otel.router.routing.policies.policy_state import PolicyState
-from ttft_otel.router.routing.policies.session_ring import HashRing
 from ttft_otel.router.types import Decision, Instance, RoutingPolicy, RoutingRequest
 
 MAX_LOAD_FACTOR: Final = 1.25  # of an instance's requests to the mean, as KubeAI has it by default

@@ -27,7 +27,7 @@ from attack.loop_watch import watch_loop
 from lab.fake_vllm.kv_publisher import FakePublisher, run_publisher
 from lab.fake_vllm.prefix_cache import FakeEngine, build_stored_event, encode_batch
 from ttft_otel.router.routing import prefixes
-from ttft_otel.router.routing.prefixes import PrefixSource, kv_subscription, zmq_sockets
+from ttft_otel.router.routing.prefixes import PrefixSource, kv_events_source, zmq_sockets
 from ttft_otel.router.routing.prefixes.block_ledger import ReportedIndex
 from ttft_otel.router.routing.prefixes.kv_event_parser import MAX_EVENT_TOKENS
 from ttft_otel.router.routing.prefixes.zmq_sockets import MAX_MESSAGE_BYTES, MAX_QUEUED_MESSAGES
@@ -196,8 +196,8 @@ async def test_frames(tmp_path: Path) -> None:
 
 async def test_giant_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message beyond the bound ends the connection, in ZMQ for good; the feed makes another one."""
-    monkeypatch.setattr(kv_subscription, "REFRESH_INTERVAL_S", 0.1)
-    monkeypatch.setattr(kv_subscription, "MAX_SILENCE_S", 1.0)
+    monkeypatch.setattr(kv_events_source, "REFRESH_INTERVAL_S", 0.1)
+    monkeypatch.setattr(kv_events_source, "MAX_SILENCE_S", 1.0)
 
     assert MAX_QUEUED_MESSAGES * MAX_MESSAGE_BYTES <= 256 << 20
     async with run_fleet(tmp_path) as fleet:
@@ -257,7 +257,7 @@ SOURCES = {
 @pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES.keys())
 async def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: bytes) -> None:
     """Whatever an instance claims as its event endpoint, it is asked again, and followed once that works."""
-    monkeypatch.setattr(kv_subscription, "REFRESH_INTERVAL_S", 0.1)
+    monkeypatch.setattr(kv_events_source, "REFRESH_INTERVAL_S", 0.1)
 
     async with run_fleet(tmp_path, sources=sources) as fleet:
         await asyncio.sleep(0.5)

@@ -90,7 +90,7 @@ class TokenizerChild:
 
 
 class PlainTokenizer:
-    """The part of transformers' tokenizer interface that text_encoder.py needs, without transformers."""
+    """The part of transformers' tokenizer interface that TextEncoder needs, without transformers."""
 
     def __init__(self, folder: str) -> None:
         self.backend_tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")

@@ -23,7 +23,7 @@ from ttft_otel import testing
 from ttft_otel.model import timing
 from ttft_otel.model.names import header_names, keys, span_names
 from ttft_otel.model.record import Piece, Record
-from ttft_otel.tracing import asgi, carrier, first_chunk, kept_spans, meter, recorder
+from ttft_otel.tracing import asgi, carrier, meter, recorder
 from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.tracing.roles import identity
 from ttft_otel.tracing.settings import Settings
@@ -133,7 +133,7 @@ def test_early_events(client: FakeClient, asked: bool) -> None:
 
 def test_hold_limit(client: FakeClient) -> None:
     """A server that says much before its first token is not held back for ever; no header then."""
-    chunk = b": " + b"x" * (first_chunk.MAX_HELD_BYTES // 2)
+    chunk = b": " + b"x" * (asgi.MAX_HELD_BYTES // 2)
     client.server.plan = ServerPlan(early=(chunk, chunk, chunk))
     asyncio.run(client.call_server(**TIMING_HEADERS))
 
@@ -165,7 +165,7 @@ async def test_later_chunks_cost_no_call(client: FakeClient) -> None:
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
     await middleware(scope, None, send)  # type: ignore[arg-type]
     assert sent == ["http.response.start", *["http.response.body"] * 2]
-    assert frames and not [each for each in frames if each == first_chunk.__file__]
+    assert frames and not [each for each in frames if each == asgi.__file__]
 
 
 @pytest.mark.parametrize("status", [400, 404, 500, 503])
@@ -285,7 +285,7 @@ def test_encoder_run(
     pending: int,
 ) -> None:
     """An encoder that ran on after the answer: asked again until it has ended, but not for ever."""
-    monkeypatch.setattr(kept_spans, "PENDING_PAUSES_S", (0.0,) * 4)
+    monkeypatch.setattr(asgi, "PENDING_PAUSES_S", (0.0,) * 4)
     dropped: list[str] = []
     monkeypatch.setattr(meter, "count_dropped", dropped.append)
     client.server.plan = ServerPlan(stream=False, kept=carrier.ENCODER_RUN_BIT)

@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """ASGI middleware around a vLLM server: begins a request's trace at its arrival, and ends it.
 
-hooks/api_server.py installs it as the outermost one; first_chunk.py observes the answer for it, and
-recorder.py stores the marks of both.
+HOT. hooks/api_server.py installs it as the outermost one; FirstChunkSender observes the answer for it, and
+recorder.py stores the marks of both. What an instance keeps for another one, KV blocks and encodings, ends
+after the answer: that span has a record of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, Final, TypeAlias
 
-from ttft_otel.model import endpoints
-from ttft_otel.model.names import keys
-from ttft_otel.tracing import carrier, clock, handoff, kept_spans, meter, recorder, roles
-from ttft_otel.tracing.first_chunk import FirstChunkSender, Message, Send
+from ttft_otel.model import endpoints, stages
+from ttft_otel.model.names import header_names, keys, span_names
+from ttft_otel.model.record import Attributes, Piece
+from ttft_otel.tracing import carrier, clock, handoff, meter, recorder, roles
 from ttft_otel.tracing.guard import Guard
+from ttft_otel.tracing.handoff import RecordSender
 from ttft_otel.tracing.request_trace import RequestTrace
+from ttft_otel.tracing.roles import identity
 from ttft_otel.tracing.settings import Settings
 
+Message: TypeAlias = MutableMapping[str, Any]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 App: TypeAlias = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 EngineQuery: TypeAlias = Callable[[Any, RequestTrace, str], Awaitable[str]]
@@ -28,6 +34,18 @@ ENGINE_QUERY_TIMEOUT_S: Final = 5.0
 MAX_KEPT_SPAN_TASKS: Final = 1024  # concurrent queries that wait until kept data is freed
 # Made once, as they hold nothing of a request.
 _GUARD_BEGIN, _GUARD_END = Guard("asgi begin"), Guard("asgi end")
+_GUARD_SEND, _GUARD_HAND = Guard("asgi send"), Guard("asgi hand")
+# One call per kind: each is answered when its own data are gone.
+KEPT_QUERIES = (
+    (carrier.KEPT_BLOCKS_BIT, carrier.KEPT_BLOCKS_QUERY),
+    (carrier.KEPT_ITEMS_BIT, carrier.KEPT_ITEMS_QUERY),
+    (carrier.ENCODER_RUN_BIT, carrier.ENCODER_QUERY),
+)
+# Seconds before each further query about an encoder that still runs.
+PENDING_PAUSES_S: Final = (0.05, 0.2, 1.0, 5.0)
+MAX_HELD_BYTES: Final = 65536  # bytes of early events held back for a caller that asked
+# In an answer of /v1/responses; quotes of texts are escaped.
+_BACKGROUND: Final = b'"background":true'
 
 
 class TracingMiddleware:
@@ -122,7 +140,7 @@ class TracingMiddleware:
             recorder.close_ttft(trace, 0)
         if trace.breakdown is not None:
             recorder.send_known_halves(trace, handoff.get_sender(), server=True)
-            for query in kept_spans.list_queries(trace):
+            for query in list_queries(trace):
                 if len(self.kept_span_tasks) < MAX_KEPT_SPAN_TASKS:
                     self._start_task(
                         self._send_kept_span(scope["app"], trace, query), self.kept_span_tasks
@@ -161,12 +179,12 @@ class TracingMiddleware:
         """Wait until the data kept for another instance is freed, then send a span of its own."""
         with Guard("asgi kept"):
             answer = await self.query_engine(app, trace, query)
-            for pause_s in kept_spans.PENDING_PAUSES_S:
+            for pause_s in PENDING_PAUSES_S:
                 if answer != carrier.PENDING_ANSWER:
                     break
                 await asyncio.sleep(pause_s)
                 answer = await self.query_engine(app, trace, query)
-            if not kept_spans.send_kept_span(trace, query, answer, handoff.get_sender()):
+            if not send_kept_span(trace, query, answer, handoff.get_sender()):
                 meter.count_dropped("kept")
 
     async def _send_aborted(self, app: Any, trace: RequestTrace) -> None:
@@ -182,3 +200,206 @@ class TracingMiddleware:
         with _GUARD_END:
             recorder.fail_trace(trace, trace.end, marks)
             recorder.send_known_halves(trace, handoff.get_sender(), server=True)
+
+
+def list_queries(trace: RequestTrace) -> list[str]:
+    """The utility calls to make after the response of `trace`: one for each kind of data it keeps.
+
+    Encodings are fetched only after an encoder's answer; a router's leg header may say that this
+    request was not an encoder's.
+    """
+    kept_bits = trace.timeline.read_details().kept if trace.timeline is not None else 0
+    # Metrics count nothing of what comes after the answer.
+    if not kept_bits or not trace.context.sampled:
+        return []
+    if trace.leg not in ("", "encode"):  # "": without our router it may be an encoder's request
+        kept_bits &= ~carrier.KEPT_ITEMS_BIT
+    return [question for bit, question in KEPT_QUERIES if kept_bits & bit]
+
+
+def send_kept_span(trace: RequestTrace, query: str, answer: str, sender: RecordSender) -> bool:
+    """Send the span described by the engine core's `answer`; False when it describes none.
+
+    query: the utility call that was answered, one of KEPT_QUERIES.
+    """
+    piece = PIECE_MAKERS[query](trace, answer)
+    if piece is not None:
+        recorder.send_record(trace, sender, late=(piece,))
+    return piece is not None
+
+
+def _make_blocks_piece(trace: RequestTrace, answer: str) -> Piece | None:
+    kept = carrier.decode_answer(carrier.KeptBlocks, answer)
+    if kept is None:
+        return None
+    attributes: Attributes = {keys.KV_TOKENS: kept.tokens, keys.KV_BLOCKS: kept.blocks}
+    if identity.kv_connector:
+        attributes[keys.KV_CONNECTOR] = identity.kv_connector
+    if kept.expired:
+        attributes[keys.ERROR_TYPE] = "expired"
+    return _make_piece(trace, span_names.KV_KEPT, kept.since, kept.until, attributes)
+
+
+def _make_items_piece(trace: RequestTrace, answer: str) -> Piece | None:
+    kept = carrier.decode_answer(carrier.KeptItems, answer)
+    if kept is None:
+        return None
+    attributes: Attributes = {keys.EC_ITEMS: kept.items, keys.EC_BYTES: kept.bytes}
+    if identity.ec_connector:
+        attributes[keys.EC_CONNECTOR] = identity.ec_connector
+    if kept.ready_at:
+        attributes[keys.EC_READY_US] = max(0, kept.ready_at - kept.since)
+    # An error: the encodings were made and nobody fetched them.
+    if kept.end_reason:
+        attributes[keys.ERROR_TYPE] = kept.end_reason
+    return _make_piece(trace, span_names.EC_KEPT, kept.since, kept.until, attributes)
+
+
+def _make_encoder_piece(trace: RequestTrace, answer: str) -> Piece | None:
+    run = carrier.decode_answer(carrier.EncoderRun, answer)
+    return (
+        None if run is None else _make_piece(trace, span_names.ENCODER_RUN, run.start, run.end, {})
+    )
+
+
+def _make_piece(
+    trace: RequestTrace, name: str, since: int, until: int, attributes: Attributes
+) -> Piece | None:
+    """The piece of a time in the engine core; None when it cannot be placed on our clock."""
+    # Both marks are the engine core's; the offset was found with the request's own marks.
+    start = since - trace.clock_offset - trace.arrive
+    end = until - trace.clock_offset - trace.arrive
+    known_end = clock.now_us() - trace.arrive  # the engine core has reported it, so it is over
+    # Outside of what can be, beyond the clock's error: a wrong span is worse than none.
+    if not -trace.clock_error <= start <= end <= known_end + trace.clock_error:
+        return None
+    return Piece("late", name, max(0, start), min(end, known_end), attributes)
+
+
+PIECE_MAKERS: Final = {
+    carrier.KEPT_BLOCKS_QUERY: _make_blocks_piece,
+    carrier.KEPT_ITEMS_QUERY: _make_items_piece,
+    carrier.ENCODER_QUERY: _make_encoder_piece,
+}
+
+
+class FirstChunkSender:
+    """`send` replaces ASGI's: it observes messages until the first chunk, and then is the server's own."""
+
+    __slots__ = (
+        "buffered_bytes",
+        "buffered_messages",
+        "first_chunk_sent",
+        "send",
+        "send_downstream",
+        "trace",
+    )
+
+    def __init__(self, trace: RequestTrace, send_downstream: Send) -> None:
+        self.trace = trace
+        self.send_downstream = send_downstream
+        self.buffered_messages: list[Message] = []
+        self.buffered_bytes = 0
+        self.first_chunk_sent = False
+        # The application keeps this object, whose function is replaced when all has been observed.
+        self.send = functools.partial(self._send_message)
+
+    def stop_observing(self) -> None:
+        """From now on `send` is the server's: in a long answer each token would pay for a call of ours."""
+        # As copies and unpickled ones get theirs; C calls it without a frame of Python.
+        self.send.__setstate__((self.send_downstream, (), {}, None))  # type: ignore[attr-defined]
+
+    def _send_message(self, message: Message) -> Awaitable[None]:
+        """Forward `message`, or hold it back until the Server-Timing header can be written."""
+        # No coroutine of ours around the server's: the head would pay for one.
+        if self.first_chunk_sent:
+            return self.send_downstream(message)
+        wait = False
+        with _GUARD_SEND:
+            wait = self._observe_message(message)
+        if wait or self.buffered_messages or self.first_chunk_sent:
+            return self._send_observed(message, wait)
+        return self.send_downstream(message)
+
+    async def _send_observed(self, message: Message, wait: bool) -> None:
+        """Forward what was held back and `message`, or with `wait` hold it back, too."""
+        if wait:
+            self.buffered_messages.append(message)
+            return
+        if self.buffered_messages:
+            # Replaced first: if sending one fails, a later call must not send them again.
+            buffered = self.buffered_messages
+            self.buffered_messages = []
+            for early in buffered:
+                await self.send_downstream(early)
+        await self.send_downstream(message)
+        # After the chunk was sent, so that encoding the record does not delay it.
+        if self.first_chunk_sent and self.trace.streamed:
+            with _GUARD_HAND:
+                recorder.send_known_halves(self.trace, handoff.get_sender(), server=False)
+
+    def _observe_message(self, message: Message) -> bool:
+        """Note start and first chunk; True when the message has to be held back."""
+        trace = self.trace
+        if message["type"] == "http.response.start":
+            trace.status = message["status"]
+            kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            trace.streamed = trace.status < 400 and kind.startswith(b"text/event-stream")
+            return trace.timing_requested and trace.status < 400
+        if message["type"] != "http.response.body":
+            return False
+        body = message.get("body", b"")
+        last = not message.get("more_body", False)
+        # vLLM answers "null" to a plain request whose client has left.
+        if trace.status < 400 and (last if trace.streamed else body not in (b"", b"null")):
+            trace.is_answered = True
+        if (
+            trace.streamed
+            and trace.first_output is None
+            and not last
+            and roles.identity.can_see_outputs()
+        ):
+            # Keep-alive comments and opening events come before the first token. Beyond MAX_HELD_BYTES
+            # they are sent, without the header: the caller should not wait for an unbounded buffer.
+            self.buffered_bytes += len(body)
+            return bool(self.buffered_messages) and self.buffered_bytes <= MAX_HELD_BYTES
+        if not body and not last:
+            return bool(self.buffered_messages)
+        if trace.streamed and body.startswith(b":") and not last:  # an SSE comment is not a token
+            return bool(self.buffered_messages)
+        self.first_chunk_sent = True
+        trace.is_background = (
+            trace.path == endpoints.RESPONSES_PATH and not trace.streamed and _BACKGROUND in body
+        )
+        if not trace.is_background:
+            self._record_first_chunk()
+        self.stop_observing()
+        return False
+
+    def _record_first_chunk(self) -> None:
+        trace = self.trace
+        now = clock.now_us()
+        # `egress` ends at a stream's first chunk. Encoders and prefill instances answer in one piece,
+        # which is their first result; other plain responses carry later tokens, so they end at `output`.
+        egress = trace.streamed or roles.resolve_role(trace) in stages.INTERMEDIATE_ROLES
+        unseen = egress and trace.status < 400 and not roles.identity.can_see_outputs()
+        if (
+            trace.is_answered
+            and trace.engine_requests
+            and trace.first_output is None
+            and roles.identity.can_see_outputs()
+        ):
+            # The application has answered to the end, so the client was there: the engine ended it.
+            trace.error = trace.error or keys.ERROR_ENGINE
+        if trace.has_first_token or unseen:
+            recorder.close_ttft(trace, now if egress else 0)
+        elif not trace.error:
+            return
+        if (
+            self.buffered_messages
+        ):  # formatted for whoever waits for it alone: a tenth of our time here
+            # Without a token the engine ended it: a router must not take this chunk for one.
+            text = recorder.format_timing_header(trace, now) or header_names.TIMING_NO_TOKEN
+            own_header = (header_names.SERVER_TIMING.encode(), text.encode())
+            headers = [*self.buffered_messages[0].get("headers", ()), own_header]
+            self.buffered_messages[0]["headers"] = headers

@@ -12,14 +12,15 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ttft_otel.router.disagg import body_parser
-from ttft_otel.router.disagg.body_parser import (
+from ttft_otel.router.disagg import request_body
+from ttft_otel.router.disagg.request_body import (
     MAX_STRUCTURE,
     BodyParser,
     JsonStructure,
+    RequestBody,
     count_structure,
+    parse_body,
 )
-from ttft_otel.router.disagg.request_body import RequestBody, parse_body
 
 T = TypeVar("T")
 TEXT = b'{"model": "tiny", "stream": true, "input": "%b"}'
@@ -97,7 +98,7 @@ def test_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
         parsed.append(data)
         return RequestBody(data)
 
-    monkeypatch.setattr(body_parser, "_parse_heavy", parse_slowly)
+    monkeypatch.setattr(request_body, "_parse_heavy", parse_slowly)
 
     async def leave(parser: BodyParser) -> None:
         first = asyncio.create_task(parser.parse(IDS % (b"1," * 600_000)))
@@ -146,7 +147,7 @@ def count_by_parsing(value: Any) -> tuple[int, int]:
 @pytest.mark.parametrize("window_bytes", [1, 2, 3, 7, 1 << 17])
 def test_counts(monkeypatch: pytest.MonkeyPatch, window_bytes: int) -> None:
     """As many parts, strings and escapes as a parser finds, with any windows."""
-    monkeypatch.setattr(body_parser, "_WINDOW_BYTES", window_bytes)
+    monkeypatch.setattr(request_body, "_WINDOW_BYTES", window_bytes)
     chance = random.Random(13)
     for _ in range(300):
         value = build_value(chance, 4)

@@ -14,7 +14,7 @@ from router import fake_instances
 from router.fake_instances import InstancePlan
 from ttft_otel.router.circuit_breaker import OVERDUE_AFTER_S
 from ttft_otel.router.limits import RouterLimits
-from ttft_otel.router.routing.policies.load_policies import SECONDS_PER_REQUEST
+from ttft_otel.router.routing.policies.policy_registry import SECONDS_PER_REQUEST
 from ttft_otel.router.routing.policies.prefill_model import compute_work
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import Attempt

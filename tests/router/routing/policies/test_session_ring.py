@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttft_otel.router.routing.policies import session_ring
-from ttft_otel.router.routing.policies.session_ring import POINTS_PER_INSTANCE, HashRing
+from ttft_otel.router.routing.policies import policy_registry
+from ttft_otel.router.routing.policies.policy_registry import POINTS_PER_INSTANCE, HashRing
 
 INSTANCE_URLS = tuple(f"http://10.0.0.{number}:8000" for number in range(20))
 
@@ -19,12 +19,12 @@ INSTANCE_URLS = tuple(f"http://10.0.0.{number}:8000" for number in range(20))
 def choose_from_ring(key: str, urls: Sequence[str]) -> str:
     """The same from the ring of these instances alone."""
     points = sorted(
-        (session_ring._hash_text(f"{url}#{n}"), url)
+        (policy_registry._hash_text(f"{url}#{n}"), url)
         for url in urls
         for n in range(POINTS_PER_INSTANCE)
     )
     return points[
-        bisect([point for point, _ in points], session_ring._hash_text(key)) % len(points)
+        bisect([point for point, _ in points], policy_registry._hash_text(key)) % len(points)
     ][1]
 
 
@@ -51,7 +51,7 @@ def test_no_new_points(monkeypatch: pytest.MonkeyPatch) -> None:
         hashed.append(text)
         return len(hashed) << 54
 
-    monkeypatch.setattr(session_ring, "_hash_text", count_hashes)
+    monkeypatch.setattr(policy_registry, "_hash_text", count_hashes)
 
     for gone in sorted(urls):
         ring.add_urls(urls - {gone})
@@ -62,7 +62,7 @@ def test_no_new_points(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Instances that come and go do not stay on the ring for ever."""
-    monkeypatch.setattr(session_ring, "MAX_RING_INSTANCES", 3)
+    monkeypatch.setattr(policy_registry, "MAX_RING_INSTANCES", 3)
     ring = HashRing()
 
     for number in range(2, len(INSTANCE_URLS)):

@@ -23,7 +23,7 @@ from ttft_otel.model.names import metric_names
 from ttft_otel.router.control.routing_metrics import collect_cache_metrics
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
-from ttft_otel.router.routing.prefixes import PrefixSource, kv_subscription
+from ttft_otel.router.routing.prefixes import PrefixSource, kv_events_source
 from ttft_otel.router.routing.prefixes.block_ledger import ReportedIndex
 from ttft_otel.router.routing.prefixes.prefix_source import run_sliced
 from ttft_otel.router.routing.prefixes.zmq_sockets import (
@@ -129,7 +129,7 @@ async def test_follows(tmp_path: Path, old: bool) -> None:
 
 async def test_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that comes back has what it has since then, though its numbers went past the old ones."""
-    monkeypatch.setattr(kv_subscription, "RECONNECT_DELAY_S", 0.01)
+    monkeypatch.setattr(kv_events_source, "RECONNECT_DELAY_S", 0.01)
 
     async with run_followed_publisher(tmp_path) as (publisher, url, source):
         await publisher.close()
@@ -190,7 +190,7 @@ async def test_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Blocks beyond the index's limit are counted, and logged with their meaning."""
-    monkeypatch.setattr(kv_subscription, "REFRESH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(kv_events_source, "REFRESH_INTERVAL_S", 0.05)
     caplog.set_level(logging.WARNING, "ttft_otel")
 
     publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS))
@@ -224,7 +224,7 @@ async def test_reports_instead(tmp_path: Path) -> None:
 
 async def test_reports_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that comes back without events is known by what it is sent from then on."""
-    monkeypatch.setattr(kv_subscription, "REFRESH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(kv_events_source, "REFRESH_INTERVAL_S", 0.05)
 
     async with run_followed_publisher(tmp_path) as (publisher, url, source):
         publisher.status = 404
@@ -239,9 +239,9 @@ async def test_reports_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 async def test_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A publisher that stays away counts no more; when it is back, all that it has is known again."""
-    monkeypatch.setattr(kv_subscription, "REFRESH_INTERVAL_S", 0.05)
-    monkeypatch.setattr(kv_subscription, "RECONNECT_DELAY_S", 0.05)
-    monkeypatch.setattr(kv_subscription, "MAX_SILENCE_S", 0.2)
+    monkeypatch.setattr(kv_events_source, "REFRESH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(kv_events_source, "RECONNECT_DELAY_S", 0.05)
+    monkeypatch.setattr(kv_events_source, "MAX_SILENCE_S", 0.2)
 
     async with run_followed_publisher(tmp_path) as (publisher, url, source):
         await publisher.close()

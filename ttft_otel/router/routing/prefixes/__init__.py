@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of cached prefixes: `build_source` creates the one that --prefix-index names.
 
-prefix_source.py is their base, and estimates from the prompts sent; kv_events_source.py follows the KV events
-that vLLM publishes (kv_subscription.py per instance, with zmq_sockets.py, event_feed.py, kv_event_parser.py,
-block_ledger.py); with --workers one process does so, and shared_index_source.py asks it (index_frames.py).
+prefix_source.py is their base, and estimates from the prompts sent. kv_events_source.py follows the KV events
+that vLLM publishes, by zmq_sockets.py, event_feed.py, kv_event_parser.py and block_ledger.py; with --workers
+one process does so, and shared_index_source.py asks it (index_frames.py).
 """
 
 from __future__ import annotations

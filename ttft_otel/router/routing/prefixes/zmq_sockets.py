@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZMQ sockets to one publisher of KV events; kv_subscription.py runs them, event_feed.py handles messages.
+"""ZMQ sockets to one publisher of KV events; kv_events_source.py runs them, event_feed.py handles messages.
 
 The wire format is that of vLLM's ZmqEventPublisher (distributed/kv_events.py). An instance reports its
 addresses on `GET /kv_event_sources`, by data-parallel rank, or an operator configures them; a wildcard in an
