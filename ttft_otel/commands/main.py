@@ -51,9 +51,6 @@ SUBCOMMANDS: Final[dict[str, Subcommand]] = {
     "bench": Subcommand(
         "ttft_otel.commands.bench", "bench", "Send load and break its TTFT down.", "bench"
     ),
-    "size": Subcommand(
-        "ttft_otel.commands.size", "", "Estimate spans, bytes, series and cores for a load."
-    ),
     "doctor": Subcommand(
         "ttft_otel.commands.doctor",
         "",
