@@ -15,7 +15,7 @@ from typing import Final, Literal, get_args
 import click
 from click.core import ParameterSource
 
-from ttft_otel.commands.command_options import Command, OptionDeclarer, add_options
+from ttft_otel.commands.command_options import Command, OptionDeclarer, OptionDecorator, add_options
 from ttft_otel.router import types
 from ttft_otel.router.routing import routing_service
 from ttft_otel.router.routing.policies import pending_load
@@ -180,6 +180,15 @@ def add_routing_options(declare_option: OptionDeclarer) -> Callable[[Command], C
     declare_option: declares one flag together with its environment variable.
     """
     return add_options(
+        *_declare_policy_options(declare_option), *_declare_prompt_options(declare_option)
+    )
+
+
+def _declare_policy_options(
+    declare_option: OptionDeclarer,
+) -> tuple[OptionDecorator, ...]:
+    """Flags of the policies."""
+    return (
         declare_option(
             "--routing-logic",
             type=click.Choice(tuple(POLICIES)),
@@ -227,6 +236,14 @@ def add_routing_options(declare_option: OptionDeclarer) -> Callable[[Command], C
             type=click.IntRange(min=0),
             help="Uncached prompt tokens up to which kvaware follows the longest cached prefix.",
         ),
+    )
+
+
+def _declare_prompt_options(
+    declare_option: OptionDeclarer,
+) -> tuple[OptionDecorator, ...]:
+    """Flags of the policies that read prompts: who tokenizes, and who knows what is cached."""
+    return (
         declare_option(
             # Needed where /v1/models names a folder that exists on the instance's machine only.
             "--tokenizer",
