@@ -17,9 +17,8 @@ from time import monotonic_ns
 from typing import Any
 
 from ttft_otel.bench.http_exchange import BenchTarget, RawResponse, perform_exchange
-from ttft_otel.bench.load_driver import CONNECT_LEAD_NS
+from ttft_otel.bench.load_driver import CONNECT_LEAD_NS, DONE_MARKER, EventDecoder
 from ttft_otel.bench.request_factory import build_image_content
-from ttft_otel.bench.stream_parser import DONE_MARKER, EventDecoder
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from ttft_otel.model.names import header_names
 

@@ -14,10 +14,15 @@ import pytest
 from bench.conftest import validate_document
 from ttft_otel.bench.bench_session import BenchSide
 from ttft_otel.bench.http_exchange import BenchTarget, RawResponse
-from ttft_otel.bench.load_driver import LoadDriver, LoadRun, RequestResult, classify_failure
+from ttft_otel.bench.load_driver import (
+    LoadDriver,
+    LoadRun,
+    RequestResult,
+    StreamContent,
+    classify_failure,
+)
 from ttft_otel.bench.request_factory import RequestFactory
 from ttft_otel.bench.result_document import build_document
-from ttft_otel.bench.stream_parser import StreamContent
 from ttft_otel.model.timing import ServerTiming
 
 NS_PER_MS = 1_000_000

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from ttft_otel.bench.stream_parser import StreamContent, StreamParser
+from ttft_otel.bench.load_driver import StreamContent, StreamParser
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
 EVENTS: list[Any] = [

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ttft-otel bench`: send load to a server, measure its TTFT and break it down into stages.
 
-preparation  model_discovery                   the server's model, context, token IDs
-requests     request_factory                   bodies and images
+requests     request_factory                   bodies and images; the server's model, context, token IDs
 load         load_plan trace_replay multi_round  which requests, and when
-sending      http_exchange load_driver         one connection; open and closed loop
+sending      http_exchange load_driver         one connection; open and closed loop, tokens of the answers
              bench_session                     warm-up and rounds; breakdowns missing in responses
-responses    stream_parser                     tokens
 numbers      request_statistics comparison     percentiles, goodput, differences
 output       result_document terminal_report html_report  JSON, terminal, HTML
 
-The flags and the commands `bench` and `bench compare` are in commands/bench.py and commands/bench_options.py.
+The flags and the commands `bench` and `bench compare` are in commands/bench.py.
 """

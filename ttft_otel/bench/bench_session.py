@@ -20,12 +20,13 @@ from types import FrameType
 from typing import Any, Final
 
 from ttft_otel.bench.http_exchange import (
+    HTTP_OK,
     BenchTarget,
     RawResponse,
     keep_timestamps_enabled,
     perform_exchange,
 )
-from ttft_otel.bench.load_driver import HTTP_OK, LoadDriver, LoadRun, RequestResult
+from ttft_otel.bench.load_driver import LoadDriver, LoadRun, RequestResult
 from ttft_otel.bench.load_plan import LoadFunction, LoadPlan
 from ttft_otel.bench.request_factory import BenchRequest, RequestFactory
 from ttft_otel.bench.terminal_report import ProgressLine

@@ -27,6 +27,7 @@ import httptools
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+HTTP_OK: Final = 200
 USER_AGENT: Final = "ttft-otel-bench"
 SO_TIMESTAMPNS: Final = 35  # of <asm-generic/socket.h>; Python's socket module lacks it
 # Native sizes: the kernel writes its own struct timespec, two longs.

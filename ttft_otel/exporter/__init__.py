@@ -4,5 +4,5 @@
 exporter_process.py runs it: record_queue.py reads, export_worker.py takes batches, span_writer.py and
 span_batch.py make OTLP messages of records, batch_exporter.py sends them (protocol_probe.py
 finds a wrong protocol), exporter_counters.py counts. With TTFT_OTEL_METRICS request_metrics.py counts
-every request into metric_series.py's series, which metric_pusher.py sends.
+every request into metric_series.py's series, and sends them.
 """

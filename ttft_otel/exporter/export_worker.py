@@ -46,7 +46,7 @@ def run_worker(
         export_records(record_queue, span_exporter, builder)
         return
     # Imported where metrics are on: the SDK's part for them takes 30 ms and 2 MB.
-    from ttft_otel.exporter.metrics.metric_pusher import start_pusher
+    from ttft_otel.exporter.metrics.request_metrics import start_pusher
 
     pusher = start_pusher(settings, resources, record_queue.counters)
     export_records(record_queue, span_exporter, builder, pusher.metrics)

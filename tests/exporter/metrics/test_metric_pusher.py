@@ -11,10 +11,9 @@ import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
 
 from ttft_otel.exporter.exporter_counters import ExporterCounters
-from ttft_otel.exporter.metrics import metric_pusher
-from ttft_otel.exporter.metrics.metric_pusher import MetricPusher
+from ttft_otel.exporter.metrics import request_metrics
 from ttft_otel.exporter.metrics.metric_series import SeriesRegistry
-from ttft_otel.exporter.metrics.request_metrics import RequestMetrics
+from ttft_otel.exporter.metrics.request_metrics import MetricPusher, RequestMetrics
 from ttft_otel.exporter.otlp_exporter import build_metric_exporter
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
 from ttft_otel.model.names import env_names, keys, metric_names, span_names
@@ -140,7 +139,7 @@ def test_interval_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """An invalid interval falls back to ours; OpenTelemetry's variable is in milliseconds."""
     for text, wanted_s in (("", 15.0), ("soon", 15.0), ("0", 15.0), ("2500", 2.5)):
         monkeypatch.setenv(env_names.OTEL_METRIC_EXPORT_INTERVAL, text)
-        assert metric_pusher.read_interval_s() == wanted_s
+        assert request_metrics.read_interval_s() == wanted_s
 
 
 def test_off_sends_no_metrics(collector: Any, make_record: RecordMaker) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import click
 import pytest
 from commands.router.test_router_options import INSTANCE_URL, read_options
+from ttft_otel.router.routing.load_entry import LoadEntry
 
 from router import fake_instances, fake_pair, scripted_knowledge
 from router.control.test_admin import open_admin
@@ -26,7 +27,6 @@ from ttft_otel.router.disagg.encoders import DEFAULT_ITEM_TOKENS, build_encoder_
 from ttft_otel.router.disagg.request_body import RequestBody, parse_body
 from ttft_otel.router.errors import SloUnreachable
 from ttft_otel.router.limits import RouterLimits
-from ttft_otel.router.routing.load_entry import LoadEntry
 from ttft_otel.router.routing.policies.block_index import BlockHolders
 from ttft_otel.router.routing.policies.least_ttft import LeastTtftPolicy
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState

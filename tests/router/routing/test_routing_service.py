@@ -21,11 +21,10 @@ from ttft_otel.model import timing
 from ttft_otel.model.names import header_names, keys, metric_names
 from ttft_otel.model.record import Attributes, Record
 from ttft_otel.model.timing import ServerTiming, TokenCounts
-from ttft_otel.router.routing.load_entry import LoadEntry
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import PolicyState
 from ttft_otel.router.routing.policies.prefill_model import compute_work
-from ttft_otel.router.routing.routing_service import RoutingService
+from ttft_otel.router.routing.routing_service import LoadEntry, RoutingService
 from ttft_otel.router.types import (
     Decision,
     Instance,

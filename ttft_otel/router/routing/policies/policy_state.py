@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that the policy of one leg decides by; load_entry.py records what happens to requests.
+"""The state that the policy of one leg decides by; routing_service.py records what happens to requests.
 
 `record_sent` after each choice, then `record_first_token` at the first token or `record_left` at
 any other end. All times are arguments, so that simulations can use it.
