@@ -62,30 +62,33 @@ def test_window(places: tuple[Path, str]) -> None:
     result = EXPLAIN.run(places[0], *words)
     assert result.exit_code == 0, result.output
     assert "13 of 199 requests were later than 150 ms" in result.output
-    assert "is prefill.queue on chat-0: " in result.output and "--max-num-seqs" in result.output
+    assert "prefill.queue on chat-0 has " in result.output and "--max-num-seqs" in result.output
+    assert len(result.output.splitlines()) <= 7 and "more: --verbose" in result.output
+    assert "Looked at setting_limit: " in EXPLAIN.run(places[0], *words, "--verbose").output
     reported = EXPLAIN.read_json(places[0], *words)
     assert reported["requests"] == {"window": 199, "late": 13, "typical": 94}
     # The one that failed has no TTFT, and is told.
     assert reported["without_token"]["requests"] == 1 and reported["without_token"]["left"] == 0
     assert "Not among them: 1 request ended without a first token" in result.output
-    assert (
-        reported["cause"]["rule"] == "max_num_seqs"
-        and reported["cause"]["price_kind"] == "qualitative"
-    )
+    cause = reported["cause"]
+    assert (cause["kind"], cause["setting"]) == ("setting_limit", "max_num_seqs")
+    assert cause["remedy"]["price_kind"] == "qualitative" and cause["stage"] == "prefill.queue"
     queue = reported["stages"][0]
     assert queue["name"] == "prefill.queue"
     assert queue["late_ms"] - queue["typical_ms"] == pytest.approx(WAIT_US / 1000, rel=0.02)
     assert sum(stage["share"] for stage in reported["stages"]) == pytest.approx(1, abs=0.001)
     assert reported["reasons"]["max_num_seqs"] == pytest.approx(1, abs=0.02)
     assert reported["slo"]["stages"][0]["name"] == "prefill.queue"
-    assert reported["instances"][0]["name"] == "chat-0" and reported["confidence"] == "high"
+    assert reported["instances"][0]["name"] == "chat-0" and cause["stage_confidence"] == "high"
 
 
 def test_slowest_hundredth(places: tuple[Path, str]) -> None:
     """Without an objective the slowest are explained; `--last` and `--model` choose the window."""
     reported = EXPLAIN.read_json(places[0])
     assert reported["requests"]["late"] == 5 and reported["slo"] is None
-    assert reported["cause"]["rule"] == "max_num_seqs"
+    assert reported["cause"]["setting"] == "max_num_seqs"
+    # Five late requests never make a cause certain.
+    assert reported["cause"]["confidence"] != "high" != reported["cause"]["stage_confidence"]
     fewer = EXPLAIN.read_json(places[0], "--last", "100")
     assert fewer["requests"]["window"] == 99
     nobody = EXPLAIN.run(places[0], "--model", "other")
@@ -113,7 +116,7 @@ def test_single(places: tuple[Path, str], words: tuple[str, str]) -> None:
     reported = EXPLAIN.read_json(places[0], *words)
     assert reported["unusual"] and reported["requests"]["late"] == 1 and reported["rank"] > 0.9
     usual = EXPLAIN.read_json(places[0], "--request", "r21")
-    assert not usual["answered"] or (not usual["unusual"] and usual["cause"] is None)
+    assert not usual["answered"] or (not usual["unusual"] and usual["cause"]["kind"] == "nothing")
 
 
 @pytest.mark.parametrize(

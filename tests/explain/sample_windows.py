@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy
 
-from ttft_otel.explain.window.request_facts import MEDIA, RequestEvidence, RequestFacts
+from ttft_otel.explain.window.request_facts import MEDIA, RequestEvidence, RequestFacts, StepWork
 
 SECOND_NS = 1_000_000_000
 LATE = 12
@@ -42,7 +42,7 @@ def make_window(count: int = 300, seed: int = 1) -> list[RequestEvidence]:
                 closed=True,
                 reasons={"prefill.queue": {"in_step": stages["prefill.queue"]}},
                 instances=dict.fromkeys(stages, f"chat-{number % 2}"),
-                counts={"preemptions": 0, "chunks": 1, "recomputed_items": 0},
+                work=StepWork(f"chat-{number % 2}", 1, tokens, stages["prefill.compute"]),
             )
         )
     return window
@@ -57,7 +57,6 @@ class Cause:
     tokens: int = 0
     cached: int = -1
     kind: str = ""
-    counts: Mapping[str, int] = field(default_factory=dict)
 
     def apply(self, request: RequestEvidence, us: int = DELAY_US) -> RequestEvidence:
         """The request with the cause."""
@@ -80,7 +79,6 @@ class Cause:
             ),
             reasons=reasons,
             instances={**request.instances, self.stage: request.instances["preprocess"]},
-            counts={**request.counts, **self.counts},
         )
 
 
@@ -93,50 +91,12 @@ def delay_some(
     ]
 
 
-# One case for each rule; test_cause_rules.py holds that its rule fires, and no other one.
+# Causes by the reason or the stage that they show in.
 CASES: dict[str, Cause] = {
     "max_num_seqs": Cause("prefill.queue", "max_num_seqs"),
     "token_budget": Cause("prefill_decode.prefill.queue", "token_budget"),
     "kv_blocks": Cause("prefill.queue", "kv_blocks"),
-    "encoder_budget": Cause("encode.encoder.queue", "encoder_budget"),
-    "remote_kv": Cause("decode.prefill.queue", "remote_kv"),
-    "remote_ec": Cause("prefill.queue", "remote_ec"),
-    "grammar": Cause("prefill.queue", "grammar"),
     "lora": Cause("prefill.queue", "lora"),
-    "priority": Cause("prefill.queue", "priority"),
-    "prefill_interval": Cause("prefill.queue", "prefill_interval"),
-    "stale_output": Cause("prefill.queue", "stale_output"),
     "paused": Cause("prefill.stall", "paused"),
-    "in_step": Cause("prefill.queue", "in_step"),
-    "unknown_wait": Cause("encoder.queue"),
-    "preempted": Cause("prefill.stall", "kv_blocks"),
-    "between_chunks": Cause("prefill.stall", "token_budget"),
     "media_preprocessing": Cause("preprocess", kind=MEDIA),
-    "text_preprocessing": Cause("preprocess"),
-    "long_prompts": Cause("prefill.compute", tokens=6000, cached=0),
-    "cache_misses": Cause("prefill.compute", tokens=760, cached=0),
-    "shared_steps": Cause("prefill.compute", tokens=760, cached=100),
-    "encoded_again": Cause("encoder.compute", kind=MEDIA, counts={"recomputed_items": 1}),
-    "encoder_work": Cause("encode.encoder.compute", kind=MEDIA),
-    "kv_transfer": Cause("decode.kv.transfer"),
-    "ec_transfer": Cause("ec.transfer", kind=MEDIA),
-    "hop": Cause("router.hop.prefill_decode"),
-    "retry": Cause("router.retry"),
-    "router_itself": Cause("router.tokenize"),
-    "request_body": Cause("receive"),
-    "to_engine": Cause("ipc"),
-    "host_of_engine": Cause("dispatch"),
-    "to_client": Cause("egress"),
 }
-
-
-def make_case(name: str) -> list[RequestEvidence]:
-    """A window whose late requests have the cause of the rule `name`."""
-    window = make_window()
-    if name == "cache_misses":
-        # Usually half of a prompt is cached.
-        window = [
-            replace(each, facts=replace(each.facts, cached=each.facts.tokens // 2))
-            for each in window
-        ]
-    return delay_some(window, CASES[name])

@@ -18,7 +18,7 @@ import pytest
 
 from grafana.build import ttft_queries
 from lab.vllm_plugins.inject.ttft_inject import places
-from ttft_otel.explain.explain.cause_rules import RULES
+from ttft_otel.explain.explain.remedies import LOOK_AT
 from ttft_otel.hooks.targets import TARGETS, patch_target
 from ttft_otel.model import breakdown, palette, stages
 from ttft_otel.model.names import keys
@@ -93,8 +93,8 @@ def is_lost_with_its_hook(stage: Stage) -> bool:
 
 
 def has_rule(stage: Stage) -> bool:
-    """Whether explain has rules for the stage's group; test_cause_rules.py says that one of them answers."""
-    return any(stage.rule_group in rule.groups for rule in RULES)
+    """Whether explain says what to look at where the stage's cause is not known."""
+    return stage.rule_group in LOOK_AT
 
 
 def is_replayed(stage: Stage) -> bool:
@@ -164,8 +164,8 @@ CONSUMERS: Final = (
         accounts_for=is_lost_with_its_hook,
     ),
     Consumer(
-        file="ttft_otel/explain/explain/cause_rules.py",
-        remedy="add a rule for its rule_group, or take a group that has one",
+        file="ttft_otel/explain/explain/remedies.py",
+        remedy="say in LOOK_AT what to look at, or take a rule_group that has it",
         accounts_for=has_rule,
     ),
     Consumer(

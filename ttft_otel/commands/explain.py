@@ -7,7 +7,10 @@ Reads the embedded store, or Tempo; prints sentences, or JSON (docs/explain.sche
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
+from functools import partial
+from typing import Final
 
 import click
 
@@ -32,13 +35,16 @@ from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import Request, SourceChoice
 from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
 
+FEW_REPETITIONS: Final = 4  # replays that tell whether a remedy moves anything
+MIN_BEFORE: Final = 50  # requests of the time before, to say what is usual
+
 
 @click.command(
     epilog="""\b
 Examples:
   ttft-otel explain                            the slowest of the last 2000 requests
   ttft-otel explain --since 1h --slo 500       those later than 500 ms, in the last hour
-  ttft-otel explain --since 1h --predict       also what the remedy would bring
+  ttft-otel explain --since 1h --verbose       also what was looked at and refuted
   ttft-otel explain --request ID               one request, against others like it
   ttft-otel explain --trace ID --tempo http://127.0.0.1:3200
   ttft-otel explain --since 2h..1h --json | jq .cause
@@ -65,6 +71,15 @@ Examples:
     is_flag=True,
     help="Of a window: also predict what the remedy would bring, by what-if; takes some seconds.",
 )
+@click.option(
+    "--group-by",
+    metavar="ATTRIBUTE",
+    default="",
+    help="A span's or resource's attribute that separates requests, for example that of the tenant.",
+)
+@click.option(
+    "--verbose", is_flag=True, help="Also what was looked at and refuted, and all figures."
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of sentences.")
 @source_options.add_source_options
 def explain(
@@ -75,6 +90,8 @@ def explain(
     slo: float | None,
     model: str,
     predict: bool,
+    group_by: str,
+    verbose: bool,
     as_json: bool,
     source: SourceChoice,
 ) -> None:
@@ -91,52 +108,79 @@ def explain(
     with refusals, breakdown_source.open_source(source) as opened:
         if is_single:
             like = filter_window(since, "", last or LIKE_LAST)
-            explanation = explain_one(opened, request_id, trace_id, like, _load_evidence)
+            explanation = explain_one(
+                opened, request_id, trace_id, like, partial(_load_evidence, group_by=group_by)
+            )
         else:
             wanted = filter_window(since, model, last or MAX_REQUESTS)
-            explanation = add_holding(opened, _explain_window(opened, wanted, slo_us))
-            if predict:
-                explanation = _add_prediction(opened, explanation, wanted)
+            explanation = _explain_window(opened, wanted, slo_us, group_by)
+            explanation = add_holding(opened, explanation)
+            explanation = _add_prediction(opened, explanation, wanted, thorough=predict)
     if as_json:
         click.echo(json.dumps(explanation_text.describe_explanation(explanation), indent=2))
     else:
-        explanation_text.print_explanation(explanation)
+        explanation_text.print_explanation(explanation, verbose)
 
 
-def _explain_window(opened: BreakdownSource, wanted: RequestFilter, slo_us: int) -> Explanation:
+def _explain_window(
+    opened: BreakdownSource, wanted: RequestFilter, slo_us: int, group_by: str
+) -> Explanation:
     """Explain the late ones of a window. Raises CannotTellError, StoreError."""
     failed: list[Request] = []
-    found = _load_evidence(opened, wanted, failed)
+    found = _load_evidence(opened, wanted, failed, group_by)
     lost = count_lost(failed)
     try:
-        return replace(explain_requests(split_window(found, slo_us), slo_us), lost=lost)
+        compared = split_window(found, slo_us)
     except CannotTellError as error:
         # Those are the reason, where a window has nothing but requests that timed out.
         raise CannotTellError(f"{error}. {lost.sentence}" if lost.total else str(error)) from error
+    return explain_requests(compared, slo_us, lost, _load_before(opened, wanted, group_by))
+
+
+def _load_before(
+    opened: BreakdownSource, wanted: RequestFilter, group_by: str
+) -> list[RequestEvidence]:
+    """The evidence of the time before a window, as long as itself; [] where nothing comparable is stored."""
+    if not wanted.since_ns:
+        return []
+    length = (wanted.until_ns or time.time_ns()) - wanted.since_ns
+    earlier = replace(wanted, since_ns=wanted.since_ns - length, until_ns=wanted.since_ns)
+    found = list(read_evidence(opened, opened.list_latest(earlier), group_by))
+    return found if len(found) >= MIN_BEFORE else []
 
 
 def _add_prediction(
-    opened: BreakdownSource, explanation: Explanation, wanted: RequestFilter
+    opened: BreakdownSource, explanation: Explanation, wanted: RequestFilter, thorough: bool
 ) -> Explanation:
-    """The explanation with what its remedy would bring, or why that is not known. Raises StoreError."""
-    rule = explanation.rule
-    if rule is None or not explanation.is_named:
+    """The explanation with what its remedy would bring, or why that is not known. Raises StoreError.
+
+    thorough: as many replays as `whatif` makes, instead of a few that tell whether the remedy helps.
+    """
+    remedy = explanation.remedy
+    if remedy is None or remedy.trial is None:
         return explanation
-    with track_replays(REPETITIONS) as track:
+    repetitions = REPETITIONS if thorough else FEW_REPETITIONS
+    with track_replays(repetitions) as track:
         try:
             recording = read_recording(opened.list_latest(wanted), make_span_finder(opened))
-            return replace(explanation, prediction=predict_remedy(rule, recording, track=track))
+            return replace(
+                explanation, prediction=predict_remedy(remedy, recording, repetitions, track)
+            )
         except CannotTellError as error:
             return replace(explanation, no_prediction=str(error))
 
 
 def _load_evidence(
-    opened: BreakdownSource, wanted: RequestFilter, lost: list[Request] | None = None
+    opened: BreakdownSource,
+    wanted: RequestFilter,
+    lost: list[Request] | None = None,
+    group_by: str = "",
 ) -> list[RequestEvidence]:
     """The evidence of all requests that match. Raises StoreError.
 
-    lost: gets those that have no first token.
+    lost: gets those that have no first token. group_by: an attribute that separates requests.
     """
     cut_note = f"only the newest {MAX_REQUESTS} requests are explained"
     requests = list_with_progress(opened, wanted, "reading requests", cut_note)
-    return list(read_evidence(opened, requests if lost is None else collect_lost(requests, lost)))
+    requests = requests if lost is None else collect_lost(requests, lost)
+    return list(read_evidence(opened, requests, group_by))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import msgspec
@@ -81,12 +82,12 @@ def tell_answer(record: Record, arrival: Arrival, one: Served) -> Record:
     )
 
 
-def explain(path: Path) -> dict[str, dict[str, object]]:
+def explain(path: Path) -> dict[str, Any]:
     """The answer with a prediction."""
     words = ["explain", "--db", str(path), "--predict", "--json"]
     result = CliRunner().invoke(cli.main, words)
     assert result.exit_code == 0, result.output
-    reported: dict[str, dict[str, object]] = json.loads(result.stdout)
+    reported: dict[str, Any] = json.loads(result.stdout)
     jsonschema.validate(reported, SCHEMA)
     return reported
 
@@ -96,10 +97,8 @@ def test_prediction(tmp_path: Path) -> None:
     arrivals = draw_busy_arrivals()
     fill_database(tmp_path / "told.db", arrivals, tells_answers=True)
     reported = explain(tmp_path / "told.db")
-    assert (
-        reported["cause"]["rule"] == "max_num_seqs"
-        and reported["cause"]["price_kind"] == "predicted"
-    )
+    assert reported["cause"]["setting"] == "max_num_seqs"
+    assert reported["cause"]["remedy"]["price_kind"] == "predicted"
     found = reported["cause"]["prediction"]
     assert (
         isinstance(found, dict) and found["setting"] == f"--max-num-seqs {2 * LIMITS.max_num_seqs}"
@@ -129,7 +128,7 @@ def test_no_prediction(tmp_path: Path) -> None:
     """Without the servers' settings the prediction is refused, and the explanation stays."""
     fill_database(tmp_path / "silent.db", draw_busy_arrivals(), tells_settings=False)
     reported = explain(tmp_path / "silent.db")
-    assert reported["cause"]["price_kind"] == "qualitative"
+    assert reported["cause"]["remedy"]["price_kind"] == "qualitative"
     assert reported["cause"]["prediction"] == {
         "refusal": "the servers' spans do not tell --max-num-seqs; ttft-otel whatif takes it by hand"
     }
@@ -145,7 +144,7 @@ def test_more_memory(tmp_path: Path) -> None:
     ]
     fill_database(tmp_path / "scarce.db", arrivals, scarce, tells_answers=True)
     reported = explain(tmp_path / "scarce.db")
-    assert reported["cause"]["rule"] == "kv_blocks"
+    assert reported["cause"]["setting"] == "kv_blocks"
     found = reported["cause"]["prediction"]
     assert isinstance(found, dict) and found["setting"] == "2 times the KV cache"
     wider = run_scheduler(arrivals, replace(scarce, kv_tokens=4800))

@@ -70,8 +70,11 @@ def test_holders(tmp_path: Path) -> None:
             "delayed": reported["requests"]["late"],
         },
     ]
-    text = EXPLAIN.run(path, "--request", "r16").output
-    assert "Meanwhile the engine's time went to: prefill 60%, decode 20%, idle 20%." in text
+    text = EXPLAIN.run(path, "--request", "r16", "--verbose").output
+    assert (
+        "While they were in the queue, the engine's time went to: prefill 60%, decode 20%, idle 20%."
+        in text
+    )
     assert "Held longest by: long-1 (prefill, 4096 tokens, 150.00 ms, 1 held), hidden" in text
     with (
         FakeTempo() as tempo,

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Divide the difference between late and typical requests: by stage, reason of waiting and instance.
 
-Input: ComparedRequests. Output: LateDifference, whose parts add up to the difference of the mean TTFT, and
-the Finding of its largest stage, to which cause_rules.py has an answer. Intervals are a bootstrap by request,
-as those of `diff`. Pure; needs numpy.
+Input: ComparedRequests. Output: LateDifference, whose parts add up to the difference of the mean TTFT, for
+the detectors and for explanation.py. Intervals are a bootstrap by request, as those of `diff`. Pure; needs
+numpy.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean, median
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Final
 
 import numpy
@@ -19,9 +19,6 @@ import numpy
 from ttft_otel.explain.diff.stage_difference import LEVEL, RESAMPLES
 from ttft_otel.explain.window.late_requests import ComparedRequests
 from ttft_otel.explain.window.request_facts import (
-    COUNTS,
-    HOP,
-    MEDIA,
     CannotTellError,
     RequestEvidence,
 )
@@ -33,13 +30,6 @@ Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 
 MAX_UNATTRIBUTED: Final = 0.5  # share of the difference from which on no cause is named
 MAIN_SHARE: Final = 0.8  # of a stage's difference, from which on it is one instance's
-# What a rule may ask of a finding, and what each is; all of late requests, typical ones beside them.
-FIGURES: Final[Mapping[str, str]] = {
-    "tokens_ratio": "median prompt of the late requests over that of the typical ones",
-    "cached_drop": "typical minus late share of prompt tokens found in the prefix cache",
-    "media_share": "share of the late requests that have media",
-    **{name: f"{name} per late request" for name in COUNTS},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +50,6 @@ class StagePart:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """The stage that has most of the difference, and what is known of it."""
-
-    stage: str  #: full name
-    word: str  #: without its leg; `router.hop` of any hop
-    reason: str = ""  #: that has most of the wait, "" where none is known
-    instance: str = ""  #: where MAIN_SHARE of the difference is on one of several, else ""
-    instance_share: float = 0.0
-    figures: Mapping[str, float] = field(default_factory=dict)  #: by the names of FIGURES
-
-
-@dataclass(frozen=True, slots=True)
 class LateDifference:
     """Late minus typical requests. The parts' `us` add up to difference_us."""
 
@@ -84,7 +62,23 @@ class LateDifference:
     reasons: tuple[tuple[str, float], ...]
     #: (instance, share of the largest stage's difference, share of the requests that had it).
     instances: tuple[tuple[str, float, float], ...]
-    finding: Finding
+
+    @property
+    def stage(self) -> str:
+        """The full name of the stage that has most of the difference."""
+        return self.parts[0].name
+
+    @property
+    def word(self) -> str:
+        """The stage without its leg; `router.hop` of any hop."""
+        return stages.strip_leg(self.stage)
+
+    @property
+    def instance(self) -> str:
+        """The one of several instances that has MAIN_SHARE of the stage's difference, else ""."""
+        name, share, requests = self.instances[0] if self.instances else ("", 0.0, 1.0)
+        # An instance with nearly all of the traffic has nearly every difference: that says nothing.
+        return name if share >= MAIN_SHARE and requests < MAIN_SHARE else ""
 
 
 def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifference:
@@ -130,7 +124,7 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
         for index, name in enumerate(stage_names)
     ]
     top = int(numpy.argmax(drawn[0]))
-    _check_parts(parts, parts[top])
+    _check_unattributed(parts)
     name = stage_names[top]
     reasons = _divide_by_reason(name, parts[top].us, late, typical)
     instances = _divide_by_instance(name, parts[top].us, compared)
@@ -141,7 +135,6 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
         first_share=_compute_first_share(drawn, [stages.strip_leg(each) for each in stage_names]),
         reasons=reasons,
         instances=instances,
-        finding=build_finding(name, reasons, instances, compared),
     )
 
 
@@ -156,18 +149,13 @@ def _compute_first_share(drawn: Array, words: Sequence[str]) -> float:
     return float(numpy.mean(same))
 
 
-def _check_parts(parts: Sequence[StagePart], top: StagePart) -> None:
-    """Raise CannotTellError where unattributed time, or chance, has the difference."""
+def _check_unattributed(parts: Sequence[StagePart]) -> None:
+    """Raise CannotTellError where unattributed time has the difference."""
     (lost,) = [part.share for part in parts if part.name == UNATTRIBUTED] or [0.0]
     if lost >= MAX_UNATTRIBUTED:
         raise CannotTellError(
             f"{lost:.0%} of what the late requests took longer is unattributed: no stage can be blamed. "
             "`ttft-otel doctor --url` says which measurement is missing"
-        )
-    if top.low <= 0:
-        raise CannotTellError(
-            f"no stage is longer by more than chance makes: of the largest, {top.name}, the share is "
-            f"{top.low:.0%} to {top.high:.0%}. Take a longer window"
         )
 
 
@@ -209,47 +197,3 @@ def _divide_by_instance(
         if instance
     ]
     return tuple(sorted(found, key=lambda part: (-part[1], part[0])))
-
-
-def build_finding(
-    stage: str,
-    reasons: Sequence[tuple[str, float]],
-    instances: Sequence[tuple[str, float, float]],
-    compared: ComparedRequests,
-) -> Finding:
-    """What the rules are asked about."""
-    # Late requests may have no reason, for example while their server's spans are still on the way.
-    reason = reasons[0][0] if reasons and reasons[0][1] > 0 else ""
-    instance, instance_share, its_requests = instances[0] if instances else ("", 0.0, 1.0)
-    # An instance with nearly all of the traffic has nearly every difference: that says nothing.
-    is_one = instance_share >= MAIN_SHARE and its_requests < MAIN_SHARE
-    return Finding(
-        stage=stage,
-        word="router.hop" if stage.startswith(HOP) else stages.strip_leg(stage),
-        reason=reason,
-        instance=instance if is_one else "",
-        instance_share=instance_share if is_one else 0.0,
-        figures=compute_figures(compared),
-    )
-
-
-def compute_figures(compared: ComparedRequests) -> dict[str, float]:
-    """The values of FIGURES."""
-    late, typical = compared.late, compared.typical
-    return {
-        "tokens_ratio": find_prompt(late) / find_prompt(typical) if find_prompt(typical) else 1.0,
-        "cached_drop": find_cached_share(typical) - find_cached_share(late),
-        "media_share": fmean(each.facts.kind == MEDIA for each in late),
-        **{name: fmean(each.counts.get(name, 0) for each in late) for name in COUNTS},
-    }
-
-
-def find_prompt(side: Sequence[RequestEvidence]) -> float:
-    """The median prompt in tokens; 0.0 where that is not known."""
-    return float(median(each.facts.tokens for each in side))
-
-
-def find_cached_share(side: Sequence[RequestEvidence]) -> float:
-    """The share of prompt tokens that were found in the prefix cache."""
-    tokens = sum(each.facts.tokens for each in side)
-    return sum(each.facts.cached for each in side) / tokens if tokens else 0.0

@@ -1,63 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put an explanation together: what happened, whose it was, what it was not, and what to change. Pure.
+"""Put an explanation together: which stage, which cause, how sure, when, and what to change. Pure.
 
-Input: LateDifference and the rules. Output: Explanation, whose sentences have their numbers from the data;
+Input: ComparedRequests. Output: Explanation, whose sentences have their numbers from the data;
 explanation_text.py prints it, commands/explain.py asks.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ttft_otel.explain.explain.cause_findings import (
-    LateDifference,
-    StagePart,
-    divide_difference,
-    find_cached_share,
-    find_prompt,
+from ttft_otel.explain.explain.cause_choice import (
+    HIGH,
+    LOW,
+    MEDIUM,
+    SURE_LATE,
+    Cause,
+    choose_cause,
 )
-from ttft_otel.explain.explain.cause_rules import CauseRule, find_rule
+from ttft_otel.explain.explain.cause_detectors import DETECTORS
+from ttft_otel.explain.explain.cause_findings import LateDifference, StagePart, divide_difference
+from ttft_otel.explain.explain.late_case import Candidate, LateCase
+from ttft_otel.explain.explain.remedies import Remedy, find_remedy
 from ttft_otel.explain.explain.remedy_prediction import RemedyPrediction
 from ttft_otel.explain.window.holding_work import HoldingWork
 from ttft_otel.explain.window.late_requests import UNUSUAL_RANK, ComparedRequests, compute_ttft
 from ttft_otel.explain.window.lost_requests import LostRequests
-from ttft_otel.explain.window.request_facts import MEDIA, RequestEvidence
-from ttft_otel.model.stages import UNATTRIBUTED, WAIT_REASONS
+from ttft_otel.explain.window.request_facts import RequestEvidence
+from ttft_otel.model.stages import WAIT_REASONS
 
-HIGH, MEDIUM, LOW = "high", "medium", "low"
 # Draws of the bootstrap in which the largest stage is the largest one.
 CONFIDENCE: Final = ((0.95, HIGH), (0.8, MEDIUM), (0.0, LOW))
-LIKE_RATIO: Final = 1.25  # medians of prompts that differ by less count as like
-LIKE_SHARE: Final = 0.1  # shares (cached, media, of instances) that differ by less count as like
-OTHER_MODEL_SHARE: Final = 0.5  # more of the late than of all requests: then no cause is named
-MIN_NAMED_SHARE: Final = 0.3  # of the difference, from which on a stage is called its cause
+NOTABLE_SHARE: Final = 0.1  # of a stage, from which on a reason is told
+MIN_NAMED_SHARE: Final = 0.3  # of the difference, that the largest stage has at least
 MAX_EXAMPLES: Final = 3
+BURST_GAP: Final = 0.02  # of the window's time without a late request, which ends a burst
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
-    """Another cause that a reader may think of, and what the data say about it."""
+class Bursts:
+    """When late requests began; Unix nanoseconds."""
 
-    name: str
-    excluded: bool  #: the data speak against it
-    sentence: str  #: the figures that say so, or that it stays possible
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShare:
-    """The model of which the late requests have most more than the window; shares of the two."""
-
-    name: str
-    late: float
-    window: float
-
-    @property
-    def is_other(self) -> bool:
-        """Whether two models are compared, rather than late requests with typical ones."""
-        return self.late - self.window >= OTHER_MODEL_SHARE
+    count: int
+    first_ns: int
+    last_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +52,9 @@ class Explanation:
     """Why requests were late."""
 
     difference: LateDifference
-    rule: CauseRule | None  #: None where the largest stage has none
-    confidence: str
-    alternatives: tuple[Alternative, ...]
+    cause: Cause
+    stage_confidence: str
+    candidates: tuple[Candidate, ...]  #: what was looked at, the largest share first
     examples: tuple[RequestEvidence, ...]  #: late requests with most time in the largest stage
     is_unusual: bool  #: False for a request that took as long as its like, which has no cause
     slo_us: int
@@ -75,8 +62,9 @@ class Explanation:
     slo: Mapping[str, float]
     p50_us: float
     p99_us: float
+    bursts: Bursts
     holding: HoldingWork | None = None  #: who held them, for a stage that waits
-    #: What the remedy would bring, where it was asked for.
+    #: What the remedy would bring, where what-if has a model of it.
     prediction: RemedyPrediction | None = None
     no_prediction: str = ""  #: why that is not known
     lost: LostRequests = field(
@@ -89,38 +77,63 @@ class Explanation:
         return self.difference.parts[0]
 
     @property
-    def is_named(self) -> bool:
-        """Whether one stage is the cause, so that a remedy may be named."""
-        return (
-            self.is_unusual
-            and self.confidence != LOW
-            and self.top.share >= MIN_NAMED_SHARE
-            and not self.model.is_other
-        )
-
-    @property
-    def model(self) -> ModelShare:
-        """The model that distinguishes the late requests most from the others."""
-        return _find_model(self.difference.compared)
+    def remedy(self) -> Remedy | None:
+        """What to do; None where no cause is known, or the remedy was tried and moves nothing."""
+        if self.prediction is not None and not self.prediction.helps:
+            return None
+        return find_remedy(self.cause) if self.is_unusual else None
 
 
-def explain_requests(compared: ComparedRequests, slo_us: int = 0) -> Explanation:
-    """Explain the late side of `compared`. Raises CannotTellError."""
+def explain_requests(
+    compared: ComparedRequests,
+    slo_us: int = 0,
+    lost: LostRequests | None = None,
+    before: Sequence[RequestEvidence] = (),
+) -> Explanation:
+    """Explain the late side of `compared`. Raises CannotTellError.
+
+    lost: requests of the window without a first token. before: the requests of the time before, if there
+    are any.
+    """
     difference = divide_difference(compared)
-    stage = difference.finding.stage
+    stage = difference.stage
+    case = LateCase(difference, compared.everyone, before)
+    candidates = [each for detect in DETECTORS for each in detect(case)]
+    candidates.sort(key=lambda each: (bool(each.refuted), -each.share))
     examples = sorted(compared.late, key=lambda each: -each.facts.stages.get(stage, 0))
     return Explanation(
         difference=difference,
-        rule=find_rule(difference.finding),
-        confidence=next(word for share, word in CONFIDENCE if difference.first_share >= share),
-        alternatives=tuple(_list_alternatives(difference)),
+        cause=choose_cause(case, candidates, lost),
+        stage_confidence=_rate_stage(difference),
+        candidates=tuple(candidates),
         examples=tuple(examples[:MAX_EXAMPLES]),
         is_unusual=compared.rank >= UNUSUAL_RANK,
         slo_us=slo_us,
         slo=divide_lateness(compared, slo_us) if slo_us else {},
         p50_us=compute_ttft(compared.window, 0.5),
         p99_us=compute_ttft(compared.window, 0.99),
+        bursts=find_bursts(compared),
+        lost=lost or LostRequests(),
     )
+
+
+def _rate_stage(difference: LateDifference) -> str:
+    top, late = difference.parts[0], len(difference.compared.late)
+    if top.share < MIN_NAMED_SHARE or top.low <= 0:
+        return LOW
+    found = next(word for share, word in CONFIDENCE if difference.first_share >= share)
+    # An interval that nearly reaches 0 rests on a few requests, however often they are drawn.
+    is_sure = top.low >= MIN_NAMED_SHARE and (late >= SURE_LATE or late == 1)
+    return MEDIUM if found == HIGH and not is_sure else found
+
+
+def find_bursts(compared: ComparedRequests) -> Bursts:
+    """When the late requests began: how many bursts, and from when to when."""
+    starts = sorted(each.facts.start_ns for each in compared.late)
+    times = [each.facts.start_ns for each in compared.everyone]
+    gap = BURST_GAP * (max(times) - min(times))
+    pairs = zip(starts, starts[1:], strict=False)
+    return Bursts(1 + sum(after - before > gap for before, after in pairs), starts[0], starts[-1])
 
 
 def divide_lateness(compared: ComparedRequests, slo_us: int) -> dict[str, float]:
@@ -146,97 +159,7 @@ def divide_lateness(compared: ComparedRequests, slo_us: int) -> dict[str, float]
     return dict(sorted(found, key=lambda part: (-part[1], part[0])))
 
 
-def _find_model(compared: ComparedRequests) -> ModelShare:
-    """The model of which the late requests have most more than the window."""
-    # Not than the typical ones: those are its middle, where a slower model may be missing anyway.
-    late, window = (
-        Counter(each.facts.model for each in side) for side in (compared.late, compared.window)
-    )
-    shares = [
-        ModelShare(name, count / len(compared.late), window[name] / len(compared.window))
-        for name, count in late.items()
-    ]
-    return max(shares, key=lambda each: (each.late - each.window, each.name))
-
-
-def _list_alternatives(difference: LateDifference) -> list[Alternative]:
-    """What else could have been the cause, each with the figures for or against it."""
-    found = (*_compare_requests(difference), *_compare_parts(difference))
-    return [
-        Alternative(name, excluded, f"{'Not' if excluded else 'Perhaps also'} {name}: {figures}.")
-        for name, excluded, figures in found
-    ]
-
-
-def _compare_requests(difference: LateDifference) -> Iterator[tuple[str, bool, str]]:
-    """Other requests as the cause: its name, whether the data exclude it, and their figures."""
-    compared, finding = difference.compared, difference.finding
-    late, typical = compared.late, compared.typical
-    ratio = finding.figures["tokens_ratio"]
-    prompt = "median prompt" if len(late) > 1 else "its prompt"
-    yield (
-        "longer prompts",
-        ratio < LIKE_RATIO,
-        f"{prompt} {find_prompt(late):.0f} tokens, usual are {find_prompt(typical):.0f}",
-    )
-    cached, usual_cached = find_cached_share(late), find_cached_share(typical)
-    yield (
-        "a colder prefix cache",
-        finding.figures["cached_drop"] < LIKE_SHARE,
-        f"{cached:.0%} of the prompt cached, usual are {usual_cached:.0%}",
-    )
-    media, usual_media = (
-        sum(each.facts.kind == MEDIA for each in side) / len(side) for side in (late, typical)
-    )
-    yield (
-        "media",
-        media - usual_media < LIKE_SHARE,
-        f"{media:.0%} have media, usual are {usual_media:.0%}",
-    )
-    model = _find_model(compared)
-    if len({each.facts.model for each in compared.window}) > 1:
-        yield (
-            "another model",
-            model.late - model.window < LIKE_SHARE,
-            f"{model.late:.0%} are for {model.name or 'no model'}, of all requests {model.window:.0%}",
-        )
-
-
-def _compare_parts(difference: LateDifference) -> Iterator[tuple[str, bool, str]]:
-    """Other parts of the difference as the cause, in the same form."""
-    compared, finding, top = difference.compared, difference.finding, difference.parts[0]
-    second = next((part for part in difference.parts[1:] if part.name != UNATTRIBUTED), None)
-    if second is not None:
-        yield (
-            "another stage",
-            second.high < top.low,
-            f"next is {second.name} with {second.share:.0%} ({second.low:.0%} to {second.high:.0%})",
-        )
-    error_us = max(each.facts.clock_error_us for each in (*compared.late, *compared.typical))
-    if error_us:
-        yield (
-            "the clocks",
-            error_us < LIKE_SHARE * top.us,
-            f"boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off, "
-            f"{top.name} is {top.us / 1000:.1f} ms longer",
-        )
-    lost = next((part for part in difference.parts if part.name == UNATTRIBUTED), None)
-    if lost is not None:
-        yield (
-            "something unmeasured",
-            lost.share < LIKE_SHARE,
-            f"{max(0.0, lost.share):.1%} of the difference is unattributed",
-        )
-    if len(difference.instances) > 1 or finding.instance:
-        instance, share, requests = difference.instances[0]
-        yield (
-            "one instance",
-            not finding.instance and share < requests + LIKE_SHARE,
-            f"{instance} has {share:.0%} of it, and {requests:.0%} of the requests",
-        )
-
-
 def describe_reasons(reasons: Sequence[tuple[str, float]]) -> str:
     """The reasons that have a tenth or more, as words; "" without any."""
-    shown = [(reason, share) for reason, share in reasons if share >= LIKE_SHARE]
+    shown = [(reason, share) for reason, share in reasons if share >= NOTABLE_SHARE]
     return ", ".join(f"{reason} ({share:.0%})" for reason, share in shown if reason in WAIT_REASONS)

@@ -3,82 +3,95 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.diff.difference_text import format_signed
 from ttft_otel.explain.diff.stage_difference import LEVEL
-from ttft_otel.explain.explain.cause_rules import describe_source
 from ttft_otel.explain.explain.explanation import Explanation, describe_reasons
+from ttft_otel.explain.explain.late_case import Candidate
+from ttft_otel.explain.explain.remedies import LOOK_AT
 from ttft_otel.explain.window.holding_work import HoldingWork
 from ttft_otel.explain.window.lost_requests import describe_lost
+from ttft_otel.model.stages import UNATTRIBUTED, find_rule_group
 from ttft_otel.report.show.terminal import format_short, remove_controls, round_ms
 
 QUALITATIVE = "qualitative"  # a price is what a setting trades
 PREDICTED = "predicted"  # what-if has its figure, the time per output token
+MAX_LINES = 6
+SURE_KINDS = (cause_kinds.NOTHING, cause_kinds.NOT_KNOWN, cause_kinds.LOST_REQUESTS)
 
 
-def list_explanation(explanation: Explanation) -> list[str]:
-    """What happened and what to do, as sentences without terminal controls, most important first."""
-    sentences = [_describe_headline(explanation), _describe_cause(explanation)]
-    if explanation.holding is not None:
-        sentences += _describe_holding(explanation.holding)
-    if explanation.slo:
-        total = sum(explanation.slo.values())
-        eaten = ", ".join(
-            f"{us / total:.0%} {name}" for name, us in list(explanation.slo.items())[:4]
-        )
-        sentences.append(f"What ate the {explanation.slo_us / 1000:g} ms: {eaten}.")
-    rule = explanation.rule
-    if explanation.is_named and rule is not None:
-        sentences.append(rule.sentence)
-        sentences.append(f"Try: {rule.remedy} Price (qualitative): {rule.price}")
-        if explanation.prediction is not None:
-            sentences.append(explanation.prediction.sentence)
-        elif explanation.no_prediction:
-            sentences.append(f"No prediction: {explanation.no_prediction}.")
-        sentences.append(f"Source: {describe_source(rule)}")
-    elif explanation.model.is_other:
-        # Its steps may always take longer: that is no reason, and no setting makes it the other one.
-        sentences.append(
-            "No cause is named: these are two models, not late and typical requests of one. Take each by "
-            f"itself: --model {explanation.model.name or 'NAME'}."
-        )
-    elif explanation.is_unusual:
-        largest = ", ".join(
-            f"{part.name} {part.share:.0%}" for part in explanation.difference.parts[:4]
-        )
-        sentences.append(
-            f"No single cause: the largest parts are {largest}. Take other requests together "
-            "(--slo, --model, a shorter --since), or one by itself (--request)."
-        )
-    sentences += [each.sentence for each in explanation.alternatives]
-    sentences.append(
-        f"Confidence {explanation.confidence}: in {explanation.difference.first_share:.0%} of "
-        "resampled requests it is the same stage."
-    )
-    if explanation.lost.total:
-        sentences.append(f"Not among them: {explanation.lost.sentence}.")
-    ids = ", ".join(each.facts.request_id for each in explanation.examples)
-    if len(explanation.difference.compared.late) > 1:
-        sentences.append(f"See: {ids}.")
+def list_explanation(explanation: Explanation, verbose: bool = False) -> list[str]:
+    """The answer, then how late and what to do, as sentences without terminal controls.
+
+    verbose: also what was looked at and refuted, and all figures.
+    """
+    sentences = [
+        _describe_answer(explanation),
+        _describe_lateness(explanation),
+        *_list_short(explanation),
+    ]
+    if verbose:
+        sentences += _list_details(explanation)
+    else:
+        sentences = sentences[:MAX_LINES]
     return [remove_controls(each) for each in sentences]
 
 
-def _describe_headline(explanation: Explanation) -> str:
+def _describe_answer(explanation: Explanation) -> str:
+    cause, chosen = explanation.cause, explanation.cause.chosen
+    if not explanation.is_unusual:
+        return "Not unusual: requests like it take as long."
+    title = cause.kind.replace("_", " ").capitalize()
+    if chosen is None:
+        largest = (
+            ""
+            if cause.kind in (cause_kinds.NOTHING, cause_kinds.LOST_REQUESTS)
+            else _name_largest(explanation)
+        )
+        return f"{title}: {cause.sentence}.{largest}"
+    # One request has no interval.
+    is_single = len(explanation.difference.compared.late) == 1
+    share = (
+        f"{min(max(chosen.share, 0.0), 1.0):.0%}"
+        if is_single
+        else _format_share(chosen.share, chosen.low, chosen.high)
+    )
+    return f"{title}: {cause.sentence}. That is {share} of the lateness (confidence {cause.confidence})."
+
+
+def _name_largest(explanation: Explanation) -> str:
+    refuted = [each for each in explanation.candidates if each.share >= 0.1][:2]
+    looked = "; ".join(
+        f"{each.kind} {each.share:.0%}{f', {each.refuted}' if each.refuted else ''}"
+        for each in refuted
+    )
+    return f" Looked at: {looked}." if looked else ""
+
+
+def _format_share(share: float, low: float, high: float) -> str:
+    """A share of a difference with its interval; both are within 0 and 1 for readers."""
+    shown = (min(max(each, 0.0), 1.0) for each in (share, low, high))
+    return "{:.0%} ({:.0%} to {:.0%})".format(*shown)
+
+
+def _describe_lateness(explanation: Explanation) -> str:
     compared = explanation.difference.compared
     late = compared.late
     longer = format_signed(explanation.difference.difference_us)
     if compared.likeness:
         (one,) = late
-        sentence = (
+        return (
             f"{one.facts.request_id}: first token after {format_short(one.facts.ttft_us)}, {longer} "
             f"against {len(compared.window)} requests like it ({compared.likeness}); "
             f"{compared.rank:.0%} of them were faster."
         )
-        return sentence if explanation.is_unusual else f"{sentence} That is not unusual."
     who = (
         f"{len(late)} of {len(compared.window)} requests were later than {explanation.slo_us / 1000:g} ms"
         if explanation.slo_us
@@ -87,44 +100,129 @@ def _describe_headline(explanation: Explanation) -> str:
     )
     return (
         f"p99 is {format_short(explanation.p99_us)}, p50 {format_short(explanation.p50_us)}; {who}, "
-        f"{longer} against typical ones."
+        f"{longer} against typical ones.{_describe_lost_in_words(explanation)}"
     )
 
 
-def _describe_cause(explanation: Explanation) -> str:
-    top, finding = explanation.top, explanation.difference.finding
-    place = f" on {finding.instance}" if finding.instance else ""
+def _describe_lost_in_words(explanation: Explanation) -> str:
+    if not explanation.lost.total:
+        return ""
+    return f" Not among them: {explanation.lost.sentence}."
+
+
+def _list_short(explanation: Explanation) -> Iterator[str]:
+    """Stage, when, who held them, and what to do."""
+    yield _describe_stage(explanation)
+    if (
+        len(explanation.difference.compared.late) > 1
+        and explanation.cause.kind != cause_kinds.NOTHING
+    ):
+        yield _describe_when(explanation)
+    if explanation.holding is not None and explanation.holding.holders:
+        yield _describe_holders_in_words(explanation.holding)
+    remedy = explanation.remedy
+    if remedy is not None and explanation.cause.chosen is not None:
+        subject = explanation.cause.chosen.subject or "them"
+        tried = f" {explanation.prediction.sentence}" if explanation.prediction else ""
+        if explanation.no_prediction:
+            tried = f" No prediction: {explanation.no_prediction}."
+        yield f"Try: {remedy.text.format(subject=subject)} Price: {remedy.price}{tried}"
+    elif explanation.prediction is not None:
+        yield f"No remedy: the obvious one would move nothing. {explanation.prediction.sentence}"
+    elif explanation.is_unusual and explanation.cause.kind == cause_kinds.NOT_KNOWN:
+        look = LOOK_AT.get(find_rule_group(explanation.top.name))
+        if look:
+            yield f"Look at {look}."
+
+
+def _describe_stage(explanation: Explanation) -> str:
+    top, instance = explanation.top, explanation.difference.instance
+    place = f" on {instance}" if instance else ""
     sentence = (
-        f"{top.share:.0%} of that ({top.low:.0%} to {top.high:.0%}) is {top.name}{place}: "
+        f"{top.name}{place} has {_format_share(top.share, top.low, top.high)} of it: "
         f"{format_short(top.late_us)}, usual are {format_short(top.typical_us)}"
     )
     reasons = describe_reasons(explanation.difference.reasons)
-    return f"{sentence}; reason {reasons}." if reasons else f"{sentence}."
+    reported = f"; reason {reasons}" if reasons else ""
+    return f"{sentence}{reported} (confidence {explanation.stage_confidence})."
 
 
-def _describe_holding(holding: HoldingWork) -> list[str]:
-    kinds = ", ".join(
-        f"{kind} {share:.0%}" for kind, share in holding.kinds.items() if share >= 0.01
+def _describe_when(explanation: Explanation) -> str:
+    bursts = explanation.bursts
+    first, last = (
+        f"{datetime.fromtimestamp(each / 1e9).astimezone():%H:%M:%S}"
+        for each in (bursts.first_ns, bursts.last_ns)
     )
-    sentences = [f"Meanwhile the engine's time went to: {kinds}."]
-    if holding.holders:
-        shown = ", ".join(
-            f"{each.request_id} ({each.kind}, {each.tokens} tokens, {format_short(each.us)}, "
-            f"{each.delayed} held)"
-            for each in holding.holders[:3]
+    if bursts.count == 1:
+        return f"When: all of them from {first} to {last}."
+    return f"When: in {bursts.count} bursts, from {first} to {last}."
+
+
+def _list_details(explanation: Explanation) -> Iterator[str]:
+    """What was looked at, and all figures."""
+    for each in explanation.candidates:
+        yield _describe_candidate(each, explanation)
+    others = [part for part in explanation.difference.parts[1:4] if part.name != UNATTRIBUTED]
+    if others:
+        yield (
+            "Other stages: "
+            + ", ".join(
+                f"{part.name} {_format_share(part.share, part.low, part.high)}" for part in others
+            )
+            + "."
         )
-        sentences.append(f"Held longest by: {shown}.")
-    return sentences
+    if explanation.holding is not None:
+        kinds = ", ".join(
+            f"{kind} {share:.0%}"
+            for kind, share in explanation.holding.kinds.items()
+            if share >= 0.01
+        )
+        yield f"While they were in the queue, the engine's time went to: {kinds}."
+    if explanation.slo:
+        total = sum(explanation.slo.values())
+        eaten = ", ".join(
+            f"{us / total:.0%} {name}" for name, us in list(explanation.slo.items())[:4]
+        )
+        yield f"What ate the {explanation.slo_us / 1000:g} ms: {eaten}."
+    compared = explanation.difference.compared
+    error_us = max(each.facts.clock_error_us for each in (*compared.late, *compared.typical))
+    if error_us:
+        yield f"Boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off."
+    if explanation.remedy is not None:
+        yield f"Source: {explanation.remedy.page}"
+    if len(compared.late) > 1:
+        yield f"See: {', '.join(each.facts.request_id for each in explanation.examples)}."
 
 
-def print_explanation(explanation: Explanation) -> None:
+def _describe_candidate(each: Candidate, explanation: Explanation) -> str:
+    if each is explanation.cause.chosen:
+        verdict = "the cause"
+    elif each.refuted:
+        verdict = f"refuted: {each.refuted}"
+    else:
+        verdict = "holds, explains less" if each.share > 0 else "explains nothing"
+    return f"Looked at {each.kind}: {each.sentence}; {each.share:.0%} of the lateness; {verdict}."
+
+
+def _describe_holders_in_words(holding: HoldingWork) -> str:
+    shown = ", ".join(
+        f"{each.request_id} ({each.kind}, {each.tokens} tokens, {format_short(each.us)}, "
+        f"{each.delayed} held)"
+        for each in holding.holders[:3]
+    )
+    return f"Held longest by: {shown}."
+
+
+def print_explanation(explanation: Explanation, verbose: bool = False) -> None:
     """Print the sentences; the first one is the answer in short."""
     console = Console(highlight=False)
-    first, *rest = list_explanation(explanation)
+    first, *rest = list_explanation(explanation, verbose)
     # Not wrapped by rich: in a pipe, a sentence stays on one line for grep.
     console.print(Text(first, style="bold"), soft_wrap=True)
     for sentence in rest:
         console.print(Text(f"• {sentence}"), soft_wrap=True)
+    if not verbose:
+        console.print(Text("more: --verbose", style="dim"))
 
 
 def describe_explanation(explanation: Explanation) -> dict[str, Any]:
@@ -134,7 +232,7 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
     late_us = sum(explanation.slo.values())
     return {
         "answered": True,
-        "sentences": list_explanation(explanation),
+        "sentences": list_explanation(explanation, verbose=True),
         "requests": {side: len(getattr(compared, side)) for side in ("window", "late", "typical")},
         "without_token": describe_lost(explanation.lost),
         "unusual": explanation.is_unusual,
@@ -158,14 +256,23 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
             {"name": name, "share": round(share, 4), "requests": round(requests, 4)}
             for name, share, requests in difference.instances
         ],
-        "figures": {name: round(value, 4) for name, value in difference.finding.figures.items()},
-        "cause": _describe_named_cause(explanation),
-        "confidence": explanation.confidence,
-        "first_share": round(difference.first_share, 4),
-        "alternatives": [
-            {"name": each.name, "excluded": each.excluded, "sentence": each.sentence}
-            for each in explanation.alternatives
+        "bursts": {
+            "count": explanation.bursts.count,
+            "first": _format_moment(explanation.bursts.first_ns),
+            "last": _format_moment(explanation.bursts.last_ns),
+        },
+        "cause": _describe_cause(explanation),
+        "looked_at": [
+            {
+                "kind": each.kind,
+                "subject": each.subject,
+                "sentence": each.sentence,
+                **_describe_shares(each),
+                "refuted": each.refuted,
+            }
+            for each in explanation.candidates
         ],
+        "first_share": round(difference.first_share, 4),
         "slo": {
             "ms": explanation.slo_us / 1000,
             "stages": [
@@ -186,24 +293,40 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def _describe_named_cause(explanation: Explanation) -> dict[str, Any] | None:
-    rule, finding = explanation.rule, explanation.difference.finding
-    if rule is None or not explanation.is_named:
-        return None
+def _format_moment(unix_ns: int) -> str:
+    return datetime.fromtimestamp(unix_ns / 1e9).astimezone().isoformat(timespec="milliseconds")
+
+
+def _describe_shares(each: Candidate) -> dict[str, float]:
+    return {name: round(getattr(each, name), 4) for name in ("share", "low", "high")}
+
+
+def _describe_cause(explanation: Explanation) -> dict[str, Any]:
+    """What is concluded; `figures` of the detector stand beside the kind."""
+    cause, chosen, remedy = explanation.cause, explanation.cause.chosen, explanation.remedy
+    kind = cause.kind if explanation.is_unusual else cause_kinds.NOTHING
     prediction = explanation.prediction
     has_price = prediction is not None and prediction.token_time is not None
-    return {
-        "rule": rule.name,
-        "stage": finding.stage,
-        "instance": finding.instance or None,
-        "sentence": rule.sentence,
-        "remedy": rule.remedy,
-        "settings": list(rule.settings),
-        "price": rule.price,
-        "price_kind": PREDICTED if has_price else QUALITATIVE,
-        "source": describe_source(rule),
-        "prediction": _describe_prediction(explanation),
+    described: dict[str, Any] = {
+        "kind": kind,
+        "subject": chosen.subject if chosen else "",
+        "confidence": cause.confidence,
+        "stage": explanation.difference.stage,
+        "stage_confidence": explanation.stage_confidence,
+        "sentence": cause.sentence,
+        "remedy": None,
     }
+    if chosen is not None:
+        described |= {**chosen.figures, **_describe_shares(chosen)}
+    if remedy is not None and chosen is not None:
+        described["remedy"] = {
+            "text": remedy.text.format(subject=chosen.subject or "them"),
+            "settings": list(remedy.settings),
+            "price": remedy.price,
+            "price_kind": PREDICTED if has_price else QUALITATIVE,
+            "source": remedy.page,
+        }
+    return described | {"prediction": _describe_prediction(explanation)}
 
 
 def _describe_holders(holding: HoldingWork | None) -> dict[str, Any] | None:

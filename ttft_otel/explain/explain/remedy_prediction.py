@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule's setting would bring, from what-if: the window is replayed with it. Pure; needs numpy.
+"""What a remedy's setting would bring, from what-if: the window is replayed with it. Pure; needs numpy.
 
-Input: the rule and a Recording of the window. commands/explain.py asks, with --predict.
+Input: the remedy and a Recording of the window. commands/explain.py asks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ttft_otel.explain.explain.cause_rules import CauseRule
+from ttft_otel.explain.explain.remedies import CACHE_MEMORY, Remedy
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import Recording
 from ttft_otel.explain.whatif.what_if import predict_change
@@ -18,13 +18,13 @@ from ttft_otel.explain.whatif.what_if_figures import LEVEL, QUANTILES, TTFT, Pre
 from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.model.names import keys
 
-KV_CACHE: Final = "KV cache"  # no flag of its own: memory and data type decide
-# Settings that a rule can try -> the resource attribute that has their value on servers' spans.
+# Settings that a remedy can try -> the resource attribute that has their value on servers' spans.
 SETTING_ATTRIBUTES: Final = {
     "--max-num-seqs": keys.ENGINE_MAX_SEQS,
     "--max-num-batched-tokens": keys.ENGINE_MAX_TOKENS,
-    KV_CACHE: keys.ENGINE_KV_TOKENS,
+    CACHE_MEMORY: keys.ENGINE_KV_TOKENS,
 }
+MIN_GAIN: Final = 0.02  # of the p99, below which a remedy moves nothing
 REPETITIONS: Final = 20  # replays, as many as those of `whatif`
 
 
@@ -40,6 +40,11 @@ class RemedyPrediction:
     #: The p99 of the time per output token, which the setting costs; None where that is not known.
     token_time: PredictedFigure | None = None
     token_error: float = 0.0  #: as `error`, of the time per output token
+
+    @property
+    def helps(self) -> bool:
+        """Whether the figure moves by more than the prediction's interval."""
+        return self.high_us < (1 - MIN_GAIN) * self.recorded_us
 
     @property
     def sentence(self) -> str:
@@ -59,18 +64,18 @@ class RemedyPrediction:
 
 
 def predict_remedy(
-    rule: CauseRule,
+    remedy: Remedy,
     recording: Recording,
     repetitions: int = REPETITIONS,
     track: Callable[[int], None] = lambda _: None,
 ) -> RemedyPrediction:
-    """Replay the window with the rule's setting. Raises CannotTellError, which says why not.
+    """Replay the window with the remedy's setting. Raises CannotTellError, which says why not.
 
     track: called with 1 after each replay.
     """
-    if rule.trial is None:
-        raise CannotTellError(f"what-if has no model of the remedy for {rule.name}")
-    flag, factor = rule.trial
+    if remedy.trial is None:
+        raise CannotTellError("what-if has no model of this remedy")
+    flag, factor = remedy.trial
     recorded = max(
         (settings.get(SETTING_ATTRIBUTES[flag], 0) for settings in recording.settings.values()),
         default=0,
@@ -81,8 +86,8 @@ def predict_remedy(
         )
     value = max(1, round(recorded * factor))
     setting = f"{flag} {value}"
-    if flag == KV_CACHE:
-        setting = f"{factor:g} times the {KV_CACHE}"
+    if flag == CACHE_MEMORY:
+        setting = f"{factor:g} times the {CACHE_MEMORY}"
         change = PlannedChange(kv_cache=factor)
     elif flag == "--max-num-seqs":
         change = PlannedChange(max_num_seqs=value)

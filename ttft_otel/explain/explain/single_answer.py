@@ -42,7 +42,7 @@ def _read_window(opened: BreakdownSource, wanted: RequestFilter) -> list[Request
 
 def add_holding(opened: BreakdownSource, explanation: Explanation) -> Explanation:
     """The explanation with who held the late requests, where their largest stage waits. Raises StoreError."""
-    if explanation.difference.finding.word not in WAIT_STAGES:
+    if explanation.difference.word not in WAIT_STAGES:
         return explanation
     return replace(explanation, holding=read_holding(opened, explanation.difference.compared.late))
 

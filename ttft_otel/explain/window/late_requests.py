@@ -8,7 +8,7 @@ refused here, with the sentence that says why.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ttft_otel.explain.window.request_facts import (
@@ -43,6 +43,13 @@ class ComparedRequests:
     likeness: str = ""
     #: Of a single request, the share of like requests that were faster; 1.0 of a window.
     rank: float = 1.0
+    #: Of a single request, all of its time, itself among them; () of a window, whose own are all.
+    around: Sequence[RequestEvidence] = ()
+
+    @property
+    def everyone(self) -> Sequence[RequestEvidence]:
+        """The requests among which causes are looked for."""
+        return self.around or self.window
 
 
 def split_window(window: Sequence[RequestEvidence], slo_us: int = 0) -> ComparedRequests:
@@ -90,7 +97,7 @@ def choose_like(request: RequestEvidence, window: Sequence[RequestEvidence]) -> 
         label = describe_request(request.facts, detail)
         like = [each for each in others if describe_request(each.facts, detail) == label]
         if len(like) >= MIN_LIKE:
-            return _compare_like(request, like, words)
+            return replace(_compare_like(request, like, words), around=[request, *others])
     raise CannotTellError(
         f"only {len(like)} other requests of its kind ({request.facts.kind}) are stored, {MIN_LIKE} are "
         f"needed to say what is usual; its stages: ttft-otel report --request {request.facts.request_id}"

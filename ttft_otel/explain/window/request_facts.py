@@ -22,12 +22,7 @@ from ttft_otel.report.report_types import Leg, Request, StoredSpan
 TEXT, MEDIA = "text", "media"
 ENCODER_STAGE: Final = "encoder.compute"
 HOP: Final = "router.hop."
-# Figures of a request beside its stages: what cause_rules.py asks for -> the attribute that has it.
-COUNTS: Final[Mapping[str, str]] = {
-    "preemptions": keys.PREEMPTIONS,
-    "chunks": keys.PREFILL_CHUNKS,
-    "recomputed_items": keys.EC_RECOMPUTED_ITEMS,
-}
+PREFILL_COMPUTE: Final = "prefill.compute"
 MIN_PER_WINDOW: Final = 5  # requests of each window in a stratum; with fewer a coarser one is used
 UNMATCHED: Final = "unmatched"  # the stratum of requests whose kind a window has too few of
 
@@ -113,6 +108,16 @@ def read_count(span: StoredSpan, name: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class StepWork:
+    """Where a request's prompt was computed, and what the steps that did so had to do."""
+
+    instance: str  #: service.instance.id; "" where that is not known
+    chunks: int = 1
+    step_tokens: int = 0  #: of all requests in these steps; 0 where that is not known
+    compute_us: int = 0  #: of the engine's forward passes
+
+
+@dataclass(frozen=True, slots=True)
 class RequestEvidence:
     """One request with a first token, and why its stages took as long as they did."""
 
@@ -122,45 +127,60 @@ class RequestEvidence:
     #: Microseconds by reason, of stages that wait.
     reasons: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     instances: Mapping[str, str] = field(default_factory=dict)  #: where a stage ran
-    counts: Mapping[str, int] = field(default_factory=dict)  #: by the names of COUNTS
     #: Microseconds of waiting by the kind of work that the engine did meanwhile (stages.HOLDING_KINDS).
     held: Mapping[str, int] = field(default_factory=dict)
     legs: frozenset[str] = frozenset()  #: IDs of the spans that have its stages
+    work: StepWork = StepWork("")
 
 
 def read_evidence(
-    opened: BreakdownSource, requests: Iterable[Request]
+    opened: BreakdownSource, requests: Iterable[Request], group_by: str = ""
 ) -> Iterator[RequestEvidence]:
-    """The evidence of those `requests` that got a first token, in their order."""
+    """The evidence of those `requests` that got a first token, in their order.
+
+    group_by: a span's or resource's attribute, for example that of the tenant.
+    """
     for request in requests:
         # A failed request has no first token; a pending one lacks the span that has the sum.
         if not request.error and not request.pending:
-            yield _build_evidence(request, opened.find_trunks(request.trace_id))
+            yield _build_evidence(request, opened.find_trunks(request.trace_id), group_by)
 
 
-def _build_evidence(request: Request, trunks: Sequence[StoredSpan]) -> RequestEvidence:
+def _build_evidence(
+    request: Request, trunks: Sequence[StoredSpan], group_by: str
+) -> RequestEvidence:
     """Join `request` with the attributes of its `ttft` and `encode` spans."""
     legs = frozenset(leg.span_id for leg in request.legs)
     spans = [span for span in trunks if span.span_id in legs]
     reasons = {name: dict(request.list_wait_reasons(name)) for name in request.stages}
     places = {name: find_instance(request, name) for name in request.stages}
     return RequestEvidence(
-        facts=build_facts(request, trunks),
+        facts=build_facts(request, trunks, group_by),
         trace_id=request.trace_id,
         closed=request.closed,
         legs=legs,
         reasons={name: found for name, found in reasons.items() if found},
         instances={name: place for name, place in places.items() if place},
-        # Legs that ran side by side each have their own counts.
-        counts={
-            count: sum(read_count(span, attribute) for span in spans)
-            for count, attribute in COUNTS.items()
-        },
         held={
             kind: us
             for kind in stages.HOLDING_KIND_NAMES
             if (us := sum(read_count(span, keys.name_held_attribute(kind)) for span in spans))
         },
+        work=_find_work(request.legs, spans),
+    )
+
+
+def _find_work(legs: Sequence[Leg], spans: Sequence[StoredSpan]) -> StepWork:
+    """The work of the leg that computed most of the prompt."""
+    main = max(legs, key=lambda leg: leg.stages.get(PREFILL_COMPUTE, 0), default=None)
+    if main is None:
+        return StepWork("")
+    span = next((span for span in spans if span.span_id == main.span_id), None)
+    return StepWork(
+        main.instance,
+        max(read_count(span, keys.PREFILL_CHUNKS), 1) if span else 1,
+        max(read_count(span, keys.PREFILL_STEP_TOKENS), 0) if span else 0,
+        main.stages.get(PREFILL_COMPUTE, 0),
     )
 
 

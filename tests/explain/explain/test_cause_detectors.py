@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows that simulated engines have served: the true cause is named, what looks like one refuted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import pytest
+
+from tests.explain.simulated_windows import Chance, Prompt, Site, draw_prompts, serve
+from ttft_otel.explain import cause_kinds
+from ttft_otel.explain.explain.explanation import Explanation, explain_requests
+from ttft_otel.explain.window.late_requests import choose_like, split_window
+from ttft_otel.explain.window.lost_requests import LostRequests
+
+SEEDS = (0, 1, 2)
+
+
+def explain(prompts: Iterable[Prompt], site: Site | None = None, seed: int = 0) -> Explanation:
+    """The explanation of the slowest hundredth."""
+    return explain_requests(split_window(serve(list(prompts), site, seed)))
+
+
+def find_refusal(found: Explanation, kind: str, subject: str = "") -> str:
+    """Why a kind was refuted; fails where it was not looked at, or holds."""
+    (reason,) = {
+        each.refuted for each in found.candidates if each.kind == kind and subject in each.subject
+    }
+    return reason
+
+
+def make_size(tokens: int) -> Callable[[Chance], int]:
+    return lambda chance: tokens
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("factor", [1.6, 2.4])
+def test_slow_instance(seed: int, factor: float) -> None:
+    """One of three is slower: named, with its factor."""
+    found = explain(draw_prompts(seed, rate=12.0), Site(speeds=(1, factor, 1)), seed)
+    assert (found.cause.kind, found.cause.chosen.subject) == (cause_kinds.SLOW_INSTANCE, "vllm-1")  # type: ignore[union-attr]
+    assert found.cause.chosen.figures["factor"] == pytest.approx(factor, rel=0.05)  # type: ignore[union-attr]
+
+
+def test_an_instance_with_more_load_is_not_slow() -> None:
+    """All late requests are on one instance, where most requests go: its steps are as fast as others'."""
+    prompts = draw_prompts(0, rate=30.0)
+    for number, each in enumerate(prompts):
+        each.instance = 1 if number % 10 < 8 else number % 2 * 2
+    found = explain(prompts, Site(places=24))
+    assert found.cause.kind != cause_kinds.SLOW_INSTANCE
+    assert "as long as those of others" in find_refusal(found, cause_kinds.SLOW_INSTANCE, "vllm-1")
+
+
+def test_a_slower_model_is_no_slow_instance() -> None:
+    """Two models on instances of their own: they have no like to be compared with."""
+    large = draw_prompts(1, rate=1.0, model="large")
+    for each in large:
+        each.instance = 1
+    small = draw_prompts(0)
+    for number, each in enumerate(small):
+        each.instance = number % 2 * 2
+    found = explain([*small, *large], Site(speeds=(1, 5, 1)))
+    assert found.cause.kind == cause_kinds.NOT_KNOWN and "--model large" in found.cause.sentence
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing(seed: int) -> None:
+    """A healthy window says so, by itself and beside the time before; five late ones never make it sure."""
+    window = serve(draw_prompts(seed), seed=seed)
+    compared = split_window(window)
+    assert explain_requests(compared).cause.kind == cause_kinds.NOTHING
+    before = serve(draw_prompts(seed + 10), seed=seed + 10)
+    assert explain_requests(compared, before=before).cause.kind == cause_kinds.NOTHING
+
+
+@pytest.mark.parametrize("process", ["engine", "api"])
+def test_pauses(process: str) -> None:
+    """A process that stops for 0.7 s now and then: named with its instance, and no prompt is blamed."""
+    stops = [(1, at * 1_000_000, 700_000) for at in range(30, 600, 40)]
+    site = Site(pauses=stops) if process == "engine" else Site(api_pauses=stops)
+    found = explain(draw_prompts(0), site)
+    assert found.cause.kind == cause_kinds.PROCESS_PAUSE
+    figures = found.cause.chosen.figures  # type: ignore[union-attr]
+    assert (figures["process"], figures["instance"]) == (process, "vllm-1")
+    assert figures["pauses"] == pytest.approx(15, abs=1) and 500 < figures["longest_ms"] < 750
+
+
+def test_a_long_step_is_no_pause() -> None:
+    """Requests that wait for a long prompt's step go on together, too; its work explains the step."""
+    long = draw_prompts(1, rate=0.05, size=make_size(14_000), group="acme")
+    found = explain([*draw_prompts(0, rate=24.0), *long], Site(budget=16_384))
+    chosen = found.cause.chosen
+    assert chosen is not None and (chosen.kind, chosen.subject) == (
+        cause_kinds.HELD_BY_LONG_PROMPTS,
+        "acme",
+    )
+
+
+def test_own_size() -> None:
+    """The slowest are the largest, alone on their instances: their size, and nobody held them."""
+    long = draw_prompts(1, rate=0.15, size=make_size(9_000))
+    found = explain([*draw_prompts(0), *long], Site(speeds=(1,) * 12, budget=16_384))
+    assert found.cause.kind == cause_kinds.OWN_SIZE
+
+
+def test_a_slow_way() -> None:
+    """140 ms more on the way to one instance: the hop and the instance, which itself is as fast as others."""
+    found = explain(draw_prompts(0), Site(hops=(0, 140_000, 0)))
+    chosen = found.cause.chosen
+    assert chosen is not None and (chosen.kind, chosen.subject) == (cause_kinds.SLOW_HOP, "vllm-1")
+    assert find_refusal(found, cause_kinds.SLOW_INSTANCE, "vllm-1")
+
+
+def test_few_long_hops_are_no_cause() -> None:
+    """Two of many requests with a hop of 30 s have most of the lateness; two are chance."""
+    window = serve(draw_prompts(0))
+    for row in (1000, 2000):
+        stages = {**window[row].facts.stages, "router.hop.mono": 30_000_000}
+        window[row] = replace(window[row], facts=replace(window[row].facts, stages=stages))
+    found = explain_requests(split_window(window))
+    assert found.cause.kind in (cause_kinds.NOT_KNOWN, cause_kinds.NOTHING)
+    assert find_refusal(found, cause_kinds.SLOW_HOP) and found.stage_confidence != "high"
+
+
+def test_lost_requests_come_first() -> None:
+    """Most clients gave up: that is told, whatever the others say, and nothing is recommended."""
+    compared = split_window(serve(draw_prompts(0), Site(speeds=(1, 2.4, 1))))
+    found = explain_requests(compared, lost=LostRequests(total=3000, left=3000))
+    assert found.cause.kind == cause_kinds.LOST_REQUESTS and found.remedy is None
+    few = explain_requests(compared, lost=LostRequests(total=3))
+    assert few.cause.kind == cause_kinds.SLOW_INSTANCE
+
+
+def test_one_request_of_a_slow_instance() -> None:
+    """A single request is compared with its like, and its instance with the others of its time."""
+    window = serve(draw_prompts(0), Site(speeds=(1, 2.4, 1)))
+    like = [
+        each for each in window if 250 <= each.facts.tokens < 256 and each.work.instance == "vllm-1"
+    ]
+    found = explain_requests(choose_like(like[0], window))
+    assert found.cause.kind == cause_kinds.SLOW_INSTANCE and found.cause.confidence != "high"

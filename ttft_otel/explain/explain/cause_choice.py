@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose the cause among the candidates: the one that survives and explains most, else "not known". Pure.
+
+Input: a LateCase and what the detectors found in it. Output: a Cause, for explanation.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy
+
+from ttft_otel.explain import cause_kinds
+from ttft_otel.explain.explain.late_case import Candidate, LateCase
+from ttft_otel.explain.window.lost_requests import LostRequests
+from ttft_otel.model.statistics import compute_quantile
+
+HIGH, MEDIUM, LOW = "high", "medium", "low"
+MAX_LOST_SHARE: Final = 0.05  # of a window's requests; with more, those that are left say little
+SURE_LATE: Final = 10  # late requests that a high confidence needs
+SURE_BLOCKS: Final = 5  # separate pieces of time, likewise
+USUAL_RATIO: Final = 4.0  # of late to typical requests, up to which size and chance are no incident
+OTHER_MODEL_SHARE: Final = 0.5  # more of the late than of all requests: two models are compared
+SAME_AS_BEFORE: Final = 1.25  # of a percentile to that of the window before
+# What every window has a little of: no cause, where late requests are as late as usual.
+ORDINARY: Final = frozenset(
+    {
+        cause_kinds.OWN_SIZE,
+        cause_kinds.HELD_BY_LONG_PROMPTS,
+        cause_kinds.LOAD_INCREASE,
+        cause_kinds.SETTING_LIMIT,
+        cause_kinds.COLD_PREFIX_CACHE,
+        cause_kinds.NOT_KNOWN,
+    }
+)
+# A limit is reached because something takes long, or much comes: what explains that goes first.
+LAST: Final = frozenset({cause_kinds.SETTING_LIMIT})
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What is concluded: one candidate, or one of `nothing`, `not_known` and `lost_requests`."""
+
+    kind: str
+    sentence: str
+    confidence: str
+    chosen: Candidate | None = None
+
+
+def choose_cause(
+    case: LateCase, candidates: Sequence[Candidate], lost: LostRequests | None = None
+) -> Cause:
+    """The cause of a case."""
+    whole = len(case.table) + (lost.total if lost else 0)
+    if lost is not None and lost.total > MAX_LOST_SHARE * whole:
+        return Cause(
+            cause_kinds.LOST_REQUESTS,
+            f"{lost.total} of {whole} requests ended without a first token; the others say little",
+            HIGH,
+        )
+    surviving = [each for each in candidates if each.holds]
+    chosen = max(surviving, key=lambda each: (each.kind not in LAST, each.share), default=None)
+    found = (
+        Cause(chosen.kind, chosen.sentence, _rate_cause(case, chosen), chosen)
+        if chosen is not None
+        else Cause(cause_kinds.NOT_KNOWN, "nothing that was looked at explains most of it", LOW)
+    )
+    if found.kind == cause_kinds.NOT_KNOWN and (other := _find_other_model(case)):
+        # Its steps may always take longer: that is no cause, and nothing makes it the other one.
+        return replace(
+            found,
+            sentence="two models are compared, not late and typical requests of one; take each by itself: "
+            f"--model {other}",
+        )
+    if found.kind in ORDINARY and not case.is_single and (healthy := describe_health(case)):
+        return Cause(cause_kinds.NOTHING, healthy, MEDIUM if case.before is None else HIGH)
+    return found
+
+
+def _find_other_model(case: LateCase) -> str:
+    """The model that most late requests are for, and few others; "" without one."""
+    late, whole = (
+        Counter(each.facts.model for each in side)
+        for side in (case.difference.compared.late, case.table.requests)
+    )
+    name, count = late.most_common(1)[0]
+    is_other = count / late.total() - whole[name] / whole.total() >= OTHER_MODEL_SHARE
+    return (name or "NAME") if is_other else ""
+
+
+def _rate_cause(case: LateCase, chosen: Candidate) -> str:
+    if case.is_single:
+        return MEDIUM if chosen.low >= 0.5 else LOW
+    late = int(case.late.sum())
+    if chosen.low >= 0.5 and late >= SURE_LATE and chosen.blocks >= SURE_BLOCKS:
+        return HIGH
+    return MEDIUM if chosen.low >= 0.25 else LOW
+
+
+def describe_health(case: LateCase) -> str:
+    """Why the window is as usual, as a sentence; "" where it is not."""
+    table = case.table
+    share = 1 - float(case.late.mean())
+    shares = (0.5, max(share, 0.5))
+    if case.before is not None:
+        pairs = [
+            (compute_quantile(case.before.ttft, each), compute_quantile(table.ttft, each))
+            for each in shares
+        ]
+        if all(now <= SAME_AS_BEFORE * max(then, 1.0) for then, now in pairs):
+            then, now = pairs[-1]
+            return f"late requests took {now / 1000:.0f} ms or more, {then / 1000:.0f} ms in the time before"
+        return ""
+    late, typical = (float(numpy.mean(table.ttft[side])) for side in (case.late, case.typical))
+    if late <= USUAL_RATIO * typical:
+        return (
+            f"the slowest took {late / typical:.1f} times as long as typical ones, as in any window"
+        )
+    return ""

@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The detectors of `explain`: each computes its own contrast, and says whether it holds or what refutes it.
+
+Input: a LateCase. Output: Candidates, of which cause_choice.py takes one. Pure; needs numpy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Final
+
+import numpy
+
+from ttft_otel.explain import cause_kinds
+from ttft_otel.explain.explain.late_case import Candidate, LateCase, compare_speed, measure_share
+from ttft_otel.explain.window.request_facts import HOP
+from ttft_otel.explain.window.request_table import Contrast, Mask
+from ttft_otel.model.wait_reasons import WAIT_STAGES
+from ttft_otel.report.show.terminal import format_short
+
+MIN_FACTOR: Final = 1.25  # of like steps, from which on an instance is slow
+SURE_FACTOR: Final = 1.1  # the least that the interval of that factor must exceed
+MIN_REQUESTS: Final = 10  # of an instance, to know its speed
+MIN_BLOCKS: Final = 3  # separate pieces of time that must carry a cause
+WORK_STAGES: Final = ("prefill.compute", "prefill.stall", "dispatch", "sample")
+API_STAGES: Final = ("receive", "preprocess", "output", "egress")
+ROUTER_STAGES: Final = (
+    "router.receive",
+    "router.tokenize",
+    "router.lookup",
+    "router.route",
+    "router.egress",
+)
+MIN_PAUSE_US: Final = 30_000.0
+PAUSE_RATIO: Final = 4.0  # of a stage to its usual length, from which on a pause may be in it
+WORKED_RATIO: Final = 2.0  # of a step to its usual length, up to which its work explains it
+SAME_END: Final = 0.2  # of a pause's length: stages that it stopped end within that
+LONG_RATIO: Final = 4.0  # of a prompt's computed tokens to the median, from which on it is long
+MIN_HELD: Final = 0.2  # of the late requests, that were beside a long prompt
+RATE_SECONDS: Final = (1.0, 10.0, 60.0)  # over which arrivals are counted
+MIN_RATE: Final = 1.5  # times the median rate
+COLD_DROP: Final = 0.2  # of the cached share of like prompts, from which on one found less
+MIN_SIZE_RATIO: Final = 1.5  # of the late prompts to the typical ones
+# Reason of waiting -> the setting, or the resource, that bounds what runs.
+LIMIT_REASONS: Final = {
+    "max_num_seqs": "max_num_seqs",
+    "token_budget": "max_num_batched_tokens",
+    "kv_blocks": "kv_blocks",
+    "stale_output": "kv_blocks",
+    "encoder_budget": "max_num_batched_tokens",
+    "lora": "max_loras",
+    "prefill_interval": "prefill_schedule_interval",
+    "priority": "scheduling_policy",
+}
+
+
+def detect_slow_instances(case: LateCase) -> Iterator[Candidate]:
+    """Instances whose steps take longer than those of others for the same work."""
+    table = case.table
+    names = numpy.array(table.instances)
+    for name in sorted(set(table.instances) - {""}):
+        here = names == name
+        peers = (table.pools == table.pools[numpy.argmax(here)]) & ~here
+        if here.sum() < MIN_REQUESTS or peers.sum() < MIN_REQUESTS or not (here & case.late).any():
+            continue
+        speed = compare_speed(table, here, here | peers)
+        factor, low, high = (
+            float(numpy.exp(each)) for each in (speed.value, speed.low, speed.high)
+        )
+        found = case.attribute(here)
+        refuted = ""
+        if factor < MIN_FACTOR or low < SURE_FACTOR:
+            refuted = "its steps take as long as those of others"
+        elif not found.holds:
+            refuted = "like requests of other instances are late as often"
+        yield _build(
+            cause_kinds.SLOW_INSTANCE,
+            f"steps of {name} take {factor:.2f} times as long as others' for the same work "
+            f"({low:.2f} to {high:.2f})",
+            found,
+            refuted,
+            name,
+            factor=round(factor, 3),
+            factor_low=round(low, 3),
+            factor_high=round(high, 3),
+        )
+
+
+def _build(
+    kind: str, sentence: str, found: Contrast, refuted: str, subject: str = "", **figures: object
+) -> Candidate:
+    return Candidate(
+        kind,
+        sentence,
+        found.share,
+        found.share_low,
+        found.share_high,
+        found.blocks,
+        refuted,
+        subject,
+        figures,
+    )
+
+
+def detect_pauses(case: LateCase) -> Iterator[Candidate]:
+    """Processes that stopped: what was in them ended together, and no work explains it."""
+    table = case.table
+    names = numpy.array(table.instances)
+    for process, find in (("engine", _find_engine_stops), ("api", _find_api_stops)):
+        ends, lengths = find(case)
+        for name in sorted(set(table.instances)):
+            here = names == name
+            pauses = [
+                each
+                for each in _cluster_stops(ends, lengths, here)
+                if not _is_worked(case, here, *each)
+            ]
+            if not pauses:
+                continue
+            exposed = numpy.zeros(len(table), bool)
+            until = table.start + table.ttft / 1e6
+            for begin, end in pauses:
+                # What had queued up is late for some time after the pause.
+                exposed |= here & (until >= begin) & (table.start <= end + (end - begin))
+            found = case.attribute(exposed)
+            longest = max(end - begin for begin, end in pauses)
+            refuted = ""
+            if not found.holds and not case.is_single:
+                refuted = (
+                    "too few separate pauses carry it"
+                    if len(pauses) < MIN_BLOCKS
+                    else "others are late, too"
+                )
+            yield _build(
+                cause_kinds.PROCESS_PAUSE,
+                f"the {process} process of {name} stopped {len(pauses)} times, for up to "
+                f"{format_short(longest * 1e6)}, which no work explains",
+                found,
+                refuted,
+                name,
+                process=process,
+                instance=name,
+                pauses=len(pauses),
+                longest_ms=round(longest * 1000, 1),
+            )
+
+
+def _is_worked(case: LateCase, here: Mask, begin: float, end: float) -> bool:
+    """Whether a step ran for most of a stop that took as long as its work takes."""
+    table, expected = case.table, case.expected_compute
+    taken, done = case.spans
+    covered = numpy.minimum(done, end) - numpy.maximum(taken, begin)
+    is_usual = (table.compute < WORKED_RATIO * expected) & (expected > 0)
+    return bool((here & is_usual & (covered >= 0.5 * (end - begin))).any())
+
+
+def _find_engine_stops(case: LateCase) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """When each request's engine time ended that its work does not explain, seconds, and its length, us."""
+    table, expected = case.table, case.expected_compute
+    taken, done = case.spans
+    usual = numpy.where(expected > 0, expected, numpy.inf)
+    beyond = numpy.where(table.compute > PAUSE_RATIO * usual, table.compute - expected, 0.0)
+    waits = numpy.array(
+        [
+            float(sum(by.get("in_step", 0) for by in each.reasons.values()))
+            for each in table.requests
+        ]
+    )
+    typical = float(numpy.quantile(waits, 0.9)) if len(waits) else 0.0
+    waits = numpy.where(waits > max(PAUSE_RATIO * typical, MIN_PAUSE_US), waits, 0.0)
+    # The wait ends when the engine takes it; without a queue reason's place in time, its end is that.
+    in_queue = waits > beyond
+    return numpy.where(in_queue, taken, done), numpy.where(in_queue, waits, beyond)
+
+
+def _find_api_stops(case: LateCase) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """The same of stages in the API process."""
+    table = case.table
+    ends, lengths = numpy.zeros(len(table)), numpy.zeros(len(table))
+    before = numpy.zeros(len(table))
+    after = numpy.zeros(len(table))
+    for word in API_STAGES:
+        us = table.sum_words(word)
+        usual = float(numpy.median(us))
+        beyond = numpy.where(us > PAUSE_RATIO * usual + MIN_PAUSE_US, us - usual, 0.0)
+        is_after = word in ("output", "egress")
+        after = after + us * is_after
+        before = before + us * (not is_after)
+        larger = beyond > lengths
+        hops = table.sum_words("router.hop", *ROUTER_STAGES[:-1])
+        place = table.start + (table.ttft if is_after else hops + before) / 1e6
+        ends = numpy.where(larger, place, ends)
+        lengths = numpy.where(larger, beyond, lengths)
+    return ends, lengths
+
+
+def _cluster_stops(
+    ends: numpy.ndarray, lengths: numpy.ndarray, here: Mask
+) -> list[tuple[float, float]]:
+    """(begin, end) in seconds of stops at whose end several requests went on, longest ones first seen."""
+    rows = numpy.flatnonzero(here & (lengths >= MIN_PAUSE_US))
+    rows = rows[numpy.argsort(ends[rows])]
+    pauses: list[tuple[float, float]] = []
+    at = 0
+    while at < len(rows):
+        longest = max(lengths[row] for row in rows[at : at + 1])
+        stop = at + 1
+        while stop < len(rows) and ends[rows[stop]] - ends[rows[at]] <= SAME_END * longest / 1e6:
+            longest = max(longest, lengths[rows[stop]])
+            stop += 1
+        end = float(ends[rows[at]])
+        pauses.append((end - float(longest) / 1e6, end))
+        at = stop
+    return pauses
+
+
+def detect_long_prompts(case: LateCase) -> Iterator[Candidate]:
+    """Long prompts of others that were computed while late requests waited, or in the same steps."""
+    table = case.table
+    taken, done = case.spans
+    waits = table.sum_words("prefill.queue", "encoder.queue") / 1e6
+    median = float(numpy.median(table.computed))
+    is_long = table.computed >= LONG_RATIO * median
+    held = numpy.zeros(len(table), bool)
+    holders: Counter[int] = Counter()
+    names = numpy.array(table.instances)
+    for name in sorted(set(table.instances)):
+        here = names == name
+        for row in numpy.flatnonzero(here & is_long):
+            overlap = here & (taken - waits < done[row]) & (done > taken[row])
+            overlap[row] = False
+            overlap &= table.computed < table.computed[row] / 2
+            held |= overlap
+            holders[int(row)] += int((overlap & case.late).sum())
+    beside = int((held & case.late).sum())
+    if beside < MIN_HELD * case.late.sum():
+        return
+    found = case.attribute(held)
+    # The long ones are late themselves, for what their size takes: the same prompts are behind both.
+    own = float(case.excess[is_long & ~held].sum() / max(case.excess.sum(), 1.0))
+    found = replace(
+        found,
+        share=found.share + own,
+        share_low=found.share_low + own if found.share_low > 0 else found.share_low,
+        share_high=found.share_high + own,
+    )
+    subject, separates = _name_holders(case, is_long, holders)
+    factor = float(numpy.median(table.computed[is_long]) / median)
+    refuted = ""
+    if not found.holds:
+        refuted = "like requests beside no long prompt are late as often"
+    elif found.blocks < MIN_BLOCKS and not case.is_single:
+        refuted = "too few separate bursts carry it"
+    yield _build(
+        cause_kinds.HELD_BY_LONG_PROMPTS,
+        f"{beside} of {int(case.late.sum())} late requests were beside long prompts "
+        f"({separates}, {factor:.0f} times the median)",
+        found,
+        refuted,
+        subject,
+        factor=round(factor, 2),
+    )
+
+
+def _name_holders(case: LateCase, is_long: Mask, holders: Counter[int]) -> tuple[str, str]:
+    """What separates the prompts that held others: a group, a model, or their length."""
+    for attribute in ("group", "model"):
+        values: Counter[str] = Counter()
+        for row, count in holders.items():
+            values[getattr(case.table.requests[row].facts, attribute)] += count
+        everywhere = Counter(getattr(each.facts, attribute) for each in case.table.requests)
+        if not values.total():
+            continue
+        name, count = values.most_common(1)[0]
+        if name and count >= 0.8 * values.total() and everywhere[name] < 0.5 * len(case.table):
+            return name, f"of {name}"
+    least = float(case.table.computed[is_long].min())
+    return f"{least:.0f} tokens", f"{least:.0f} tokens or more"
+
+
+def detect_load(case: LateCase) -> Iterator[Candidate]:
+    """Bursts: late requests came when more came than usually."""
+    if case.word not in WAIT_STAGES:
+        return
+    table = case.table
+    order = numpy.sort(table.start)
+    best: tuple[float, float, float, Contrast] | None = None
+    for seconds in RATE_SECONDS:
+        counts = numpy.searchsorted(order, table.start, "right") - numpy.searchsorted(
+            order, table.start - seconds, "left"
+        )
+        rates = counts / seconds
+        usual = float(numpy.median(rates[case.typical]))
+        exposed = rates >= MIN_RATE * max(usual, 2 / seconds)
+        found = case.attribute(exposed)
+        if best is None or found.share > best[3].share:
+            best = (usual, float(numpy.median(rates[case.late])), seconds, found)
+    assert best is not None
+    usual, late, seconds, found = best
+    refuted = ""
+    if not found.holds or late < MIN_RATE * usual:
+        refuted = "requests that came alone are late as often"
+    yield _build(
+        cause_kinds.LOAD_INCREASE,
+        f"late requests came at {late:.3g} in a second, typical ones at {usual:.3g}",
+        found,
+        refuted,
+        rate_from=round(usual, 3),
+        rate_to=round(late, 3),
+    )
+
+
+def detect_cold_cache(case: LateCase) -> Iterator[Candidate]:
+    """Prompts of which the prefix cache had less than of their like."""
+    table = case.table
+    if not table.cached.any():
+        return
+    shares = table.cached / numpy.maximum(table.tokens, 1)
+    usual = numpy.zeros(len(table))
+    for code in numpy.unique(table.sizes):
+        here = table.sizes == code
+        like = here & ~case.late
+        usual[here] = numpy.median(shares[like]) if like.any() else numpy.median(shares[~case.late])
+    exposed = shares <= usual - COLD_DROP
+    found = case.attribute(exposed)
+    late, typical = (
+        float(table.cached[side].sum() / max(table.tokens[side].sum(), 1))
+        for side in (case.late, ~case.late)
+    )
+    refuted = "" if found.holds else "like prompts with as many hits are late as often"
+    if not refuted and typical - late < COLD_DROP:
+        refuted = f"of the late prompts {late:.0%} was cached, of others {typical:.0%}"
+    yield _build(
+        cause_kinds.COLD_PREFIX_CACHE,
+        f"prefix-cache hits {typical:.0%} of other prompts, {late:.0%} of the late ones",
+        found,
+        refuted,
+        hits_from=round(typical, 4),
+        hits_to=round(late, 4),
+    )
+
+
+def detect_own_size(case: LateCase) -> Iterator[Candidate]:
+    """What the late requests took longer because they are larger than others of their instances."""
+    table, own = case.table, case.own_time
+    late, sizes = case.late, [0.0, 0.0]
+    usual = numpy.zeros(len(table))
+    for pool in numpy.unique(table.pools[late]):
+        here = table.pools == pool
+        others = here & ~late if (here & ~late).any() else here
+        usual[here] = own[others].mean()
+    chosen = table.pools[late]
+    sizes = [
+        float(numpy.median(table.computed[side]))
+        for side in (late, numpy.isin(table.pools, chosen) & ~late)
+    ]
+    found = measure_share(case, own - usual)
+    refuted = ""
+    if sizes[0] < MIN_SIZE_RATIO * max(sizes[1], 1):
+        refuted = f"median {sizes[0]:.0f} tokens to compute, of others {sizes[1]:.0f}"
+    elif found.share_low <= 0:
+        refuted = "their size takes no longer"
+    yield _build(
+        cause_kinds.OWN_SIZE,
+        f"median {sizes[0]:.0f} tokens to compute, of others {sizes[1]:.0f}",
+        found,
+        refuted,
+        tokens_from=round(sizes[1]),
+        tokens_to=round(sizes[0]),
+    )
+
+
+def detect_stage_causes(case: LateCase) -> Iterator[Candidate]:
+    """Causes that a stage itself measures: hops, the router, failed attempts."""
+    table = case.table
+    for kind, words in (
+        (cause_kinds.SLOW_HOP, ("router.hop",)),
+        (cause_kinds.ROUTER_BUSY, ROUTER_STAGES),
+        (cause_kinds.FAILED_ATTEMPTS, ("router.retry",)),
+    ):
+        us = table.sum_words(*words)
+        if not us.any():
+            continue
+        usual = float(us[case.typical].mean())
+        found = measure_share(case, us - usual)
+        subject = _find_odd_place(case, us) if kind == cause_kinds.SLOW_HOP else ""
+        refuted = ""
+        if found.share_low <= 0:
+            refuted = "as long as usual"
+        elif found.blocks < MIN_BLOCKS and not case.is_single:
+            refuted = "too few separate requests carry it"
+        late = float(us[case.late].mean())
+        yield _build(
+            kind,
+            f"{words[0] if len(words) == 1 else 'the router itself'}"
+            f"{f' to {subject}' if subject else ''}: {format_short(late)}, usual are {format_short(usual)}",
+            found,
+            refuted,
+            subject,
+        )
+
+
+def _find_odd_place(case: LateCase, us: numpy.ndarray) -> str:
+    """The instance whose hops take longer than those to others; "" where they all do."""
+    names = numpy.array(
+        [
+            next(
+                (
+                    each.instances[name]
+                    for name in each.facts.stages
+                    if name.startswith(HOP) and name in each.instances
+                ),
+                "",
+            )
+            for each in case.table.requests
+        ]
+    )
+    for name in sorted(set(names) - {""}):
+        here = names == name
+        found = case.table.contrast(us, here, numpy.zeros(len(names), numpy.int64))
+        if found.low > 0 and found.exposed > 2 * max(found.others, 1.0):
+            share = float(case.excess[here].sum() / max(case.excess.sum(), 1.0))
+            if share >= 0.5:
+                return str(name)
+    return ""
+
+
+def detect_limits(case: LateCase) -> Iterator[Candidate]:
+    """A reason of waiting that has most of the stage, and the setting behind it."""
+    top = case.difference.parts[0]
+    for reason, share in case.difference.reasons[:3]:
+        if reason not in LIMIT_REASONS or share <= 0.1:
+            continue
+        words = {"max_num_seqs": "all places of the batch were taken"}
+        yield Candidate(
+            cause_kinds.SETTING_LIMIT,
+            f"{words.get(reason, f'waited for {reason}')}: {share:.0%} of {top.name}",
+            top.share * share,
+            top.low * share,
+            top.high * share,
+            len(numpy.unique(case.table.blocks[case.late])),
+            "" if top.low > 0 else "as long as usual",
+            LIMIT_REASONS[reason],
+            {"setting": LIMIT_REASONS[reason]},
+        )
+
+
+DETECTORS: Final[tuple[Callable[[LateCase], Iterator[Candidate]], ...]] = (
+    detect_slow_instances,
+    detect_pauses,
+    detect_stage_causes,
+    detect_long_prompts,
+    detect_cold_cache,
+    detect_load,
+    detect_own_size,
+    detect_limits,
+)

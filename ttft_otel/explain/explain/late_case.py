@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the detectors of `explain` are asked about: late requests among all of their time, and what is usual.
+
+Input: LateDifference, and the window before where the store has one. Output: columns, and how much of the
+lateness an exposure accounts for; the detectors make Candidates of it. Pure; needs numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Final
+
+import numpy
+
+from ttft_otel.explain.explain.cause_findings import LateDifference
+from ttft_otel.explain.window.request_facts import RequestEvidence
+from ttft_otel.explain.window.request_table import Codes, Contrast, Floats, Mask, RequestTable
+
+MIN_SHARE: Final = 0.5  # of the difference, from which on a candidate explains it
+STEP_FLOOR_US: Final = 300.0  # below it, relative lengths of steps say nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A cause that was looked at: what speaks for it, and how much of the lateness it accounts for."""
+
+    kind: str
+    sentence: str  #: its own contrast, with figures
+    share: float  #: of the difference that it accounts for
+    low: float
+    high: float
+    blocks: int  #: separate pieces of time that carry it
+    refuted: str = ""  #: why it is not the cause; "" where it holds
+    subject: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)  #: for the JSON
+
+    @property
+    def holds(self) -> bool:
+        """Whether it survives, and explains most."""
+        return not self.refuted and self.share >= MIN_SHARE
+
+
+class LateCase:
+    """Late requests, everybody of their time as a table, and contrasts of the lateness."""
+
+    def __init__(
+        self,
+        difference: LateDifference,
+        everyone: Sequence[RequestEvidence],
+        before: Sequence[RequestEvidence] = (),
+    ) -> None:
+        self.difference = difference
+        self.table = RequestTable(everyone)
+        self.before = RequestTable(before) if before else None
+        chosen = {id(each) for each in difference.compared.late}
+        self.late: Mask = numpy.array([id(each) in chosen for each in everyone])
+        middle = {id(each) for each in difference.compared.typical}
+        self.typical: Mask = numpy.array([id(each) in middle for each in everyone])
+        usual = float(self.table.ttft[self.typical].mean())
+        #: By how much late requests are longer than typical ones; 0 for all others.
+        self.excess: Floats = numpy.where(self.late, self.table.ttft - usual, 0.0)
+        self.is_single = len(difference.compared.late) == 1
+
+    @property
+    def word(self) -> str:
+        """The stage with most of the difference, without its leg."""
+        return self.difference.word
+
+    def attribute(self, exposed: Mask, strata: Codes | None = None) -> Contrast:
+        """How much of the lateness goes back to an exposure: more of it than the like others have."""
+        strata = self.table.sizes if strata is None else strata
+        if not self.is_single:
+            return self.table.contrast(self.excess, exposed, strata)
+        # One request has no rate of lateness: what the exposure takes from others counts, if it has it.
+        found = self.table.contrast(self.table.ttft, exposed, strata)
+        row = int(numpy.argmax(self.late))
+        whole = max(float(self.excess[row]), 1.0)
+        share, low, high = (
+            min(max(each / whole, 0.0), 1.0) if exposed[row] else 0.0
+            for each in (found.value, found.low, found.high)
+        )
+        return replace(found, share=share, share_low=low, share_high=high)
+
+    @cached_property
+    def expected_compute(self) -> Floats:
+        """What the steps of each prompt usually take for their work; 0 where that is not known."""
+        return expect_compute(self.table)
+
+    @cached_property
+    def own_time(self) -> Floats:
+        """What each prompt's own tokens take of its steps; with its turnarounds, where it has several."""
+        table, expected = self.table, self.expected_compute
+        step = numpy.maximum(table.step_tokens, table.computed)
+        own = numpy.where(expected > 0, expected * table.computed / numpy.maximum(step, 1), 0.0)
+        return numpy.where(table.chunks > 1, own + table.sum_words("dispatch"), own)
+
+    @cached_property
+    def spans(self) -> tuple[Floats, Floats]:
+        """When the engine took each request, and when it had its first token; seconds."""
+        table = self.table
+        after = table.sum_words("output", "egress", "router.egress", "unattributed")
+        inside = table.sum_words("prefill.compute", "prefill.stall", "dispatch", "sample")
+        done = table.start + (table.ttft - after) / 1e6
+        return done - inside / 1e6, done
+
+
+def expect_compute(table: RequestTable, learn: Mask | None = None) -> Floats:
+    """The median length of steps with as many tokens, times the prompt's chunks; 0 where it is not known.
+
+    learn: the requests from which it is learned; all of them by default.
+    """
+    known = (table.step_tokens > 0) & (table.compute > 0)
+    expected = numpy.zeros(len(table))
+    octaves = numpy.log2(numpy.maximum(table.step_tokens / table.chunks, 1))
+    for pool in numpy.unique(table.pools):
+        here = known & (table.pools == pool)
+        taught = here if learn is None else here & learn
+        if taught.sum() < 2:
+            continue
+        bins = numpy.round(2 * octaves[taught])
+        lengths = table.compute[taught] / table.chunks[taught]
+        places = numpy.unique(bins)
+        heights = numpy.array([numpy.median(lengths[bins == place]) for place in places])
+        centers = numpy.array([numpy.median(octaves[taught][bins == place]) for place in places])
+        # Logarithms of both: within half an octave a step's length is a power of its tokens.
+        found = numpy.exp(
+            numpy.interp(octaves[here], centers, numpy.log(numpy.maximum(heights, 1.0)))
+        )
+        expected[here] = found * table.chunks[here]
+    return expected
+
+
+def compare_speed(table: RequestTable, exposed: Mask, among: Mask | None = None) -> Contrast:
+    """By what factor (logarithm) steps with like work take longer for some requests than for others."""
+    lengths = numpy.log(numpy.maximum(table.compute, 0) + STEP_FLOOR_US * table.chunks)
+    return table.contrast(lengths, exposed, table.work, among)
+
+
+def measure_share(case: LateCase, beyond: Floats) -> Contrast:
+    """Which share of the lateness is this much of each late request; by pieces of time."""
+    chosen = numpy.flatnonzero(case.late)
+    blocks = case.table.blocks[chosen]
+    chance = numpy.random.default_rng(0)
+    places = numpy.unique(blocks)
+    sums = numpy.array(
+        [
+            [beyond[chosen][blocks == at].sum(), case.excess[chosen][blocks == at].sum()]
+            for at in places
+        ]
+    )
+    drawn = chance.multinomial(len(places), numpy.full(len(places), 1 / len(places)), 400) @ sums
+    ratios = drawn[:, 0] / numpy.maximum(drawn[:, 1], 1.0)
+    low, high = numpy.quantile(ratios, [0.025, 0.975])
+    share = float(sums[:, 0].sum() / max(sums[:, 1].sum(), 1.0))
+    carried = int((sums[:, 0] > 0.1 * sums[:, 1]).sum())
+    return Contrast(0.0, 0.0, 0.0, share, float(low), float(high), carried)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What helps against a cause, what that costs, and where it is written; explanation.py asks.
+
+Input: a Cause. A setting is named only for the limit that was found; what-if says whether it moves the
+figure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ttft_otel.explain import cause_kinds
+from ttft_otel.explain.explain.cause_choice import Cause
+
+VLLM_DOCS: Final = "https://docs.vllm.ai/en/stable/"
+CACHE_MEMORY: Final = "KV cache"  # no flag of its own: memory and data type decide
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What to do, and its price in words."""
+
+    text: str  #: may name {subject}
+    price: str
+    source: str  #: a page of vLLM's documentation, or of ours
+    settings: tuple[str, ...] = ()  #: flags of `vllm serve` that it names
+    #: What what-if can try: a setting of remedy_prediction.SETTING_ATTRIBUTES, and its factor.
+    trial: tuple[str, float] | None = None
+
+    @property
+    def page(self) -> str:
+        """A URL of vLLM's documentation, or a path of ours."""
+        return self.source if self.source.startswith("docs/") else VLLM_DOCS + self.source
+
+
+REMEDIES: Final[dict[str, Remedy]] = {
+    cause_kinds.SLOW_INSTANCE: Remedy(
+        "Take {subject} out, and look at its device: clocks, temperature, neighbours on the host.",
+        "The others have its load meanwhile.",
+        "docs/reference/router-failures.md",
+    ),
+    cause_kinds.SLOW_FLEET: Remedy(
+        "Compare releases and settings before and after that moment.",
+        "None.",
+        "docs/guides/slow-ttft.md",
+    ),
+    cause_kinds.PROCESS_PAUSE: Remedy(
+        "Look at the host of {subject} at these times: CPU limits, swapping, backups, garbage collection.",
+        "None.",
+        "docs/guides/troubleshooting.md",
+    ),
+    cause_kinds.HELD_BY_LONG_PROMPTS: Remedy(
+        "Give the long prompts ({subject}) an instance of their own, or bound their part of a step: "
+        "--long-prefill-token-threshold.",
+        "Long prompts take longer.",
+        "configuration/optimization/#chunked-prefill",
+        ("--long-prefill-token-threshold",),
+    ),
+    cause_kinds.COLD_PREFIX_CACHE: Remedy(
+        "Find what emptied the cache, or changed the prompts' beginnings; send like prefixes to one "
+        "instance (ttft-otel router --routing-logic prefixaware).",
+        "An uneven load between instances.",
+        "features/automatic_prefix_caching/",
+    ),
+    cause_kinds.LOAD_INCREASE: Remedy(
+        "Add instances, or bound what comes at once.",
+        "Devices; or requests that are refused.",
+        "docs/guides/what-if.md",
+    ),
+    cause_kinds.OWN_SIZE: Remedy(
+        "Shorten prompts, let them share prefixes, or use more devices (--tensor-parallel-size).",
+        "Devices.",
+        "configuration/optimization/#parallelism-strategies",
+        ("--tensor-parallel-size",),
+    ),
+    cause_kinds.SLOW_HOP: Remedy(
+        "Look at the network and the API process of {subject}.",
+        "None.",
+        "configuration/optimization/#parallel-processing",
+    ),
+    cause_kinds.ROUTER_BUSY: Remedy(
+        "Run the router with --workers, one for each free CPU core.",
+        "CPU cores and memory.",
+        "docs/router.md",
+    ),
+    cause_kinds.FAILED_ATTEMPTS: Remedy(
+        "Repair or remove {subject}; a shorter --health-interval finds such an instance sooner.",
+        "More probes.",
+        "docs/reference/router-failures.md",
+    ),
+    cause_kinds.LOST_INSTANCE: Remedy(
+        "Bring {subject} back.", "None.", "docs/reference/router-failures.md"
+    ),
+}
+LIMIT_REMEDIES: Final[dict[str, Remedy]] = {
+    "max_num_seqs": Remedy(
+        "Raise --max-num-seqs, or add an instance.",
+        "More requests share each step: time between tokens grows, and each needs KV-cache memory.",
+        "configuration/optimization/#preemption",
+        ("--max-num-seqs",),
+        ("--max-num-seqs", 2.0),
+    ),
+    "max_num_batched_tokens": Remedy(
+        "Raise --max-num-batched-tokens, or add an instance.",
+        "Longer steps: time between tokens of running answers grows with them.",
+        "configuration/optimization/#chunked-prefill",
+        ("--max-num-batched-tokens",),
+        ("--max-num-batched-tokens", 2.0),
+    ),
+    "kv_blocks": Remedy(
+        "Raise --gpu-memory-utilization, halve the blocks' size with --kv-cache-dtype fp8, or lower "
+        "--max-num-seqs.",
+        "Less memory in reserve; fp8 changes numbers a little; fewer places make others wait for those.",
+        "configuration/optimization/#preemption",
+        ("--gpu-memory-utilization", "--kv-cache-dtype", "--max-num-seqs"),
+        (CACHE_MEMORY, 2.0),
+    ),
+    "max_loras": Remedy(
+        "Raise --max-loras, or send each adapter's requests to one instance.",
+        "Each place takes device memory, and batches with more adapters are slower.",
+        "features/lora/",
+        ("--max-loras",),
+    ),
+    "prefill_schedule_interval": Remedy(
+        "Lower --prefill-schedule-interval.",
+        "Time between tokens of running answers grows: more steps compute prompts beside them.",
+        "configuration/engine_args/",
+        ("--prefill-schedule-interval",),
+    ),
+    "scheduling_policy": Remedy(
+        "Set fewer requests' priority high, or turn priorities off with --scheduling-policy fcfs.",
+        "Urgent requests then wait like all others.",
+        "configuration/engine_args/",
+        ("--scheduling-policy",),
+    ),
+}
+# Where the cause is not known: what to look at, by Stage.rule_group.
+LOOK_AT: Final[dict[str, str]] = {
+    "receive": "size of the bodies, the way from the clients",
+    "preprocess": "the parts media, tokenize and multimodal; CPU of the API server",
+    "ipc": "size of the requests, CPU of the engine core",
+    "queue": "who held them (ttft-otel report --request ID), the reason of waiting",
+    "stall": "who held them between their chunks, preemptions",
+    "kv": "the connector's transport, ttft.kv.move_us",
+    "ec": "the connector's transport, the encoder's load",
+    "engine_host": "CPU of engine core and worker, the parts of dispatch",
+    "encoder": "media items of a step, encoders that are missing",
+    "prefill": "tokens of the steps, the device",
+    "delivery": "CPU of the API server, streams of other requests",
+    "router_hop": "network, connections, the server's accept queue",
+    "router_retry": "the router's log",
+    "router": "CPU of the router",
+}
+
+
+def find_remedy(cause: Cause) -> Remedy | None:
+    """The remedy against a cause; None where there is none."""
+    chosen = cause.chosen
+    if cause.kind == cause_kinds.SETTING_LIMIT and chosen is not None:
+        return LIMIT_REMEDIES.get(chosen.subject)
+    return REMEDIES.get(cause.kind)
