@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from opentelemetry.sdk.resources import Resource
 
-from tests.explain.shell_commands import StoreCommand
+from tests.explain.shell_commands import DOCS, StoreCommand
 from tests.explain.stored_records import build_noisy_record, build_spans, name_window, store_spans
+from tests.report.sample_records import make_routed_records
+from ttft_otel.exporter.spans import span_builder
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import Record
 
@@ -127,3 +132,83 @@ def test_overlap(database: Path) -> None:
     reported = DIFF.run(database, "--a", name_window(0, 2 * WINDOW_S), "--b", WINDOWS[2]).output
     assert "100 requests are in both A and B" in reported
     assert "are in both" not in DIFF.run(database, "--a", WINDOWS[1], "--b", WINDOWS[2]).output
+
+
+@pytest.mark.parametrize(
+    ("conditions", "outcome"),
+    [
+        (["ttft.mean > +20ms"], "worse"),
+        (["ttft.mean > +200%", "prefill.queue.mean > +100ms"], "as asked"),
+        (["ttft.p99 > +10%"], "cannot tell"),
+        (["ttft.p99 > +10%", "ttft.p50 > +1ms"], "worse"),
+    ],
+)
+def test_gate(database: Path, tmp_path: Path, conditions: list[str], outcome: str) -> None:
+    """The second window waits 50 ms longer: the exit code says whether that was asked for."""
+    words = ["--a", WINDOWS[1], "--b", WINDOWS[2], "--junit", str(tmp_path / "gate.xml")]
+    words += [word for each in conditions for word in ("--fail-if", each)]
+    exit_code = {"as asked": 0, "worse": 1, "cannot tell": 2}[outcome]
+    result = DIFF.run(database, *words)
+    assert result.exit_code == exit_code and outcome.upper() in result.output, result.output
+    assert DIFF.read_json(database, *words)["gate"]["outcome"] == outcome
+    assert f'tests="{len(conditions)}"' in (tmp_path / "gate.xml").read_text("utf-8")
+    table = DIFF.run(database, *words, "--markdown")
+    assert table.exit_code == exit_code and f"gate: {outcome}" in table.output
+    assert "- +50." in table.output
+
+
+def test_gate_without_answer(database: Path, tmp_path: Path) -> None:
+    """What cannot be compared has exit code 2, and a report in each form that was asked for."""
+    gate = ["--a", "1999-01-01..1999-01-02", "--b", "1h..", "--fail-if", "ttft.p95 > +10%"]
+    result = DIFF.run(database, *gate, "--junit", str(tmp_path / "gate.xml"), "--markdown")
+    assert result.exit_code == 2 and "window A has 0 requests" in result.output
+    assert 'errors="1"' in (tmp_path / "gate.xml").read_text("utf-8")
+    assert "gate: cannot tell" in result.stdout
+    refused = DIFF.run(database, *gate, "--json")
+    assert refused.exit_code == 2 and json.loads(refused.stdout)["answered"] is False
+    assert "is no condition" in DIFF.run(database, *gate, "--fail-if", "ttft.p95").output
+
+
+def test_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guide's commands, as they stand there: equal releases pass, in a store where B is as A."""
+    spans = []
+    for side, version in enumerate(("1.4", "1.5")):
+        numbers = range(side * 200, side * 200 + 200)
+        records = [build_noisy_record(number, 200, 0) for number in numbers]
+        spans += build_spans(records, {"service.version": version})
+    database = store_spans(tmp_path / "spans.db", spans)
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "guides" / "release-gate.md").read_text("utf-8")
+    commands = [shlex.split(line) for line in page.splitlines() if line.startswith("ttft-otel ")]
+    assert len(commands) == 2
+    for program, name, *words in commands:
+        assert (program, name) == ("ttft-otel", "diff")
+        result = DIFF.run(database, *words)
+        assert result.exit_code == 0 and "as asked" in result.output.lower(), result.output
+    assert 'tests="2"' in (tmp_path / "gate.xml").read_text("utf-8")
+
+
+def test_instances_behind_router(tmp_path: Path) -> None:
+    """Each server has the router above it: requests are told apart by the instance that had them."""
+    spans = []
+    for number in range(90):
+        start_ns = 1_790_000_000 * 10**9 + number * 10**9
+        # Every third goes to the slower one; two of them to both.
+        instance = "vllm-1" if number % 3 == 0 else "vllm-0"
+        factor = 3.0 if instance == "vllm-1" else 1.0
+        noise = 1 + number % 7 / 50
+        for record in make_routed_records(f"r{number}", factor * noise, start_ns=start_ns):
+            place = {"router": "router-1", "encode": "encode-1"}.get(record.role, instance)
+            if number < 2 and record.role == "encode":
+                place = "vllm-1" if instance == "vllm-0" else "vllm-0"
+            resource = {"service.name": record.service, "service.instance.id": place}
+            spans += span_builder.build_spans(record, Resource.create(resource))
+    database = store_spans(tmp_path / "spans.db", spans)
+    words = ["--by", "service.instance.id", "--a", "vllm-0", "--b", "vllm-1"]
+    result = DIFF.run(database, *words)
+    assert "2 requests have both values of service.instance.id" in result.stderr
+    reported = DIFF.read_json(database, *words)
+    assert reported["requests"] == {"a": 59, "b": 29} and reported["shared"] == 0
+    assert reported["ttft"]["mean"]["b_ms"] > 2 * reported["ttft"]["mean"]["a_ms"]
+    typo = DIFF.run(database, "--by", "service.instance.id", "--a", "x", "--b", "y")
+    assert "is one of: encode-1, router-1, vllm-0, vllm-1" in typo.output

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make click options, and add a list of them to a command; commands of all sides use it."""
+"""Make click options, add a list of them to a command, write the file that one names; for all commands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import click
@@ -28,3 +29,18 @@ def add_options(*options: OptionDecorator) -> Callable[[Command], Command]:
 def make_number_option(name: str, kind: Any, default: Any, help_text: str) -> OptionDecorator:
     """An option with a number and a default that --help shows. kind: its type, or click's range."""
     return click.option(name, type=kind, default=default, show_default=True, help=help_text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write all of a file, or leave what was there; into a pipe or a device as it comes. Raises OSError."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, "utf-8", "replace")
+        return
+    place = path.resolve()  # a link stays one
+    partial = place.with_name(f"{place.name}.part")
+    try:
+        partial.write_text(text, "utf-8", "replace")
+        partial.replace(place)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `ttft-otel diff`: what changed in the TTFT between two windows, releases or instances.
 
-Reads the embedded store, or Tempo; prints sentences and a table, or JSON (docs/diff.schema.json).
+Reads the embedded store, or Tempo; prints sentences and a table, Markdown, or JSON (docs/diff.schema.json).
+With --fail-if its exit code is a verdict.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import click
 
 from ttft_otel.commands import source_options
-from ttft_otel.explain.diff import difference_text
+from ttft_otel.commands.command_options import write_whole
+from ttft_otel.explain.diff import difference_text, release_gate
+from ttft_otel.explain.diff.release_gate import Condition, Verdict
 from ttft_otel.explain.diff.stage_difference import Difference, compare_windows
 from ttft_otel.explain.window.lost_requests import LostRequests, collect_lost, count_lost
 from ttft_otel.explain.window.request_facts import (
@@ -30,7 +35,16 @@ from ttft_otel.explain.window.window_reading import (
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import Request, SourceChoice
+from ttft_otel.report.show.terminal import remove_controls
 from ttft_otel.report.store.database_reader import MAX_REQUESTS
+from ttft_otel.report.store.database_schema import StoreError
+
+
+def _read_conditions(context: Any, option: Any, texts: tuple[str, ...]) -> list[Condition]:
+    try:
+        return [release_gate.parse_condition(text) for text in texts]
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 @click.command(
@@ -39,34 +53,106 @@ Examples:
   ttft-otel diff --a 2h..1h --b 1h..                  the last hour with the one before
   ttft-otel diff --a 14:00..14:05 --b 14:05..14:10 --json
   ttft-otel diff --by service.version --a 1.4 --b 1.5 --since 1d..
-  ttft-otel diff --by service.instance.id --a chat-1 --b chat-2
+  ttft-otel diff --by service.instance.id --a vllm-0 --b vllm-1 --since 1h..
+  ttft-otel diff --a 2h..1h --b 1h.. --fail-if 'ttft.p95 > +10%' \\
+      --fail-if 'prefill.queue.mean > +20ms' --junit gate.xml
   ttft-otel diff --a 2h..1h --b 1h.. --tempo http://127.0.0.1:3200
 """
 )
 @click.option("--a", required=True, help=f"Window A: {WINDOW_HELP} With --by: the value of A.")
 @click.option("--b", required=True, help="Window B, in the same form; changes are B minus A.")
-@click.option("--by", metavar="ATTRIBUTE", default="", help="Compare two values of this attribute.")
+@click.option(
+    "--by",
+    metavar="ATTRIBUTE",
+    default="",
+    help="Compare two values of this attribute, of any server that had the request.",
+)
 @click.option(
     "--since", metavar="WINDOW", default="", help="With --by: only requests of this window."
 )
 @click.option("--model", default="", help="Only requests for this model.")
+@click.option(
+    "--fail-if",
+    "conditions",
+    metavar="CONDITION",
+    multiple=True,
+    callback=_read_conditions,
+    help="'ttft.p95 > +10%', 'prefill.queue.mean > +20ms'; several times. The exit code is 1 if one "
+    "holds, 2 if that cannot be told, else 0.",
+)
+@click.option(
+    "--junit",
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    help="With --fail-if: also write JUnit's XML to this file.",
+)
+@click.option("--markdown", is_flag=True, help="Markdown instead of sentences and a table.")
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of sentences.")
 @source_options.add_source_options
 def diff(
-    a: str, b: str, by: str, since: str, model: str, as_json: bool, source: SourceChoice
+    a: str,
+    b: str,
+    by: str,
+    since: str,
+    model: str,
+    conditions: list[Condition],
+    junit: Path | None,
+    markdown: bool,
+    as_json: bool,
+    source: SourceChoice,
 ) -> None:
     """Say which stages changed between A and B, by how much, and what is only a changed mix."""
     # Without --by both windows have times already: a third one could only contradict them.
     if since and not by:
         raise click.UsageError("--since goes with --by; without it --a and --b are the windows")
-    with source_options.report_refusals(CannotTellError, as_json=as_json):
-        with breakdown_source.open_source(source) as opened:
-            sides = _load_sides(opened, a, b, by, since, model)
-        difference = _compare_sides(*sides)
+    if junit and not conditions:
+        raise click.UsageError("--junit goes with --fail-if")
+    if markdown and as_json:
+        raise click.UsageError("--markdown and --json exclude each other")
+    cannot_tell = release_gate.EXIT_CODES[release_gate.UNKNOWN] if conditions else 1
+    with source_options.report_refusals(CannotTellError, as_json=as_json, exit_code=cannot_tell):
+        try:
+            with breakdown_source.open_source(source) as opened:
+                sides = _load_sides(opened, a, b, by, since, model)
+            difference = _compare_sides(*sides)
+        except (CannotTellError, StoreError) as error:
+            verdicts = release_gate.refuse_all(conditions, remove_controls(str(error)))
+            _write_verdicts(verdicts, junit)
+            if markdown:
+                click.echo(release_gate.build_markdown(verdicts, ()), nl=False)
+            raise
+    lost_a, lost_b = (side.lost.total / (side.lost.total + len(side.facts)) for side in sides)
+    verdicts = release_gate.judge_windows(
+        conditions, sides[0].facts, sides[1].facts, (lost_a, lost_b)
+    )
+    _write_verdicts(verdicts, junit)
+    _print_answer(difference, verdicts, as_json, markdown)
+    if verdicts:
+        outcome = release_gate.find_outcome(verdicts)
+        click.get_current_context().exit(release_gate.EXIT_CODES[outcome])
+
+
+def _write_verdicts(verdicts: Sequence[Verdict], junit: Path | None) -> None:
+    if junit:
+        try:
+            write_whole(junit, release_gate.build_junit(verdicts))
+        except OSError as error:
+            raise click.ClickException(f"cannot write {junit}: {error.strerror}") from error
+
+
+def _print_answer(
+    difference: Difference, verdicts: Sequence[Verdict], as_json: bool, markdown: bool
+) -> None:
     # The form is a contract: tests compare it with docs/diff.schema.json.
     if as_json:
-        click.echo(json.dumps(difference_text.describe_difference(difference), indent=2))
+        described = difference_text.describe_difference(difference)
+        gate = {"gate": release_gate.describe_gate(verdicts)} if verdicts else {}
+        click.echo(json.dumps({**described, **gate}, indent=2))
+    elif markdown:
+        sentences = difference_text.list_sentences(difference)
+        click.echo(release_gate.build_markdown(verdicts, sentences), nl=False)
     else:
+        for line in release_gate.list_lines(verdicts):
+            click.echo(remove_controls(line))
         difference_text.print_difference(difference)
 
 
@@ -89,16 +175,34 @@ def _load_sides(
         )
     # One read for both sides: a request is told apart by its value, not by its time.
     facts, lost = _load_window(opened, since, model, by)
-    of_a, of_b = ([each for each in facts if each.group == value] for value in (a, b))
+    found = [_choose_side(each.group, a, b) for each in facts]
+    of_a, of_b = (
+        [each for each, side in zip(facts, found, strict=True) if side == name] for name in "AB"
+    )
     # One value without requests is left to compare_windows(), which says how many it needs.
     if not of_a and not of_b:
         raise CannotTellError(_describe_values(facts, by))
-    groups = [build_facts(each, opened.find_trunks(each.trace_id), by).group for each in lost]
+    if both := found.count("AB"):
+        click.echo(f"{both} requests have both values of {by}: they are left out", err=True)
+    places = [
+        _choose_side(build_facts(each, opened.find_trunks(each.trace_id), by).group, a, b)
+        for each in lost
+    ]
     lost_a, lost_b = (
-        count_lost([each for each, group in zip(lost, groups, strict=True) if group == value])
-        for value in (a, b)
+        count_lost([each for each, side in zip(lost, places, strict=True) if side == name])
+        for name in "AB"
     )
     return ComparedSide(of_a, lost_a), ComparedSide(of_b, lost_b)
+
+
+def _choose_side(group: str, a: str, b: str) -> str:
+    """Which of the values `a` and `b` a request has: "A", "B", "AB" for both, or "".
+
+    group: the values of all of its servers, router and instances, joined by build_facts().
+    """
+    # The joined text, too: it is what one calls a request that took a certain way.
+    values = {group, *group.split(", ")}
+    return "".join(name for name, value in (("A", a), ("B", b)) if value in values)
 
 
 def _compare_sides(a: ComparedSide, b: ComparedSide) -> Difference:
@@ -134,7 +238,7 @@ def _load_window(
 def _describe_values(requests: Sequence[RequestFacts], by: str) -> str:
     """An error text: which values of the attribute there are."""
     # Mostly a typing error in the value: those that exist help more than "not found".
-    values = sorted({each.group for each in requests if each.group})
+    values = sorted({value for each in requests for value in each.group.split(", ") if value})
     if not values:
         return f"no stored request has the attribute {by}"
     return f"no request has one of these values; {by} is one of: {', '.join(values[:20])}"

@@ -15,6 +15,7 @@ from rich import progress
 from rich.console import Console
 
 from ttft_otel.commands import source_options
+from ttft_otel.commands.command_options import write_whole
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.breakdown_source import BreakdownSource
@@ -123,28 +124,13 @@ def _write_perfetto(traces: list[StoredTrace], path: Path) -> None:
     document = perfetto_trace.build_document(traces)
     try:
         # Perfetto shows escapes of characters beyond ASCII as they are written.
-        _write_whole(path, json.dumps(document, ensure_ascii=False))
+        write_whole(path, json.dumps(document, ensure_ascii=False))
     except OSError as error:
         raise click.ClickException(f"cannot write {path}: {error.strerror}") from error
     drawn = sum(event["ph"] == "X" for event in document["traceEvents"])
     click.echo(
         f"{path}: {len(traces)} traces, {drawn} spans. Open it in Perfetto's UI (Open trace file)."
     )
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write all of a file, or leave what was there; into a pipe or a device as it comes."""
-    if path.exists() and not path.is_file():
-        path.write_text(text, "utf-8", "replace")
-        return
-    place = path.resolve()  # a link stays one
-    partial = place.with_name(f"{place.name}.part")
-    try:
-        partial.write_text(text, "utf-8", "replace")
-        partial.replace(place)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _print_trace(

@@ -115,8 +115,10 @@ def parse_headers(given: tuple[str, ...]) -> dict[str, str]:
 
 
 @contextmanager
-def report_refusals(*kinds: type[Exception], as_json: bool = False) -> Iterator[None]:
-    """End the command with exit code 1 and one line of text at a StoreError, or an error of `kinds`.
+def report_refusals(
+    *kinds: type[Exception], as_json: bool = False, exit_code: int = 1
+) -> Iterator[None]:
+    """End the command with `exit_code` and one line of text at a StoreError, or an error of `kinds`.
 
     as_json: the text is in a JSON document on stdout, {"answered": false, "refusal": ...}.
     """
@@ -129,5 +131,6 @@ def report_refusals(*kinds: type[Exception], as_json: bool = False) -> Iterator[
         # The same exit code either way: a script must not take a refusal for an answer.
         if as_json:
             click.echo(json.dumps({"answered": False, "refusal": text}, indent=2))
-            raise click.exceptions.Exit(1) from error
-        raise click.ClickException(text) from error
+            raise click.exceptions.Exit(exit_code) from error
+        click.ClickException(text).show()
+        raise click.exceptions.Exit(exit_code) from error
