@@ -22,8 +22,7 @@ UNIT_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 AGO_PATTERN: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 CLOCK_PATTERN: Final = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 WINDOW_HELP: Final = (
-    "SINCE..UNTIL; each is a time ago (90s, 15m, 2h, 1d), a clock time (14:05) or an ISO 8601 moment. "
-    "Without UNTIL: until now."
+    "SINCE..UNTIL, each 15m or 2h (ago), 14:05 or ISO 8601. Without UNTIL: until now."
 )
 
 
