@@ -95,17 +95,43 @@ class FakeTempo:
             start = min(span.start_time or 0 for span in spans)
             end = max(span.end_time or 0 for span in spans)
             overlaps = start < until * 10**9 and end > since * 10**9
-            if overlaps and any(is_matching(span, asked["q"]) for span in spans):
+            matching = [span for span in spans if is_matching(span, asked["q"])]
+            if overlaps and matching:
+                shown = [show_span(span, asked["q"]) for span in matching[: int(asked["spss"])]]
                 found.append(
                     {
                         "traceID": trace_id.lstrip("0"),
                         "startTimeUnixNano": str(start),
                         "durationMs": (end - start) // 1_000_000,
+                        "spanSets": [{"spans": shown, "matched": len(matching)}],
                     }
                 )
         # No order at all: Tempo gives what its blocks give first.
         metrics = {"completedJobs": 3 - self.fault.missing_jobs, "totalJobs": 3}
         return 200, {"traces": found[:limit], "metrics": metrics}
+
+
+def show_span(span: ReadableSpan, query: str) -> dict[str, object]:
+    """A span of a hit, with the attributes that the query selects."""
+    assert span.context is not None
+    values: dict[str, object] = {
+        key: value
+        for key, value in (span.attributes or {}).items()
+        if f"span.{key}" in query.partition("select(")[2]
+    }
+    if not span.status.is_ok:
+        values["status"] = "error"
+    kinds = {bool: "boolValue", int: "intValue", str: "stringValue"}
+    return {
+        "spanID": f"{span.context.span_id:016x}",
+        "name": span.name,
+        "startTimeUnixNano": str(span.start_time),
+        "durationNanos": str((span.end_time or 0) - (span.start_time or 0)),
+        "attributes": [
+            {"key": key, "value": {kinds[type(value)]: str(value) if type(value) is int else value}}
+            for key, value in values.items()
+        ],
+    }
 
 
 def is_matching(span: ReadableSpan, query: str) -> bool:

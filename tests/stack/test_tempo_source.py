@@ -20,6 +20,7 @@ from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 from ttft_otel.report.store.span_store import SpanStore
 from ttft_otel.report.tempo import tempo_source
 from ttft_otel.report.tempo.tempo_client import TempoError
+from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED
 
 ROWS = 400
 BATCH = 500
@@ -81,6 +82,28 @@ def test_same_requests(
                 trace = stored.find_trace(request.trace_id)
                 assert trace and searched.find_trace(request.trace_id) == trace
                 assert searched.find_request(request.request_id) == request
+
+
+def test_sampled_window(tempo: RunningTempo, database: Path) -> None:
+    """A search tells the same requests of a window as the store, and what is chosen is fetched once."""
+    limits = {LATE: 20, OTHER: 30, LOST: 5, REFUSED: 0}
+    with open_reader(database) as stored, open_source(SourceChoice(tempo=tempo.url)) as searched:
+        models = sorted({each.model for each in stored.list_latest(RequestFilter()) if each.model})
+        for wanted in (RequestFilter(last=0), RequestFilter(last=0, model=models[0])):
+            for slo_us in (0, 400_000):
+                expected = stored.sample_window(wanted, slo_us, limits)
+                wait_until(
+                    lambda: searched.sample_window(wanted, slo_us, limits).coverage.requests  # noqa: B023
+                    == expected.coverage.requests,  # noqa: B023
+                    60, 2,
+                )  # fmt: skip
+                found = searched.sample_window(wanted, slo_us, limits)
+                assert found.coverage == expected.coverage
+                assert expected.coverage.requests > 50 and expected.coverage.counts[LATE]
+                read = list(found.requests)
+                for each in read:
+                    trace = stored.find_trace(each.request.trace_id)
+                    assert trace and each.request in trace.requests
 
 
 def test_version_and_retention(tempo: RunningTempo) -> None:

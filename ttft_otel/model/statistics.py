@@ -55,6 +55,27 @@ def compute_quantile(values: Iterable[float], share: float) -> float:
     return compute_quantiles(values, (share,))[0]
 
 
+def compute_weighted_quantiles(
+    values: Sequence[float], weights: Sequence[float], shares: Iterable[float]
+) -> tuple[float, ...]:
+    """As compute_quantiles(), of values of which each stands for as many as its weight says."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    if not order:
+        return tuple(0.0 for _ in shares)
+    # Each value lies in the middle of its weight; equal weights give the ranks of compute_quantiles().
+    middles = list(itertools.accumulate(
+        ((weights[low] + weights[high]) / 2 for low, high in itertools.pairwise(order)), initial=0.0
+    ))  # fmt: skip
+
+    def interpolate(place: float) -> float:
+        high = min(max(bisect_left(middles, place), 1), len(middles) - 1) if len(order) > 1 else 0
+        low = max(high - 1, 0)
+        part = (place - middles[low]) / max(middles[high] - middles[low], NO_SPREAD)
+        return values[order[low]] + (values[order[high]] - values[order[low]]) * min(part, 1.0)
+
+    return tuple(float(interpolate(middles[-1] * share)) for share in shares)
+
+
 def estimate_median(values: Sequence[float], confidence: float) -> MedianInterval:
     """The median of `values` with its distribution-free interval.
 

@@ -7,7 +7,7 @@ they get is the same from either (BreakdownSource).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Final, Protocol
 
@@ -18,6 +18,7 @@ from rich.progress import Progress
 from ttft_otel.report.report_types import Request, SourceChoice, StoredSpan
 from ttft_otel.report.store import database_schema
 from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace, open_reader
+from ttft_otel.report.window_sample import WindowSample
 
 NEEDED_EXTRA: Final = "explain"  # the pip extra that reading from Tempo needs
 
@@ -27,6 +28,14 @@ class BreakdownSource(Protocol):
 
     def list_latest(self, wanted: RequestFilter) -> list[Request]:
         """The newest requests that match `wanted`, newest first."""
+
+    def sample_window(
+        self, wanted: RequestFilter, slo_us: int = 0, limits: Mapping[str, int] | None = None
+    ) -> WindowSample:
+        """The requests that match `wanted`: all late ones, and a sample of the others.
+
+        slo_us: longer TTFTs are late; 0: the slowest LATE_SHARE. limits: as in SamplePlan.
+        """
 
     def find_request(self, request_id: str) -> Request | None:
         """The newest request with this ID; None when there is none."""

@@ -40,6 +40,7 @@ class StoredSpan:
     attributes: dict[str, Any] = field(default_factory=dict)
     resource: dict[str, Any] = field(default_factory=dict)
     dropped: int = 0  #: number of attributes that were left out
+    trace_state: str = ""  #: W3C's header, with the probability of a sampler that writes it
 
     @property
     def is_ttft_span(self) -> bool:

@@ -16,6 +16,7 @@ from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.report.report_types import Leg, Request, StoredSpan
+from ttft_otel.report.window_sample import ReadRequest
 
 RANK_MARK: Final = " rank "
 SERVER_KIND: Final = 2  # of a span, as in OTLP
@@ -101,32 +102,42 @@ def read_recording(requests: Iterable[Request], find_spans: FindSpans) -> Record
     """Read a window's `requests`, in any order. find_spans: all spans of a trace, by its ID."""
     ordered = sorted(requests, key=lambda each: each.start_ns)
     epoch_ns = ordered[0].start_ns if ordered else 0
+    return collect_recording(
+        (ReadRequest(each, find_spans(each.trace_id)) for each in ordered), epoch_ns
+    )
+
+
+def collect_recording(read: Iterable[ReadRequest], epoch_ns: int) -> Recording:
+    """The recording of a window's requests, in any order, of which the first begins at `epoch_ns`."""
     found: list[ReplayRequest] = []
     settings: dict[str, Mapping[str, int]] = {}
     failed = unreadable = 0
     roles: set[str] = set()
-    for request in ordered:
+    for request, spans in ((each.request, each.spans) for each in read):
         roles.update(request.roles)
         if request.error:
             # What the client sent was refused: no engine has seen it.
             failed += not keys.is_refusal(request.error)
             continue
-        replay = None if request.pending else read_request(request, find_spans, epoch_ns, settings)
+        replay = None if request.pending else read_request(request, spans, epoch_ns, settings)
         if replay is None:
             unreadable += 1
         else:
             found.append(replay)
+    found.sort(key=lambda each: each.start)
     return Recording(tuple(found), settings, failed, unreadable, frozenset(roles))
 
 
 def read_request(
     request: Request,
-    find_spans: FindSpans,
+    spans: Sequence[StoredSpan],
     epoch_ns: int,
     settings: dict[str, Mapping[str, int]],
 ) -> ReplayRequest | None:
-    """One request; None where its engine's part was not measured. Adds to `settings` by instance."""
-    spans = find_spans(request.trace_id)
+    """One request; None where its engine's part was not measured. Adds to `settings` by instance.
+
+    spans: its `ttft` and `encode` spans, and those above them.
+    """
     by_id = {span.span_id: span for span in spans}
     visits: list[EngineVisit] = []
     main: EngineVisit | None = None

@@ -55,12 +55,13 @@ def collect_lost(requests: Iterable[Request], lost: list[Request]) -> Iterator[R
         yield each
 
 
-def count_lost(lost: Sequence[Request]) -> LostRequests:
-    """What became of requests that collect_lost() has found."""
+def count_lost(lost: Sequence[Request], weight: float = 1.0) -> LostRequests:
+    """What became of requests that collect_lost() has found; `weight` is how many each stands for."""
+    died = Counter(each.died for each in lost if each.died)
     return LostRequests(
-        total=len(lost),
-        left=sum(each.error in keys.CLIENT_LEFT_ERRORS for each in lost),
-        died=dict(Counter(each.died for each in lost if each.died)),
+        total=round(weight * len(lost)),
+        left=round(weight * sum(each.error in keys.CLIENT_LEFT_ERRORS for each in lost)),
+        died={stage: round(weight * count) for stage, count in died.items()},
         median_us=median(each.ttft_us for each in lost) if lost else 0.0,
     )
 

@@ -44,6 +44,8 @@ class RequestFacts:
     group: str = ""  #: the value of the attribute that was asked for, "" without
     model: str = ""  #: "" where that is not known
     clock_error_us: int = 0  #: by how much the boundaries of its stages may be off, see summary.py
+    #: How many requests of its window it stands for, where not all are read (window_sample.py).
+    weight: float = 1.0
 
     @property
     def ttft_us(self) -> int:
@@ -143,13 +145,13 @@ def read_evidence(
     for request in requests:
         # A failed request has no first token; a pending one lacks the span that has the sum.
         if not request.error and not request.pending:
-            yield _build_evidence(request, opened.find_trunks(request.trace_id), group_by)
+            yield build_evidence(request, opened.find_trunks(request.trace_id), group_by)
 
 
-def _build_evidence(
-    request: Request, trunks: Sequence[StoredSpan], group_by: str
+def build_evidence(
+    request: Request, trunks: Sequence[StoredSpan], group_by: str = ""
 ) -> RequestEvidence:
-    """Join `request` with the attributes of its `ttft` and `encode` spans."""
+    """Join `request` with the attributes of its `ttft` and `encode` spans; group_by as in build_facts()."""
     legs = frozenset(leg.span_id for leg in request.legs)
     spans = [span for span in trunks if span.span_id in legs]
     reasons = {name: dict(request.list_wait_reasons(name)) for name in request.stages}

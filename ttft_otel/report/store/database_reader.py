@@ -7,9 +7,10 @@ Each reader opens its own connection, so that a command can read while `serve` w
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -18,9 +19,22 @@ from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.report.store import database_schema, retention
 from ttft_otel.report.store.span_rows import MAX_SEARCHED_CHARS
 from ttft_otel.report.store.trace_reader import MAX_TRACE_TRUNKS, TraceReader
+from ttft_otel.report.window_sample import (
+    LATE,
+    LOST,
+    OTHER,
+    REFUSED,
+    Coverage,
+    ReadRequest,
+    SamplePlan,
+    WindowSample,
+    count_late,
+)
 
 ANSWER_ID_PREFIXES: Final = ("chatcmpl-", "cmpl-")  # vLLM puts them before the request ID
 MAX_REQUESTS: Final = 2000  # requests in one result
+SERVED: Final = "error='' AND NOT pending"  # requests that got a first token
+REFUSED_ERROR: Final = "error GLOB '4[0-9][0-9]'"  # as keys.is_refusal() says it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +48,7 @@ class RequestFilter:
     #: Unix nanoseconds between which the request began, the end excluded.
     since_ns: int = 0
     until_ns: int = 0
-    last: int = 200  #: number of requests, newest first
+    last: int = 200  #: number of requests, newest first; 0 for all, where a window is sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,88 @@ class DatabaseReader:
         """The newest requests that match `wanted`, newest first."""
         where, values = _build_where(wanted)
         return self._load_requests(where, values, min(max(wanted.last, 1), MAX_REQUESTS))
+
+    def sample_window(
+        self, wanted: RequestFilter, slo_us: int = 0, limits: Mapping[str, int] | None = None
+    ) -> WindowSample:
+        """The requests that match `wanted`: all late ones, and a sample of the others.
+
+        slo_us: longer TTFTs are late; 0: the slowest LATE_SHARE. limits: as in SamplePlan.
+        """
+        where, values = _build_where(wanted)
+        where = where or "WHERE 1"
+        run = self._connection.execute
+
+        def select(what: str, condition: str, *more: object) -> sqlite3.Cursor:
+            return run(f"SELECT {what} FROM requests {where} AND {condition}", (*values, *more))
+
+        if wanted.last:
+            oldest = select(
+                "start_ns", "1 ORDER BY start_ns DESC LIMIT 1 OFFSET ?", wanted.last - 1
+            )
+            where, values = f"{where} AND start_ns>=?", [*values, (oldest.fetchone() or (0,))[0]]
+        total, served, failed, refused, first_ns, last_ns = select(
+            f"count(*), total({SERVED}), total(error<>''), total({REFUSED_ERROR}), "
+            "min(start_ns), max(start_ns)",
+            "1",
+        ).fetchone()
+        if not slo_us:
+            row = select(
+                "ttft_us", f"{SERVED} ORDER BY ttft_us DESC LIMIT 1 OFFSET ?", count_late(served)
+            ).fetchone()
+            slo_us = row[0] if row else -1
+        late = select("count(*)", f"{SERVED} AND ttft_us>?", slo_us).fetchone()[0]
+        plan = SamplePlan(
+            {
+                LATE: late,
+                OTHER: int(served) - late,
+                LOST: int(failed - refused),
+                REFUSED: int(refused),
+            },
+            limits,
+        )
+        found: list[tuple[int, str]] = []
+        for stratum, condition in (
+            (LATE, f"{SERVED} AND ttft_us>{slo_us}"),
+            (OTHER, f"{SERVED} AND ttft_us<={slo_us}"),
+            (LOST, f"error<>'' AND NOT {REFUSED_ERROR}"),
+        ):
+            # By number, which is the order of arrival: the same at each reading.
+            rows = select("id", f"{condition} ORDER BY id")
+            at = 0
+            for position in plan.choose_positions(stratum):
+                (number,) = next(islice(rows, position - at, None))
+                found.append((number, stratum))
+                at = position + 1
+        coverage = Coverage(
+            plan.counts,
+            plan.read,
+            int(total - served - failed),
+            first_ns or 0,
+            last_ns or 0,
+            slo_us,
+        )
+        return WindowSample(coverage, self._read_rows(sorted(found), plan))
+
+    def _read_rows(
+        self, chosen: Sequence[tuple[int, str]], plan: SamplePlan
+    ) -> Iterator[ReadRequest]:
+        """The requests in these rows, which are given with their stratum."""
+        trace = -1
+        requests: list[Request] = []
+        spans: list[StoredSpan] = []
+        for row, stratum in chosen:
+            found, number, trace_id = self._connection.execute(
+                "SELECT trace, number, (SELECT trace_id FROM traces WHERE traces.id=trace) "
+                "FROM requests WHERE id=?",
+                (row,),
+            ).fetchone()
+            if found != trace:
+                trace = found
+                requests, spans = self._assemble_stored(found, trace_id.hex())
+            # Rows are of the last commit; the assembly may differ after an upgrade of the code.
+            if number < len(requests):
+                yield ReadRequest(requests[number], spans, plan.get_weight(stratum))
 
     def find_request(self, request_id: str) -> Request | None:
         """The newest request with this ID; None when there is none.
@@ -119,11 +215,12 @@ class DatabaseReader:
         built: dict[int, list[Request]] = {}
         for trace, _, trace_id in rows:
             if trace not in built:
-                built[trace] = self._assemble_stored(trace, trace_id.hex())
+                built[trace], _ = self._assemble_stored(trace, trace_id.hex())
         # Rows are of the last commit; the assembly may differ after an upgrade of the code.
         return [built[trace][number] for trace, number, _ in rows if number < len(built[trace])]
 
-    def _assemble_stored(self, trace: int, trace_id: str) -> list[Request]:
+    def _assemble_stored(self, trace: int, trace_id: str) -> tuple[list[Request], list[StoredSpan]]:
+        """A trace's requests, and its `ttft` and `encode` spans with all that are above these."""
         reader = TraceReader(self._connection, trace, trace_id)
         trunks, parents = reader.list_trunks(), reader.list_parents()
         ancestors = time_before.collect_ancestors([trunk.span_id for trunk in trunks], parents)
@@ -131,7 +228,8 @@ class DatabaseReader:
         spans = reader.list_spans({bytes.fromhex(span_id) for span_id in ancestors})
         above = {span.span_id: span for span in spans}
         requests = request_assembly.assemble_requests(trace_id, trunks, parents)
-        return time_before.add_before(requests, parents, above)
+        every = above | {trunk.span_id: trunk for trunk in trunks}
+        return time_before.add_before(requests, parents, above), list(every.values())
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def decode_item(
         raw = Span.FromString(item)
         raw.trace_id, raw.span_id, raw.parent_span_id = ids
         return convert_span(raw, resource, scope)
-    name, kind, start_ns, end_ns, status, message, attributes, dropped = item
+    name, kind, start_ns, end_ns, status, message, attributes, dropped, trace_state = item
     return StoredSpan(
         trace_id=ids[0].hex(),
         span_id=ids[1].hex(),
@@ -154,6 +154,7 @@ def decode_item(
         attributes=attributes,
         resource=resource,
         dropped=dropped,
+        trace_state=trace_state,
     )
 
 
@@ -210,4 +211,5 @@ def _list_values(span: StoredSpan) -> tuple[object, ...]:
         span.message,
         span.attributes,
         span.dropped,
+        span.trace_state,
     )

@@ -24,6 +24,7 @@ MAX_ATTRIBUTES: Final = 256  # per span; a router's `ttft` span with four legs h
 MAX_TEXT_CHARS: Final = 4096  # of one name or value; longer ones are cut
 # Of the JSON text of a list or map, for each byte received: control characters become six.
 MAX_TEXT_GROWTH: Final = 4
+MAX_TRACESTATE_CHARS: Final = 512  # W3C: what everybody should be able to pass on
 SERVICE_NAME: Final = "service.name"  # OpenTelemetry's name
 _MAX_TIME_NS: Final = 1 << 62  # SQLite's integers are signed, of 64 bits
 _NO_TRACE_ID: Final = bytes(16)
@@ -77,6 +78,7 @@ def convert_span(raw: trace_pb2.Span, resource: dict[str, Any], scope: str) -> S
         attributes=attributes,
         resource=resource,
         dropped=cut + raw.dropped_attributes_count,
+        trace_state=raw.trace_state[:MAX_TRACESTATE_CHARS],
     )
 
 

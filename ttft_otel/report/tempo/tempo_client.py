@@ -19,8 +19,8 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from ttft_otel.model.names import env_names
-from ttft_otel.report.report_types import SourceChoice
+from ttft_otel.model.names import env_names, span_names
+from ttft_otel.report.report_types import STATUS_ERROR, SourceChoice, StoredSpan
 from ttft_otel.report.store.database_schema import StoreError
 
 LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -69,6 +69,9 @@ class FoundTrace:
     #: Unix nanoseconds between which all of its spans lie that Tempo had when it answered.
     start_ns: int
     end_ns: int
+    #: Its spans that match, with the attributes that the query selects; not all where `matched` is more.
+    spans: tuple[StoredSpan, ...] = ()
+    matched: int = 0
 
 
 class TempoClient:
@@ -157,13 +160,14 @@ class TempoClient:
         return min((each for each in kept if each), default=0.0)
 
     async def search(
-        self, query: str, since_s: int, until_s: int, limit: int
+        self, query: str, since_s: int, until_s: int, limit: int, spans: int = 1
     ) -> tuple[list[FoundTrace], bool]:
         """Up to `limit` traces with a span that matches, and whether Tempo looked everywhere.
 
-        since_s, until_s: Unix seconds. Raises SearchTooLargeError, TempoError.
+        since_s, until_s: Unix seconds. spans: so many of each trace are given. Raises SearchTooLargeError,
+        TempoError.
         """
-        asked = {"q": query, "start": since_s, "end": until_s, "limit": limit, "spss": 1}
+        asked = {"q": query, "start": since_s, "end": until_s, "limit": limit, "spss": spans}
         body = await self._get("/api/search", asked, MAX_SEARCH_BYTES)
         try:
             if body is None:
@@ -292,7 +296,30 @@ def _read_found_trace(found: Mapping[str, Any]) -> FoundTrace:
     # It becomes a part of an address, to which our credentials go.
     if not is_trace_id(trace_id):
         raise ValueError("a trace ID that is none")
-    return FoundTrace(trace_id, start_ns, end_ns)
+    span_set = (found.get("spanSets") or [found.get("spanSet") or {}])[0]
+    spans = tuple(_read_found_span(trace_id, each) for each in span_set.get("spans") or ())
+    return FoundTrace(trace_id, start_ns, end_ns, spans, int(span_set.get("matched") or 0))
+
+
+def _read_found_span(trace_id: str, found: Mapping[str, Any]) -> StoredSpan:
+    """A span of a hit, with its selected attributes; raises as _read_found_trace()."""
+    start_ns = int(found["startTimeUnixNano"])
+    attributes: dict[str, Any] = {}
+    for each in found.get("attributes") or ():
+        ((kind, value),) = each["value"].items()
+        attributes[str(each["key"])] = int(value) if kind == "intValue" else value
+    return StoredSpan(
+        trace_id,
+        str(found["spanID"]).zfill(16),
+        "",
+        str(found.get("name") or attributes.pop("name", "")),
+        0,
+        start_ns,
+        start_ns + int(found.get("durationNanos") or 0),
+        scope=span_names.SCOPE,
+        status=STATUS_ERROR if attributes.pop("status", "") == "error" else 0,
+        attributes=attributes,
+    )
 
 
 def is_trace_id(text: str) -> bool:

@@ -2,7 +2,9 @@
 """Requests from Tempo, as DatabaseReader gives them from the embedded store: the same objects.
 
 Tempo's search has no cursor: windows of time are halved until each has fewer traces than the limit of a
-search, newest first, and no more traces are fetched than the answer needs. breakdown_source.py opens it.
+search, newest first, and no more traces are fetched than the answer needs. Of a window that is sampled the
+searches select what tells its requests' TTFT, and only those that are chosen are fetched, each once.
+breakdown_source.py opens it.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from ttft_otel.model.names import keys
+from ttft_otel.report.assemble.request_assembly import assemble_requests
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import TTFT_SPAN_NAMES, Request, SourceChoice, StoredSpan
 from ttft_otel.report.store.database_reader import (
@@ -33,6 +37,17 @@ from ttft_otel.report.tempo.tempo_client import (
     TempoError,
     is_trace_id,
 )
+from ttft_otel.report.window_sample import (
+    LATE,
+    LOST,
+    OTHER,
+    REFUSED,
+    Coverage,
+    ReadRequest,
+    SamplePlan,
+    WindowSample,
+    count_late,
+)
 
 SEARCH_LIMIT: Final = 1000  # traces of one search
 MAX_SECOND_LIMIT: Final = 20_000  # of a search in one second, which cannot be divided
@@ -46,6 +61,23 @@ ProgressReporter = Callable[[str, int, int], None]
 # Of the search backwards from now; each further window is twice as long.
 FIRST_WINDOW_S: Final = 900
 MAX_WINDOW_S: Final = 86_400  # of one search
+# Of a trace in a search; Tempo's own limit by default. Traces with more are fetched.
+OUTLINE_SPANS: Final = 100
+# What tells which requests a trace has, and how long they took.
+OUTLINE_KEYS: Final = (
+    keys.TOTAL_US, keys.OUTERMOST, keys.ROLE, keys.REQUEST_ID, keys.MODEL, keys.ERROR_TYPE,
+)  # fmt: skip
+INCOMPLETE: Final = "incomplete"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutline:
+    """What a search tells of a request: when it began, how long it took, and what became of it."""
+
+    trace_id: str
+    start_ns: int
+    ttft_us: int
+    stratum: str  #: LOST, REFUSED, INCOMPLETE; OTHER with a first token, also where that was late
 
 
 class TempoSource:
@@ -89,6 +121,62 @@ class TempoSource:
                 wanted, _build_query(wanted), lambda request: _matches_filter(request, wanted)
             )
         )
+
+    def sample_window(
+        self, wanted: RequestFilter, slo_us: int = 0, limits: Mapping[str, int] | None = None
+    ) -> WindowSample:
+        """As DatabaseReader.sample_window(), of traces with all of their requests. Raises TempoError."""
+        outlines = self._run(self._outline_window(wanted))
+        if wanted.last:
+            outlines = sorted(outlines, key=lambda each: -each.start_ns)[: wanted.last]
+        lengths = sorted((each.ttft_us for each in outlines if each.stratum == OTHER), reverse=True)
+        if not slo_us:
+            late = count_late(len(lengths))
+            slo_us = lengths[late] if late < len(lengths) else -1
+        strata = [
+            LATE if each.stratum == OTHER and each.ttft_us > slo_us else each.stratum
+            for each in outlines
+        ]
+        # A trace counts as what is most wanted of it.
+        of_trace: dict[str, str] = {}
+        for rank in (REFUSED, LOST, OTHER, LATE):
+            for outline, stratum in zip(outlines, strata, strict=True):
+                if stratum == rank:
+                    of_trace[outline.trace_id] = rank
+        traces = {rank: [name for name, own in of_trace.items() if own == rank] for rank in
+                  (LATE, OTHER, LOST, REFUSED)}  # fmt: skip
+        plan = SamplePlan({rank: len(some) for rank, some in traces.items()}, limits)
+        chosen = {
+            traces[rank][at]: plan.get_weight(rank)
+            for rank in traces
+            for at in plan.choose_positions(rank)
+        }
+        counts = Counter(strata)
+        read = Counter(
+            stratum
+            for outline, stratum in zip(outlines, strata, strict=True)
+            if outline.trace_id in chosen
+        )
+        starts = [each.start_ns for each in outlines] or [0]
+        coverage = Coverage(
+            {rank: counts[rank] for rank in traces}, {rank: read[rank] for rank in traces},
+            counts[INCOMPLETE], min(starts), max(starts), slo_us,
+        )  # fmt: skip
+        oldest_ns = min(starts) if wanted.last else 0
+        return WindowSample(coverage, self._read_chosen(chosen, wanted, oldest_ns))
+
+    def _read_chosen(
+        self, chosen: Mapping[str, float], wanted: RequestFilter, oldest_ns: int
+    ) -> Iterator[ReadRequest]:
+        """The requests of these traces, which are given with what each stands for."""
+        names = sorted(chosen)
+        for start in range(0, len(names), MAX_PARALLEL):
+            some = names[start : start + MAX_PARALLEL]
+            for name, spans in zip(some, self._run(self._fetch_all(some)), strict=True):
+                stored = build_stored_trace(name, spans)
+                for request in stored.requests:
+                    if _matches_filter(request, wanted) and request.start_ns >= oldest_ns:
+                        yield ReadRequest(request, stored.spans, chosen[name])
 
     def find_request(self, request_id: str) -> Request | None:
         """The newest request with this ID, in vLLM's form, too; None when there is none."""
@@ -140,23 +228,8 @@ class TempoSource:
         self, wanted: RequestFilter, query: str, check: Callable[[Request], bool]
     ) -> list[Request]:
         last = min(max(wanted.last, 1), MAX_REQUESTS)
-        # A search with an end in the future finds what comes meanwhile, too.
-        until_s = -(-wanted.until_ns // 10**9) if wanted.until_ns else int(time.time()) + 2
-        since_s = wanted.since_ns // 10**9 if wanted.since_ns else until_s - MAX_LOOKBACK_S
-        if wanted.since_ns:
-            await self._check_retention(since_s)
         found: dict[tuple[str, int], Request] = {}
-        seen: set[str] = set()
-        # The newest window is the last one; what is halved puts two in its place.
-        windows = _list_windows(since_s, until_s)[::-1]
-        while windows:
-            begin_s, end_s = windows.pop()
-            self._report_progress("searching Tempo", len(found), 0)
-            traces = await self._search_window(query, begin_s, end_s, windows)
-            if traces is None:
-                continue
-            fresh = [trace for trace in traces if trace.trace_id not in seen]
-            seen.update(trace.trace_id for trace in fresh)
+        async for begin_s, fresh in self._search_traces(query, wanted):
             await self._fetch_newest(fresh, last, check, found)
             # A trace may reach into a later window, its requests then are older than this one's begin.
             if sum(request.start_ns >= begin_s * 10**9 for request in found.values()) >= last:
@@ -164,15 +237,58 @@ class TempoSource:
         newest = sorted(found.values(), key=lambda request: -request.start_ns)
         return newest[:last]
 
+    async def _outline_window(self, wanted: RequestFilter) -> list[RequestOutline]:
+        """The requests that match, as searches tell them, the newest first."""
+        selected = ", ".join(["status", *(f"span.{name}" for name in OUTLINE_KEYS)])
+        query = f"{_build_query(wanted)} | select({selected})"
+        found: list[RequestOutline] = []
+        async for begin_s, fresh in self._search_traces(query, wanted, OUTLINE_SPANS):
+            for trace in fresh:
+                spans: Sequence[StoredSpan] = trace.spans
+                if trace.matched > len(spans):
+                    spans = [
+                        each
+                        for each in await self._fetch_spans(trace.trace_id)
+                        if each.is_ttft_span
+                    ]
+                found += _outline_trace(trace.trace_id, spans, wanted)
+            # A trace may reach into a later window, its requests then are older than this one's begin.
+            newest = sum(each.start_ns >= begin_s * 10**9 for each in found) if wanted.last else 0
+            if wanted.last and newest >= wanted.last:
+                break
+        return found
+
+    async def _search_traces(
+        self, query: str, wanted: RequestFilter, spans: int = 1
+    ) -> AsyncIterator[tuple[int, list[FoundTrace]]]:
+        """The traces of each window of time, the newest first, with its begin; each trace once."""
+        # A search with an end in the future finds what comes meanwhile, too.
+        until_s = -(-wanted.until_ns // 10**9) if wanted.until_ns else int(time.time()) + 2
+        since_s = wanted.since_ns // 10**9 if wanted.since_ns else until_s - MAX_LOOKBACK_S
+        if wanted.since_ns:
+            await self._check_retention(since_s)
+        seen: set[str] = set()
+        # The newest window is the last one; what is halved puts two in its place.
+        windows = _list_windows(since_s, until_s)[::-1]
+        while windows:
+            begin_s, end_s = windows.pop()
+            self._report_progress("searching Tempo", len(seen), 0)
+            traces = await self._search_window(query, begin_s, end_s, windows, spans)
+            if traces is None:
+                continue
+            fresh = [trace for trace in traces if trace.trace_id not in seen]
+            seen.update(trace.trace_id for trace in fresh)
+            yield begin_s, fresh
+
     async def _search_window(
-        self, query: str, begin_s: int, end_s: int, windows: list[tuple[int, int]]
+        self, query: str, begin_s: int, end_s: int, windows: list[tuple[int, int]], spans: int
     ) -> list[FoundTrace] | None:
         """The traces of one window; None where it was put back as two halves."""
         middle_s = (begin_s + end_s) // 2
         is_divisible = begin_s < middle_s
         limit = min(SEARCH_LIMIT if is_divisible else MAX_SECOND_LIMIT, self._allowed)
         try:
-            traces, is_complete = await self._client.search(query, begin_s, end_s, limit)
+            traces, is_complete = await self._client.search(query, begin_s, end_s, limit, spans)
         except SearchTooLargeError as error:
             if error.allowed >= limit or not (error.allowed or is_divisible):
                 raise
@@ -212,14 +328,8 @@ class TempoSource:
             if sum(request.start_ns > some[0].end_ns for request in found.values()) >= last:
                 return
             self._report_progress("reading traces from Tempo", start, len(ordered))
-            answers = await asyncio.gather(
-                # All are waited for, so that none goes on after the first failure.
-                *(self._fetch_spans(each.trace_id) for each in some),
-                return_exceptions=True,
-            )
+            answers = await self._fetch_all([each.trace_id for each in some])
             for trace, its_spans in zip(some, answers, strict=True):
-                if isinstance(its_spans, BaseException):
-                    raise its_spans
                 stored = build_stored_trace(trace.trace_id, its_spans)
                 self._keep_trunks(trace.trace_id, stored.spans)
                 found.update(
@@ -227,6 +337,20 @@ class TempoSource:
                     for number, request in enumerate(stored.requests)
                     if check(request)
                 )
+
+    async def _fetch_all(self, trace_ids: Sequence[str]) -> list[list[StoredSpan]]:
+        """The spans of these traces, all of which are fetched at once."""
+        answers = await asyncio.gather(
+            # All are waited for, so that none goes on after the first failure.
+            *(self._fetch_spans(each) for each in trace_ids),
+            return_exceptions=True,
+        )
+        found: list[list[StoredSpan]] = []
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+            found.append(answer)
+        return found
 
     async def _fetch_spans(self, trace_id: str) -> list[StoredSpan]:
         """A trace's spans in the order of the embedded store, each once; [] when Tempo has none."""
@@ -256,6 +380,23 @@ class TempoSource:
                 f"the window begins before what Tempo keeps, {kept_s / 3600:.0f} h (block_retention): "
                 "requests before that are missing"
             )
+
+
+def _outline_trace(
+    trace_id: str, spans: Sequence[StoredSpan], wanted: RequestFilter
+) -> list[RequestOutline]:
+    """The requests of a trace that match, of its `ttft` and `encode` spans alone."""
+    # Whose leg a span is, then only its time can tell.
+    parents = {span.span_id: "unknown" for span in spans}
+    found = []
+    for request in assemble_requests(trace_id, spans, parents):
+        if request.error:
+            stratum = REFUSED if keys.is_refusal(request.error) else LOST
+        else:
+            stratum = INCOMPLETE if request.pending else OTHER
+        if _matches_filter(request, wanted):
+            found.append(RequestOutline(trace_id, request.start_ns, request.ttft_us, stratum))
+    return found
 
 
 def _build_query(wanted: RequestFilter) -> str:

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of a window all late requests are read and a sample of the others, whose weights make figures unbiased."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+
+import numpy
+import pytest
+
+from tests.explain.stored_records import BEGIN_S
+from tests.explain.window.stored_window import store_lengths
+from ttft_otel.explain.window.window_reading import (
+    WindowReading,
+    describe_coverage,
+    describe_reading,
+    read_window,
+)
+from ttft_otel.model.statistics import compute_quantile, compute_weighted_quantiles
+from ttft_otel.report.store.database_reader import RequestFilter, open_reader
+from ttft_otel.report.window_sample import (
+    LATE,
+    LOST,
+    OTHER,
+    SamplePlan,
+    count_late,
+    read_adjusted_count,
+)
+
+ALL = RequestFilter(last=0)
+SLO_US = 300_000
+
+
+def draw_hour(seed: int = 1, count: int = 14_324) -> list[int]:
+    """The TTFTs of an hour with an incident of ten minutes, in the order of arrival."""
+    chance = numpy.random.default_rng(seed)
+    usual = chance.lognormal(11, 0.3, count)
+    incident = slice(count // 2, count // 2 + count // 6)
+    usual[incident] *= chance.lognormal(1.2, 0.7, count // 6)
+    return [int(each) for each in usual]
+
+
+def read(path: Path, wanted: RequestFilter = ALL, slo_us: int = SLO_US) -> WindowReading:
+    with open_reader(path) as opened:
+        return read_window(opened, wanted, slo_us)
+
+
+def list_weighted(found: WindowReading) -> tuple[Sequence[float], Sequence[float]]:
+    facts = [each.facts for each in found.evidence]
+    return [each.ttft_us for each in facts], [each.weight for each in facts]
+
+
+def test_incident(tmp_path: Path) -> None:
+    """All late requests of ten minutes in an hour are read, and the weights add up to the window."""
+    ttfts = draw_hour()
+    found = read(store_lengths(tmp_path / "spans.db", ttfts, 250_000))
+    late = sum(each > SLO_US for each in ttfts)
+    lengths, weights = list_weighted(found)
+    assert 500 < late < 2000
+    assert found.coverage.counts[LATE] == late == sum(each > SLO_US for each in lengths)
+    assert sum(weights) == pytest.approx(len(ttfts))
+    share = sum(
+        weight for each, weight in zip(lengths, weights, strict=True) if each > SLO_US
+    ) / sum(weights)
+    assert share == pytest.approx(late / len(ttfts))
+    text = describe_reading(found.coverage)
+    assert text.startswith("14324 requests from ")
+    assert f"read: all {late} late ones and 2000 of {14_324 - late} others, at random" in text
+    told = describe_coverage(found.coverage)
+    assert told["requests"] == 14_324 and told["read"] == len(found.evidence) == late + 2000
+    assert datetime.fromisoformat(told["from"]).timestamp() == BEGIN_S
+    # Counter-test: the newest ones, which were read before, have none of them.
+    assert not any(each > SLO_US for each in ttfts[-2000:])
+
+
+def test_unbiased() -> None:
+    """Over many windows the weighted mean, shares and percentiles of what is read are those of all."""
+    errors = []
+    for seed in range(60):
+        ttfts = numpy.array(draw_hour(seed, 9000 + seed), float)
+        count = len(ttfts)
+        limit = numpy.sort(ttfts)[-count_late(count) - 1]
+        parts = {LATE: ttfts[ttfts > limit], OTHER: ttfts[ttfts <= limit], LOST: ttfts[:0]}
+        plan = SamplePlan(
+            {name: len(some) for name, some in parts.items()}, {LATE: 50, OTHER: 500, LOST: 0}
+        )
+        values, weights = [], []
+        for name, some in parts.items():
+            chosen = some[list(plan.choose_positions(name))]
+            values += chosen.tolist()
+            weights += [plan.get_weight(name)] * len(chosen)
+        shares = (0.5, 0.9, 0.99, 0.995)
+        estimated = compute_weighted_quantiles(values, weights, shares)
+        mean = numpy.average(values, weights=weights)
+        incident = numpy.average(numpy.array(values) > SLO_US, weights=weights)
+        truth = [*numpy.quantile(ttfts, shares), ttfts.mean(), (ttfts > SLO_US).mean()]
+        errors.append(numpy.array([*estimated, mean, incident]) / truth - 1)
+    found = numpy.array(errors)
+    spread = found.std(0) / numpy.sqrt(len(found))
+    # Of six figures none is off by more than four standard errors, or a thousandth of itself.
+    assert (numpy.abs(found.mean(0)) < numpy.maximum(4 * spread, 1e-3)).all(), (
+        found.mean(0) / spread
+    )
+    # Counter-test: without weights the late ones count several times.
+    assert numpy.mean(numpy.array(values) > SLO_US) > 1.3 * truth[-1]
+
+
+def test_small_window(tmp_path: Path) -> None:
+    """A window that can be read is read, and each request counts once."""
+    found = read(
+        store_lengths(tmp_path / "spans.db", [10_000 + each for each in range(300)], 1000), slo_us=0
+    )
+    assert [each.facts.ttft_us for each in found.evidence] == [10_000 + each for each in range(300)]
+    assert {each.facts.weight for each in found.evidence} == {1.0}
+    assert "all read" in describe_reading(found.coverage)
+
+
+def test_lost(tmp_path: Path) -> None:
+    """Requests without a first token are counted, whether they are read or not."""
+    path = store_lengths(tmp_path / "spans.db", [50_000] * 3000, 1000, error_every=4)
+    found = read(path)
+    assert found.coverage.counts[LOST] == found.lost.total == 750
+    assert len(found.failed) == 500
+    assert "750 without a first token" in describe_reading(found.coverage)
+
+
+def test_newest(tmp_path: Path) -> None:
+    """`last` still takes the newest ones only."""
+    path = store_lengths(tmp_path / "spans.db", list(range(1000, 1400)), 1000)
+    found = read(path, RequestFilter(last=30), 0)
+    assert [each.facts.ttft_us for each in found.evidence] == list(range(1370, 1400))
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("", 1.0),
+        ("ot=th:0", 1.0),
+        ("ot=th:8", 2.0),
+        ("other=1, ot=rv:abc;th:c", 4.0),
+        ("ot=th:e66", 9.99),
+        ("ot=th:ffffffffffffff", 10_000.0),
+        ("ot=th:fffffffffffffff", 1.0),
+        ("ot=th:-8", 1.0),
+        ("not=th:8", 1.0),
+        ("ot=rv:8", 1.0),
+    ],
+)
+def test_tracestate(text: str, count: float) -> None:
+    """A sampler's threshold says how many requests a trace stands for; what is none says nothing."""
+    assert read_adjusted_count(text) == pytest.approx(count, rel=1e-3)
+
+
+def test_sampled_window(tmp_path: Path) -> None:
+    """A tracestate's probability is a weight, and is told."""
+    found = read(store_lengths(tmp_path / "spans.db", [50_000] * 100, 1000, trace_state="ot=th:c"))
+    assert {each.facts.weight for each in found.evidence} == {4.0}
+    assert "up to 4 requests" in found.coverage.sampling
+
+
+def test_weighted_quantiles() -> None:
+    """With equal weights they are those of the values; a weight of 3 is a value that comes three times."""
+    values = [5.0, 1.0, 4.0, 2.0, 3.0]
+    for share in (0.0, 0.3, 0.5, 0.95, 1.0):
+        (found,) = compute_weighted_quantiles(values, [1.0] * 5, (share,))
+        assert found == pytest.approx(compute_quantile(values, share))
+    many = numpy.random.default_rng(1).lognormal(0, 1, 2000)
+    weights = numpy.random.default_rng(2).integers(1, 5, 2000)
+    (found,) = compute_weighted_quantiles(many.tolist(), weights.tolist(), (0.9,))
+    assert found == pytest.approx(numpy.quantile(numpy.repeat(many, weights), 0.9), rel=0.01)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_million(tmp_path: Path) -> None:
+    """A million stored requests are read in the time of some counts by SQLite, and in flat memory."""
+    small = store_lengths(tmp_path / "small.db", draw_hour(1, 20_000), 3600)
+    large = store_lengths(tmp_path / "large.db", draw_hour(1, 1_000_000), 3600)
+    program = (
+        "import resource, sys, pathlib\n"
+        "from ttft_otel.explain.window.window_reading import read_window\n"
+        "from ttft_otel.report.store.database_reader import RequestFilter, open_reader\n"
+        "with open_reader(pathlib.Path(sys.argv[1])) as opened:\n"
+        "    read_window(opened, RequestFilter(last=0))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+
+    def run(path: Path) -> tuple[float, int]:
+        begun = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(path)], capture_output=True, check=True
+        )
+        return time.monotonic() - begun, int(done.stdout)
+
+    (small_s, small_kb), (large_s, large_kb) = run(small), run(large)
+    begun = time.monotonic()
+    with closing(sqlite3.connect(large)) as connection:
+        for _ in range(10):
+            connection.execute(
+                "SELECT count(*), sum(ttft_us) FROM requests WHERE error=''"
+            ).fetchone()
+    reference_s = (time.monotonic() - begun) / 10
+    told = (
+        f"{small_s:.2f} s, {large_s:.2f} s, a count {reference_s:.3f} s; {small_kb}, {large_kb} KiB"
+    )
+    # Both read as many requests: what remains are passes over the table.
+    assert large_s - small_s < 40 * reference_s, told
+    assert large_kb < 1.3 * small_kb, told
