@@ -129,7 +129,10 @@ def test_signal(tmp_path: Path, number: signal.Signals) -> None:
         "from lab.server_commands import ServerCommand; from lab.local_servers import run_servers\n"
         f"fake = ServerCommand('fake', {fake.argv!r}, {{}}, {fake.port})\n"
         f"with run_servers(fake, logs=Path({str(tmp_path)!r})) as up:\n"
-        "    print(up[0].pid, flush=True); import time; time.sleep(600)\n"
+        # Short sleeps: a signal that comes just before one is seen only after it.
+        "    print(up[0].pid, flush=True); import time\n"
+        "    while True:\n"
+        "        time.sleep(0.1)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", caller], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
