@@ -99,8 +99,10 @@ def run_phase(gpu: Gpu, work_us: float, steps: int, queued: int) -> tuple[list[f
 
     def read_step() -> None:
         stamps, wait = under_way.popleft()
-        step_clock.note_pending(stamps, -1)
+        is_pending = step_clock.note_pending(stamps, -1)
         wait()
+        if is_pending:
+            step_clock.note_reached(stamps)
         places = step_clock.place_stamps(stamps).places
         placed.extend((event, place) for (event, _), place in zip(stamps, places, strict=True))
 
@@ -148,10 +150,12 @@ def measure_step(gpu: Gpu) -> Figure:
         stamps = step_clock.open_step()
         for _ in range(3):
             step_clock.add_stamp(stamps)
-        step_clock.note_pending(stamps, -1)
+        is_pending = step_clock.note_pending(stamps, -1)
         noted = clock.now_us()
         gpu.synchronize()
         reading = clock.now_us()
+        if is_pending:
+            step_clock.note_reached(stamps)
         step_clock.place_stamps(stamps)
         step_clock.release_stamps(stamps)
         if number >= WARM_UP_STEPS:  # from then on no event is made any more

@@ -68,6 +68,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
     """A device whose clock is 20 ppm fast."""
     host = SimulatedHost()
     monkeypatch.setattr(clock, "now_us", host)
+    monkeypatch.setattr(clock, "count_switches", host.count_switches)
     return SimulatedGpu(host, 20.0)
 
 
@@ -90,8 +91,8 @@ def test_figures(gpu: SimulatedGpu) -> None:
 def test_wrong_places(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a look before the wait, places under load are wrong, and the benchmark says so."""
 
-    def look_away(self: device.DeviceClock, stamps: Any, awaited: int) -> None:
-        return None
+    def look_away(self: device.DeviceClock, stamps: Any, awaited: int) -> bool:
+        return False
 
     monkeypatch.setattr(device.DeviceClock, "note_pending", look_away)
     gpu.is_idle = lambda: False  # type: ignore[method-assign]

@@ -43,7 +43,10 @@ ORDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "GPUModelRunner._to_list": (r"transfer_event\.record\(", SYNC),
         "GPUModelRunner._preprocess": (r"sync_and_\w+_intermediate_tensors\(",),
         "AsyncGPUModelRunnerOutput.__init__": (r"wait_stream\(", r"ready_event\.record\("),
-        "AsyncGPUModelRunnerOutput.get_output": (SYNC,),
+        "AsyncGPUModelRunnerOutput.get_output": (
+            r"self\.async_copy_ready_event\.synchronize\(",
+            r"\.tolist\(",
+        ),
     },
     "v1/worker/kv_connector_model_runner_mixin.py": {
         "KVConnectorModelRunnerMixin._get_kv_connector_output": (
@@ -68,7 +71,7 @@ ORDERS: dict[str, dict[str, tuple[str, ...]]] = {
     "v1/worker/gpu/kv_connector.py": {"ActiveKVConnector.post_forward": (r"wait_for_save\(",)},
     "v1/worker/gpu/async_utils.py": {
         "AsyncOutput.__init__": (r"wait_stream\(", r"copy_event\.record\("),
-        "AsyncOutput.get_output": (SYNC,),
+        "AsyncOutput.get_output": (r"self\.copy_event\.synchronize\(", r"\.tolist\("),
     },
     "v1/executor/multiproc_executor.py": {
         # Of all ranks the last pipeline stage's first one is read.

@@ -176,6 +176,14 @@ def lacks_first_token(output: Any) -> bool:
     )
 
 
+def find_awaited_event(pending: Any) -> str:
+    """The attribute of an async output with the event for which get_output() waits; "" when unknown."""
+    for name in ("copy_event", "async_copy_ready_event"):  # V2, V1
+        if hasattr(pending, name):
+            return name
+    return ""
+
+
 def is_beam(request: Any) -> bool:
     """Whether an EngineCoreRequest is one step of a beam search (generate/beam_search/online.py).
 

@@ -8,12 +8,17 @@ clock drifts against the host's, elapsed times are rounded as CUDA's are, and ca
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import struct
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final
+from unittest import mock
+
+from ttft_otel.tracing import clock
 
 MAX_REAL_WAIT_S: Final = 60
 DEVICE_CLOCK_OFFSET_US: Final = 5e8  # the device's clock has an origin of its own
@@ -22,9 +27,21 @@ DEVICE_CLOCK_OFFSET_US: Final = 5e8  # the device's clock has an origin of its o
 RECORD_COST_US: Final = 2.0
 QUERY_COST_US: Final = 1.5
 LAUNCH_LATENCY_US: Final = (4.0, 9.0)
+OWN_SLICE_US: Final = 1_000.0  # so long a shared device works for this process, then for others
 WAKE_LATENCY_US: Final = (15.0, 70.0)  # of a host thread that slept until an event
 PREEMPTION_SHARE: Final = 0.01  # of the wake-ups and pieces of host work, which take longer by
 PREEMPTION_US: Final = (100.0, 1500.0)
+# Of the threads that were woken, the share that waits for Python's lock; half of these so long, nearly all
+# so long: by what the main thread does, as measured on two cores. It launches: releases the lock often.
+LOCK_WAITS: Final = {
+    "": (0.0, 0.0, 0.0),
+    "launching": (0.6, 150.0, 4_000.0),
+    "python": (0.95, 5_150.0, 11_000.0),
+}
+# Of an event on a stream that had nothing to do for a while: a device that has gone to sleep.
+SLEEPING_AFTER_US: Final = 1_000.0
+SLEEPY_LATENCY_US: Final = (30.0, 2_000.0)
+SLEEPY_SHARE: Final = 0.3
 
 
 class SimulatedHost:
@@ -36,6 +53,9 @@ class SimulatedHost:
     def __init__(self, seed: int = 1) -> None:
         self.at = 1_000_000.0
         self.chance = random.Random(seed)
+        self.main_thread = ""  # of LOCK_WAITS: what the others have to wait for
+        self.late_us = 0.0  # every thread that is woken gets a core so much later
+        self.switches: Counter[int] = Counter()  # by thread: how often it went to sleep in a wait
         self._sleepers: list[tuple[float, int, threading.Semaphore]] = []
         self._started = 0
         self._threads: list[threading.Thread] = []
@@ -63,6 +83,28 @@ class SimulatedHost:
         if self.chance.random() < PREEMPTION_SHARE:
             return self.chance.uniform(*PREEMPTION_US)
         return 0.0
+
+    def replace_clock(self) -> AbstractContextManager[Any]:
+        """While the block runs, the package's clock is this host's."""
+        return mock.patch.multiple(clock, now_us=self, count_switches=self.count_switches)
+
+    def count_switches(self) -> int:
+        """As clock.count_switches()."""
+        return self.switches[threading.get_ident()]
+
+    def sleep_until(self, at: float, wake_us: float) -> None:
+        """Sleep in a call of C until `at`, and take the interpreter's lock again."""
+        own = threading.get_ident()
+        self.switches[own] += 1
+        self.sleep(at - self.at + wake_us + self.late_us)
+        share, half_us, most_us = LOCK_WAITS[self.main_thread]
+        if self.chance.random() < share:
+            self.switches[own] += 1 + self.chance.randrange(3)
+            longer = self.chance.random() < 0.5
+            limits = (half_us, most_us) if longer else (half_us / 5, half_us)
+            if self.main_thread == "python" and not longer:
+                limits = (5_000.0, half_us)
+            self.sleep(self.chance.uniform(*limits))
 
     def start_thread(self, target: Callable[[], None]) -> None:
         """Start `target` as a thread of this host; it runs once the others sleep."""
@@ -136,12 +178,25 @@ class SimulatedDevice:
     """One accelerator: streams that work through their queues, and a clock of its own.
 
     drift_ppm: by how much its clock is faster than the host's. calls: how often each call was made.
+    sleepy: what is queued after a pause begins late. one_queue: its streams share a queue of the hardware.
+    foreign_us: after each millisecond it works for others for so long.
     """
 
-    def __init__(self, host: SimulatedHost, drift_ppm: float = 20.0) -> None:
+    def __init__(
+        self,
+        host: SimulatedHost,
+        drift_ppm: float = 20.0,
+        sleepy: bool = False,
+        one_queue: bool = False,
+        foreign_us: float = 0.0,
+    ) -> None:
         self.host = host
         self.rate = 1 + drift_ppm * 1e-6
         self.calls: Counter[str] = Counter()
+        self.sleepy = sleepy
+        self.one_queue = one_queue
+        self.foreign_us = foreign_us
+        self.busy_until = 0.0
         self.main = SimulatedStream(self)
 
     def make_event(self) -> SimulatedEvent:
@@ -157,7 +212,30 @@ class SimulatedDevice:
 
     def draw_launch(self) -> float:
         """When work that is submitted now begins on an idle stream."""
-        return self.host.at + self.host.chance.uniform(*LAUNCH_LATENCY_US)
+        latency_us = self.host.chance.uniform(*LAUNCH_LATENCY_US)
+        if self.sleepy and self.host.at - self.busy_until > SLEEPING_AFTER_US:
+            if self.host.chance.random() < SLEEPY_SHARE:
+                low, high = map(math.log, SLEEPY_LATENCY_US)
+                latency_us = math.exp(self.host.chance.uniform(low, high))
+        return self.host.at + latency_us
+
+    def find_own_time(self, at: float) -> float:
+        """The first moment from `at` on in which it does not work for others."""
+        if not self.foreign_us:
+            return at
+        period = OWN_SLICE_US + self.foreign_us
+        into = at % period
+        return at if into < OWN_SLICE_US else at - into + period
+
+    def find_end(self, begin: float, us: float) -> float:
+        """When work of `us` that begins at `begin` ends."""
+        while self.foreign_us:
+            left = OWN_SLICE_US - begin % (OWN_SLICE_US + self.foreign_us)
+            if us <= left:
+                break
+            us -= left
+            begin = self.find_own_time(begin + left)
+        return begin + us
 
 
 class SimulatedStream:
@@ -167,10 +245,17 @@ class SimulatedStream:
         self.device = device
         self.busy_until = 0.0
 
+    def find_begin(self) -> float:
+        """When what is queued now begins, at the earliest."""
+        device = self.device
+        earliest = max(self.busy_until, device.busy_until if device.one_queue else 0.0)
+        return device.find_own_time(max(earliest, device.draw_launch()))
+
     def queue_work(self, us: float) -> tuple[float, float]:
         """Queue a kernel of `us` microseconds; returns when it begins and ends."""
-        begin = max(self.busy_until, self.device.draw_launch())
-        self.busy_until = begin + us
+        begin = self.find_begin()
+        self.busy_until = self.device.find_end(begin, us)
+        self.device.busy_until = max(self.device.busy_until, self.busy_until)
         return begin, self.busy_until
 
     def wait_stream(self, other: SimulatedStream) -> None:
@@ -179,7 +264,9 @@ class SimulatedStream:
 
     def mark(self) -> float:
         """When an event that is recorded now would happen."""
-        return max(self.busy_until, self.device.host.at + LAUNCH_LATENCY_US[0])
+        device = self.device
+        earliest = max(self.busy_until, device.busy_until if device.one_queue else 0.0)
+        return device.find_own_time(max(earliest, device.host.at + LAUNCH_LATENCY_US[0]))
 
 
 class SimulatedEvent:
@@ -193,8 +280,9 @@ class SimulatedEvent:
     def record(self) -> None:
         """Queue this event."""
         self.device.calls["record"] += 1
-        self.at = max(self.stream.busy_until, self.device.draw_launch())
+        self.at = self.stream.find_begin()
         self.stream.busy_until = self.at
+        self.device.busy_until = max(self.device.busy_until, self.at)
         self.device.host.sleep(RECORD_COST_US)
 
     def query(self) -> bool:
@@ -207,7 +295,8 @@ class SimulatedEvent:
         """Sleep until it has happened (a blocking event: the thread is woken a while after)."""
         host = self.device.host
         wake = host.chance.uniform(*WAKE_LATENCY_US) + host.draw_preemption()
-        host.sleep(max(0.0, self.at - host.at) + (wake if self.at > host.at else 0.0))
+        if self.at > host.at:
+            host.sleep_until(self.at, wake)
 
     def elapsed_time(self, other: SimulatedEvent) -> float:
         """Milliseconds by the device's clock, as a float32; never waits."""

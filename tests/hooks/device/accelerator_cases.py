@@ -27,7 +27,6 @@ from hooks.device.accelerator_loops import (
 from hooks.process import WORKER
 from ttft_otel.hooks.worker import device
 from ttft_otel.model import breakdown
-from ttft_otel.tracing import clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +34,9 @@ class AcceleratorCase:
     """One case: what a step costs, and how the server is set up.
 
     marked: of how many steps one is marked; 0: none. items: steps run the encoder. chunks: steps per request.
-    gap_us: the engine has nothing to do for so long between steps. late_us: see AcceleratedRunner.
-    unknowable_us: by so much more places may be off than in other cases.
+    gap_us: the engine has nothing to do for so long between steps. main_thread, late_us: see SimulatedHost.
+    rows, aux_us: see AcceleratedRunner. sleepy, one_queue, foreign_us: see SimulatedDevice.
+    unknowable_us: by so much more places may be off than in other cases; untold: nothing tells how much.
     connector: "" (none), "kv", "ec" or "ec, synchronizing".
     """
 
@@ -47,8 +47,15 @@ class AcceleratorCase:
     items: bool = False
     chunks: int = 1
     gap_us: float = 0.0
+    main_thread: str = ""
     late_us: float = 0.0
+    rows: int = 1
+    aux_us: float = 0.0
+    sleepy: bool = False
+    one_queue: bool = False
+    foreign_us: float = 0.0
     unknowable_us: float = 0.0
+    untold: bool = False
     connector: str = ""
     encode_only: bool = False
     receive_us: float = 0.0
@@ -108,17 +115,74 @@ CASES: Final[tuple[AcceleratorCase, ...]] = (
         steps=400,
         drift_ppm=-500.0,
         unknowable_us=1_000,
+        untold=True,
     ),
     AcceleratorCase(
-        "late reader (2 ms), one request at a time", StepWork(40_000), gap_us=100_000, late_us=2_000
+        "every thread gets a core 2 ms late, one request at a time",
+        StepWork(40_000),
+        gap_us=100_000,
+        late_us=2_000,
     ),
     AcceleratorCase(
-        "late reader (2 ms), device-bound, 600 steps",
+        "every thread gets a core 2 ms late, device-bound, 600 steps",
         StepWork(40_000),
         steps=600,
         late_us=2_000,
         unknowable_us=2_000,
+        untold=True,
     ),
+    AcceleratorCase(
+        "logprobs of 1024 requests and 2 ms of other output, device-bound, 40 ms",
+        StepWork(40_000),
+        chunks=2,
+        rows=1024,
+        aux_us=2_000,
+    ),
+    AcceleratorCase(
+        "main thread launches, device-bound, 40 ms",
+        StepWork(40_000),
+        steps=600,
+        main_thread="launching",
+    ),
+    AcceleratorCase(
+        "main thread in pure Python, device-bound, 10 ms",
+        StepWork(10_000),
+        steps=1200,
+        main_thread="python",
+    ),
+    AcceleratorCase(
+        "main thread in pure Python, device-bound, 200 ms",
+        StepWork(200_000),
+        steps=300,
+        main_thread="python",
+        unknowable_us=5_200,
+    ),
+    AcceleratorCase(
+        "main thread in pure Python, host-bound, 0.3 ms",
+        StepWork(300),
+        steps=600,
+        main_thread="python",
+    ),
+    AcceleratorCase(
+        "device that falls asleep, one request at a time",
+        StepWork(40_000),
+        gap_us=100_000,
+        sleepy=True,
+    ),
+    AcceleratorCase(
+        "device that falls asleep, host-bound, 0.3 ms",
+        StepWork(300),
+        gap_us=3_000,
+        sleepy=True,
+        steps=600,
+    ),
+    AcceleratorCase(
+        "streams in one queue of the hardware, 20 ms",
+        StepWork(20_000, kv_save_us=900),
+        connector="kv",
+        one_queue=True,
+    ),
+    AcceleratorCase("device shared in time slices, 10 ms", StepWork(10_000), foreign_us=1_500.0),
     make_encoder_case(
         "idle",
         gap_us=50_000,
@@ -151,11 +215,11 @@ def run_case(
     make_clock: called as DeviceClock is.
     """
     host = SimulatedHost()
+    host.main_thread, host.late_us = case.main_thread, case.late_us
     began_at = host.at
-    simulated = SimulatedDevice(host, case.drift_ppm)
-    true_clock, clock.now_us = clock.now_us, host
+    simulated = SimulatedDevice(host, case.drift_ppm, case.sleepy, case.one_queue, case.foreign_us)
     WORKER.clock = make_clock(simulated.make_event, simulated.is_idle)
-    try:
+    with host.replace_clock():
         runner = _make_runner(case, kinds[runner_kind], simulated, loop)
         steps = [
             make_step(
@@ -170,11 +234,9 @@ def run_case(
         step_loop = LOOPS[loop](host, runner, case.gap_us)
         outcomes = step_loop.run(steps)
         encoder_errors = judge_encoder_runs(step_loop) if case.encode_only else []
-    finally:
-        clock.now_us = true_clock
-        roles = {*WORKER.ec_roles}
-        WORKER.drop_all()
-        WORKER.ec_roles |= roles  # the connector stays
+    roles = {*WORKER.ec_roles}
+    WORKER.drop_all()
+    WORKER.ec_roles |= roles  # the connector stays
     lost = breakdown.LOST_EARLIER if case.receive_us else 0
     judgement = judge_outcomes(outcomes, case.chunks, case.encode_only, lost)
     judgement.reported_runs = len(step_loop.reported_runs)
@@ -197,6 +259,7 @@ def _make_runner(
         asynchronous=loop != "sync",
         encode_only=case.encode_only,
         receive_us=case.receive_us,
-        late_us=case.late_us,
+        rows=case.rows,
+        aux_us=case.aux_us,
         **connectors,
     )

@@ -20,7 +20,6 @@ from hooks.device.accelerator_table import (
 )
 from hooks.process import WORKER
 from ttft_otel.hooks.worker import device, model_runners
-from ttft_otel.tracing import clock
 
 MAX_PLACE_ERROR_US = 150  # at the 99th percentile
 LAUNCH_AND_READ_US = 20  # of the simulation: an event's launch, or the hook's own queries
@@ -60,8 +59,8 @@ def test_stages(runs: Runs, case: AcceleratorCase) -> None:
         assert judgement.unattributed <= unattributed_limit, run
 
 
-# Nothing tells a reader that is always late from a device that is; slewed: test_device_drift.py.
-TOLD_CASES = [case for case in CASES if not case.unknowable_us]
+# Nothing tells threads that always get their core late from a device that is; slewed: test_device_drift.py.
+TOLD_CASES = [case for case in CASES if not case.untold]
 
 
 @pytest.mark.parametrize("case", TOLD_CASES, ids=lambda case: case.name)
@@ -84,6 +83,7 @@ EVENTS_BY_CASE = {
     "drafter and KV connector, 20 ms": {"V1": 8, "V2": 7},
 }
 IN_FLIGHT = 3  # steps whose events are in use at a time
+MAX_LOOKS = 8  # at the event of an idle stream, until it has happened
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -110,7 +110,7 @@ def test_calls(
         assert calls["make"] <= (events + first_step) * IN_FLIGHT + 1, kind
         if not case.work.kv_save_us:  # what is saved can be late, and is asked for one by one then
             queries = 1 if loop == "sync" and kind == "V1" else 2
-            assert calls["query"] == queries * case.steps, kind
+            assert 1 <= calls["query"] - queries * case.steps <= MAX_LOOKS, kind
             assert calls["elapsed"] == events * case.steps + first_step, kind
 
 
@@ -120,19 +120,17 @@ def test_rank_that_nobody_reads(kinds: dict[str, Any], kind: str) -> None:
     host = SimulatedHost()
     simulated = SimulatedDevice(host)
     step_clock = device.DeviceClock(simulated.make_event, simulated.is_idle)
-    true_clock, clock.now_us = clock.now_us, host
     WORKER.clock = step_clock
-    try:
+    with host.replace_clock():
         runner = kinds[kind](simulated, StepWork(10_000))
         for number in range(1000):
             runner.execute_model(make_step(number, marked=True, items=False, kv=False))
             runner.sample_tokens()
-    finally:
-        clock.now_us = true_clock
 
     in_use = 4 * (model_runners.MAX_BOUND_STEPS + 1) + 2
     assert simulated.calls["make"] <= in_use + device.MAX_POOLED_EVENTS
-    assert simulated.calls["record"] >= 3000 and not simulated.calls["query"]
+    assert simulated.calls["record"] >= 3000
+    assert simulated.calls["query"] <= MAX_LOOKS * simulated.calls["stream query"]
 
 
 def test_probes_are_rare(runs: Runs) -> None:

@@ -46,6 +46,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimulatedHost:
     """A host whose time is ours."""
     made = SimulatedHost()
     monkeypatch.setattr(clocks, "now_us", made)
+    monkeypatch.setattr(clocks, "count_switches", made.count_switches)
     return made
 
 

@@ -209,6 +209,13 @@ FIELDS: Final[tuple[VllmField, ...]] = (
         fields={"vllm.v1.worker.gpu_model_runner:GPUModelRunner": "speculative_config"},
     ),
     *_list_fields(
+        without="under load the worker's stages are placed with a larger `ttft.clock_error_us`",
+        fields={
+            "vllm.v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput": "async_copy_ready_event",
+            "vllm.v1.worker.gpu.async_utils:AsyncOutput": "copy_event",
+        },
+    ),
+    *_list_fields(
         without="no request id on spans", fields={f"{_ENGINE}:EngineCoreRequest": "external_req_id"}
     ),
     *_list_fields(

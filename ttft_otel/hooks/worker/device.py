@@ -21,6 +21,9 @@ UNKNOWN: Final = float("inf")
 DRIFT_SHARE: Final = 50e-6
 # From the end of a step's work until a thread that slept for its copy has read it, as a rule.
 READING_US: Final = 100
+# ... and until one that is woken has the interpreter's lock, beside a thread that computes in pure Python:
+# 5 ms as a rule, 22 at the 99th percentile on two busy cores.
+LOCK_WAIT_US: Final = 25_000
 ROUNDING_US: Final = 2  # of events' times and the host's
 # What is known of an anchor's host time gets worse with its age, because the clocks drift apart.
 ANCHOR_RENEWAL_US: Final = 1_000_000
@@ -31,7 +34,8 @@ SPARSE_RENEWAL_US: Final = 5_000_000
 MAX_ANCHOR_AGE_US: Final = 60_000_000
 MAX_POOLED_EVENTS: Final = 64  # once there are so many, a step's events are not added to them
 MAX_STAMPS: Final = 1 << 30  # more than a step can have
-# An event that is recorded on an idle stream happens 4 to 10 us later.
+# An event that is recorded on an idle stream happens 4 to 10 us later, but after a pause, or behind other
+# streams in the same hardware queue, up to milliseconds later: for so long it is looked at whether it has.
 IDLE_LATENCY_US: Final = 30
 # So seldom is the stream asked whether it is idle: what is known of an idle step is worth 3 us less by then.
 IDLE_PROBE_US: Final = 100_000
@@ -68,8 +72,15 @@ class StepClock:
         """Append a stamp of this point of the work to the step's `stamps`."""
         stamps.append(None)
 
-    def note_pending(self, stamps: Any, awaited: int) -> None:
-        """Before something waits for the device to reach stamp `awaited`: note if it has not yet."""
+    def note_pending(self, stamps: Any, awaited: int) -> bool:
+        """Before something waits for the device to reach stamp `awaited`: whether it has not yet.
+
+        If so, note_reached() is to be called by the same thread when the wait is over.
+        """
+        return False
+
+    def note_reached(self, stamps: Any) -> None:
+        """The wait of which note_pending() was told is over."""
 
     def place_stamps(self, stamps: Any) -> Placement:
         """Where `stamps` are, as far as the device has reached them; does not wait."""
@@ -101,31 +112,38 @@ class TimeBounds:
     """The best bounds of one time, in microseconds of the host's clock.
 
     All bounds widen equally with their age, so that the best one stays the best: it is kept as if it
-    had been learned at time 0. second: the second-best upper bound.
+    had been learned at time 0. prompt: the best upper bound of those that a thread read which did not
+    wait for the interpreter's lock; second: the second best of these.
     """
 
-    __slots__ = ("high", "low", "second")
+    __slots__ = ("high", "low", "prompt", "second")
 
-    def __init__(self, low: float = -UNKNOWN, high: float = UNKNOWN, second: float = UNKNOWN):
-        self.low = low
-        self.high = high
-        self.second = second
+    def __init__(self) -> None:
+        self.low = -UNKNOWN
+        self.high = self.prompt = self.second = UNKNOWN
 
-    def add(self, now: int, low: float, high: float) -> None:
+    def add(self, now: int, low: float, high: float, is_prompt: bool) -> None:
         """It was not before `low` and not after `high`, as is known since `now`."""
         drift = now * DRIFT_SHARE
         if low + drift > self.low:
             self.low = low + drift
         high -= drift
         if high < self.high:
-            self.second = self.high
             self.high = high
+        if not is_prompt:
+            return
+        if high < self.prompt:
+            self.second = self.prompt
+            self.prompt = high
         elif high < self.second:
             self.second = high
 
     def shift(self, us: float) -> TimeBounds:
         """The bounds of a time `us` later."""
-        return TimeBounds(self.low + us, self.high + us, self.second + us)
+        later = TimeBounds()
+        later.low = self.low + us
+        later.high, later.prompt, later.second = self.high + us, self.prompt + us, self.second + us
+        return later
 
 
 class Anchor:
@@ -148,75 +166,83 @@ class Anchor:
         self.steps = 0
 
     def estimate_time(
-        self, now: int, new_low: float, new_high: float, limit: float
+        self, now: int, new_low: float, new_high: float, is_prompt: bool, limit: float
     ) -> tuple[float, int]:
         """The anchor's host time, and the estimated error of it.
 
-        new_low, new_high: what a step that was read now says of it. limit: no bound that holds for
-        later steps, but it is certain that the anchor was not after it.
+        new_low, new_high: what a step that was read now says of it; is_prompt: the reader of new_high did
+        not wait for the interpreter's lock. limit: no bound that holds for later steps, but it is certain
+        that the anchor was not after it.
 
         A lower bound is tight when the stream was idle, and off by the queue's length otherwise. An
         upper bound is off by what the reader took. So the truth is at most READING_US before the
-        least upper bound, unless a lower bound says that it is nearer.
+        least upper bound, unless a lower bound says that it is nearer, or every reader waited for the
+        interpreter's lock: then it is up to LOCK_WAIT_US before it.
         """
         # Only now: elapsed_time() of two events is defined once both are complete.
         if self.before is not None:  # the first step after a renewal
             self._inherit_bounds(self.before)
             self.before = None
         self.steps += 1
-        self.bounds.add(now, new_low, new_high)
+        self.bounds.add(now, new_low, new_high, is_prompt)
         own = self.bounds
         old = self.inherited
         drift = now * DRIFT_SHARE
         low = (own.low if own.low > old.low else old.low) - drift
-        better, other = (own, old) if own.high < old.high else (old, own)
+        high = own.high if own.high < old.high else old.high
         # No upper bound yet: the truth is between the lower one and the limit.
-        if better.high == UNKNOWN:
+        if high == UNKNOWN:
             if low > limit + ROUNDING_US:
-                return self._start_anew(now, new_low, new_high, limit, low - limit)
+                self._start_anew(now, new_low, limit, is_prompt)
+                return limit, round(low - limit + READING_US)
             base = min(low, limit)
             return base, round(max(0.0, limit - base))
-        high = better.high + drift
+        high += drift
         base = min(high, max(low, high - READING_US), limit)
         contradiction = low - min(high, limit)
         if contradiction > ROUNDING_US:
             # This step's own bounds are certain; of those the one that is nearest to what was known.
-            return self._start_anew(now, new_low, new_high, max(base, new_low), contradiction)
-        # How much later the second-best reader was shows how far the best one may be off.
-        second = other.high if other.high < better.second else better.second
-        spread = second + drift - high if second != UNKNOWN else 0.0
-        error = min(max(0.0, high - low), READING_US + spread + 2 * self.excess)
+            base = max(base, new_low)
+            self._start_anew(now, new_low, min(new_high, limit), is_prompt)
+            return base, round(contradiction + READING_US)
+        error = min(max(0.0, high - low), LOCK_WAIT_US)
+        better, other = (own, old) if own.prompt < old.prompt else (old, own)
+        if better.prompt < UNKNOWN:
+            # How much later the second-best reader was shows how far the best one may be off.
+            second = other.prompt if other.prompt < better.second else better.second
+            spread = (second if second < UNKNOWN else better.prompt) + drift - high
+            error = min(error, READING_US + spread + 2 * self.excess)
         return base, round(error)
 
     def _inherit_bounds(self, before: Anchor) -> None:
         shift = before.event.elapsed_time(self.event) * 1000.0
         self.inherited = before.bounds.shift(shift)
         # Both are the best of their time: what was known before is too early by so much.
-        if before.inherited.high < before.bounds.high < UNKNOWN:
-            self.excess = before.bounds.high - before.inherited.high
+        if before.inherited.prompt < before.bounds.prompt < UNKNOWN:
+            self.excess = before.bounds.prompt - before.inherited.prompt
 
-    def _start_anew(
-        self, now: int, low: float, high: float, base: float, contradiction: float
-    ) -> tuple[float, int]:
+    def _start_anew(self, now: int, low: float, high: float, is_prompt: bool) -> None:
         """Drop what was known: the clocks have drifted faster than assumed, or one was set."""
         self.inherited, self.bounds = TimeBounds(), TimeBounds()
-        self.bounds.add(now, low, base if high == UNKNOWN else high)
-        return base, round(contradiction + READING_US)
+        self.bounds.add(now, low, high, is_prompt)
 
 
 class DeviceStamps(list[tuple[Any, int]]):
     """A step's events, each with a host time before which it did not happen.
 
-    idle_until: the first one was recorded on an idle stream and happened before this; 0: it was not.
-    pending_from: index of the one that was seen not to have happened yet.
+    idle_until: the first one was recorded on an idle stream and had happened then; 0: it was not.
+    pending_from: index of the one that was seen not to have happened yet. reached_at: the wait for it was
+    over, 0: not yet. switches: of the waiting thread when it began, and then while it waited.
     """
 
-    __slots__ = ("anchor", "idle_until", "pending_from")
+    __slots__ = ("anchor", "idle_until", "pending_from", "reached_at", "switches")
 
     def __init__(self, anchor: Anchor) -> None:
         self.anchor = anchor
         self.idle_until = 0
         self.pending_from = MAX_STAMPS
+        self.reached_at = 0
+        self.switches = 0
 
 
 class DeviceClock(StepClock):
@@ -227,8 +253,11 @@ class DeviceClock(StepClock):
 
     All stamps of a step are placed by the anchor of its first stamp. What is known of the anchor's
     host time comes from three observations: an event does not happen before it is recorded; on an
-    idle stream it happens at once; and one that is pending before the output's copy is waited for,
-    and complete after it, happened in between.
+    idle stream it can be seen to have happened at once; and one that is pending before the output's
+    copy is waited for, and complete after it, happened in between.
+
+    A thread that sleeps once during that wait is woken by the device and goes on at once; one that
+    then waits for the interpreter's lock, for 5 ms beside a busy thread, sleeps again.
     """
 
     kind = clock.CLOCK_DEVICE
@@ -254,7 +283,7 @@ class DeviceClock(StepClock):
         stamps = DeviceStamps(anchor)
         if idle:
             self.add_stamp(stamps)
-            stamps.idle_until = clock.now_us() + IDLE_LATENCY_US
+            stamps.idle_until = _watch_event(stamps[0][0])
         return stamps
 
     def _renew_anchor(self, now: int) -> Anchor:
@@ -281,15 +310,23 @@ class DeviceClock(StepClock):
         """The host's time at stamp `index`."""
         return stamps[index][1]
 
-    def note_pending(self, stamps: DeviceStamps, awaited: int) -> None:
+    def note_pending(self, stamps: DeviceStamps, awaited: int) -> bool:
         """One query: all stamps up to `awaited` are complete when the wait is over."""
         # StepStamps.awaited is -1 for the last stamp.
         awaited %= len(stamps)
         event = stamps[awaited][0]
         now = clock.now_us()  # before the query: if it is false, the event is later than this
-        if not event.query():
-            stamps[awaited] = (event, now)
-            stamps.pending_from = awaited
+        if event.query():
+            return False
+        stamps[awaited] = (event, now)
+        stamps.pending_from = awaited
+        stamps.switches = clock.count_switches()
+        return True
+
+    def note_reached(self, stamps: DeviceStamps) -> None:
+        """The time, and how often the thread has slept."""
+        stamps.reached_at = clock.now_us()
+        stamps.switches = clock.count_switches() - stamps.switches
 
     def place_stamps(self, stamps: DeviceStamps) -> Placement:
         """The anchor's estimated time plus the time elapsed since it."""
@@ -315,11 +352,13 @@ class DeviceClock(StepClock):
             elapsed.append(after)
             if earliest - after > low:
                 low = earliest - after
-        # What is complete now happened before now; that is worth something if it was awaited.
-        high = now - after if stamps.pending_from < reached else UNKNOWN
-        if stamps.idle_until:
-            high = min(high, stamps.idle_until - elapsed[0])
-        base, error_us = anchor.estimate_time(now, low, high, now - after)
+        high, is_prompt = UNKNOWN, False
+        if stamps.reached_at and stamps.pending_from < reached:
+            high = stamps.reached_at - elapsed[stamps.pending_from]
+            is_prompt = stamps.switches == 1
+        if stamps.idle_until and stamps.idle_until - elapsed[0] <= high:
+            high, is_prompt = stamps.idle_until - elapsed[0], True
+        base, error_us = anchor.estimate_time(now, low, high, is_prompt, now - after)
         places = [round(base + each) for each in elapsed]
         if asked_at:
             places += [0] * (len(stamps) - reached)
@@ -329,6 +368,18 @@ class DeviceClock(StepClock):
         """Use the events again; recording one that is still pending is allowed."""
         if len(self.pool) < MAX_POOLED_EVENTS:
             self.pool += [event for event, _ in stamps]
+
+
+def _watch_event(event: Any) -> int:
+    """Look at an event that was recorded just now for IDLE_LATENCY_US: when it had happened, 0 if not yet."""
+    now = clock.now_us()
+    until = now + IDLE_LATENCY_US
+    while now <= until:
+        is_over = event.query()
+        now = clock.now_us()
+        if is_over:
+            return now
+    return 0
 
 
 def _count_reached(stamps: DeviceStamps) -> int:

@@ -14,10 +14,11 @@ from typing import Any, Final
 
 import msgspec
 
+from ttft_otel.hooks import vllm_fields
 from ttft_otel.hooks.worker import device
 from ttft_otel.hooks.wrap import MARKED_STEPS, Hook, Patcher
 from ttft_otel.model import breakdown
-from ttft_otel.tracing import carrier, clock
+from ttft_otel.tracing import carrier, clock, guard
 
 MAX_BOUND_STEPS: Final = 64  # outputs that are never read must not accumulate
 MIN_TRANSFER_US: Final = 50  # a load or save of KV blocks that is shorter has transferred nothing
@@ -77,6 +78,28 @@ class StepStamps(msgspec.Struct, eq=False):
             if self.encoder_interval is not None:
                 self.clock.release_stamps(self.stamps)
         return self.encoder_interval
+
+
+class AwaitedEvent:
+    """The event of an async output's copy, whose `step` hears when the wait for it is over.
+
+    get_output() goes on after it: lists of tokens, logprobs and others' outputs take milliseconds.
+    """
+
+    __slots__ = ("event", "step")
+
+    def __init__(self, event: Any, step: StepStamps) -> None:
+        self.event = event
+        self.step = step
+
+    def synchronize(self) -> None:
+        """Wait for the copy."""
+        self.event.synchronize()
+        with guard.Guard("worker.output"):
+            self.step.clock.note_reached(self.step.stamps)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.event, name)
 
 
 class WorkerTracer:
@@ -246,7 +269,9 @@ class WorkerTracer:
         step: StepStamps | None = getattr(pending, "_ttft_step", None)
         if step is None or step not in self.bound_steps:
             return None
-        step.clock.note_pending(step.stamps, step.awaited)
+        if step.clock.note_pending(step.stamps, step.awaited):
+            if name := vllm_fields.find_awaited_event(pending):
+                setattr(pending, name, AwaitedEvent(getattr(pending, name), step))
         return step
 
     def resolve_output(
@@ -254,6 +279,9 @@ class WorkerTracer:
     ) -> None:
         """After an async output's get_output(): its copy has ended, so the step's work has."""
         pending._ttft_step = None  # its events are used again by others
+        name = vllm_fields.find_awaited_event(pending)
+        if name and isinstance(event := getattr(pending, name), AwaitedEvent):
+            setattr(pending, name, event.event)
         if step not in self.bound_steps:
             return  # it waited for so long that they are already
         self.bound_steps.remove(step)
