@@ -17,10 +17,9 @@ import click
 from ttft_otel.commands import main as cli
 from ttft_otel.router.limits import RouterLimits
 
-# Where requests are read from: the same flags of several commands, shown in the table of the first one.
-SOURCE_FLAGS = ("--db", "--tempo", "--tempo-header", "--tempo-ca", "--tempo-timeout")
+# Which requests are read, and from where: flags of several commands are shown in the table of the first one.
 SOURCE_COMMAND = "report"
-SOURCE_ROW = f"| `{'`, `'.join(SOURCE_FLAGS)}` | As of [{SOURCE_COMMAND}](#{SOURCE_COMMAND}). |\n"
+SOURCE_FLAG = "--tempo"  # what the others have of it
 FOLDER = Path(__file__).parent / "reference"
 PAGES = (FOLDER / "commands.md", FOLDER / "router-flags.md", FOLDER / "limits.md")
 IN_HELP = re.compile(r"\s*\[default: ([^]]+)]")
@@ -63,12 +62,19 @@ def render_flags(name: str) -> str:
         if isinstance(each, click.Option) and not each.hidden
     }
     elsewhere = {f"--{each.name.replace('_', '-')}" for each in dataclasses.fields(RouterLimits)}
-    shares_source = name != SOURCE_COMMAND and options.keys() >= set(SOURCE_FLAGS)
-    if shares_source:
-        elsewhere |= set(SOURCE_FLAGS)
-    rows = [describe_option(each) for flag, each in options.items() if flag not in elsewhere]
+    rows = {flag: describe_option(each) for flag, each in options.items() if flag not in elsewhere}
+    shared: list[str] = []
+    if name != SOURCE_COMMAND and SOURCE_FLAG in options:
+        source = cli.load_subcommand(SOURCE_COMMAND, cli.SUBCOMMANDS[SOURCE_COMMAND]).params
+        known = {describe_option(each) for each in source if isinstance(each, click.Option)}
+        shared = [flag for flag, row in rows.items() if row in known]
     head = "| flag (default) | meaning |\n|---|---|\n"
-    return head + "".join(rows) + (SOURCE_ROW if shares_source else "")
+    own = "".join(row for flag, row in rows.items() if flag not in shared)
+    if not shared:
+        return head + own
+    return (
+        f"{head}{own}| `{'`, `'.join(shared)}` | As of [{SOURCE_COMMAND}](#{SOURCE_COMMAND}). |\n"
+    )
 
 
 def render_limits() -> str:

@@ -17,12 +17,16 @@ import jsonschema
 import pytest
 import sample_records
 from click.testing import CliRunner, Result
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 from lab import report_files
 from ttft_otel.commands import serve
 from ttft_otel.commands.main import main
+from ttft_otel.exporter.spans.span_builder import build_spans
+from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.store.span_store import SpanStore
 
 SCHEMA = Path(__file__).parents[1] / "golden" / "report.schema.json"
@@ -76,6 +80,9 @@ def test_json(stored_database: Path) -> None:
         run_command("report", "--db", str(stored_database), "--request", "two", "--json").output
     )
     assert one["combined"]["enc_compute_time_ms"] == round(41_700 * 1.7) / 1000
+    assert [leg["role"] for leg in one["request"]["legs"]] == ["encode", "prefill_decode"]
+    assert {each["name"] for each in one["spans"]} >= {"ttft", "encode", "prefill.compute"}
+    jsonschema.validate(one, PUBLIC_SCHEMA)
     many = json.loads(run_command("report", "--db", str(stored_database), "--json").output)
     assert many["summary"]["count"] == 3 and len(many["requests"]) == 4
     trace = many["requests"][-1]["trace_id"]
@@ -233,3 +240,36 @@ def test_grpc_taken(tmp_path: Path) -> None:
         words = ["--http-port", "0", "--grpc-port", str(port), "--db", str(tmp_path / "a.db")]
         result = run_command("serve", *words)
     assert result.exit_code == 1 and "--grpc-port" in result.output
+
+
+def test_filters(store: SpanStore) -> None:
+    """By model, time and instance, alone and together; what nobody matches is refused."""
+    begin_ns = 1_790_000_000 * 10**9
+    for number in range(8):
+        record = sample_records.make_leg_record(
+            "mono",
+            {"prefill.queue": 1000 * (number + 1)},
+            request_id=f"r{number}",
+            start_ns=begin_ns + number * 60 * 10**9,
+            model=("tiny", "large")[number % 2],
+        )
+        resource = Resource.create({"service.instance.id": f"vllm-{number // 4}"})
+        exported = encode_spans(build_spans(record, resource)).SerializeToString()
+        store.add(otlp_decoder.decode_export(exported).spans).result(20)
+    store.close()
+
+    def list_ids(*words: str) -> list[str]:
+        result = run_command("report", "--db", str(store.path), "--json", *words)
+        answer = json.loads(result.stdout)
+        jsonschema.validate(answer, PUBLIC_SCHEMA)
+        return [each["request_id"] for each in answer.get("requests", [])]
+
+    window = "2026-09-21T14:14:20Z..2026-09-21T14:18:20Z"  # its first minute is begin_ns + 1 min
+    assert list_ids("--model", "large") == ["r7", "r5", "r3", "r1"]
+    assert list_ids("--instance", "vllm-0") == ["r3", "r2", "r1", "r0"]
+    assert list_ids("--since", window) == ["r4", "r3", "r2", "r1"]
+    assert list_ids("--since", window, "--instance", "vllm-0", "--model", "large") == ["r3", "r1"]
+    assert list_ids("--instance", "vllm-1", "--last", "2") == ["r7", "r6"]
+    assert list_ids("--instance", "vllm-2") == []
+    refused = run_command("report", "--db", str(store.path), "--request", "r1", "--model", "x")
+    assert refused.exit_code == 2 and "choose among many" in refused.output

@@ -27,17 +27,14 @@ from ttft_otel.explain.window.request_facts import (
     build_facts,
     read_facts,
 )
-from ttft_otel.explain.window.window_reading import (
-    WINDOW_HELP,
-    filter_window,
-    list_with_progress,
-)
+from ttft_otel.explain.window.window_reading import list_with_progress
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import Request, SourceChoice
 from ttft_otel.report.show.terminal import remove_controls
 from ttft_otel.report.store.database_reader import MAX_REQUESTS
 from ttft_otel.report.store.database_schema import StoreError
+from ttft_otel.report.time_window import WINDOW_HELP, filter_window
 
 
 def _read_conditions(context: Any, option: Any, texts: tuple[str, ...]) -> list[Condition]:
@@ -85,8 +82,8 @@ Examples:
     type=click.Path(path_type=Path, dir_okay=False, writable=True),
     help="With --fail-if: also write JUnit's XML to this file.",
 )
-@click.option("--markdown", is_flag=True, help="Markdown instead of sentences and a table.")
-@click.option("--json", "as_json", is_flag=True, help="JSON instead of sentences.")
+@click.option("--markdown", is_flag=True, help="Markdown instead of text.")
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
 @source_options.add_source_options
 def diff(
     a: str,

@@ -24,8 +24,6 @@ from ttft_otel.explain.window.late_requests import split_window
 from ttft_otel.explain.window.lost_requests import collect_lost, count_lost
 from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence, read_evidence
 from ttft_otel.explain.window.window_reading import (
-    WINDOW_HELP,
-    filter_window,
     list_with_progress,
     make_span_finder,
     track_replays,
@@ -34,6 +32,7 @@ from ttft_otel.report import breakdown_source
 from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import Request, SourceChoice
 from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
+from ttft_otel.report.time_window import WINDOW_HELP, filter_window
 
 FEW_REPETITIONS: Final = 4  # replays that tell whether a remedy moves anything
 MIN_BEFORE: Final = 50  # requests of the time before, to say what is usual
@@ -80,7 +79,7 @@ Examples:
 @click.option(
     "--verbose", is_flag=True, help="Also what was looked at and refuted, and all figures."
 )
-@click.option("--json", "as_json", is_flag=True, help="JSON instead of sentences.")
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
 @source_options.add_source_options
 def explain(
     request_id: str | None,

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -28,6 +31,7 @@ from ttft_otel.report.store.database_reader import (
     StoredTrace,
 )
 from ttft_otel.report.store.database_schema import StoreError
+from ttft_otel.report.time_window import WINDOW_HELP, filter_window
 
 
 @click.command(
@@ -35,6 +39,7 @@ from ttft_otel.report.store.database_schema import StoreError
 Examples:
   ttft-otel report                     percentiles of the last 200 requests
   ttft-otel report --last 1            the newest request's waterfall
+  ttft-otel report --since 2h..1h --model chat --instance vllm-0
   ttft-otel report --request ID --json | jq .combined
   ttft-otel report --trace 4bf92f3577b34da6a3ce929d0e0e4736
   ttft-otel report --last 50 --perfetto trace.json
@@ -46,7 +51,12 @@ Examples:
 )
 @click.option("--trace", "trace_id", metavar="ID", help="One trace, by its 32 hex digits.")
 @click.option("--request", "request_id", metavar="ID", help="One request, by its request id.")
-@click.option("--json", "as_json", is_flag=True, help="JSON instead of tables.")
+@click.option("--since", metavar="WINDOW", default="", help=f"Requests of a window: {WINDOW_HELP}")
+@click.option("--model", default="", help="Only requests for this model.")
+@click.option(
+    "--instance", metavar="ID", default="", help="Only requests that this service.instance.id had."
+)
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
 @click.option(
     "--perfetto",
     type=click.Path(path_type=Path, dir_okay=False, writable=True),
@@ -57,6 +67,9 @@ def report(
     last: int | None,
     trace_id: str | None,
     request_id: str | None,
+    since: str,
+    model: str,
+    instance: str,
     as_json: bool,
     perfetto: Path | None,
     source: SourceChoice,
@@ -65,13 +78,16 @@ def report(
     # An empty ID counts as given, too: the answer is that it is unknown.
     if sum(each is not None for each in (last, trace_id, request_id)) > 1:
         raise click.UsageError("--last, --trace and --request exclude each other")
+    if (trace_id is not None or request_id is not None) and (since or model or instance):
+        raise click.UsageError("--since, --model and --instance choose among many requests")
     if as_json and perfetto:
         raise click.UsageError("--json and --perfetto exclude each other")
     # Read-only: a command must not create an empty database where there is none.
     refusals = source_options.report_refusals(as_json=as_json)
     with refusals, breakdown_source.open_source(source) as opened:
+        listed = partial(_list_requests, opened, filter_window(since, model, last or 200), instance)
         if perfetto:
-            _write_perfetto(_find_traces(opened, last, trace_id, request_id), perfetto)
+            _write_perfetto(_find_traces(opened, listed, trace_id, request_id), perfetto)
         elif request_id is not None:
             request = opened.find_request(request_id)
             _print_trace(
@@ -84,26 +100,38 @@ def report(
             # All requests of the trace; --request shows the sum of its own only.
             _print_trace(opened.find_trace(trace_id.lower()), None, trace_id, as_json)
         else:
-            _print_requests(
-                opened.list_latest(RequestFilter(last=last or 200)), opened, last, as_json
-            )
+            _print_requests(listed(), opened, last, as_json)
+
+
+def _list_requests(opened: BreakdownSource, wanted: RequestFilter, instance: str) -> list[Request]:
+    """The newest requests that match; `instance`, "" for all, is that of the router or of a server."""
+    if not instance:
+        return opened.list_latest(wanted)
+    # No column of the store has it: it is looked for in as many as one answer may have.
+    found = opened.list_latest(replace(wanted, last=MAX_REQUESTS))
+    if len(found) == MAX_REQUESTS:
+        click.echo(f"--instance: only the newest {MAX_REQUESTS} requests were searched", err=True)
+    return [
+        each
+        for each in found
+        if instance in {leg.instance for leg in (each.router, *each.legs) if leg is not None}
+    ][: wanted.last]
 
 
 def _find_traces(
     opened: BreakdownSource,
-    last: int | None,
+    listed: Callable[[], list[Request]],
     trace_id: str | None,
     request_id: str | None,
 ) -> list[StoredTrace]:
-    """The traces that the options name, each once, newest first."""
+    """The traces that the options name, each once, newest first. listed: those without an ID."""
     if trace_id is not None:
         wanted = [trace_id.lower()]
     elif request_id is not None:
         request = opened.find_request(request_id)
         wanted = [request.trace_id] if request else []
     else:
-        latest = opened.list_latest(RequestFilter(last=last or 200))
-        wanted = [request.trace_id for request in latest]
+        wanted = [request.trace_id for request in listed()]
     console = Console(stderr=True)
     # Tempo draws a bar of its own, and has read these traces before.
     is_drawn = console.is_terminal and isinstance(opened, DatabaseReader)
@@ -143,7 +171,9 @@ def _print_trace(
         )
     if as_json:
         _print_json(
-            json_answers.build_report(request) if request else json_answers.describe_trace(trace)
+            json_answers.describe_one(request, trace)
+            if request
+            else json_answers.describe_trace(trace)
         )
     else:
         terminal.print_waterfall(trace, request)
@@ -157,7 +187,7 @@ def _print_requests(
 ) -> None:
     if not requests:
         raise StoreError(
-            "no request is stored yet; start a server with TTFT_OTEL=1 and send it one"
+            "no such request is stored; start a server with TTFT_OTEL=1 and send it one"
         )
     if as_json:
         summary = json_answers.describe_summary(summarize(requests))

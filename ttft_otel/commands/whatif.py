@@ -24,8 +24,6 @@ from ttft_otel.explain.whatif.planned_change import (
 from ttft_otel.explain.whatif.replay_facts import Recording, read_recording
 from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.explain.window.window_reading import (
-    WINDOW_HELP,
-    filter_window,
     list_with_progress,
     make_span_finder,
     track_replays,
@@ -34,6 +32,7 @@ from ttft_otel.report import breakdown_source
 from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.store.database_reader import MAX_REQUESTS
+from ttft_otel.report.time_window import WINDOW_HELP, filter_window
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 
 
@@ -113,7 +112,7 @@ Examples:
     show_default=True,
     help="Replays of the window, each with its own noise; more give steadier intervals.",
 )
-@click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
 @source_options.add_source_options
 def whatif(
     since: str,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -126,3 +127,18 @@ def test_forms() -> None:
     described = describe_gate(verdicts)["conditions"]
     assert described[0]["unit"] == "%" and 30 < described[0]["change"] < 80
     assert described[1]["low"] < described[1]["change"] < described[1]["high"] < 60
+
+
+def test_weights() -> None:
+    """A request of a sample counts for as many as it stands for: half of the fast ones says the same."""
+    whole = make_window(1) + make_window(2, longer_us=90_000)
+    sample = [
+        replace(each, weight=2.0) if number < 400 else each
+        for number, each in enumerate(whole)
+        if number % 2 == 0 or number >= 400
+    ]
+    of_whole, of_sample = (
+        describe_gate(judge_windows([MEAN], make_window(3), window))["conditions"][0]
+        for window in (whole, sample)
+    )
+    assert of_sample["b_ms"] == pytest.approx(of_whole["b_ms"], rel=0.03)

@@ -109,52 +109,51 @@ def _judge_condition(
         if lost > MAX_LOST:
             reason = f"{lost:.1%} of {name}'s requests have no first token, and no TTFT to judge by"
             return Verdict(condition, UNKNOWN, reason)
-        values, blocks = _collect_values(condition, window)
+        kept = _choose_requests(condition, window)
         needed = MIN_REQUESTS
         if condition.share is not None:
             beyond = min(condition.share, 1 - condition.share)
             needed = max(needed, round(MIN_BEYOND / beyond))
-        if len(values) < needed:
-            reason = (
-                f"{name} has {len(values)} requests with {condition.figure}, {needed} are needed"
-            )
+        if len(kept) < needed:
+            reason = f"{name} has {len(kept)} requests with {condition.figure}, {needed} are needed"
             return Verdict(condition, UNKNOWN, reason)
         # One seed for each window, so that the same requests give the same verdict.
-        drawn.append(_draw_figure(condition, values, blocks, seed="AB".index(name)))
+        drawn.append(_draw_figure(condition, kept, seed="AB".index(name)))
     return _compare_draws(condition, *drawn)
 
 
-def _collect_values(
+def _choose_requests(
     condition: Condition, window: Sequence[RequestFacts]
-) -> tuple[Array, numpy.ndarray[Any, Any]]:
-    """The figure of each request in microseconds, and the block that each is drawn with.
+) -> list[tuple[float, float]]:
+    """Microseconds of the figure and weight of each request that counts, in the order of time.
 
     As in `report`, a stage's mean is over all requests, its percentiles are over those that had it.
     """
-    is_ttft = condition.figure == "ttft"
-    found = [each.ttft_us if is_ttft else each.stages.get(condition.figure) for each in window]
-    if condition.share is None and any(each is not None for each in found):
-        found = [each or 0 for each in found]
-    kept = [each for each in found if each is not None]
+    if condition.figure == "ttft":
+        return [(each.ttft_us, each.weight) for each in window]
+    found = [(each.stages.get(condition.figure), each.weight) for each in window]
+    if condition.share is None and any(us is not None for us, _ in found):
+        return [(us or 0, weight) for us, weight in found]
+    return [(us, weight) for us, weight in found if us is not None]
+
+
+def _draw_figure(condition: Condition, kept: Sequence[tuple[float, float]], seed: int) -> Array:
+    """The figure in the data (first) and in each draw of the bootstrap."""
+    values, weights = numpy.array(kept, dtype=numpy.float64).T
     # Blocks of sqrt(n) hold what waits in one queue, as long as there are enough of them.
     length = max(1, min(round(len(kept) ** 0.5), len(kept) // MIN_BLOCKS))
-    return numpy.array(kept, dtype=numpy.float64), numpy.arange(len(kept)) // length
-
-
-def _draw_figure(
-    condition: Condition, values: Array, blocks: numpy.ndarray[Any, Any], seed: int
-) -> Array:
-    """The figure in the data (first) and in each draw of the bootstrap."""
-    chance = numpy.random.default_rng(seed)
-    weights = draw_weights(chance, int(blocks[-1]) + 1, RESAMPLES)
+    blocks = numpy.arange(len(kept)) // length
+    draws = draw_weights(numpy.random.default_rng(seed), int(blocks[-1]) + 1, RESAMPLES)
     if condition.share is None:
-        sums, counts = numpy.bincount(blocks, values), numpy.bincount(blocks)
-        means: Array = weights @ sums / (weights @ counts)
+        sums, totals = (numpy.bincount(blocks, each) for each in (values * weights, weights))
+        means: Array = draws @ sums / (draws @ totals)
         return means
-    parts = range(0, len(weights), DRAWS_AT_ONCE)
+    parts = range(0, len(draws), DRAWS_AT_ONCE)
     return numpy.concatenate(
         [
-            draw_quantiles(values, weights[at : at + DRAWS_AT_ONCE][:, blocks], condition.share)
+            draw_quantiles(
+                values, draws[at : at + DRAWS_AT_ONCE][:, blocks] * weights, condition.share
+            )
             for at in parts
         ]
     )

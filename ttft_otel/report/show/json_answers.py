@@ -18,7 +18,7 @@ from ttft_otel.report.assemble.summary import (
     SummaryLine,
     collect_recomputed,
 )
-from ttft_otel.report.report_types import SPAN_KINDS, Leg, Request, StoredSpan
+from ttft_otel.report.report_types import SPAN_KINDS, Leg, Request
 from ttft_otel.report.store.database_reader import StoredTrace
 
 
@@ -40,7 +40,7 @@ def _make_leg_sums(leg: Leg) -> StageSums:
 
 
 def describe_request(assembled: Request) -> dict[str, Any]:
-    """One request as an element of a list: no legs, no spans."""
+    """One request with the breakdown of each of its servers; no spans."""
     return {
         "request_id": assembled.request_id,
         "trace_id": assembled.trace_id,
@@ -60,6 +60,7 @@ def describe_request(assembled: Request) -> dict[str, Any]:
         # Legs of it may still arrive: the figures can grow.
         "pending": assembled.pending,
         "closed": assembled.closed,
+        "legs": [{"role": part.role, **describe_leg(part)} for part in assembled.legs],
     }
 
 
@@ -88,6 +89,7 @@ def describe_leg(server_leg: Leg) -> dict[str, Any]:
     """One server's breakdown within a request."""
     return {
         "service": server_leg.service,
+        "instance": server_leg.instance,
         "ttft_ms": to_ms(server_leg.ttft_us),
         "unattributed_ms": to_ms(server_leg.unattributed_us),
         "stages": {name: to_ms(value) for name, value in server_leg.stages.items()},
@@ -96,6 +98,7 @@ def describe_leg(server_leg: Leg) -> dict[str, Any]:
             for group, reasons in server_leg.reasons.items()
         },
         "held": {kind: to_ms(value) for kind, value in server_leg.held.items()},
+        "clock_error_ms": to_ms(server_leg.clock_error_us),
     }
 
 
@@ -103,16 +106,17 @@ def describe_trace(stored_trace: StoredTrace) -> dict[str, Any]:
     """A trace: its requests with their legs, and its spans in the order of the waterfall."""
     return {
         "trace_id": stored_trace.trace_id,
-        "requests": [
-            {
-                **describe_request(one),
-                "legs": [{"role": part.role, **describe_leg(part)} for part in one.legs],
-            }
-            for one in stored_trace.requests
-        ],
-        "spans": [
-            _describe_span(row.span) for row in waterfall_rows.build_rows(stored_trace.spans)
-        ],
+        "requests": [describe_request(one) for one in stored_trace.requests],
+        "spans": _describe_spans(stored_trace),
+    }
+
+
+def describe_one(request: Request, stored_trace: StoredTrace) -> dict[str, Any]:
+    """The report of one request, with the request itself and all spans of its trace."""
+    return {
+        **build_report(request),
+        "request": describe_request(request),
+        "spans": _describe_spans(stored_trace),
     }
 
 
@@ -136,9 +140,13 @@ def _list_numbers(line: SummaryLine) -> dict[str, Any]:
     return {name: value for name, value in asdict(line).items() if name != "name"}
 
 
-def _describe_span(span: StoredSpan) -> dict[str, Any]:
-    return {
-        **asdict(span),
-        # Words as in OpenTelemetry's text; numbers differ between its formats.
-        "kind": SPAN_KINDS[span.kind] if span.kind < len(SPAN_KINDS) else "unspecified",
-    }
+def _describe_spans(stored_trace: StoredTrace) -> list[dict[str, Any]]:
+    """All spans of a trace, in the order of the waterfall."""
+    return [
+        {
+            **asdict(span),
+            # Words as in OpenTelemetry's text; numbers differ between its formats.
+            "kind": SPAN_KINDS[span.kind] if span.kind < len(SPAN_KINDS) else "unspecified",
+        }
+        for span in (row.span for row in waterfall_rows.build_rows(stored_trace.spans))
+    ]

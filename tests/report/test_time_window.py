@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from ttft_otel.explain.window.window_reading import parse_window
+from ttft_otel.report.time_window import parse_window
 
 NOW = datetime(2026, 3, 29, 14, 30, tzinfo=timezone(timedelta(hours=2)))
 
