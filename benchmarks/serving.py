@@ -34,9 +34,9 @@ from typing import Final
 from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
 from benchmarks.serving_load import CONCURRENT_CLIENTS, LoadResult, list_exporters, run_load
 from lab import local_deployment, server_commands, session_processes, tiny_models
+from lab.evidence import estimate_median
 from lab.local_servers import LocalServer, run_servers
 from ttft_otel.model.names import env_names
-from ttft_otel.model.statistics import estimate_median
 
 # Of each round, to the server without tracing in the same round.
 RATIO_GOALS: Final = {"throughput": 0.98, "itl_p99": 1.03, "itl_median": 1.02, "cpu_us": None}

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from lab.required_fields import FIELDS, VllmField
 from ttft_otel.hooks import syntax
 from ttft_otel.hooks.targets import CONNECTOR_METHODS, TARGETS, PatchTarget, TargetPlace
-from ttft_otel.hooks.targets.required_fields import FIELDS, VllmField
 
 PRESENT: Final = "present"
 PARTLY: Final = "partly lost"  # a target of which some places are there

@@ -11,6 +11,7 @@ import pytest
 
 from hooks.process import HOOKS
 from lab import source_check, vllm_releases
+from lab.required_fields import FIELDS
 from ttft_otel import hooks
 from ttft_otel.hooks import ec_fields, target_check, vllm_fields
 from ttft_otel.hooks.targets import (
@@ -21,7 +22,6 @@ from ttft_otel.hooks.targets import (
     PatchTarget,
     TargetPlace,
 )
-from ttft_otel.hooks.targets.required_fields import FIELDS
 from ttft_otel.model.stages import STAGE_NAMES
 
 GOLDEN_FILE = Path(__file__).parents[1] / "golden" / "ledger.json"

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lab import evidence
-from lab.evidence import Errors, ErrorTolerance, measure_until_decided
-from ttft_otel.model.statistics import MedianInterval
+from lab.evidence import Errors, ErrorTolerance, MedianInterval, measure_until_decided
 
 DELAY = 80.0
 LIMIT = 2.0  # ms

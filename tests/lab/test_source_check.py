@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lab import compat, source_check
+from lab.required_fields import FIELDS
 from ttft_otel.hooks.targets import CONNECTOR_METHODS, TARGETS
-from ttft_otel.hooks.targets.required_fields import FIELDS
 
 SCHEDULER = "v1/core/sched/scheduler.py"
 EC_BASE = "distributed/ec_transfer/ec_connector/base.py"

@@ -13,11 +13,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lab.evidence import CONFIDENCE, MAX_ROUNDS, MIN_ROUNDS
+from lab.evidence import CONFIDENCE, MAX_ROUNDS, MIN_ROUNDS, estimate_median
 from tests.live.bench import LiveDeployment, make_parent_header
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
-from ttft_otel.model.statistics import estimate_median
 
 MAX_ERROR = 0.05
 HEAD_START_S = 0.1  # the other one is at the engine then, and has not ended

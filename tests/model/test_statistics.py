@@ -11,6 +11,7 @@ import sys
 import numpy
 import pytest
 
+from lab.evidence import estimate_median
 from ttft_otel.model.statistics import (
     average_draws,
     compute_half_interval,
@@ -19,7 +20,6 @@ from ttft_otel.model.statistics import (
     compute_t_quantile,
     draw_quantiles,
     draw_weights,
-    estimate_median,
     find_interval,
     find_joint_intervals,
 )
@@ -128,8 +128,7 @@ def test_imports_without_numpy() -> None:
     """Where there is none, everything but the bootstrap works."""
     code = (
         "import sys; sys.modules['numpy'] = None\n"
-        "from ttft_otel.model.statistics import compute_quantile, compute_t_quantile, estimate_median\n"
+        "from ttft_otel.model.statistics import compute_quantile, compute_t_quantile\n"
         "assert compute_quantile([1, 3], 0.5) == 2 and compute_t_quantile(9.0) < 2.3\n"
-        "assert estimate_median([1.0, 2.0, 3.0], 0.9).median == 2\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantiles of measured values, and the intervals of their medians, means and differences.
+"""Quantiles of measured values, and the intervals of their means and differences.
 
 Reports, explanations, the load generator, the lab and the benchmarks pass plain numbers, or numpy arrays to
 the bootstrap. The module itself imports without numpy, which only the bootstrap needs.
@@ -12,8 +12,8 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from statistics import median, stdev
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from statistics import stdev
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
     import numpy
@@ -22,17 +22,6 @@ if TYPE_CHECKING:
 
 T_STEPS: Final = 4000  # of the integral of Student's density
 NO_SPREAD: Final = 1e-9  # a standard deviation up to this is rounding
-
-
-class MedianInterval(NamedTuple):
-    """A sample's median, and a confidence interval of the true median."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
 
 
 def compute_quantiles(values: Iterable[float], shares: Iterable[float]) -> tuple[float, ...]:
@@ -74,22 +63,6 @@ def compute_weighted_quantiles(
         return values[order[low]] + (values[order[high]] - values[order[low]]) * min(part, 1.0)
 
     return tuple(float(interpolate(middles[-1] * share)) for share in shares)
-
-
-def estimate_median(values: Sequence[float], confidence: float) -> MedianInterval:
-    """The median of `values` with its distribution-free interval.
-
-    The k-th smallest and the k-th largest value enclose the true median with probability
-    1 - 2 P(B < k), B binomial with n trials of 1/2 (sign test; Conover, Practical Nonparametric
-    Statistics, 3.2). With fewer than eight values even the extremes have less than 0.99.
-    """
-    # Ranks instead of a normal distribution: times have long tails on one side.
-    ordered = sorted(values)
-    count = len(ordered)
-    rank, tail = 0, 0.5**count  # tail: P(B <= rank)
-    while 1 - 2 * (wider := tail + math.comb(count, rank + 1) / 2**count) >= confidence:
-        rank, tail = rank + 1, wider
-    return MedianInterval(median(ordered), ordered[rank], ordered[count - 1 - rank])
 
 
 @functools.lru_cache(maxsize=64)  # paired rounds have the same degrees for every quantity
