@@ -107,7 +107,8 @@ def find_tracers() -> tuple[Any, ...]:
 def state_sizes(tracers: Sequence[Any] | None = None) -> dict[str, int]:
     """How much is kept of unfinished requests, by place; all zero when there are none.
 
-    tracers: EngineCoreTracer and WorkerTracer objects; those of this process's hooks by default.
+    tracers: EngineCoreTracer, WorkerTracer and DirectCallTracer objects; by default those of this process's
+        hooks.
     """
     sizes = {
         "recorder.awaiting": len(recorder.awaiting_traces),

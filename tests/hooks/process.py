@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ttft_otel.hooks.api_server import DirectCallTracer
 from ttft_otel.hooks.engine_core.tracer import EngineCoreTracer
 from ttft_otel.hooks.install import build_hooks
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
@@ -19,7 +20,8 @@ PATCHER: Final = Patcher()
 HOOKS: Final = build_hooks(PATCHER)
 CORE: EngineCoreTracer
 WORKER: WorkerTracer
-CORE, WORKER = PATCHER.tracers
+DIRECT: DirectCallTracer
+CORE, WORKER, DIRECT = PATCHER.tracers
 
 
 def wrap_methods(owner: type, method_by_target: Mapping[str, str]) -> None:

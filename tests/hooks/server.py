@@ -11,12 +11,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from hooks.process import PATCHER, wrap_methods
-from ttft_otel.hooks import api_server
+from ttft_otel.hooks import api_server, vllm_fields
 from ttft_otel.model import breakdown
 from ttft_otel.model.names import header_names
 from ttft_otel.testing import FakeClock
@@ -111,6 +110,10 @@ class FakeProcessors:
         """Detokenize."""
         self.clock.tick(4)
 
+    def abort_requests(self, request_ids: Any, internal: bool = False) -> list[str]:
+        """The caller has left; returns the engine requests that there were."""
+        return [each for each in request_ids if self.requests.pop(each, None) is not None]
+
     def _update_stats_from_finished(
         self, req_state: Any, finish_reason: Any, iteration_stats: Any
     ) -> None:
@@ -132,6 +135,7 @@ def make_wrapped_classes() -> tuple[Any, Any]:
         "frontend.register": "add_request",
         "frontend.outputs": "process_outputs",
         "frontend.end": "_update_stats_from_finished",
+        "frontend.abort": "abort_requests",
     }
     wrap_methods(processors, processing)
     return renderer, processors
@@ -304,7 +308,7 @@ class FakeClient:
         self.app = TracingMiddleware(
             server,
             settings,
-            partial(api_server.identify_server, PATCHER),
+            lambda app: api_server.identify_server(PATCHER, vllm_fields.get_vllm_config(app.state)),
             api_server.query_engine,
         )
         self.messages: list[tuple[int, Any]] = []
@@ -323,7 +327,7 @@ class FakeClient:
         }
         await self.app(scope, self.receive, self.send)
         await asyncio.gather(*self.server.background_tasks)
-        while waits := self.app.abort_tasks | self.app.kept_span_tasks:
+        while waits := self.app.ending.abort_tasks | self.app.ending.kept_span_tasks:
             await asyncio.gather(*waits)
 
     async def receive(self) -> Any:

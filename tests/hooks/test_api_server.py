@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hooks.process import PATCHER
+from hooks.process import DIRECT, PATCHER
 from hooks.server import STAGES_US, FakeClient, ServerPlan
 from lab import vllm_releases
 from ttft_otel import testing
@@ -89,7 +89,7 @@ class HeaderKeeper(dict[str, Any]):
 def test_pooling(client: FakeClient) -> None:
     """An embedding request makes no first token and is left alone."""
     request = SimpleNamespace(request_id="p", trace_headers=None, pooling_params=object())
-    api_server.register_request(None, request)
+    api_server.register_request(DIRECT, None, request)
 
     assert request.trace_headers is None
     assert not recorder.awaiting_traces
@@ -98,7 +98,7 @@ def test_pooling(client: FakeClient) -> None:
 def test_foreign_outputs(client: FakeClient) -> None:
     """Outputs of untraced requests pass unchanged."""
     output = SimpleNamespace(request_id="other", trace_headers=None)
-    api_server.record_outputs(None, None, None, [output])
+    api_server.record_outputs(DIRECT, None, None, None, [output])
 
     assert not recorder.awaiting_traces
 
@@ -142,7 +142,7 @@ def test_engine_settings(monkeypatch: pytest.MonkeyPatch, has_blocks: bool) -> N
         cache_config=SimpleNamespace(num_gpu_blocks=200 if has_blocks else None, block_size=16),
         parallel_config=SimpleNamespace(data_parallel_size=2),
     )
-    api_server.identify_server(PATCHER, SimpleNamespace(state=SimpleNamespace(vllm_config=config)))
+    api_server.identify_server(PATCHER, config)
 
     assert handoff.engine_settings == {
         keys.ENGINE_MAX_SEQS: 64,
@@ -159,7 +159,7 @@ def start_server(transfer: str | None, cache: str | None) -> None:
         kv_transfer_config=SimpleNamespace(kv_role=cache) if cache else None,
         model_config=SimpleNamespace(served_model_name=["served", "alias"]),
     )
-    api_server.identify_server(PATCHER, SimpleNamespace(state=SimpleNamespace(vllm_config=config)))
+    api_server.identify_server(PATCHER, config)
 
 
 @pytest.mark.usefixtures("blank_identity")
@@ -171,7 +171,7 @@ def test_cache_connector(role: str, takes: bool) -> None:
     config = SimpleNamespace(
         ec_transfer_config=SimpleNamespace(ec_role=role, ec_connector="ECCPUConnector")
     )
-    api_server.identify_server(PATCHER, SimpleNamespace(state=SimpleNamespace(vllm_config=config)))
+    api_server.identify_server(PATCHER, config)
 
     assert (identity.ec_connector, identity.takes_encodings) == ("ECCPUConnector", takes)
 
@@ -349,7 +349,7 @@ def test_role_by_engine_client() -> None:
     """Where the app's state has no configuration, the engine client's is read."""
     config = SimpleNamespace(ec_transfer_config=SimpleNamespace(ec_role="ec_producer"))
     state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config))
-    api_server.identify_server(PATCHER, SimpleNamespace(state=state))
+    api_server.identify_server(PATCHER, vllm_fields.get_vllm_config(state))
 
     assert identity.role == "encode"
 

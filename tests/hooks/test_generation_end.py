@@ -169,7 +169,7 @@ async def test_client_leaves_before_the_first_token(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    while waits := client.app.abort_tasks:
+    while waits := client.app.ending.abort_tasks:
         await asyncio.gather(*waits)
 
     assert read_end(records) == {}

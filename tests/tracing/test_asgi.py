@@ -23,7 +23,7 @@ from ttft_otel import testing
 from ttft_otel.model import timing
 from ttft_otel.model.names import header_names, keys, span_names
 from ttft_otel.model.record import Piece, Record
-from ttft_otel.tracing import asgi, carrier, meter, recorder
+from ttft_otel.tracing import asgi, carrier, meter, recorder, trace_ending
 from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.tracing.roles import identity
 from ttft_otel.tracing.settings import Settings
@@ -201,8 +201,8 @@ async def whole(client: FakeClient) -> None:
     try:
         await client.call_server()
     finally:
-        while client.app.abort_tasks:
-            await asyncio.gather(*client.app.abort_tasks)
+        while client.app.ending.abort_tasks:
+            await asyncio.gather(*client.app.ending.abort_tasks)
 
 
 async def cancel_in_queue(client: FakeClient) -> None:
@@ -212,7 +212,7 @@ async def cancel_in_queue(client: FakeClient) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.gather(*client.app.abort_tasks)
+        await asyncio.gather(*client.app.ending.abort_tasks)
 
 
 def test_disconnect(client: FakeClient, records: testing.MemorySender) -> None:
@@ -328,7 +328,7 @@ def test_kept_too_many(
     client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_ITEMS_BIT)
     asyncio.run(client.call_server())
     assert dropped == ["kept"] and client.server.queried_ids
-    monkeypatch.setattr(asgi, "MAX_KEPT_SPAN_TASKS", 0)
+    monkeypatch.setattr(trace_ending, "MAX_KEPT_SPAN_TASKS", 0)
     asyncio.run(client.call_server())
 
     assert dropped == ["kept", "kept"]

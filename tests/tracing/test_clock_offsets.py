@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ttft_otel import testing
 from ttft_otel.model.breakdown import CODE_EC_TRANSFER, CODE_ENCODER, CODE_FORWARD, Breakdown
 from ttft_otel.model.names import keys
-from ttft_otel.tracing import asgi, carrier, clock, clock_offsets, recorder
+from ttft_otel.tracing import carrier, clock, clock_offsets, recorder
 from ttft_otel.tracing.context import start_context
 from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.tracing.request_trace import RequestTrace
@@ -279,7 +279,7 @@ def test_kept_blocks_on_another_host(
     engine = ProcessClock(offset, boot=7)
     kept = carrier.KeptBlocks(engine.read(70_000), engine.read(90_000), 12, 2, False)
     with testing.frozen_clock(BASE_US + 100_000):
-        told = asgi.send_kept_span(
+        told = trace_ending.send_kept_span(
             trace, carrier.KEPT_BLOCKS_QUERY, carrier.encode_answer(kept), records
         )
 

@@ -1,31 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks in the API server: receive, preprocess and its parts, handover to the engine, first output.
 
-wrap.py installs them; asgi.py sees the HTTP side. Marks go to the RequestTrace in the context
-variable recorder.current_trace; outputs are processed outside of it and found by engine request id.
+wrap.py installs them; asgi.py sees the HTTP side, DirectCallTracer what has none. Marks go to the
+RequestTrace in the context variable recorder.current_trace; outputs are processed outside of it and found by
+engine request id.
 """
 
 from __future__ import annotations
 
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
 from ttft_otel.hooks import target_check, vllm_fields
 from ttft_otel.hooks.wrap import Hook, Patcher
-from ttft_otel.model.names import header_names
-from ttft_otel.tracing import clock, handoff, record_parts, recorder, settings
+from ttft_otel.model.names import header_names, keys
+from ttft_otel.tracing import clock, guard, handoff, meter, record_parts, recorder, settings
 from ttft_otel.tracing.asgi import TracingMiddleware
 from ttft_otel.tracing.request_trace import RequestTrace
 from ttft_otel.tracing.roles import identity
+from ttft_otel.tracing.trace_ending import TraceEnding
 
 UNMEASURED: Final = "1"  # our key's value on its way to the engine core, which replaces it
+MAX_ARRIVAL_AGE_S: Final = 3600.0  # a caller's arrival time that is older is not believed
 
 
-def identify_server(patcher: Patcher, app: Any) -> None:
-    """Fill roles.identity from vLLM's configuration in the state of `app`; logs the start line."""
-    config = vllm_fields.get_vllm_config(app.state)
+def identify_server(patcher: Patcher, config: Any) -> None:
+    """Fill roles.identity from vLLM's configuration, None where it is not known; logs the start line."""
     role_setting = settings.get_settings().role
     # The operator's word first: an instance without vLLM's connectors would read as `mono`.
+    identity.is_known = config is not None
     identity.role = role_setting or (
         vllm_fields.get_instance_role(config) if config is not None else "mono"
     )
@@ -50,13 +57,15 @@ def can_see_ends(patcher: Patcher) -> bool:
     return can_see_outputs(patcher) and patcher.is_active("frontend.end")
 
 
-async def query_engine(app: Any, trace: RequestTrace, query: str) -> str:
+async def query_engine(owner: Any, trace: RequestTrace, query: str) -> str:
     """Call the utility method `query` of the engine core for each engine request of `trace`.
 
-    Returns the first answer that is not empty; "" without one, or where there is no such channel.
+    owner: vLLM's app, or its AsyncLLM. Returns the first answer that is not empty; "" without one, or where
+    there is no such channel.
     """
+    engine = owner.state.engine_client if hasattr(owner, "state") else owner
     # AsyncLLM's client to the engine core; an engine in the same process has no such method.
-    client = getattr(app.state.engine_client, "engine_core", None)
+    client = getattr(engine, "engine_core", None)
     call = getattr(client, "call_utility_async", None)
     if call is None:
         return ""
@@ -85,7 +94,9 @@ def stamp_assigned(_: None, result: Any, request: Any, *args: Any, **kwargs: Any
             trace.request_role = vllm_fields.get_request_role(request)
 
 
-def register_request(processor: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+def register_request(
+    direct: DirectCallTracer, processor: Any, request: Any, *args: Any, **kwargs: Any
+) -> None:
     """Before OutputProcessor.add_request(): put our key into vLLM's own trace headers."""
     trace = recorder.current_trace.get()
     if trace is None or trace.end or getattr(request, "sampling_params", None) is None:
@@ -105,6 +116,8 @@ def register_request(processor: Any, request: Any, *args: Any, **kwargs: Any) ->
     )
     trace.is_beam_search = trace.is_beam_search or vllm_fields.is_beam(request)
     recorder.register_engine_request(trace, request.request_id)
+    if trace.is_direct:
+        direct.keep_call(trace, request.request_id)
 
 
 def stamp_outputs_received(*args: Any, **kwargs: Any) -> int:
@@ -113,7 +126,13 @@ def stamp_outputs_received(*args: Any, **kwargs: Any) -> int:
 
 
 def record_outputs(
-    start: int | None, result: Any, processor: Any, engine_core_outputs: Any, *args: Any, **kw: Any
+    direct: DirectCallTracer,
+    start: int | None,
+    result: Any,
+    processor: Any,
+    engine_core_outputs: Any,
+    *args: Any,
+    **kw: Any,
 ) -> None:
     """After process_outputs(): tokens are detokenized and in the requests' queues."""
     now = clock.now_us()  # the batch is processed in one go, so its requests share both times
@@ -129,10 +148,19 @@ def record_outputs(
                 recorder.fail_engine_request(output.request_id, marks)
             else:
                 recorder.record_first_output(output.request_id, marks, start or now, now)
+            if direct.calls:
+                direct.note_output(output.request_id)
 
 
 def record_end(
-    _: None, result: Any, processor: Any, req_state: Any, finish_reason: Any, *args: Any, **kw: Any
+    direct: DirectCallTracer,
+    _: None,
+    result: Any,
+    processor: Any,
+    req_state: Any,
+    finish_reason: Any,
+    *args: Any,
+    **kw: Any,
 ) -> None:
     """After _update_stats_from_finished(), which vLLM calls once for each request that has ended."""
     engine_id = req_state.request_id
@@ -140,6 +168,169 @@ def record_end(
     if engine_id in recorder.unended_requests:
         tokens = vllm_fields.count_output_tokens(req_state)
         recorder.record_end(engine_id, str(finish_reason), tokens)
+        if direct.calls:
+            direct.note_end(engine_id)
+
+
+class DirectCallTracer:
+    """The requests of AsyncLLM or LLMEngine that no HTTP request of this process has made.
+
+    Scripts make them, gRPC and WebSocket servers, Dynamo's workers and Ray Serve, answers in the background.
+    Their trace begins with the call, or when its caller says that the request arrived, under the parent that
+    the call's headers or the current OpenTelemetry span name; it ends with the first output.
+    """
+
+    def __init__(self, patcher: Patcher) -> None:
+        self.patcher = patcher
+        #: Engine request ID -> its trace.
+        self.calls: dict[str, RequestTrace] = {}
+        self.ending = TraceEnding(query_engine)
+        self._is_identified = False
+
+    def begin_call(
+        self,
+        engine: Any,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        arrival_time: float | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[RequestTrace | None] | None:
+        """Before add_request(): begin a trace; returns the context's trace before, or None: nothing begun."""
+        before = recorder.current_trace.get()
+        if before is None:
+            if recorder.is_http_request.get():
+                return None  # which is not sampled
+        elif not (before.is_direct or (before.is_background and before.end)):
+            return None
+        if not self._is_identified:
+            self._is_identified = True
+            self._identify(engine)
+        trace = recorder.begin_trace(
+            _list_parent_headers(trace_headers, before), settings.get_settings()
+        )
+        if trace is None:
+            return None
+        trace.is_direct, trace.direct_engine = True, engine
+        if arrival_time is not None:
+            age_s = time.time() - arrival_time
+            if 0 < age_s < MAX_ARRIVAL_AGE_S:
+                trace.arrive -= round(age_s * 1e6)
+        trace.render = trace.arrive  # no body is received
+        trace.streamed = getattr(getattr(params, "output_kind", None), "name", "") != "FINAL_ONLY"
+        recorder.current_trace.set(trace)
+        return (before,)
+
+    def leave_call(
+        self, before: tuple[RequestTrace | None], result: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """After add_request(): the next call in this context is another request."""
+        recorder.current_trace.set(before[0])
+
+    def keep_call(self, trace: RequestTrace, engine_id: str) -> None:
+        """Note that the direct request `trace` sends the engine request `engine_id`."""
+        if len(self.calls) < recorder.MAX_UNENDED_REQUESTS:
+            self.calls[engine_id] = trace
+        else:
+            meter.count_dropped("direct")
+
+    def note_output(self, engine_id: str) -> None:
+        """After the first output of `engine_id` was recorded, or that there is none."""
+        trace = self.calls.get(engine_id)
+        if trace is not None:
+            _run_later(self._send_first, trace)
+
+    def _send_first(self, trace: RequestTrace) -> None:
+        if trace.breakdown is None and trace.has_first_token:
+            recorder.close_ttft(trace, 0)
+            recorder.send_known_halves(trace, handoff.get_sender(), server=False)
+        # The end of a request whose first output is its last is noticed before that output.
+        self._end_if_ended(trace)
+
+    def note_end(self, engine_id: str) -> None:
+        """After vLLM has ended `engine_id`: the trace ends with the last of its engine requests."""
+        trace = self.calls.get(engine_id)
+        if trace is not None and not trace.is_unended:
+            _run_later(self._end_if_ended, trace)
+
+    def _end_if_ended(self, trace: RequestTrace) -> None:
+        if not (trace.end or trace.is_unended) and (trace.breakdown is not None or trace.error):
+            self._end(trace, "")
+
+    def record_abort(self, _: None, aborted: Any, *args: Any, **kwargs: Any) -> None:
+        """After OutputProcessor.abort_requests(), which returns the engine requests that it has aborted."""
+        for engine_id in aborted or ():
+            trace = self.calls.get(engine_id)
+            if trace is not None:
+                self._end(trace, keys.ERROR_CANCELLED)
+
+    def drop_all(self) -> None:
+        """Forget all calls; hooks keep the same container."""
+        self.calls.clear()
+
+    def count_requests(self) -> dict[str, int]:
+        """How many engine requests it keeps; zero when there are none."""
+        return {"frontend.direct": len(self.calls)}
+
+    def _end(self, trace: RequestTrace, error: str) -> None:
+        for engine_id in trace.engine_requests:
+            self.calls.pop(engine_id, None)
+        try:
+            asyncio.get_running_loop()
+        except (
+            RuntimeError
+        ):  # LLMEngine answers in its caller's thread: nothing can be asked meanwhile
+            trace.direct_engine = None
+        self.ending.end_trace(trace.direct_engine, trace, error)
+
+    def _identify(self, engine: Any) -> None:
+        if not identity.is_known:  # where vLLM's own server runs, its start has done this
+            identify_server(self.patcher, getattr(engine, "vllm_config", None))
+            meter.register_collector(recorder.awaiting_traces, handoff.get_counts)
+
+
+def _run_later(action: Callable[[RequestTrace], None], trace: RequestTrace) -> None:
+    """Call `action` once whoever waits for an output has got it; at once where no event loop runs."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        action(trace)
+        return
+    # Outputs are in their queues already: their readers' turn is before ours.
+    loop.call_soon(guard.silence_errors("frontend.direct", action), trace)
+
+
+def _list_parent_headers(
+    headers: Mapping[str, str] | None, before: RequestTrace | None
+) -> list[tuple[bytes, bytes]]:
+    """The trace context above a direct call, as ASGI has headers.
+
+    headers: what the caller gives to vLLM. before: the HTTP request whose answer goes on in the background.
+    """
+    found = {name.lower(): str(value) for name, value in (headers or {}).items()}
+    if before is not None and not before.is_direct:
+        found = {
+            header_names.TRACEPARENT: before.context.format_traceparent(),
+            header_names.TRACESTATE: before.context.tracestate,
+        }
+    elif header_names.TRACEPARENT not in found:
+        # Whoever has a current span has imported it.
+        api = sys.modules.get("opentelemetry.trace")
+        span = api.get_current_span().get_span_context() if api is not None else None
+        if span is not None and span.is_valid:
+            found[header_names.TRACEPARENT] = (
+                f"00-{span.trace_id:032x}-{span.span_id:016x}-{int(span.trace_flags):02x}"
+            )
+            found[header_names.TRACESTATE] = span.trace_state.to_header()
+    return [
+        (name.encode(), found[name].encode("latin-1", "replace"))
+        for name in (header_names.TRACEPARENT, header_names.TRACESTATE)
+        if found.get(name)
+    ]
 
 
 def stamp_part_start(*args: Any, **kwargs: Any) -> int:
@@ -167,11 +358,14 @@ def build_middleware(patcher: Patcher, stack: Any) -> Any:
     """Put our middleware around `stack`, the app's complete middleware stack."""
     # vLLM's facts come as functions, because asgi.py must not know vLLM.
     return TracingMiddleware(
-        stack, settings.get_settings(), partial(identify_server, patcher), query_engine
+        stack,
+        settings.get_settings(),
+        lambda app: identify_server(patcher, vllm_fields.get_vllm_config(app.state)),
+        query_engine,
     )
 
 
-def build_hooks(patcher: Patcher) -> dict[str, Hook]:
+def build_hooks(patcher: Patcher, direct: DirectCallTracer) -> dict[str, Hook]:
     """Hooks of the API server; `patcher` knows which of them are installed."""
     return {
         "frontend.app": Hook(replace=partial(build_middleware, patcher)),
@@ -181,10 +375,14 @@ def build_hooks(patcher: Patcher) -> dict[str, Hook]:
         "frontend.multimodal": Hook(
             before=stamp_multimodal_start, after=_make_part_hook("multimodal")
         ),
+        "frontend.direct": Hook(before=direct.begin_call, after=direct.leave_call),
         "frontend.assign": Hook(after=stamp_assigned),
-        "frontend.register": Hook(before=register_request),
+        "frontend.register": Hook(before=partial(register_request, direct)),
         "frontend.outputs": Hook(
-            before=stamp_outputs_received, after=record_outputs, ready=recorder.awaiting_traces
+            before=stamp_outputs_received,
+            after=partial(record_outputs, direct),
+            ready=recorder.awaiting_traces,
         ),
-        "frontend.end": Hook(after=record_end, ready=recorder.unended_requests),
+        "frontend.end": Hook(after=partial(record_end, direct), ready=recorder.unended_requests),
+        "frontend.abort": Hook(after=direct.record_abort, ready=direct.calls),
     }

@@ -25,9 +25,10 @@ def build_hooks(patcher: wrap.Patcher) -> dict[str, wrap.Hook]:
     """
     worker = WorkerTracer(patcher)
     core = EngineCoreTracer(patcher, worker)
-    patcher.tracers = (core, worker)
+    direct = api_server.DirectCallTracer(patcher)
+    patcher.tracers = (core, worker, direct)
     return {
-        **api_server.build_hooks(patcher),
+        **api_server.build_hooks(patcher, direct),
         **core.build_hooks(),
         **worker.build_hooks(),
         **build_connector_hooks(patcher, core, worker),

@@ -70,11 +70,13 @@ def list_identity_attributes(trace: RequestTrace) -> Attributes:
 
 def make_server(trace: RequestTrace) -> Server:
     """The server half of the record of `trace`, which has ended."""
-    attributes: Attributes = {
-        keys.HTTP_METHOD: trace.method,
-        keys.URL_PATH: trace.path,
-        keys.URL_SCHEME: trace.scheme,
-    }
+    attributes: Attributes = {keys.DIRECT: True}
+    if not trace.is_direct:
+        attributes = {
+            keys.HTTP_METHOD: trace.method,
+            keys.URL_PATH: trace.path,
+            keys.URL_SCHEME: trace.scheme,
+        }
     if trace.is_background:
         attributes[keys.BACKGROUND] = True
     _add_generation_attributes(attributes, trace)
@@ -82,6 +84,8 @@ def make_server(trace: RequestTrace) -> Server:
     if trace.route:
         attributes[keys.HTTP_ROUTE] = trace.route
     name = f"{trace.method} {trace.route}" if trace.route else trace.method
+    if trace.is_direct:  # by the conventions of generative AI
+        name = f"{name_operation(trace)} {identity.model}".rstrip()
     # By HTTP's conventions a 4xx is the client's error, not this server's.
     error = "" if 400 <= trace.status < 500 else trace.error
     return Server(name, trace.end - trace.arrive, trace.status, attributes, error)

@@ -54,6 +54,8 @@ _READ_HEADERS: Final = frozenset(
 
 
 current_trace: ContextVar[RequestTrace | None] = ContextVar("ttft_otel_trace", default=None)
+# Whether the code runs for an HTTP request, traced or not: its calls of the engine are not of their own.
+is_http_request: ContextVar[bool] = ContextVar("ttft_otel_http", default=False)
 # Engine request id -> the trace that still lacks this engine request's first output.
 awaiting_traces: dict[str, RequestTrace] = {}
 # Engine request id -> the engine request, until its last output.

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HOT: state of one traced HTTP request, filled by recorder.py, asgi.py and hooks/api_server.py."""
+"""HOT: state of one traced request, filled by recorder.py, asgi.py and hooks/api_server.py."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -33,9 +35,9 @@ class EngineRequest(msgspec.Struct, eq=False, gc=False):
 
 
 class RequestTrace(msgspec.Struct, eq=False, gc=False):
-    """State of one traced HTTP request; times are microseconds of CLOCK_MONOTONIC, 0: not reached."""
+    """State of one traced request; times are microseconds of CLOCK_MONOTONIC, 0: not reached."""
 
-    #: The ASGI call.
+    #: The ASGI call; of a direct one the call of the engine, or what its caller says.
     arrive: int
     context: TraceContext
     #: The caller asked for Server-Timing.
@@ -61,6 +63,10 @@ class RequestTrace(msgspec.Struct, eq=False, gc=False):
     first_output: EngineRequest | None = None
     #: The answer only says that the request is queued; its tokens are read by another one.
     is_background: bool = False
+    #: The engine was called without HTTP: nothing of its answer is seen.
+    is_direct: bool = False
+    #: Then the engine that was called.
+    direct_engine: Any = None
     #: Its engine requests are steps of a search, not generations.
     is_beam_search: bool = False
     #: The role that a router's header names, "" without one.

@@ -23,6 +23,7 @@ class ServerIdentity:
     default_role: then, the role of a request without transfer parameters.
     kv_connector, ec_connector: names of the KV and encoder-cache connectors, "" without one.
     takes_encodings: whether the encoder-cache connector takes encodings from other instances.
+    is_known: whether a configuration was read.
     can_see_outputs: whether the hooks that notice a request's first output are installed; can_see_ends: and
     the one that notices its last.
     """
@@ -33,6 +34,7 @@ class ServerIdentity:
     kv_connector: str = ""
     ec_connector: str = ""
     takes_encodings: bool = False
+    is_known: bool = False
     # Given by the hooks, because this module must not import them.
     can_see_outputs: Callable[[], bool] = lambda: True
     can_see_ends: Callable[[], bool] = lambda: True

@@ -116,16 +116,15 @@ class _SpanWriter:
         self.shared_attributes = list_shared_attributes(record)
 
     def write_server_span(self) -> None:
-        """The HTTP server span; its parent is the caller's span."""
+        """The HTTP server span, or that of a direct call of the engine; its parent is the caller's span."""
         server = self.record.server
         if server is None:
             return
         above = self.record.parent_id
         identity = list_identity_attributes(self.record, self.shared_attributes)
         attributes = identity | server.attributes | list_outcome(server)
-        head = _encode_head(
-            server.name, Span.SPAN_KIND_SERVER, keys.ERROR_TYPE in attributes, bool(above)
-        )
+        kind = _INTERNAL if keys.DIRECT in server.attributes else Span.SPAN_KIND_SERVER
+        head = _encode_head(server.name, kind, keys.ERROR_TYPE in attributes, bool(above))
         parent_id = _parse_id(above, SPAN_ID_BYTES) if above else b""
         _write_attributes(
             self.write_span(head, self.server_id, parent_id, 0, server.end), attributes

@@ -71,6 +71,20 @@ FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
         part=True,
     ),
     PatchTarget(
+        # Whoever calls an engine: vLLM's own servers, too, whose HTTP request has a trace already.
+        name="frontend.direct",
+        process="api",
+        places=(
+            TargetPlace("vllm.v1.engine.async_llm", "AsyncLLM.add_request"),
+            TargetPlace("vllm.v1.engine.llm_engine", "LLMEngine.add_request"),
+        ),
+        marks="arrival of a request that came without HTTP; its parent",
+        why="scripts, gRPC, WebSockets, Dynamo and Ray Serve call the engine without an ASGI application",
+        drop_when="vLLM begins a span of its own at the engine",
+        reads=("request_id", "params", "arrival_time", "trace_headers"),
+        part=True,
+    ),
+    PatchTarget(
         # Adds 8 random characters to the client's ID; all paths of AsyncLLM call it.
         name="frontend.assign",
         process="api",
@@ -116,6 +130,17 @@ FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
         why="process_outputs() would have to be asked at each decode step",
         drop_when=VLLM_EMITS_IT,
         reads=("req_state", "finish_reason"),
+        part=True,
+    ),
+    PatchTarget(
+        # The middleware sees that an HTTP client has left; of other callers nobody else says it.
+        name="frontend.abort",
+        process="api",
+        places=(TargetPlace("vllm.v1.engine.output_processor", "OutputProcessor.abort_requests"),),
+        marks="end of a request that came without HTTP and was aborted",
+        why="vLLM reports no end of an aborted request",
+        drop_when=VLLM_EMITS_IT,
+        reads=("request_ids",),
         part=True,
     ),
 )
