@@ -12,7 +12,7 @@ from time import process_time_ns
 from types import SimpleNamespace
 from typing import Any, Final
 
-from benchmarks.engine_loops import HOOKS, REQUESTS_PER_ROUND
+from benchmarks.engine_loops import HOOKS, PATCHER, REQUESTS_PER_ROUND
 from ttft_otel.hooks import api_server
 from ttft_otel.model.endpoints import CHAT_PATH
 from ttft_otel.model.names import header_names
@@ -38,6 +38,7 @@ ENGINE_STATE = SimpleNamespace(
     request_id="", detokenizer=SimpleNamespace(num_output_tokens=lambda: 1)
 )
 ENGINE_US: Final = 8  # from the engine core's input to its output
+DIRECT: Final[api_server.DirectCallTracer] = PATCHER.tracers[2]  # no request of these is direct
 
 
 def run_engine() -> str:
@@ -72,11 +73,12 @@ def mark_trip(name: str) -> None:
     HOOKS["frontend.tokenize"].after(token)  # type: ignore[misc]
     ENGINE_REQUEST.request_id = ENGINE_OUTPUT.request_id = name
     api_server.stamp_assigned(None, None, ENGINE_REQUEST)
-    api_server.register_request(None, ENGINE_REQUEST)
+    api_server.register_request(DIRECT, None, ENGINE_REQUEST)
     ENGINE_OUTPUT.trace_headers[header_names.CARRIER_KEY] = run_engine()
-    api_server.record_outputs(api_server.stamp_outputs_received(), None, None, [ENGINE_OUTPUT])
+    start = api_server.stamp_outputs_received()
+    api_server.record_outputs(DIRECT, start, None, None, [ENGINE_OUTPUT])
     ENGINE_STATE.request_id = name
-    api_server.record_end(None, None, None, ENGINE_STATE, "stop")
+    api_server.record_end(DIRECT, None, None, None, ENGINE_STATE, "stop")
 
 
 def run_api_requests(handler: Any, marks: bool) -> int:

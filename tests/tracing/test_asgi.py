@@ -285,7 +285,7 @@ def test_encoder_run(
     pending: int,
 ) -> None:
     """An encoder that ran on after the answer: asked again until it has ended, but not for ever."""
-    monkeypatch.setattr(asgi, "PENDING_PAUSES_S", (0.0,) * 4)
+    monkeypatch.setattr(trace_ending, "PENDING_PAUSES_S", (0.0,) * 4)
     dropped: list[str] = []
     monkeypatch.setattr(meter, "count_dropped", dropped.append)
     client.server.plan = ServerPlan(stream=False, kept=carrier.ENCODER_RUN_BIT)

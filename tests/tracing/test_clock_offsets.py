@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ttft_otel import testing
 from ttft_otel.model.breakdown import CODE_EC_TRANSFER, CODE_ENCODER, CODE_FORWARD, Breakdown
 from ttft_otel.model.names import keys
-from ttft_otel.tracing import carrier, clock, clock_offsets, recorder
+from ttft_otel.tracing import carrier, clock, clock_offsets, recorder, trace_ending
 from ttft_otel.tracing.context import start_context
 from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.tracing.request_trace import RequestTrace
