@@ -92,7 +92,7 @@ class StreamBench:
         host, port = router_url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: router\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
             b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
             % (len(HONEST_BODY), HONEST_BODY)
         )

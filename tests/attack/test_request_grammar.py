@@ -59,7 +59,7 @@ def draw_request(draw: some.DrawFn, number: int) -> Request:
                 + ["PRI * HTTP/2.0", "POST /v1/../x HTTP/1.1", f"POST {CHAT}", ""]
             )
         ),
-        "host: router",
+        "host: localhost",
         "content-type: application/json",
         "x-mood: echo",
     ]
@@ -194,7 +194,9 @@ def ask(url: str, data: bytes) -> bytes:
 
 def read_in_flight(url: str) -> float:
     """Requests under way, as /metrics tells them."""
-    text = ask(url, b"GET /metrics HTTP/1.1\r\nhost: router\r\nconnection: close\r\n\r\n").decode()
+    text = ask(
+        url, b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    ).decode()
     found = re.search(r"^ttft_otel_router_requests_in_flight (\S+)", text, re.MULTILINE)
     assert found, text[:200]
     return float(found[1])

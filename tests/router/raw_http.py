@@ -169,7 +169,7 @@ def encode_request(
     """Encode a POST request with the header `x-mood`."""
     request_id_line = f"x-request-id: {request_id}\r\n" if request_id else ""
     return (
-        f"POST {path} HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"x-mood: {mood}\r\n{request_id_line}Content-Length: {len(body)}\r\n\r\n"
     ).encode() + body
 
@@ -230,7 +230,7 @@ class RouterProcess:
 
     async def read_metric(self, name: str) -> list[float]:
         """The values of the metric `name`, one per series."""
-        response = await send_bytes(self.url, b"GET /metrics HTTP/1.1\r\nHost: router\r\n\r\n")
+        response = await send_bytes(self.url, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         lines = [line for line in response.decode().splitlines() if re.match(rf"{name}[{{ ]", line)]
         return [float(line.split()[-1]) for line in lines]
 
@@ -263,7 +263,7 @@ async def run_router_process(
             with contextlib.suppress(OSError):
                 if (
                     parse_status(
-                        await send_bytes(url, b"GET /healthz HTTP/1.1\r\nHost: router\r\n\r\n")
+                        await send_bytes(url, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
                     )
                     == 200
                 ):

@@ -10,9 +10,10 @@ from typing import Final
 import click
 
 from ttft_otel.commands.command_options import make_number_option
+from ttft_otel.http.head_checks import is_loopback
 from ttft_otel.model.names import env_names
 from ttft_otel.report.app import RequestExplainer
-from ttft_otel.report.report_server import ReportServer, ServeOptions, is_loopback_host, run_server
+from ttft_otel.report.report_server import ReportServer, ServeOptions, run_server
 from ttft_otel.report.store import database_schema
 
 MEGABYTE: Final = 1 << 20
@@ -69,7 +70,7 @@ The page, /ttft_report/ID, /api/... and OTLP over HTTP share --http-port.
     is_flag=True,
     help="Listen on an address that other machines can reach; nobody is asked for a key.",
 )
-@click.option("--allow-host", multiple=True, help="Another Host header to accept on loopback.")
+@click.option("--allowed-host", multiple=True, help="Another name that Host may have on loopback.")
 # `explain_request` is from main.py, which may import explain/; None where the command is called by itself.
 @click.pass_obj
 def serve(
@@ -82,10 +83,10 @@ def serve(
     keep_hours: float,
     keep_mb: int,
     insecure: bool,
-    allow_host: tuple[str, ...],
+    allowed_host: tuple[str, ...],
 ) -> None:
     """Receive spans over OTLP (gRPC and HTTP), store them, and show where the time went."""
-    if not (insecure or is_loopback_host(host)):
+    if not (insecure or is_loopback(host)):
         raise click.UsageError(
             f"--host {host} can be reached from other machines, which could read and send everything: "
             "add --insecure if something else decides who reaches it, or forward the port over SSH."
@@ -98,7 +99,7 @@ def serve(
         max_traces=keep_requests,
         max_age_hours=keep_hours,
         max_bytes=keep_mb * MEGABYTE,
-        allowed_hosts=allow_host,
+        allowed_hosts=allowed_host,
         explain_request=explain_request,
     )
     try:

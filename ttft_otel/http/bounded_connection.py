@@ -7,77 +7,61 @@ make one per connection; their applications get the requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-HeaderList = list[tuple[bytes, bytes]]
+from ttft_otel.http.head_checks import (
+    FETCH_SITE,
+    HOST,
+    ORIGIN,
+    CallerRules,
+    HeadLimits,
+    HeadRefused,
+)
 
 MAX_SLICE_BYTES: Final = 16_384  # parsed before the limits are checked
 MAX_PIPELINED_REQUESTS: Final = 32  # of one connection that wait for an answer
-_SPARE_HEAD_BYTES: Final = 1024  # method, version and blanks, which no limit counts
 # What the parser expects next. No Enum: several comparisons per request.
 REQUEST, HEAD, BODY = range(3)
+_EXPECT: Final = b"expect"
+_NOTED: Final = frozenset((HOST, ORIGIN, FETCH_SITE, _EXPECT))  # headers that are looked at
 
 
-class HeadRefused(Exception):
-    """A head, or what follows it, that is not taken; `status` and text are for the client."""
+class _AnyLength(int):
+    """For uvicorn's count of the bytes that are still due: any number may come."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    def __lt__(self, _: object) -> bool:
+        return False
 
+    def __sub__(self, _: int) -> _AnyLength:
+        return self
 
-@dataclass(frozen=True, slots=True)
-class HeadLimits:
-    """How much a request's head may be. The defaults are those of the router's flags."""
+    def __ne__(self, _: object) -> bool:
+        return False
 
-    max_target: int = 8_000  # bytes of the path with its query
-    max_headers: int = 256  # headers, and trailers
-    max_header_bytes: int = 65_536  # bytes of all headers together
-
-    def check_head(self, target: bytes, header_count: int, head_bytes: int) -> None:
-        """Raise HeadRefused for a head that is too long, or a part of one.
-
-        head_bytes: of a part, as it came: a header counts before it is complete.
-        """
-        if len(target) > self.max_target:
-            raise HeadRefused(414, f"The target is longer than {self.max_target} bytes.")
-        # The parts of a head are counted as they come, target and blanks included.
-        max_bytes = self.max_target + self.max_header_bytes + _SPARE_HEAD_BYTES
-        if header_count > self.max_headers or head_bytes > max_bytes:
-            raise self._build_header_error()
-
-    def check_headers(self, headers: HeaderList) -> None:
-        """Raise HeadRefused for headers, or trailers, that are too many or too long together."""
-        header_bytes = sum(len(name) + len(value) for name, value in headers)
-        if len(headers) > self.max_headers or header_bytes > self.max_header_bytes:
-            raise self._build_header_error()
-
-    def _build_header_error(self) -> HeadRefused:
-        return HeadRefused(
-            431,
-            f"The request has more than {self.max_headers} headers or "
-            f"{self.max_header_bytes} bytes of them.",
-        )
+    __hash__ = int.__hash__
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """uvicorn's protocol, which by itself does not bound a request's head.
+    """uvicorn's protocol, which by itself neither bounds a request's head nor asks who sent it.
 
-    Upgrades are ignored, as HTTP allows.
+    Upgrades are ignored, as HTTP allows. A client of HTTP/1.0 gets no chunks: the connection ends its answer.
     phase: REQUEST, HEAD or BODY. is_refused: the connection ends, and what arrives is thrown away.
     """
 
-    def __init__(self, *args: Any, head_limits: HeadLimits, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, head_limits: HeadLimits, callers: CallerRules, **kwargs: Any
+    ) -> None:
         # The parser finds its callbacks when it is made. A body may come in chunks of one byte, and a call
         # of a method for each would hold up everybody.
         self._body_parts: list[bytes] = []
         self.on_body = self._body_parts.append  # type: ignore[assignment,method-assign]
         super().__init__(*args, **kwargs)
         self.head_limits = head_limits
+        self.callers = callers
+        self._noted: dict[bytes, bytes] = {}  # of the head that is being read
         self.phase = REQUEST
         self.is_refused = False
         self._head_bytes = 0  # of the unfinished head, or since the last part of a body
@@ -104,6 +88,9 @@ class BoundedConnection(HttpToolsProtocol):
                 429, f"More than {MAX_PIPELINED_REQUESTS} requests wait on this connection."
             )
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = _AnyLength()
 
     def data_received(self, data: bytes) -> None:
         """Parse `data`; requests start as their heads are complete."""
@@ -161,6 +148,15 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_begin()
         self.phase = HEAD
         self._head_bytes = 0
+        self._noted = {}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header is complete, or a trailer."""
+        name = name.lower()
+        if name in _NOTED:
+            before = self._noted.get(name)
+            self._noted[name] = value if before is None else b"%b,%b" % (before, value)
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """The head is complete."""
@@ -170,6 +166,11 @@ class BoundedConnection(HttpToolsProtocol):
         # A head that came in few slices cannot be too long.
         if self._head_bytes + MAX_SLICE_BYTES > self.head_limits.max_header_bytes:
             self.head_limits.check_headers(self.headers)
+        noted = self._noted
+        if expected := noted.pop(_EXPECT, b""):
+            self.expect_100_continue = expected.lower() == b"100-continue"
+        parser = self.parser
+        self.callers.check_request(parser.get_method(), parser.get_http_version(), noted)
         self.start_request()
         self.phase = BODY
         self._head_bytes = 0

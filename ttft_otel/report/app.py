@@ -7,13 +7,12 @@ All on one port, so that an operator has a single address to forward and to open
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
 
 from ttft_otel import __version__
@@ -31,7 +30,6 @@ from ttft_otel.report.store.database_reader import (
 from ttft_otel.report.store.database_schema import StoreError
 
 STATIC_FOLDER: Final = Path(__file__).parent / "show" / "static"
-LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
 SECURITY_HEADERS: Final = {
     # Span names and attributes come from anywhere: should one escape the templates, it cannot run.
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; "
@@ -80,18 +78,15 @@ RequestExplainer = Callable[[Path, str], list[str]]
 
 def create_app(
     span_receiver: Receiver,
-    hosts: Sequence[str] = ("*",),
     explain_request: RequestExplainer | None = None,
 ) -> FastAPI:
     """Create the app.
 
     span_receiver: stores what is posted; pages read the same database.
-    hosts: accepted Host headers, against DNS rebinding.
     explain_request: answers "Why?" of a request's page, which has no such link without it.
     """
     # No /docs: FastAPI's page would load its scripts from another site.
     app = FastAPI(title="ttft-otel", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
     # On the same port, so that OTEL_EXPORTER_OTLP_ENDPOINT is also the page's address.
     app.include_router(receiver.create_routes(span_receiver))
     app.mount("/static", StaticFiles(directory=STATIC_FOLDER), name="static")

@@ -11,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import ipaddress
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -32,7 +31,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from ttft_otel.exporter.otlp_exporter import build_span_exporter, is_endpoint_configured
-from ttft_otel.http.bounded_connection import BoundedConnection, HeadLimits
+from ttft_otel.http.bounded_connection import BoundedConnection
+from ttft_otel.http.head_checks import CallerRules, HeadLimits, is_loopback
 from ttft_otel.report import app
 from ttft_otel.report.receive.receiver import Receiver, create_grpc_server
 from ttft_otel.report.store.database_schema import StoreError
@@ -181,7 +181,7 @@ def run_server(options: ServeOptions, on_started: Callable[[ReportServer], None]
 def _run_until_signal(
     options: ServeOptions, span_receiver: Receiver, on_started: Callable[[ReportServer], None]
 ) -> None:
-    web = app.create_app(span_receiver, _list_allowed_hosts(options), options.explain_request)
+    web = app.create_app(span_receiver, options.explain_request)
     provider = instrument_app(web, (options.http_port, options.grpc_port))
     config = uvicorn.Config(
         web,
@@ -189,7 +189,11 @@ def _run_until_signal(
         port=options.http_port,
         http=cast(
             type[asyncio.Protocol],
-            functools.partial(BoundedConnection, head_limits=HeadLimits()),
+            functools.partial(
+                BoundedConnection,
+                head_limits=HeadLimits(),
+                callers=CallerRules(options.host, options.allowed_hosts),
+            ),
         ),
         # Nothing here speaks WebSocket, and uvicorn would look for a library.
         ws="none",
@@ -214,21 +218,6 @@ def _run_until_signal(
             provider.shutdown()
 
 
-def _list_allowed_hosts(options: ServeOptions) -> Sequence[str]:
-    """Accepted Host headers: on loopback only its own names, against DNS rebinding by web pages."""
-    if is_loopback_host(options.host):
-        return [*app.LOOPBACK_HOSTS, options.host, *options.allowed_hosts]
-    return options.allowed_hosts or ["*"]
-
-
-def is_loopback_host(host: str) -> bool:
-    """Whether only processes of this machine reach `host`."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _describe_taken_port(host: str, port: int, option: str) -> str:
     return f"cannot listen on {host}:{port}: is it taken? choose another with {option} PORT"
 
@@ -247,7 +236,7 @@ def instrument_app(
     # gRPC endpoints may be written without a scheme; "//" makes it a host.
     target = urlsplit(chosen.endpoint if "://" in chosen.endpoint else f"//{chosen.endpoint}")
     # The endpoint is this server where it is set for vLLM servers on this host.
-    if is_loopback_host(target.hostname or "") and target.port in own_ports:
+    if is_loopback(target.hostname or "") and target.port in own_ports:
         return None
     provider = TracerProvider(resource=Resource.create({"service.name": SERVE_SERVICE}))
     provider.add_span_processor(BatchSpanProcessor(build_span_exporter(chosen.protocol)))

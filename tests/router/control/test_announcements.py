@@ -14,6 +14,7 @@ from router import fake_instances, registration_site
 from router.registration_site import REGISTER_TOKEN
 from ttft_otel.commands.router import router_options
 from ttft_otel.commands.router.command import build_router, command
+from ttft_otel.http import head_checks
 from ttft_otel.router.control import admin
 from ttft_otel.router.control.registrations import REGISTRABLE_ROLES
 from ttft_otel.router.routing.routing_service import RoutingService
@@ -228,7 +229,7 @@ def test_tokens_are_visible() -> None:
 async def test_other_machines_reach_it_where_it_is_told_so() -> None:
     """With --admin-host any Host header is accepted, and every request needs a token."""
     for host, own in (("::1", True), ("127.0.0.2", True), ("localhost", True), ("router", False)):
-        assert admin.is_loopback(host) is own
+        assert head_checks.is_loopback(host) is own
     with pytest.raises(ValueError, match="needs a token"):
         routing = RoutingService(InstancePool({}))
         admin.AdminApi(UpstreamClient(routing.pool, routing), routing, is_loopback_only=False)

@@ -64,7 +64,7 @@ async def ask_plainly(
 ) -> str:
     """Send a request on a connection; gives the response's head in lower case, after its body has come."""
     body = json.dumps({"model": "tiny", "stream": stream, "messages": []}).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     told = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     if "content-length: " in told:

@@ -15,7 +15,7 @@ from router import fake_instances, raw_http
 from router.fake_instances import InstancePlan
 from ttft_otel.router.control.uvicorn_server import build_uvicorn_config
 
-READYZ = b"GET /readyz HTTP/1.1\r\nhost: router\r\n\r\n"
+READYZ = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 async def test_file_limit_is_raised() -> None:

@@ -141,7 +141,7 @@ def draw_request(draw: some.DrawFn) -> bytes:
     headers = draw(some.lists(some.tuples(names, values), max_size=5))
     method = draw(METHODS) if wild and draw(some.booleans()) else "POST"
     path = draw(PATHS if draw(some.integers(0, 4)) == 1 else USUAL_PATHS)
-    lines = [f"{method} {path} HTTP/1.1", "host: router"]
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost"]
     if not wild:
         lines.append("content-type: application/json")
     if draw(some.booleans()):
@@ -253,7 +253,7 @@ def test_no_5xx_of_its_own(fleet: str, number: int, tmp_path: Path) -> None:
         check_response()
         assert raw_http.parse_status(send_bytes(url, raw_http.encode_request())) == 200
         assert one.mood_counts.total() > number // 10  # what is no JSON is refused on the way
-        text = send_bytes(url, b"GET /metrics HTTP/1.1\r\nhost: router\r\n\r\n").decode()
+        text = send_bytes(url, b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n").decode()
     assert "ttft_otel_hook_errors_total{" not in text
     assert "Traceback" not in log.read_text()
 
@@ -264,22 +264,22 @@ MALFORMED = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"GET\r\n\r\n",
     b"POST /v1/completions\r\n\r\n",
-    b"POST /v1/completions HTTP/9.9\r\nhost: x\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1e3\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999999999999\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n"
+    b"POST /v1/completions HTTP/9.9\r\nhost: localhost\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1e3\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999999999999\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n"
     b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx: a\r\n folded\r\ncontent-length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx: a\r\n folded\r\ncontent-length: 2\r\n\r\n{}",
     b"POST /v1/completions HTTP/1.1\r\nho st: x\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 200_000 + b"\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 200_000 + b"\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\n" + b"x: a\r\n" * 20_000 + b"\r\n",
-    b"POST /" + b"a" * 200_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"POST /" + b"a" * 200_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
     b"POST /v1/completions HTTP/1.0\r\ncontent-length: 2\r\n\r\n{}",
-    b"POST http://[/v1 HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"POST http://[/v1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
 )
 
 

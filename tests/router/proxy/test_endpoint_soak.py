@@ -34,7 +34,7 @@ REQUEST_KINDS = {
     "cut": (raw_http.encode_request("cut"), None, {502}),
     "torn": (raw_http.encode_request("torn", STREAM_BODY), None, {200, 502}),
     "no JSON": (raw_http.encode_request(body=b"{"), None, {200, 400}),
-    "not found": (b"GET /nowhere HTTP/1.1\r\nHost: router\r\n\r\n", None, {404}),
+    "not found": (b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n", None, {404}),
     "left at once": (raw_http.encode_request("late", STREAM_BODY), 0, {0}),
     "left within the body": (raw_http.encode_request(body=b" " * 5000)[:-2500], 0, {0}),
     "left encoders": (raw_http.encode_request("late", IMAGES_BODY), 0, {0}),

@@ -50,6 +50,14 @@ def add_access_options(declare_option: OptionDeclarer) -> Callable[[Command], Co
             metavar="ORIGIN",
             help="An origin whose web pages may call the router, like https://chat.example; repeatable.",
         ),
+        declare_option(
+            # On loopback only its own names are answered to: any page can have a name that resolves there.
+            "--allowed-host",
+            multiple=True,
+            metavar="NAME",
+            help="A name that Host may have besides localhost and addresses; repeatable. Not on loopback, "
+            "without it: any.",
+        ),
     )
 
 

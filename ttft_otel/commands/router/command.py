@@ -303,7 +303,7 @@ def build_router(
         discovery,
     )
     app.metrics.collect_shared_state = None if store is None else store.collect_metrics
-    app.cors_origins = options.cors_origin
+    app.cors_origins, app.allowed_hosts = options.cors_origin, options.allowed_host
     if registered is not None:
         app.registrations, app.metrics.registration_counts = registered, registered.result_counts
     return app

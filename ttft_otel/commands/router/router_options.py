@@ -21,9 +21,9 @@ from ttft_otel.commands.router.routing_options import (
     RoutingOptions,
     check_unused_options,
 )
+from ttft_otel.http.head_checks import is_loopback
 from ttft_otel.model.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
 from ttft_otel.router import types
-from ttft_otel.router.control.admin import is_loopback
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.types import Instance, parse_instance_url
 
@@ -55,6 +55,7 @@ class RouterOptions(RoutingOptions):
     upstream_key: str
     trust_trace_headers: bool
     cors_origin: tuple[str, ...]
+    allowed_host: tuple[str, ...]
     health_interval: float
     retries: int
     retry_budget: float

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,8 +16,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 from aiohttp import web
-from yarl import URL
 
+from ttft_otel.http.head_checks import CallerRules, is_loopback
 from ttft_otel.model import stages
 from ttft_otel.router import types
 from ttft_otel.router.control.announcements import Announcements
@@ -33,6 +32,7 @@ from ttft_otel.router.upstream.upstream_client import UpstreamClient
 # Loopback: orders decide where clients' requests go, and need no token there by default.
 DEFAULT_ADMIN_HOST: Final = "127.0.0.1"
 MAX_ADMIN_BODY_BYTES: Final = 65_536  # bytes of a request body
+OWN_NAMES: Final = CallerRules(DEFAULT_ADMIN_HOST)
 
 log: Final = logging.getLogger("ttft_otel")
 AdminHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -133,13 +133,8 @@ class AdminApi:
 
     def check_access(self, request: web.Request) -> None:
         """Raise RequestRejected for `request`s without a token, and for DNS rebinding by web pages."""
-        # Any text can come in this header; yarl knows ports and the brackets of IPv6.
-        try:
-            host = URL(f"http://{request.host}").host
-        except ValueError:
-            host = None
-        if self.is_loopback_only and not is_loopback(
-            host or ""
+        if self.is_loopback_only and not OWN_NAMES.allows_host(
+            request.headers.get("Host", "").encode("utf-8", "surrogateescape")
         ):  # a host name that was made to resolve to this machine
             raise RequestRejected(403, "Use the loopback address, like 127.0.0.1, for this port.")
         # Either token opens the port, and the handlers ask for the one that they need.
@@ -252,14 +247,6 @@ def apply_order(pool: InstancePool, action: str, named_instance: Instance) -> In
             409, f"It is the last {named_instance.leg} instance: drain it instead."
         )
     return instance or named_instance
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is a loopback address or localhost; other names are not resolved."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _describe_instance(instance: Instance) -> dict[str, Any]:

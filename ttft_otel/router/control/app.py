@@ -55,6 +55,7 @@ class RouterApp:
         self.metrics = metrics
         self.admission = endpoint.admission
         self.registrations: Registrations | None = None  # where instances may register
+        self.allowed_hosts: tuple[str, ...] = ()  # further names that Host may have
         self.cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the router
 
     async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:

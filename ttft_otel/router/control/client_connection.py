@@ -20,9 +20,8 @@ from ttft_otel.http.bounded_connection import (
     BODY,
     REQUEST,
     BoundedConnection,
-    HeadLimits,
-    HeadRefused,
 )
+from ttft_otel.http.head_checks import CallerRules, HeadLimits, HeadRefused
 from ttft_otel.router import lost_hosts
 from ttft_otel.router.deadlines import DeadlineQueue
 from ttft_otel.router.errors import RequestRejected
@@ -36,7 +35,9 @@ MAX_LINGER_S: Final = 30.0  # seconds for which bytes after a refusal are read a
 # By status of a refused head: the reason that is counted, and the type of error in the answer.
 _REFUSALS: Final = {
     400: ("http", "BadRequestError"),
+    403: ("origin", "PermissionDeniedError"),
     414: ("target", "BadRequestError"),
+    421: ("host", "BadRequestError"),
     429: ("pipelining", "RateLimitError"),
     431: ("headers", "BadRequestError"),
 }
@@ -49,11 +50,17 @@ class ClientConnections:
         limits: Of one connection.
         refusal_counts: Refusals by reason.
         max_connections: Beyond it connections are refused, and beyond some more closed without an answer.
+        callers: Which Host and which web pages are answered.
     """
 
     def __init__(
-        self, limits: RouterLimits, refusal_counts: Counter[str], max_connections: int
+        self,
+        limits: RouterLimits,
+        refusal_counts: Counter[str],
+        max_connections: int,
+        callers: CallerRules,
     ) -> None:
+        self.callers = callers
         self.head_limits = HeadLimits(
             limits.max_target, limits.max_headers, limits.max_header_bytes
         )
@@ -184,7 +191,7 @@ class ClientConnection(BoundedConnection):
     """
 
     def __init__(self, *args: Any, shared: ClientConnections, **kwargs: Any) -> None:
-        super().__init__(*args, head_limits=shared.head_limits, **kwargs)
+        super().__init__(*args, head_limits=shared.head_limits, callers=shared.callers, **kwargs)
         self.shared = shared
         self.current_cycle: RequestResponseCycle | None = None
         self.refusal: RequestRejected | None = None
@@ -265,8 +272,9 @@ class ClientConnection(BoundedConnection):
         # The cycle's task starts later, and finds it in its scope.
         output: Any = ClientOutput(self.transport, self.flow)
         self.cycle.transport = output
-        # uvicorn knows its own extensions only.
-        self.scope["extensions"] = {OUTPUT_EXTENSION: output}
+        # uvicorn knows its own extensions only. Parts are pushed as chunks, of which HTTP/1.0 knows nothing.
+        if self.scope["http_version"] == "1.1":
+            self.scope["extensions"] = {OUTPUT_EXTENSION: output}
         self.shared.awaited_heads.forget(self)
         if not self.pipeline:
             self.current_cycle = self.cycle

@@ -20,6 +20,7 @@ from typing import Final, cast
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 
+from ttft_otel.http.head_checks import CallerRules
 from ttft_otel.model.names import header_names
 from ttft_otel.router.control.app import RouterApp
 from ttft_otel.router.control.client_connection import ClientConnection, ClientConnections
@@ -149,6 +150,7 @@ def build_uvicorn_config(app: RouterApp, host: str = "127.0.0.1", port: int = 0)
         limits,
         app.admission.refusal_counts,
         min(limits.max_connections, count_client_sockets()),
+        CallerRules(host, app.allowed_hosts, app.cors_origins),
     )
     config = uvicorn.Config(
         _allow_origins(app) if app.cors_origins else app,
