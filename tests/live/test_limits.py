@@ -19,7 +19,7 @@ import pytest
 from lab import ttft_client
 from lab.ttft_client import TimedResponse
 from tests.live.bench import LiveDeployment, make_parent_header
-from tests.live.like_requests import FEWER_LIKE, LikeRequests, check_cause
+from tests.live.like_requests import FEWER_LIKE, LikeRequests, check_cause, check_stage
 from tests.live.server_plans import (
     BLOCK_TOKENS,
     CACHE_BLOCKS,
@@ -118,14 +118,23 @@ def measure_case(bench: LiveDeployment, case: str, reason: str) -> str:
     raise AssertionError((case, seen))
 
 
-@pytest.mark.parametrize("reason", ["max_num_seqs", "token_budget", "kv_blocks", "lora"])
+# Reason of waiting -> the setting that explain names.
+SETTINGS: Final = {
+    "max_num_seqs": "max_num_seqs",
+    "token_budget": "max_num_batched_tokens",
+    "kv_blocks": "kv_blocks",
+    "lora": "max_loras",
+}
+
+
+@pytest.mark.parametrize("reason", SETTINGS)
 def test_alone(small: LiveDeployment, reason: str) -> None:
     """One limit: it has the wait, and explain names it with its setting."""
     model = SECOND if reason == "lora" else "tiny"
     like = LikeRequests(small, count=FEWER_LIKE, model=model)
     reported = like.explain(measure_case(small, reason, reason))
 
-    check_cause(reported, reason)
+    check_cause(reported, "setting_limit", SETTINGS[reason])
     assert reported["reasons"][reason] >= 0.9
 
 
@@ -136,7 +145,7 @@ def test_preempted(small: LiveDeployment) -> None:
     reported = like.explain(measure_case(small, "preempted", "kv_blocks"))
 
     assert sum_metric(small, "vllm:num_preemptions_total") > before
-    check_cause(reported, "kv_blocks")
+    check_cause(reported, "setting_limit", "kv_blocks")
 
 
 # Two at once: which of them is told. Written before the first run.
@@ -167,7 +176,8 @@ def test_in_step(small: LiveDeployment) -> None:
             reported = like.explain(like.send_one())
         if reported["answered"] and small.control.read_delays(began_ns):
             break
-    check_cause(reported, "in_step")
+    check_stage(reported, "prefill.queue")
+    assert reported["cause"]["kind"] in ("not_known", "process_pause"), reported["sentences"]
     assert reported["reasons"] == {"in_step": 1.0}
 
 
@@ -176,8 +186,8 @@ def test_long_prompt(small: LiveDeployment) -> None:
     like = LikeRequests(small, count=FEWER_LIKE)
     reported = like.explain(like.send_one(**make_prompt(LARGE_BLOCKS)))
 
-    check_cause(reported, "long_prompts")
-    assert reported["figures"]["tokens_ratio"] > LARGE_BLOCKS
+    check_cause(reported, "own_size")
+    assert reported["cause"]["tokens_to"] > LARGE_BLOCKS * reported["cause"]["tokens_from"]
 
 
 def test_cache_miss(small: LiveDeployment) -> None:
@@ -185,5 +195,5 @@ def test_cache_miss(small: LiveDeployment) -> None:
     like = LikeRequests(small, count=FEWER_LIKE, **make_prompt(LARGE_BLOCKS))
     reported = like.explain(like.send_one(**make_prompt(LARGE_BLOCKS)))
 
-    check_cause(reported, "cache_misses")
-    assert "--enable-prefix-caching" in reported["cause"]["settings"]
+    check_cause(reported, "cold_prefix_cache")
+    assert reported["cause"]["hits_to"] < 0.1 < 0.5 < reported["cause"]["hits_from"]

@@ -49,7 +49,7 @@ def test_late_encoding(epd: LiveDeployment) -> None:
         reported = like.explain(like.send_one())
     finally:
         epd.control.set_injections()
-    check_cause(reported, "ec_transfer")
+    check_cause(reported, "slow_hop")
     assert reported["cause"]["stage"] == "prefill_decode.ec.transfer"
     times = {
         each["name"].removeprefix("prefill_decode."): each["late_ms"] for each in reported["stages"]
@@ -85,4 +85,4 @@ def test_one_image_at_a_time(deck: DeploymentDeck, tmp_path: Path) -> None:
     # Else few of the others were encoded in between.
     queued = [found.get(keys.name_stage_attribute(stage), 0) for stage in stages.QUEUE_STAGES]
     assert reasons["encoder_budget"] >= sum(queued)
-    check_cause(reported, "encoder_budget")
+    check_cause(reported, "setting_limit", "max_num_batched_tokens")

@@ -10,6 +10,7 @@ SLOW_FLEET: Final = "slow_fleet"
 PROCESS_PAUSE: Final = "process_pause"
 HELD_BY_LONG_PROMPTS: Final = "held_by_long_prompts"
 SETTING_LIMIT: Final = "setting_limit"
+SET_ASIDE: Final = "set_aside"
 COLD_PREFIX_CACHE: Final = "cold_prefix_cache"
 LOAD_INCREASE: Final = "load_increase"
 MIX_CHANGE: Final = "mix_change"
@@ -30,12 +31,13 @@ CAUSE_KINDS: Final[dict[str, str]] = {
     PROCESS_PAUSE: "A process of an instance stopped for a while, which no work explains.",
     HELD_BY_LONG_PROMPTS: "Long prompts of others held the engine.",
     SETTING_LIMIT: "A setting of the scheduler, or the size of the KV cache, bounds what runs at once.",
+    SET_ASIDE: "The scheduler set it aside for a reason of its own: a pause, a grammar, blocks or encodings.",
     COLD_PREFIX_CACHE: "Less of like prompts was found in the prefix cache.",
     LOAD_INCREASE: "More requests came in the same time.",
     MIX_CHANGE: "Other requests came: larger ones, other models, or of other tenants.",
     OWN_SIZE: "The late requests are larger, and took what their size takes.",
     INSTANCE_SHIFT: "Other instances served them; like requests of one instance took no longer.",
-    SLOW_HOP: "The way between router and server took longer.",
+    SLOW_HOP: "The way between router and server, or between instances, took longer.",
     LOST_INSTANCE: "An instance served no more requests, and the others had its work.",
     ROUTER_BUSY: "The router's own process took long.",
     FAILED_ATTEMPTS: "Attempts on instances that failed came first.",

@@ -118,6 +118,17 @@ def test_sentences() -> None:
     assert "Looked at own_size: median " in details and "refuted: " in details
 
 
+def test_set_aside() -> None:
+    """A pause has the time: no limit is behind it, and no setting is named; without the reason, no cause is."""
+    window = delay_some(make_window(), CASES["paused"], every=100)
+    found = explain_requests(choose_like(window[0], window))
+    assert found.cause.chosen is not None
+    assert (found.cause.kind, found.cause.chosen.subject) == (cause_kinds.SET_ASIDE, "paused")
+    assert found.remedy is not None and not found.remedy.settings
+    bare = delay_some(make_window(), replace(CASES["paused"], reason=""), every=100)
+    assert explain_requests(choose_like(bare[0], bare)).cause.kind == cause_kinds.NOT_KNOWN
+
+
 def test_a_single_request() -> None:
     """Against its like: how unusual it is, and the stage that is longer; a usual one has no cause."""
     window = delay_some(make_window(), CASES["max_num_seqs"], every=100)

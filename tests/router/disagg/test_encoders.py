@@ -13,7 +13,6 @@ from typing import Any
 import click
 import pytest
 from commands.router.test_router_options import INSTANCE_URL, read_options
-from ttft_otel.router.routing.load_entry import LoadEntry
 
 from router import fake_instances, fake_pair, scripted_knowledge
 from router.control.test_admin import open_admin
@@ -31,6 +30,7 @@ from ttft_otel.router.routing.policies.block_index import BlockHolders
 from ttft_otel.router.routing.policies.least_ttft import LeastTtftPolicy
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
 from ttft_otel.router.routing.policies.prefill_model import PrefillLine, PrefillModels, compute_work
+from ttft_otel.router.routing.routing_service import LoadEntry
 from ttft_otel.router.types import Decision, RoutingRequest, parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.tracing import clock

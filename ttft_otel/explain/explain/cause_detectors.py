@@ -54,6 +54,8 @@ LIMIT_REASONS: Final = {
     "prefill_interval": "prefill_schedule_interval",
     "priority": "scheduling_policy",
 }
+# Reasons that no limit is behind: what the request waited for was not there yet, or nothing was to run.
+OWN_REASONS: Final = ("paused", "grammar", "remote_kv", "remote_ec")
 
 
 def detect_slow_instances(case: LateCase) -> Iterator[Candidate]:
@@ -377,6 +379,8 @@ def detect_stage_causes(case: LateCase) -> Iterator[Candidate]:
     table = case.table
     for kind, words in (
         (cause_kinds.SLOW_HOP, ("router.hop",)),
+        (cause_kinds.SLOW_HOP, ("kv.transfer",)),
+        (cause_kinds.SLOW_HOP, ("ec.transfer",)),
         (cause_kinds.ROUTER_BUSY, ROUTER_STAGES),
         (cause_kinds.FAILED_ATTEMPTS, ("router.retry",)),
     ):
@@ -385,7 +389,7 @@ def detect_stage_causes(case: LateCase) -> Iterator[Candidate]:
             continue
         usual = float(us[case.typical].mean())
         found = measure_share(case, us - usual)
-        subject = _find_odd_place(case, us) if kind == cause_kinds.SLOW_HOP else ""
+        subject = _find_odd_place(case, us) if words == ("router.hop",) else ""
         refuted = ""
         if found.share_low <= 0:
             refuted = "as long as usual"
@@ -428,22 +432,29 @@ def _find_odd_place(case: LateCase, us: numpy.ndarray) -> str:
 
 
 def detect_limits(case: LateCase) -> Iterator[Candidate]:
-    """A reason of waiting that has most of the stage, and the setting behind it."""
+    """A reason of waiting that has most of the stage, and the setting behind it, where there is one."""
     top = case.difference.parts[0]
     for reason, share in case.difference.reasons[:3]:
-        if reason not in LIMIT_REASONS or share <= 0.1:
+        if share <= 0.1:
+            continue
+        if reason in OWN_REASONS:
+            kind, subject, figures = cause_kinds.SET_ASIDE, reason, {"reason": reason}
+        elif reason in LIMIT_REASONS:
+            kind, subject = cause_kinds.SETTING_LIMIT, LIMIT_REASONS[reason]
+            figures = {"setting": subject}
+        else:
             continue
         words = {"max_num_seqs": "all places of the batch were taken"}
         yield Candidate(
-            cause_kinds.SETTING_LIMIT,
+            kind,
             f"{words.get(reason, f'waited for {reason}')}: {share:.0%} of {top.name}",
             top.share * share,
             top.low * share,
             top.high * share,
             len(numpy.unique(case.table.blocks[case.late])),
             "" if top.low > 0 else "as long as usual",
-            LIMIT_REASONS[reason],
-            {"setting": LIMIT_REASONS[reason]},
+            subject,
+            figures,
         )
 
 

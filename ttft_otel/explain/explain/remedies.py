@@ -57,6 +57,11 @@ REMEDIES: Final[dict[str, Remedy]] = {
         "configuration/optimization/#chunked-prefill",
         ("--long-prefill-token-threshold",),
     ),
+    cause_kinds.SET_ASIDE: Remedy(
+        "Look at what it waited for ({subject}).",
+        "None.",
+        "docs/concepts.md",
+    ),
     cause_kinds.COLD_PREFIX_CACHE: Remedy(
         "Find what emptied the cache, or changed the prompts' beginnings; send like prefixes to one "
         "instance (ttft-otel router --routing-logic prefixaware).",
