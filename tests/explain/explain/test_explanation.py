@@ -119,7 +119,7 @@ def test_sentences() -> None:
 
 
 def test_set_aside() -> None:
-    """A pause has the time: no limit is behind it, and no setting is named; without the reason, no cause is."""
+    """A pause has the time: no limit is behind it, no setting is named; without the reason, no cause."""
     window = delay_some(make_window(), CASES["paused"], every=100)
     found = explain_requests(choose_like(window[0], window))
     assert found.cause.chosen is not None
