@@ -326,12 +326,21 @@ def detect_cold_cache(case: LateCase) -> Iterator[Candidate]:
         like = here & ~case.late
         usual[here] = numpy.median(shares[like]) if like.any() else numpy.median(shares[~case.late])
     exposed = shares <= usual - COLD_DROP
-    found = case.attribute(exposed)
+    if (
+        case.is_single
+    ):  # no others have its hits: what its own tokens take beyond those of usual hits
+        usual_tokens = table.tokens * (1 - usual) / numpy.maximum(table.computed, 1)
+        found = measure_share(
+            case, numpy.where(exposed, case.own_time * (1 - numpy.minimum(usual_tokens, 1)), 0.0)
+        )
+    else:
+        found = case.attribute(exposed)
+    holds = found.share_low > 0 if case.is_single else found.holds
     late, typical = (
         float(table.cached[side].sum() / max(table.tokens[side].sum(), 1))
         for side in (case.late, ~case.late)
     )
-    refuted = "" if found.holds else "like prompts with as many hits are late as often"
+    refuted = "" if holds else "like prompts with as many hits are late as often"
     if not refuted and typical - late < COLD_DROP:
         refuted = f"of the late prompts {late:.0%} was cached, of others {typical:.0%}"
     yield _build(
@@ -347,21 +356,24 @@ def detect_cold_cache(case: LateCase) -> Iterator[Candidate]:
 def detect_own_size(case: LateCase) -> Iterator[Candidate]:
     """What the late requests took longer because they are larger than others of their instances."""
     table, own = case.table, case.own_time
-    late, sizes = case.late, [0.0, 0.0]
+    late = case.late
     usual = numpy.zeros(len(table))
     for pool in numpy.unique(table.pools[late]):
         here = table.pools == pool
         others = here & ~late if (here & ~late).any() else here
         usual[here] = own[others].mean()
     chosen = table.pools[late]
-    sizes = [
-        float(numpy.median(table.computed[side]))
-        for side in (late, numpy.isin(table.pools, chosen) & ~late)
-    ]
+    sides = (late, numpy.isin(table.pools, chosen) & ~late)
+    sizes = [float(numpy.median(table.computed[side])) for side in sides]
+    lengths = [float(numpy.median(table.tokens[side])) for side in sides]
     found = measure_share(case, own - usual)
     refuted = ""
     if sizes[0] < MIN_SIZE_RATIO * max(sizes[1], 1):
         refuted = f"median {sizes[0]:.0f} tokens to compute, of others {sizes[1]:.0f}"
+    elif lengths[0] < MIN_SIZE_RATIO * max(lengths[1], 1):
+        refuted = (
+            f"median {lengths[0]:.0f} tokens, of others {lengths[1]:.0f}: less of them was cached"
+        )
     elif found.share_low <= 0:
         refuted = "their size takes no longer"
     yield _build(
