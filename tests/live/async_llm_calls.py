@@ -22,7 +22,7 @@ PROMPT = "hello world " * 40
 async def call_engine(model: str, answers: int) -> None:
     """Ask one request after the other, then leave one before its first token."""
     arguments = AsyncEngineArgs(
-        model=model, enforce_eager=True, max_model_len=1024, served_model_name=["tiny"]
+        model=model, enforce_eager=True, max_model_len=4096, served_model_name=["tiny"]
     )
     engine = AsyncLLM.from_engine_args(arguments)
     params = SamplingParams(max_tokens=5, output_kind=RequestOutputKind.DELTA)
@@ -47,13 +47,14 @@ async def leave_request(engine: AsyncLLM) -> None:
     """Begin a request and cancel it as soon as the engine has it."""
 
     async def read() -> None:
-        async for _ in engine.generate(PROMPT * 10, SamplingParams(), request_id="left"):
+        async for _ in engine.generate(PROMPT * 4, SamplingParams(), request_id="left"):
             pass
 
     task = asyncio.ensure_future(read())
-    while not engine.output_processor.has_unfinished_requests():
+    while not (task.done() or engine.output_processor.has_unfinished_requests()):
         await asyncio.sleep(0)
-    task.cancel()
+    if not task.cancel():
+        await task  # raises what has ended it
     await asyncio.gather(task, return_exceptions=True)
     write_line("left", "-")
     await asyncio.sleep(1)  # the engine core is asked how far it got
