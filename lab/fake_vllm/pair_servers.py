@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill and a decode server with vLLM's behaviour, NIXL's fatal assertion too, for the router's tests."""
+"""A prefill and a decode server with vLLM's behaviour, for the router's tests."""
 
 from __future__ import annotations
 
@@ -37,11 +37,9 @@ class PairModel:
     created: int = 100
     block: int = BLOCK_TOKENS
     longest: int = 1000  # tokens of the model's context
-    version: str = "0.32.0+cpu"
     refuses: int = 0  # the decode server's status for a stream
     stuck: float = 0.0  # seconds before it takes the prefill server's blocks
     held_requests: set[str] = field(default_factory=set)  # whose blocks the prefill server keeps
-    is_dead: bool = False  # the decode server's engine has died
     is_foreign: bool = False  # the prefill server's answers are not of vLLM's form
 
 
@@ -54,10 +52,9 @@ class PairServer(FakeInstance):
         self.is_decode = is_decode
 
     def build_app(self) -> web.Application:
-        """Also the metrics and the version that the router reads."""
+        """Also the metrics that the router reads."""
         app = super().build_app()
         app.router.add_get("/metrics", self.answer_metrics)
-        app.router.add_get("/version", self.answer_version)
         return app
 
     async def answer_models(self, request: web.Request) -> web.Response:
@@ -70,30 +67,21 @@ class PairServer(FakeInstance):
         labels = f'block_size="{self.model.block}",enable_prefix_caching="True",engine="0"'
         return web.Response(text=f"# HELP x\nvllm:cache_config_info{{{labels}}} 1.0\n")
 
-    async def answer_version(self, _: web.Request) -> web.Response:
-        """vLLM's version."""
-        return web.json_response({"version": self.model.version})
-
     async def _answer_request(self, request: web.Request) -> web.StreamResponse:
         model = self.model
         body = await request.json()
         kv_params = body.get("kv_transfer_params") or {}
-        if model.is_dead and self.is_decode:
-            return web.json_response({"error": {"message": "EngineDeadError"}}, status=500)
         start = clock.now_us()
         if body.get("model") != "tiny":
             model.held_requests.discard(kv_params.get("remote_request_id", ""))
             return web.json_response({"error": {"message": "no such model"}}, status=404)
-        ids = kv_params.get("prompt_token_ids") or body.get("prompt")
-        known_tokens = len(ids) - model.length if isinstance(ids, list) else 0
         if kv_params.get("do_remote_prefill"):
             await asyncio.sleep(model.stuck)
-            model.is_dead = known_tokens > 0 and model.length % BLOCK_TOKENS == 0
             model.held_requests.discard(kv_params["remote_request_id"])
         await asyncio.sleep(model.late if self.is_decode else model.slow)
         max_tokens = int(body.get("max_tokens", body.get("max_completion_tokens", 16)))
-        texts = list(model.tokens)[known_tokens : known_tokens + max_tokens]
-        if self.is_decode and model.first and not known_tokens:
+        texts = list(model.tokens)[:max_tokens]
+        if self.is_decode and model.first:
             texts[0] = model.first
         spent = clock.now_us() - start
         stage = "kv.transfer" if self.is_decode else "prefill.compute"
@@ -106,7 +94,7 @@ class PairServer(FakeInstance):
             return web.json_response(
                 self._build_answer(request, body, texts, keep), headers=headers
             )
-        return await self._stream_answer(request, body, texts, known_tokens, headers)
+        return await self._stream_answer(request, body, texts, headers)
 
     def _build_answer(
         self, request: web.Request, body: dict[str, Any], texts: list[str], keep: bool
@@ -117,9 +105,6 @@ class PairServer(FakeInstance):
         answer: dict[str, Any] = {"id": self._build_id(request), "created": 100, "model": "tiny"}
         text = "".join(texts)
         choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        if body.get("return_token_ids"):
-            choice["token_ids"] = [100]
-            (answer if chat else choice)["prompt_token_ids"] = list(range(1, model.length + 1))
         answer |= {
             "choices": [choice],
             "usage": self._build_usage(len(texts)),
@@ -144,7 +129,6 @@ class PairServer(FakeInstance):
         request: web.Request,
         body: dict[str, Any],
         texts: list[str],
-        known_tokens: int,
         headers: dict[str, str],
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream"})
@@ -165,13 +149,13 @@ class PairServer(FakeInstance):
             )
             await asyncio.sleep(self.model.gap)
         if (body.get("stream_options") or {}).get("include_usage"):
-            usage = self._build_usage(len(texts), known_tokens)
+            usage = self._build_usage(len(texts))
             await write_event(response, top | {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    def _build_usage(self, completion_tokens: int, known_tokens: int = 0) -> dict[str, int]:
-        prompt_tokens = self.model.length + known_tokens
+    def _build_usage(self, completion_tokens: int) -> dict[str, int]:
+        prompt_tokens = self.model.length
         return {
             "prompt_tokens": prompt_tokens,
             "total_tokens": prompt_tokens + completion_tokens,

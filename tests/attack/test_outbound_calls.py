@@ -18,7 +18,7 @@ from typing import Final
 import pytest
 from router import fake_instances, raw_http
 
-from ttft_otel.router.upstream.capabilities import parse_capabilities
+from ttft_otel.router.routing.prefixes.prefix_source import parse_block_size
 from ttft_otel.router.upstream.instance_pool import InstancePool
 
 ROUTER: Final = Path(__file__).parents[2] / "ttft_otel" / "router"
@@ -261,13 +261,23 @@ async def test_another_key_asks_anew() -> None:
         assert server.counts[MODELS] - before == 3
 
 
-@pytest.mark.parametrize("is_honest", [False, True])
-def test_labels_of_any_length(is_honest: bool) -> None:
-    """A long word among the labels of /metrics is looked through once."""
-    word = b'block_size="16",' if is_honest else b"a" * (1 << 20) + b","
-    page = b"vllm:cache_config_info{" + word + b'enable_prefix_caching="True"} 1\n'
+@pytest.mark.parametrize(
+    ("labels", "wanted"),
+    [
+        (b'block_size="16",cache_dtype="auto"', 16),
+        (b'cache_dtype="auto",block_size="32"', 32),
+        (b'block_size="None"', 0),
+        (b'hash_block_size="16"', 0),
+        (b"a" * (1 << 20), 0),
+        (b"a," * (1 << 19), 0),
+    ],
+    ids=["first", "last", "none", "another", "a long word", "many words"],
+)
+def test_labels_of_any_length(labels: bytes, wanted: int) -> None:
+    """The block size is read from the labels of /metrics, and what they are is looked through once."""
+    page = b"# TYPE x gauge\nvllm:cache_config_info{" + labels + b'} 1\nx{block_size="8"} 1\n'
     start_s = time.thread_time()
-    assert parse_capabilities(page, b"").block_size == (16 if is_honest else 0)
+    assert parse_block_size(page) == wanted
     assert time.thread_time() - start_s < 1
 
 

@@ -31,8 +31,7 @@ from tests.live.bench import (
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
 from ttft_otel.model.names import env_names, keys, span_names
 
-MODES = ("off", "strip", "continue")
-BLOCK_TOKENS = 128  # tokens of a KV block on CPU
+MODES = ("off", "strip")
 LATE_PLACE = "kv_wait"
 IDLE_METRICS = (
     "vllm:kv_cache_usage_perc",
@@ -199,59 +198,21 @@ def test_ids_times_and_names_are_one_streams(modes: RouterModes) -> None:
         assert {event["model"] for event in events} == {"tiny"}
 
 
-@pytest.mark.parametrize("path", (CHAT_PATH, COMPLETIONS_PATH))
-def test_whole_blocks_do_not_kill_decode(modes: RouterModes, path: str) -> None:
-    """With prompts around multiples of the block size `continue` answers as one server, and decode stays
-    up.
-    """
-    digits = len("".join(map(str, range(10))))  # a digit is a token of its own here
-    usage = {"stream_options": {"include_usage": True}}
-    base = (
-        count_prompt_tokens(modes.send_request("", path=path, prompt="1" * digits, extra=usage))
-        - digits
-    )
-    for length in (
-        BLOCK_TOKENS - 1,
-        BLOCK_TOKENS,
-        BLOCK_TOKENS + 1,
-        2 * BLOCK_TOKENS - 1,
-        2 * BLOCK_TOKENS,
-        2 * BLOCK_TOKENS + 1,
-    ):
-        number = str(modes.bench.new_picture_seed())
-        prompt = (number * length)[: length - base]
-        question = {"path": path, "prompt": prompt, "extra": usage}
-        got, one = modes.send_request("continue", **question), modes.send_request("", **question)
-        assert count_prompt_tokens(one) == count_prompt_tokens(got) == length
-        assert normalize_events(got) == normalize_events(one)
-        assert is_first_token_early(got)
-    assert modes.bench.fleet.servers["decode"].is_healthy()
-
-
-def count_prompt_tokens(answer: TimedResponse) -> int:
-    """The prompt's length as the server reports it."""
-    (usage,) = [json.loads(each.data) for each in answer.events[:-1] if '"usage":{' in each.data]
-    found: int = usage["usage"]["prompt_tokens"]
-    return found
-
-
-@pytest.mark.parametrize("mode", ("strip", "continue"))
-def test_text_at_the_seam(modes: RouterModes, mode: str) -> None:
+def test_text_at_the_seam(modes: RouterModes) -> None:
     """With parts of "é" and with random tokens no text is lost, doubled, or taken from the prompt."""
     every = read_vocabulary()
     halves = [every["Ã"], every["©"]]  # a byte-level vocabulary writes C3 and A9 like this
     for allowed in (halves, halves, *[list(every.values())] * 8):
         question = {"prompt": modes.make_prompt(), "max_tokens": 9, "allowed": allowed}
         for path in (CHAT_PATH, COMPLETIONS_PATH):
-            got = modes.send_request(mode, path=path, **question)
+            got = modes.send_request("strip", path=path, **question)
             assert normalize_events(got) == normalize_events(
                 modes.send_request("", path=path, **question)
             )
 
 
 def test_seeds(modes: RouterModes) -> None:
-    """`strip` gives the seeded answer of one server; `continue` does not repeat the first draw."""
-    repeated = 0
+    """`strip` gives the seeded answer of one server."""
     for seed in range(8):
         extra = {"temperature": 1.0, "seed": seed}
         question = {
@@ -262,10 +223,6 @@ def test_seeds(modes: RouterModes) -> None:
         assert normalize_events(modes.send_request("strip", **question)) == normalize_events(
             modes.send_request("", **question)
         )
-        answer = modes.send_request("continue", max_tokens=2, **question)
-        first, second = (json.loads(e.data)["choices"][0]["text"] for e in answer.events[:2])
-        repeated += first == second
-    assert repeated <= 4
 
 
 def test_the_first_token_is_the_prefill_legs(modes: RouterModes) -> None:
@@ -282,13 +239,10 @@ def test_the_first_token_is_the_prefill_legs(modes: RouterModes) -> None:
     def measure_round() -> Errors:
         found = {mode: measure_first_token(modes, mode) for mode in MODES}
         off = found["off"]
-        errors = {}
-        for mode in ("strip", "continue"):
-            errors[f"above {mode}"] = found[mode].above_ms - off.way_ms
-            errors[f"later {mode}"] = found[mode].ttft_ms - off.ttft_ms
-        return errors
+        early = found["strip"]
+        return {"above": early.above_ms - off.way_ms, "later": early.ttft_ms - off.ttft_ms}
 
-    rounds = measure_until_decided(measure_round, lambda name: limits[name.split()[0]])
+    rounds = measure_until_decided(measure_round, lambda name: limits[name])
     usual = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
     sys.stderr.write(f"\n[live] first token, ms, medians of pairs: {usual}\n")
 
@@ -328,28 +282,25 @@ def get_prefill_leg_us(found: dict[str, int]) -> int:
 
 def test_the_handover_is_in_the_trace(modes: RouterModes) -> None:
     """The span ttft.handover is below the router's server span, and its steps add up."""
-    for mode in ("strip", "continue"):
-        trace = make_trace_id()
-        modes.send_request(
-            mode, prompt=modes.make_prompt(), words=200, headers=make_parent_header(trace)
-        )
-        spans = modes.bench.wait_for_trace(
-            trace, lambda found: list_spans_named(found, span_names.HANDOVER)
-        )
-        (handover,) = list_spans_named(spans, span_names.HANDOVER)
-        own = handover["attributes"]
-        steps = [span for span in spans if span["parent_id"] == handover["span_id"]]
-        total = own[keys.HANDOVER_TOTAL_US]
-        assert total == sum(
-            us
-            for name, us in own.items()
-            if name.endswith("_us") and name != keys.HANDOVER_TOTAL_US
-        )
-        assert own[keys.name_handover_attribute("decode.kv.transfer")] > 0
-        assert (keys.name_handover_attribute(span_names.FIRST_DECODE) in own) == (mode == "strip")
-        assert {step["name"] for step in steps} >= {"router.hop.decode", "decode.kv.transfer"}
-        above = next(span for span in spans if span["span_id"] == handover["parent_id"])
-        assert (above["kind"], above["attributes"][keys.ROLE]) == ("server", "router")
+    trace = make_trace_id()
+    modes.send_request(
+        "strip", prompt=modes.make_prompt(), words=200, headers=make_parent_header(trace)
+    )
+    spans = modes.bench.wait_for_trace(
+        trace, lambda found: list_spans_named(found, span_names.HANDOVER)
+    )
+    (handover,) = list_spans_named(spans, span_names.HANDOVER)
+    own = handover["attributes"]
+    steps = [span for span in spans if span["parent_id"] == handover["span_id"]]
+    total = own[keys.HANDOVER_TOTAL_US]
+    assert total == sum(
+        us for name, us in own.items() if name.endswith("_us") and name != keys.HANDOVER_TOTAL_US
+    )
+    assert own[keys.name_handover_attribute("decode.kv.transfer")] > 0
+    assert keys.name_handover_attribute(span_names.FIRST_DECODE) in own
+    assert {step["name"] for step in steps} >= {"router.hop.decode", "decode.kv.transfer"}
+    above = next(span for span in spans if span["span_id"] == handover["parent_id"])
+    assert (above["kind"], above["attributes"][keys.ROLE]) == ("server", "router")
 
 
 def list_spans_named(spans: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:

@@ -116,8 +116,8 @@ TOPOLOGIES = {
     "routed": deploy_routed,
     "failed": deploy_failed,
     "epd": deploy_epd,
-    **{f"pd {mode}": deploy_disaggregated(mode, False) for mode in ("off", "strip", "continue")},
-    **{f"epd3 {mode}": deploy_disaggregated(mode, True) for mode in ("off", "strip", "continue")},
+    **{f"pd {mode}": deploy_disaggregated(mode, False) for mode in ("off", "strip")},
+    **{f"epd3 {mode}": deploy_disaggregated(mode, True) for mode in ("off", "strip")},
 }
 
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 # How the first token of a request with two legs reaches the client; docs/router.md.
 MODE_OFF: Final = "off"
 MODE_STRIP: Final = "strip"
-MODE_CONTINUE: Final = "continue"
-FIRST_TOKEN_MODES: Final = (MODE_OFF, MODE_STRIP, MODE_CONTINUE)
+FIRST_TOKEN_MODES: Final = (MODE_OFF, MODE_STRIP)
 DEFAULT_POLICY: Final = "round_robin"  # needs no knowledge of requests
 OTHER_LEGS_POLICY: Final = "least_requests"
 

@@ -124,7 +124,7 @@ async def test_clients_own_parameters_are_replaced() -> None:
         assert not any(EC_PARAMS_FIELD in each.json for each in e.received)
 
 
-@pytest.mark.parametrize("mode", ["off", "strip", "continue"])
+@pytest.mark.parametrize("mode", ["off", "strip"])
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 async def test_prefill_gets_them_and_decode_does_not(mode: str, stream: bool) -> None:
     """With all three legs prefill fetches encodings, and decode fetches blocks; the same for the header."""

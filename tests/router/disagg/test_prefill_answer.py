@@ -72,13 +72,11 @@ def test_what_is_no_answer_of_one_token_is_none() -> None:
         )
 
 
-def test_transfer_parameters_and_ids_are_read() -> None:
+def test_transfer_parameters_are_read() -> None:
     """Where chat and completions put them; none is None."""
-    found = parse_prefill_answer(
-        build_prefill_answer(kv_transfer_params={"a": 1}, prompt_token_ids=[1, 2]), True
-    )
+    found = parse_prefill_answer(build_prefill_answer(kv_transfer_params={"a": 1}), True)
     assert found is not None and found.kv_params is not None
-    assert (bytes(found.kv_params), found.prompt_token_ids) == (b'{"a": 1}', [1, 2])
+    assert bytes(found.kv_params) == b'{"a": 1}'
     assert build_token().kv_params is None
 
 
@@ -115,7 +113,6 @@ def test_kv_params_of_any_answer(data: bytes, params: bytes | None) -> None:
         {"choices": 5},
         {"usage": [1]},
         {"choices": [{"text": ["a"], "message": {"content": ["a"]}}]},
-        {"choices": [{"token_ids": "1", "text": "a", "message": {"content": "a"}}]},
     ],
 )
 def test_another_type_is_no_answer(chat: bool, change: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ async def wait_for_ttft(router: fake_instances.RunningRouter, count: int = 2) ->
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("mode", ["off", "strip", "continue"])
+@pytest.mark.parametrize("mode", ["off", "strip"])
 async def test_every_mode_gives_one_plain_stream(mode: str, path: str) -> None:
     """The same events, usage and id whichever way the first token came; prefill is empty afterwards."""
     async with fake_pair.run_fleet(mode) as fleet:
@@ -48,13 +48,13 @@ async def test_every_mode_gives_one_plain_stream(mode: str, path: str) -> None:
             assert got.events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
         ends = [each["choices"][0]["finish_reason"] for each in got.events[:-2]]
         assert ends == [None] * (len(ends) - 1) + ["length"]
-        assert await fleet.wait_until_freed() and not fleet.model.is_dead
+        assert await fleet.wait_until_freed()
         ttft, _ = await wait_for_ttft(fleet.router)
         assert ttft.attributes[keys.FIRST_TOKEN] == mode
         assert keys.FIRST_TOKEN_REASON not in ttft.attributes
 
 
-@pytest.mark.parametrize("mode", ["off", "strip", "continue"])
+@pytest.mark.parametrize("mode", ["off", "strip"])
 async def test_plain_answers_are_decodes(mode: str) -> None:
     """An answer that is not streamed is the decode instance's alone."""
     async with fake_pair.run_fleet(mode) as fleet:
@@ -95,60 +95,18 @@ async def test_what_prefill_and_decode_are_asked() -> None:
 
 
 async def test_shared_storage_needs_no_parameters() -> None:
-    """Where prefill returns none, decode gets none; continue is strip then."""
-    for mode in ("off", "strip", "continue"):
+    """Where prefill returns none, decode gets none."""
+    for mode in ("off", "strip"):
         async with fake_pair.run_fleet(mode, nixl=False) as fleet:
             assert (await fleet.send_request()).texts == ALL_TOKENS
             assert "kv_transfer_params" not in fleet.decode.received[0].json
             ttft, _ = await wait_for_ttft(fleet.router)
-            reason = ttft.attributes.get(keys.FIRST_TOKEN_REASON)
-            assert reason == ("kv_transfer_params" if mode == "continue" else None)
-
-
-@pytest.mark.parametrize("length", [7, 8, 9, 16, 17])
-@pytest.mark.parametrize("path", PATHS)
-async def test_continue_at_whole_blocks_does_not_kill_decode(length: int, path: str) -> None:
-    """At a whole number of blocks decode first loads the bare prompt, then goes on without parameters."""
-    async with fake_pair.run_fleet("continue", length=length) as fleet:
-        assert (await fleet.send_request(path)).texts == ALL_TOKENS
-        assert not fleet.model.is_dead and await fleet.wait_until_freed()
-        *loads, last = [each.json for each in fleet.decode.received]
-        assert len(loads) == (length % fake_pair.BLOCK_TOKENS == 0)
-        params = last.get("kv_transfer_params", {})
-        assert bool(params.get("do_remote_prefill")) == (length % fake_pair.BLOCK_TOKENS != 0)
-        ids = params.get("prompt_token_ids") or last["prompt"]
-        assert ids == [*range(1, length + 1), 100] and last["max_tokens"] == 3
-        for load in loads:
-            assert (load["max_tokens"], load["stream"]) == (1, False)
-            assert load["kv_transfer_params"]["do_remote_prefill"] is True
-        ttft, _ = await wait_for_ttft(fleet.router)
-        assert ttft.attributes[keys.FIRST_TOKEN] == "continue"
-
-
-async def test_continue_needs_to_know_the_blocks() -> None:
-    """No block size, a release that takes no ids, no room for one token more: strip, with the reason."""
-    for fields, reason in (
-        ({"block": 0}, "block_size"),
-        ({"version": "0.24.0"}, "version"),
-        ({"longest": 6, "length": 5}, "max_model_len"),
-    ):
-        async with fake_pair.run_fleet("continue", **fields) as fleet:
-            await wait_for_cards(fleet)
-            await fleet.send_request(max_tokens=None)
-            ttft, _ = await wait_for_ttft(fleet.router)
-            assert ttft.attributes[keys.FIRST_TOKEN] == "strip"
-            assert ttft.attributes[keys.FIRST_TOKEN_REASON] == reason
-
-
-async def wait_for_cards(fleet: fake_pair.PairFleet) -> None:
-    """Wait until the router has read the decode instance's model cards."""
-    while not all(each.model_cards for each in fleet.router.fleet):
-        await asyncio.sleep(0.01)
+            assert keys.FIRST_TOKEN_REASON not in ttft.attributes
 
 
 async def test_the_first_token_does_not_wait_for_decode() -> None:
-    """300 ms of decode add nothing to the client's TTFT in strip and continue, all of it in off."""
-    for mode, early in (("off", False), ("strip", True), ("continue", True)):
+    """300 ms of decode add nothing to the client's TTFT in strip, all of it in off."""
+    for mode, early in (("off", False), ("strip", True)):
         async with fake_pair.run_fleet(mode, late=0.3) as fleet:
             begun = clock.now_us()
             url = f"{fleet.router.url}{CHAT}"
@@ -166,26 +124,25 @@ async def test_the_first_token_does_not_wait_for_decode() -> None:
 
 async def test_the_handover_is_told() -> None:
     """The time between the prefill and the decode token is a span below the server span, in parts."""
-    for mode, last in (("strip", span_names.FIRST_DECODE), ("continue", "router.egress")):
-        async with fake_pair.run_fleet(mode, late=0.1) as fleet:
-            await fleet.send_request()
-            ttft, record = await wait_for_ttft(fleet.router)
-            assert record.handover is not None
-            whole, *steps = cut_handover(record.handover)
-            assert (whole.name, whole.start) == (span_names.HANDOVER, ttft.end)
-            found = dict(whole.attributes)
-            total = found.pop(keys.HANDOVER_TOTAL_US)
-            assert total == whole.end - whole.start == sum(found.values())
-            assert found["ttft.handover.decode.kv.transfer_us"] >= 100_000
-            assert steps[0].start == whole.start and steps[-1].end == whole.end
-            assert steps[-1].name == last
-            for one, two in zip(steps, steps[1:], strict=False):
-                assert one.end == two.start
+    async with fake_pair.run_fleet("strip", late=0.1) as fleet:
+        await fleet.send_request()
+        ttft, record = await wait_for_ttft(fleet.router)
+        assert record.handover is not None
+        whole, *steps = cut_handover(record.handover)
+        assert (whole.name, whole.start) == (span_names.HANDOVER, ttft.end)
+        found = dict(whole.attributes)
+        total = found.pop(keys.HANDOVER_TOTAL_US)
+        assert total == whole.end - whole.start == sum(found.values())
+        assert found["ttft.handover.decode.kv.transfer_us"] >= 100_000
+        assert steps[0].start == whole.start and steps[-1].end == whole.end
+        assert steps[-1].name == span_names.FIRST_DECODE
+        for one, two in zip(steps, steps[1:], strict=False):
+            assert one.end == two.start
 
 
 async def test_one_token_is_prefills_alone() -> None:
     """With max_tokens 1, prefill answers and keeps no blocks; decode is not called."""
-    for mode in ("off", "strip", "continue"):
+    for mode in ("off", "strip"):
         async with fake_pair.run_fleet(mode) as fleet:
             got = await fleet.send_request(max_tokens=1)
             assert got.texts == ["Hel"] and not fleet.decode.received
@@ -194,21 +151,20 @@ async def test_one_token_is_prefills_alone() -> None:
 
 async def test_an_answer_that_ends_on_prefill_ends_there() -> None:
     """If the prefill token ends the answer, decode generates nothing, and prefill's blocks are freed."""
-    for mode in ("strip", "continue"):
-        async with fake_pair.run_fleet(mode, finish="stop") as fleet:
-            got = await fleet.send_request(stream_options={"include_usage": True})
-            assert got.texts == ["Hel"] and got.events[-1] == "[DONE]"
-            assert got.events[-2]["usage"]["completion_tokens"] == 1
-            assert got.events[-3]["choices"][0]["finish_reason"] == "stop"
-            assert await fleet.wait_until_freed()
-            assert [each.json["model"] for each in fleet.decode.received] == ["ttft-otel-nobody"]
-            ttft, record = await wait_for_ttft(fleet.router)
-            assert ttft.attributes[keys.FIRST_TOKEN] == mode and record.handover is None
+    async with fake_pair.run_fleet("strip", finish="stop") as fleet:
+        got = await fleet.send_request(stream_options={"include_usage": True})
+        assert got.texts == ["Hel"] and got.events[-1] == "[DONE]"
+        assert got.events[-2]["usage"]["completion_tokens"] == 1
+        assert got.events[-3]["choices"][0]["finish_reason"] == "stop"
+        assert await fleet.wait_until_freed()
+        assert [each.json["model"] for each in fleet.decode.received] == ["ttft-otel-nobody"]
+        ttft, record = await wait_for_ttft(fleet.router)
+        assert ttft.attributes[keys.FIRST_TOKEN] == "strip" and record.handover is None
 
 
 async def test_decode_may_merge_tokens() -> None:
     """The first decode event may hold three tokens: the client loses none of them."""
-    for mode in ("off", "strip", "continue"):
+    for mode in ("off", "strip"):
         for path in PATHS:
             async with fake_pair.run_fleet(mode, merged=3) as fleet:
                 assert "".join((await fleet.send_request(path)).texts) == "".join(ALL_TOKENS)
@@ -235,20 +191,18 @@ async def check_first_token_off(fleet: fake_pair.PairFleet, reason: str) -> None
 
 async def test_half_a_character_waits_for_decode() -> None:
     """A first token that is an incomplete character is not sent at once: the decode event has the text."""
-    for mode in ("strip", "continue"):
-        for half in ("", "a\ufffd"):
-            async with fake_pair.run_fleet(mode, tokens=(half, "é", "!", ".")) as fleet:
-                assert (await fleet.send_request()).texts == [half, "é", "!", "."]
-                assert len(fleet.decode.received) == 1
-                await check_first_token_off(fleet, "character")
+    for half in ("", "a\ufffd"):
+        async with fake_pair.run_fleet("strip", tokens=(half, "é", "!", ".")) as fleet:
+            assert (await fleet.send_request()).texts == [half, "é", "!", "."]
+            assert len(fleet.decode.received) == 1
+            await check_first_token_off(fleet, "character")
 
 
 async def test_one_time_for_all_events() -> None:
     """Prefill's and decode's streams begin in different seconds; the client's does not."""
-    for mode in ("strip", "continue"):
-        async with fake_pair.run_fleet(mode, created=107) as fleet:
-            events = (await fleet.send_request()).events
-            assert {each["created"] for each in events[:-1]} == {100}
+    async with fake_pair.run_fleet("strip", created=107) as fleet:
+        events = (await fleet.send_request()).events
+        assert {each["created"] for each in events[:-1]} == {100}
 
 
 async def test_prefills_refusal_is_the_clients() -> None:
@@ -260,7 +214,7 @@ async def test_prefills_refusal_is_the_clients() -> None:
 
 async def test_decodes_refusal_ends_the_stream() -> None:
     """Off: decode's status and body. With the first token out: an error event, [DONE], and freed blocks."""
-    for mode in ("off", "strip", "continue"):
+    for mode in ("off", "strip"):
         async with fake_pair.run_fleet(mode, refuses=400) as fleet:
             got = await fleet.send_request()
             if mode == "off":
@@ -292,7 +246,7 @@ async def test_a_decode_that_is_gone_ends_the_stream() -> None:
 )
 async def test_a_client_that_leaves_frees_prefill(slow: float, late: float, wait: float) -> None:
     """100 ms after the client disconnects both legs have ended, and prefill's blocks are freed."""
-    for mode in ("off", "strip", "continue"):
+    for mode in ("off", "strip"):
         async with fake_pair.run_fleet(mode, slow=slow, late=late) as fleet:
             task = asyncio.create_task(fleet.send_request())
             await asyncio.sleep(wait)
@@ -327,7 +281,7 @@ async def run_refusing_decode(
 
 async def test_a_decode_that_cannot_is_followed_by_one_without_blocks() -> None:
     """A decode instance that answers 503 has blocks freed: the next one computes the prompt itself."""
-    for mode in ("off", "strip", "continue"):
+    for mode in ("off", "strip"):
         async with run_refusing_decode(first_token=mode) as (fleet, busy, idle):
             assert (await fleet.send_request()).texts == ALL_TOKENS
             assert busy.received[0].json["kv_transfer_params"]["do_remote_prefill"] is True
@@ -375,7 +329,7 @@ async def test_several_answers_are_decodes_alone() -> None:
 async def test_a_clients_own_parameters_reach_nobody() -> None:
     """kv_transfer_params of a client reach no instance, on any path, vllm_xargs included."""
     evil = {"do_remote_prefill": True, "remote_block_ids": [[1]], "prompt_token_ids": [1]}
-    for mode in ("off", "strip", "continue"):
+    for mode in ("off", "strip"):
         async with fake_pair.run_fleet(mode) as fleet:
             for path in (*PATHS, "/v1/responses", "/v1/embeddings"):
                 for more in ({}, {"top_p": float("nan")}, {"n": 2}, {"max_tokens": 1}):

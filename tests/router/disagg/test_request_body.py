@@ -10,7 +10,7 @@ import pytest
 
 from ttft_otel.model.endpoints import CHAT_PATH
 from ttft_otel.router.disagg import request_body, request_plan
-from ttft_otel.router.types import MODE_CONTINUE
+from ttft_otel.router.types import MODE_STRIP
 
 MANY_LISTS = b"[" + b",".join([b"[]"] * 300_000) + b"]"  # 0.9 MB, and as objects 20 times as much
 
@@ -61,7 +61,7 @@ def test_legs_are_planned_on_raw_values(name: str) -> None:
     data = b'{"model": "tiny", ' + b", ".join(b'"%b": %b' % each for each in fields.items()) + b"}"
     tracemalloc.start()
     try:
-        plan = request_plan.plan_legs("/v1/completions", data, True, False, MODE_CONTINUE)
+        plan = request_plan.plan_legs("/v1/completions", data, True, MODE_STRIP)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

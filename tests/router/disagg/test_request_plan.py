@@ -10,31 +10,29 @@ import pytest
 from msgspec import Raw
 
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
-from ttft_otel.router.disagg.request_plan import KEEP_BLOCKS_PARAMS, LegPlan, derive_seed, plan_legs
-from ttft_otel.router.types import MODE_CONTINUE, MODE_OFF, MODE_STRIP
+from ttft_otel.router.disagg.request_plan import KEEP_BLOCKS_PARAMS, LegPlan, plan_legs
+from ttft_otel.router.types import MODE_OFF, MODE_STRIP
 
 BOTH_LEGS = ("prefill", "decode")
 KV_PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [[1, 2]]}
 RAW_PARAMS = Raw(json.dumps(KV_PARAMS).encode())
 
 
-def plan_chat(
-    mode: str = MODE_STRIP, stream: bool = True, media: bool = False, **fields: Any
-) -> LegPlan:
+def plan_chat(mode: str = MODE_STRIP, stream: bool = True, **fields: Any) -> LegPlan:
     """The plan of a chat request with these fields."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": stream}
-    return plan_legs(CHAT_PATH, json.dumps(body | fields).encode(), stream, media, mode)
+    return plan_legs(CHAT_PATH, json.dumps(body | fields).encode(), stream, mode)
 
 
 def plan_completion(mode: str = MODE_STRIP, **fields: Any) -> LegPlan:
     """The plan of a streamed completion with these fields."""
     body = {"model": "tiny", "prompt": "x", "stream": True}
-    return plan_legs(COMPLETIONS_PATH, json.dumps(body | fields).encode(), True, False, mode)
+    return plan_legs(COMPLETIONS_PATH, json.dumps(body | fields).encode(), True, mode)
 
 
 def test_streams_go_through_both_legs_in_the_mode_asked_for() -> None:
     """Chat and completions: prefill, then decode, with the prefill token in the router's mode."""
-    for mode in (MODE_OFF, MODE_STRIP, MODE_CONTINUE):
+    for mode in (MODE_OFF, MODE_STRIP):
         for made in (plan_chat(mode), plan_completion(mode)):
             assert (made.legs, made.mode, made.reason) == (BOTH_LEGS, mode, "")
 
@@ -42,7 +40,7 @@ def test_streams_go_through_both_legs_in_the_mode_asked_for() -> None:
 def test_one_prompt_in_any_form() -> None:
     """A text, token ids, and a list of one of them are one prompt."""
     for prompt in ("x", ["x"], [1, 2], [[1, 2]], [7]):
-        assert plan_completion(MODE_CONTINUE, prompt=prompt).legs == BOTH_LEGS
+        assert plan_completion(MODE_STRIP, prompt=prompt).legs == BOTH_LEGS
 
 
 def test_one_token_needs_no_decode() -> None:
@@ -87,7 +85,7 @@ def test_decode_alone(fields: dict[str, Any], reason: str) -> None:
 def test_other_paths_and_bodies_are_decodes() -> None:
     """The responses API, embeddings, and what is no JSON object go to the decode instance as they came."""
     for path in ("/v1/responses", "/v1/embeddings", "/v1/messages"):
-        assert plan_legs(path, b'{"model": "tiny"}', True, False, MODE_STRIP).legs == ("decode",)
+        assert plan_legs(path, b'{"model": "tiny"}', True, MODE_STRIP).legs == ("decode",)
     huge = (b'{"prompt": "x", "seed": 1e999}', b'{"prompt": "x", "temperature": 1e999}')
     for data in (
         *huge,
@@ -98,7 +96,7 @@ def test_other_paths_and_bodies_are_decodes() -> None:
         b"\xff",
         b'{"prompt":' + b"[" * 5000,
     ):
-        made = plan_legs(COMPLETIONS_PATH, data, True, False, MODE_STRIP)
+        made = plan_legs(COMPLETIONS_PATH, data, True, MODE_STRIP)
         assert (made.legs, made.reason) == (("decode",), "body")
 
 
@@ -119,10 +117,9 @@ def test_other_paths_and_bodies_are_decodes() -> None:
 )
 def test_tokens_that_cannot_be_handed_out(fields: dict[str, Any], reason: str) -> None:
     """Where the prefill token is not all of the stream's first event, the decode answer is the answer."""
-    for mode in (MODE_STRIP, MODE_CONTINUE):
-        made = plan_chat(mode, **fields)
-        assert (made.legs, made.mode, made.reason) == (BOTH_LEGS, MODE_OFF, reason)
-        assert made.seed is None
+    made = plan_chat(MODE_STRIP, **fields)
+    assert (made.legs, made.mode, made.reason) == (BOTH_LEGS, MODE_OFF, reason)
+    assert made.seed is None
 
 
 @pytest.mark.parametrize(
@@ -131,16 +128,7 @@ def test_tokens_that_cannot_be_handed_out(fields: dict[str, Any], reason: str) -
 )
 def test_fields_that_ask_for_nothing_change_nothing(fields: dict[str, Any]) -> None:
     """A field at its default does not cost the first token's way."""
-    assert plan_chat(MODE_CONTINUE, **fields).mode == MODE_CONTINUE
-
-
-def test_what_sees_only_output_tokens_cannot_continue() -> None:
-    """Stop strings, penalties of output tokens and media fall back to strip, with the reason."""
-    for name, value in (("stop", "\n"), ("presence_penalty", 0.5), ("bad_words", ["x"])):
-        made = plan_chat(MODE_CONTINUE, **{name: value})
-        assert (made.mode, made.reason) == (MODE_STRIP, name)
-    made = plan_chat(MODE_CONTINUE, media=True)
-    assert (made.mode, made.reason) == (MODE_STRIP, "media")
+    assert plan_chat(MODE_STRIP, **fields).mode == MODE_STRIP
 
 
 def test_prefill_is_asked_for_one_token() -> None:
@@ -153,7 +141,6 @@ def test_prefill_is_asked_for_one_token() -> None:
     assert body["kv_transfer_params"] == KEEP_BLOCKS_PARAMS and body["top_p"] == 0.5
     assert not {"max_completion_tokens", "stream_options"} & set(body)
     assert "return_token_ids" not in body and made.include_usage
-    assert json.loads(plan_chat(MODE_CONTINUE).build_prefill_body())["return_token_ids"] is True
 
 
 def test_decode_gets_the_clients_request_and_prefills_parameters() -> None:
@@ -183,40 +170,3 @@ def test_seeds() -> None:
     assert plan_chat().seed != seed
     assert "seed" not in json.loads(plan_chat(temperature=0).build_prefill_body())
     assert "seed" not in json.loads(plan_chat(MODE_OFF).build_prefill_body())
-
-
-def test_continue_derives_another_seed() -> None:
-    """The decode seed follows from the prefill seed: the same one would repeat the same draw."""
-    made = plan_chat(MODE_CONTINUE, seed=5)
-    follows = json.loads(made.build_continue_body([1, 2, 3], RAW_PARAMS))["seed"]
-    assert follows == derive_seed(5) != 5
-    assert len({derive_seed(seed) for seed in range(1000)}) == 1000
-    assert all(0 <= derive_seed(seed) < 1 << 63 for seed in (-(1 << 63), -1, (1 << 63) - 1))
-
-
-def test_continue_asks_for_the_rest() -> None:
-    """One token fewer, and the prompt as ids: in a completion's prompt, in a chat's parameters."""
-    body = json.loads(plan_completion(MODE_CONTINUE).build_continue_body([1, 2, 3], RAW_PARAMS))
-    assert (body["prompt"], body["max_tokens"]) == ([1, 2, 3], 15)
-    assert body["kv_transfer_params"] == KV_PARAMS
-    assert "kv_transfer_params" not in json.loads(
-        plan_completion(MODE_CONTINUE).build_continue_body([1], None)
-    )
-
-    made = plan_chat(MODE_CONTINUE, max_completion_tokens=9, max_tokens=7, min_tokens=4)
-    body = json.loads(made.build_continue_body([1, 2, 3], RAW_PARAMS))
-    assert (body["max_completion_tokens"], body["min_tokens"]) == (8, 3)
-    assert body["kv_transfer_params"] == {**KV_PARAMS, "prompt_token_ids": [1, 2, 3]}
-    assert body["messages"] == [{"role": "user", "content": "x"}]
-    body = json.loads(plan_chat(MODE_CONTINUE).build_continue_body([1], None))
-    assert body["kv_transfer_params"] == {"prompt_token_ids": [1]}
-    assert "max_tokens" not in body
-
-
-def test_load_is_the_prompt_alone() -> None:
-    """The first decode request at a whole number of blocks: the prefill parameters, one token, no stream."""
-    body = json.loads(
-        plan_chat(MODE_CONTINUE, max_tokens=9, min_tokens=2).build_load_body(RAW_PARAMS)
-    )
-    assert (body["max_tokens"], body["stream"]) == (1, False)
-    assert body["kv_transfer_params"] == KV_PARAMS and "min_tokens" not in body

@@ -18,7 +18,7 @@ from ttft_otel.router.disagg.stream_splice import (
     render_first_events,
     render_stream_error,
 )
-from ttft_otel.router.types import MODE_CONTINUE, MODE_STRIP
+from ttft_otel.router.types import MODE_STRIP
 
 
 def build_event(
@@ -190,26 +190,6 @@ def test_one_id_and_one_time() -> None:
     assert events[0]["choices"][0]["delta"]["content"] == quoted
 
 
-def test_continued_streams_lose_nothing_but_the_preamble() -> None:
-    """Continue: the first decode event is the second token; usage counts the prefill token as an answer's."""
-    joint = StreamSplicer(
-        build_token(), LegPlan(BOTH_LEGS, MODE_CONTINUE, is_chat=True, include_usage=True)
-    )
-    usage = {"prompt_tokens": 11, "total_tokens": 14, "completion_tokens": 3}
-    last = b'data: {"choices":[],"usage":' + json.dumps(usage).encode() + b"}\n\n"
-    out = splice_chunks(
-        joint, [ROLE_EVENT + build_event("Hel"), build_event("lo"), END_EVENT, last, DONE_EVENT]
-    )
-    assert list_texts(out.replace(last, b"")[: out.index(b'data: {"choices":[]')]) == [
-        "Hel",
-        "lo",
-        "",
-    ]
-    said = json.loads(out[out.index(b'{"choices":[]') :].split(b"\n\n")[0])["usage"]
-    assert said == {"prompt_tokens": 10, "total_tokens": 14, "completion_tokens": 4}
-    assert out.endswith(DONE_EVENT)
-
-
 def test_the_opening_is_a_servers_own() -> None:
     """Chat: preamble, then the token; completions: the token; nothing ends."""
     events = [
@@ -253,10 +233,9 @@ def test_an_answer_that_ends_on_p_is_whole() -> None:
         b'{"choices": [{"index": 0, "delta": {"content": "\xff"}}]}',
     ],
 )
-@pytest.mark.parametrize("mode", [MODE_STRIP, MODE_CONTINUE])
-def test_an_event_of_another_shape_goes_on_as_it_came(mode: str, strange: bytes) -> None:
+def test_an_event_of_another_shape_goes_on_as_it_came(strange: bytes) -> None:
     """What no vLLM writes is the client's to read, and does not cut its stream off."""
-    joint = StreamSplicer(build_token(), LegPlan(BOTH_LEGS, mode, is_chat=True))
+    joint = StreamSplicer(build_token(), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True))
     sent = b"data: " + strange + b"\n\n" + DONE_EVENT
     assert joint.splice_chunk(sent) + joint.flush_rest() == sent
 

@@ -98,7 +98,7 @@ async def test_dropped_by_a_single_leg(policy: str, has_encoder: bool) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("mode", ["off", "strip", "continue"])
+@pytest.mark.parametrize("mode", ["off", "strip"])
 async def test_dropped_by_prefill_and_decode(policy: str, mode: str) -> None:
     """The client's body when D answers, and P's and D's with it."""
     model = fake_pair.PairModel(gap=LONG_GAP_S)
@@ -106,7 +106,7 @@ async def test_dropped_by_prefill_and_decode(policy: str, mode: str) -> None:
         model, first_token=mode, routing=build_routing_factory(policy)
     ) as (router, *_):
         body = fake_instances.build_chat() | {"max_tokens": 4}
-        # In `continue` D says the second token first, else after its first pause.
+        # D says the second token after its first pause.
         await check_dropped(router, body, b"Hel" if mode == "off" else b"lo")
 
 

@@ -25,7 +25,7 @@ FLEETS = {
     "P/D": ("--prefill", "--decode"),
     "E+P+D": ("--encoder", "--prefill", "--decode"),
 }
-MODES = {"P/D": "continue", "E+P+D": "strip"}
+MODES = {"P/D": "off", "E+P+D": "strip"}
 
 USUAL_PATHS = some.sampled_from(
     "/v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/embeddings".split()

@@ -18,8 +18,7 @@ from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.disagg.stream_splice import StreamSplicer
 from ttft_otel.router.errors import UpstreamUnavailable
 from ttft_otel.router.exchange import ClientWriter, Exchange
-from ttft_otel.router.timeline import Attempt, RequestTimeline
-from ttft_otel.router.types import MODE_STRIP
+from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream import http_headers, retry
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
 from ttft_otel.router.upstream.first_byte_wait import FirstByteWait, read_first_chunk
@@ -64,7 +63,7 @@ class DecodeLeg:
     async def serve_full_answer(self, job: DisaggregatedRequest) -> None:
         """Relay the whole decode response; the decode instance generates the first token again."""
         attempts = job.exchange.add_attempts()
-        response = await self._send_decode(job, job.plan.build_decode_body, attempts)
+        response = await self._send_decode(job, attempts)
         job.drop_bodies()
         # The decode instance fetches the blocks now; after a refusal they are still kept, and have to be
         # released.
@@ -72,37 +71,18 @@ class DecodeLeg:
             job.unfetched_kv_params = None
         await relay_response(response, attempts[-1], job.client_stream)
 
-    async def continue_generation(
-        self, job: DisaggregatedRequest, splicer: StreamSplicer, fills_blocks: bool
-    ) -> None:
-        """Relay the decode stream after the prefill token, which the client has, and end the client's.
-
-        fills_blocks: the prompt has no partial KV block.
-        """
-        exchange, plan, first_token = job.exchange, job.plan, splicer.first_token
+    async def continue_generation(self, job: DisaggregatedRequest, splicer: StreamSplicer) -> None:
+        """Relay the decode stream after the prefill token, which the client has, and end the client's."""
+        exchange = job.exchange
         handover_timeline = exchange.begin_handover()
-        # Whole blocks are fetched by a request of their own, and are the decode instance's cached prefix
-        # afterwards.
-        loaded_instance = await self._load_blocks(job, handover_timeline) if fills_blocks else None
         attempts = exchange.add_attempts(handover_timeline)
-
-        def build_body(kv_params: Raw | None) -> bytes:
-            return plan.build_continue_body(
-                [*first_token.prompt_token_ids, *first_token.token_ids],
-                None if fills_blocks else kv_params,
-            )
-
-        # In the mode strip the decode instance gets the client's own body, and says the prefill token once
-        # more.
-        make_body = plan.build_decode_body if plan.mode == MODE_STRIP else build_body
         try:
-            response = await self._send_decode(job, make_body, attempts, loaded_instance)
+            response = await self._send_decode(job, attempts)
         # Status 200 is out already: an error can only be an event of the stream.
         except UpstreamUnavailable as error:
             await self._send_failure(job, error)
             return
         job.drop_bodies()
-        first_token.drop_prompt()
         if response.status >= 400:
             exchange.record_failure(str(response.status))
             try:
@@ -114,9 +94,7 @@ class DecodeLeg:
                 stream_splice.render_stream_error(data, exchange.error, response.status)
             )
             return
-        # A partial block comes with this request; whole ones were fetched before.
-        if not fills_blocks:
-            job.unfetched_kv_params = None
+        job.unfetched_kv_params = None
         try:
             last_part, ends_wait = await self._relay_spliced(response, attempts[-1], splicer, job)
         except UPSTREAM_ERRORS as error:
@@ -137,11 +115,7 @@ class DecodeLeg:
         )
 
     async def _send_decode(
-        self,
-        job: DisaggregatedRequest,
-        make_body: Callable[[Raw | None], bytes],
-        attempts: list[Attempt],
-        only_instance: types.Instance | None = None,
+        self, job: DisaggregatedRequest, attempts: list[Attempt]
     ) -> InstanceAnswer:
         """Send to a decode instance; if it is unavailable, to another one that computes the prompt itself.
 
@@ -152,14 +126,12 @@ class DecodeLeg:
             job.request,
             leg=DECODE,
             headers=job.leg_headers,
-            body=make_body(job.unfetched_kv_params),
+            body=job.plan.build_decode_body(job.unfetched_kv_params),
             # Blocks are fetched once: the prefill instance frees them afterwards.
             single_use=bool(job.unfetched_kv_params),
             media_encoded=False,
         )
-        response = await self.upstream.send_request(
-            request, job.exchange.trace_context, attempts, only_instance
-        )
+        response = await self.upstream.send_request(request, job.exchange.trace_context, attempts)
         # Only 502 to 504 say that this decode instance is not there; any other status is for the client.
         if (
             not job.unfetched_kv_params
@@ -175,7 +147,7 @@ class DecodeLeg:
         # At once: the prefill instance needs the memory for other requests.
         self.releases.start_release(job.unfetched_kv_params, request.headers)
         job.unfetched_kv_params = None
-        body = make_body(None)
+        body = job.plan.build_decode_body(None)
         # It computes the whole prompt, media included.
         if job.plan.ec_params:
             body = splice_params(body, job.plan.ec_params)
@@ -193,36 +165,6 @@ class DecodeLeg:
             any(each is not attempts[-1].instance for each in candidates)
             and self.upstream.retry_budget.try_spend()
         )
-
-    async def _load_blocks(
-        self, job: DisaggregatedRequest, timeline: RequestTimeline
-    ) -> types.Instance | None:
-        """Make the decode instance fetch the blocks first if the prompt is a whole number of blocks.
-
-        Asked at once for the prompt and the prefill token, the decode instance would request one block more
-        than the prefill instance has, and an assertion in NIXL ends its engine. If this fails (None), the
-        decode instance computes the prompt itself.
-        """
-        attempts = job.exchange.add_attempts(timeline)
-        request = replace(
-            job.request,
-            leg=DECODE,
-            headers=job.leg_headers,
-            body=job.plan.build_load_body(job.unfetched_kv_params),
-            # An ID of its own, by which the decode logs tell the two requests apart.
-            request_id=f"{job.request.request_id}-load",
-            single_use=True,
-            media_encoded=False,
-        )
-        try:
-            response, _ = await read_whole_answer(self.upstream, request, job.exchange, attempts)
-        except UpstreamUnavailable:
-            return None
-        # The decode instance computes the prompt itself then, and the blocks are released in the end.
-        if response.status >= 400:
-            return None
-        job.unfetched_kv_params = None
-        return attempts[-1].instance
 
     async def _relay_spliced(
         self,

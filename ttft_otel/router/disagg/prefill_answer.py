@@ -31,14 +31,8 @@ class PrefillToken(msgspec.Struct):
     role: str = "assistant"
     is_parsed: bool = False  # a parser may have split it into reasoning and the like
     usage: dict[str, Any] = {}
-    token_ids: list[int] = []
-    prompt_token_ids: list[int] = []
     kv_params: Raw | None = None  # where the prefill instance keeps the KV blocks, a JSON object
     fingerprint: str | None = None
-
-    def drop_prompt(self) -> None:
-        """Forget the prompt's token ids, which the decode instance has got: there may be 100 000 of them."""
-        self.prompt_token_ids = []
 
     def explain_refusal(self, plan: LegPlan) -> str:
         """Reason why it cannot be sent to the client before the decode stream, or ""."""
@@ -72,8 +66,6 @@ class _Choice(msgspec.Struct):
     text: str | None | UnsetType = UNSET  # of a completion
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
 
 
 class _BlocksAnswer(msgspec.Struct):
@@ -90,7 +82,6 @@ class _TokenAnswer(_BlocksAnswer, kw_only=True):
     created: int
     choices: tuple[_Choice]
     usage: dict[str, Any] | None = None
-    prompt_token_ids: list[int] | None = None
     system_fingerprint: str | None = None
 
 
@@ -107,15 +98,14 @@ def parse_prefill_answer(data: bytes, is_chat: bool) -> PrefillToken | None:
         return None
     (choice,), usage = answer.choices, answer.usage or {}
     message = choice.message
-    # A chat's answer has the prompt's ids beside its choices, a completion in the choice.
     if is_chat:
         if message is None:
             return None
-        text, prompt_token_ids = message.content, answer.prompt_token_ids
+        text = message.content
     else:
         if choice.text is UNSET:
             return None
-        message, text, prompt_token_ids = _NO_MESSAGE, choice.text, choice.prompt_token_ids
+        message, text = _NO_MESSAGE, choice.text
     return PrefillToken(
         id=answer.id,
         model=answer.model,
@@ -128,8 +118,6 @@ def parse_prefill_answer(data: bytes, is_chat: bool) -> PrefillToken | None:
             message.reasoning or message.tool_calls or usage.get("completion_tokens_details")
         ),
         usage=usage,
-        token_ids=choice.token_ids or [],
-        prompt_token_ids=prompt_token_ids or [],
         kv_params=_take_params(answer),
         fingerprint=answer.system_fingerprint,
     )

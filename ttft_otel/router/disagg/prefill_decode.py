@@ -12,7 +12,6 @@ from typing import Final
 from msgspec.structs import replace
 
 from ttft_otel.model.stages import DECODE, PREFILL
-from ttft_otel.router import types
 from ttft_otel.router.disagg import decode_leg, prefill_answer, stream_splice
 from ttft_otel.router.disagg.decode_leg import DecodeLeg, DisaggregatedRequest
 from ttft_otel.router.disagg.kv_release import KvReleases
@@ -20,15 +19,11 @@ from ttft_otel.router.disagg.prefill_answer import PrefillToken
 from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.disagg.stream_splice import StreamSplicer
 from ttft_otel.router.errors import UpstreamRefused
-from ttft_otel.router.timeline import Attempt
-from ttft_otel.router.types import MODE_CONTINUE, MODE_OFF, MODE_STRIP, HeaderList
+from ttft_otel.router.types import MODE_OFF, HeaderList
 from ttft_otel.router.upstream import http_headers
-from ttft_otel.router.upstream.capabilities import CapabilityCache, InstanceCapabilities
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 
-# First vLLM release that accepts token ids as the prompt of a chat.
-CHAT_TOKEN_IDS_VERSION: Final = (0, 29)
 # The prefill answer was one JSON object, the client's is a stream.
 _EVENT_STREAM_HEADER: Final = (b"content-type", b"text/event-stream; charset=utf-8")
 
@@ -38,31 +33,19 @@ class PrefillDecodeFlow:
 
     def __init__(self, upstream: UpstreamClient) -> None:
         self.upstream = upstream
-        self.capabilities = CapabilityCache(upstream)
         self.releases = KvReleases(upstream)
         self.decode_leg = DecodeLeg(upstream, self.releases)
 
     async def serve_request(self, job: DisaggregatedRequest) -> None:
         """Serve the request of `job` by the legs of its plan."""
         plan, exchange, client_stream = job.plan, job.exchange, job.client_stream
-        if plan.mode == MODE_CONTINUE:
-            # Asked while the prefill instance computes, as the answers are needed when the prefill token is
-            # here.
-            self.capabilities.refresh_stale(
-                (*self.upstream.pool.get(PREFILL), *self.upstream.pool.get(DECODE))
-            )
-        answer, data, attempt = await self._run_prefill(job)
+        answer, data = await self._run_prefill(job)
         try:
             first_token = self._take_first_token(job, data)
-            del data  # as long as the prompt, where it has its token ids
+            exchange.record_first_token_mode(plan.mode, plan.reason)
             if first_token is None:
-                exchange.record_first_token_mode(plan.mode, plan.reason)
                 await self.decode_leg.serve_full_answer(job)
                 return
-            fills_blocks = plan.mode == MODE_CONTINUE and await self._can_continue(
-                job, first_token, attempt
-            )
-            exchange.record_first_token_mode(plan.mode, plan.reason)
             # From here on the client has a stream, whatever becomes of the decode instance.
             exchange.record_answer(is_streaming=True)
             events = stream_splice.render_first_events(first_token, plan)
@@ -72,15 +55,13 @@ class PrefillDecodeFlow:
                 await client_stream.send_end()
             else:
                 splicer = StreamSplicer(first_token, plan, events)
-                await self.decode_leg.continue_generation(job, splicer, fills_blocks)
+                await self.decode_leg.continue_generation(job, splicer)
         finally:
             # Also when the client has left: the prefill instance would keep the blocks until its time-out.
             if job.unfetched_kv_params:
                 self.releases.start_release(job.unfetched_kv_params, job.leg_headers)
 
-    async def _run_prefill(
-        self, job: DisaggregatedRequest
-    ) -> tuple[InstanceAnswer, bytes, Attempt]:
+    async def _run_prefill(self, job: DisaggregatedRequest) -> tuple[InstanceAnswer, bytes]:
         """The prefill answer and its body, one token. Raises UpstreamRefused, UpstreamUnavailable."""
         # Not kept: its body may be as large as the client's, and the decode answer long.
         request = replace(
@@ -94,7 +75,7 @@ class PrefillDecodeFlow:
         if response.status >= 400:
             headers = http_headers.filter_response_headers(response.raw_headers)
             raise UpstreamRefused(response.status, headers, data)
-        return response, data, attempts[-1]
+        return response, data
 
     def _take_first_token(self, job: DisaggregatedRequest, data: bytes) -> PrefillToken | None:
         """The token in the prefill answer; None if the decode instance is to answer everything.
@@ -121,36 +102,13 @@ class PrefillDecodeFlow:
     def _explain_too_long(self, plan: LegPlan, first_token: PrefillToken) -> str:
         """Reason if prompt and requested tokens exceed the context of a decode instance; else ""."""
         # The prefill instance checks its own context only, and the decode instance's may be shorter.
-        max_model_len = _find_max_model_len(self.upstream.pool.get(DECODE))
+        # The smallest of them, as any may be chosen.
+        decoders = self.upstream.pool.get(DECODE)
+        max_model_len = min(
+            (each.max_model_len for each in decoders if each.max_model_len), default=0
+        )
         wanted_tokens = first_token.usage.get("prompt_tokens", 0) + (plan.max_tokens or 0)
         return "max_model_len" if max_model_len and wanted_tokens > max_model_len else ""
-
-    async def _can_continue(
-        self, job: DisaggregatedRequest, first_token: PrefillToken, prefill_attempt: Attempt
-    ) -> bool:
-        """Choose between the modes continue and strip; returns whether the prompt has no partial block."""
-        plan = job.plan
-        # Until all that follows is known to fit.
-        plan.mode = MODE_STRIP
-        prompt_tokens = len(first_token.prompt_token_ids)
-        # The decode instance has to get the very same tokens: the same text may be split in another way.
-        if not first_token.token_ids or not prompt_tokens:
-            plan.reason = "token_ids"
-        elif not first_token.kv_params:
-            plan.reason = "kv_transfer_params"
-        else:
-            # All of them: which one will be chosen is not known yet.
-            decoders = self.upstream.pool.get(DECODE)
-            prefill_capabilities, *decode_capabilities = await self.capabilities.get_capabilities(
-                (prefill_attempt.instance, *decoders)
-            )
-            plan.reason = _explain_cache_mismatch(
-                plan, prefill_capabilities, decode_capabilities, prompt_tokens
-            ) or _explain_no_room(decoders, prompt_tokens)
-            if not plan.reason:
-                plan.mode = MODE_CONTINUE
-                return prompt_tokens % prefill_capabilities.block_size == 0
-        return False
 
 
 def _build_stream_headers(answer: InstanceAnswer) -> HeaderList:
@@ -162,42 +120,3 @@ def _build_stream_headers(answer: InstanceAnswer) -> HeaderList:
         if header[0] not in (b"content-type", b"content-length")
     ]
     return [*headers, _EVENT_STREAM_HEADER]
-
-
-def _explain_cache_mismatch(
-    plan: LegPlan,
-    prefill_capabilities: InstanceCapabilities,
-    decode_capabilities: list[InstanceCapabilities],
-    prompt_tokens: int,
-) -> str:
-    """Reason why the decode instance cannot continue after a prompt of this length, or ""."""
-    # Whether the last block is full has to mean the same to both instances.
-    if not prefill_capabilities.block_size or any(
-        capabilities.block_size != prefill_capabilities.block_size
-        for capabilities in decode_capabilities
-    ):
-        return "block_size"
-    # Whole blocks get to the decode instance's second request by its prefix cache only.
-    if prompt_tokens % prefill_capabilities.block_size == 0 and not all(
-        capabilities.prefix_caching for capabilities in decode_capabilities
-    ):
-        return "prefix_caching"
-    return (
-        "version"
-        if plan.is_chat
-        and any(
-            capabilities.version < CHAT_TOKEN_IDS_VERSION for capabilities in decode_capabilities
-        )
-        else ""
-    )
-
-
-def _explain_no_room(instances: tuple[types.Instance, ...], prompt_tokens: int) -> str:
-    """Reason if the decode context cannot hold the prompt, the prefill token and one more; else ""."""
-    return "" if prompt_tokens + 1 < _find_max_model_len(instances) else "max_model_len"
-
-
-def _find_max_model_len(instances: tuple[types.Instance, ...]) -> int:
-    """The smallest context length of the instances, in tokens; 0 if unknown."""
-    # The smallest, as any of them may be chosen.
-    return min([each.max_model_len for each in instances if each.max_model_len], default=0)

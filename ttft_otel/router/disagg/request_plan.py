@@ -15,7 +15,7 @@ from msgspec import Raw
 
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
 from ttft_otel.model.stages import DECODE, PREFILL
-from ttft_otel.router.types import JSON_ERRORS, MODE_CONTINUE, MODE_OFF, MODE_STRIP
+from ttft_otel.router.types import JSON_ERRORS, MODE_OFF
 
 # vLLM's NixlConnector: the prefill instance keeps the blocks and returns their location.
 KEEP_BLOCKS_PARAMS: Final = {
@@ -29,8 +29,6 @@ KEEP_BLOCKS_PARAMS: Final = {
 DEFAULT_COMPLETION_TOKENS: Final = 16  # tokens of a completion that names no number
 MAX_FIELD_BYTES: Final = 4096  # of a field that is decoded whole, whatever it is
 MAX_DECODED_PROMPT_BYTES: Final = 256 << 10  # of token ids of which objects are built
-SEED_COUNT: Final = 1 << 63
-_SEED_MULTIPLIER: Final = 0x9E3779B97F4A7C15  # odd, so that different seeds stay different
 
 # With these, the decode instance serves the request alone: they need other KV blocks than one sequence of
 # the prompt, or (truncation, which depends on max_tokens) the prefill instance would compute another
@@ -55,18 +53,6 @@ _NO_FIRST_TOKEN_FIELDS: Final = (
     "echo",
     "return_token_ids",
     "return_prompt_text",
-)
-# With these, the decode instance would sample differently from a single server, because the prefill token
-# is prompt to it.
-_NO_CONTINUE_FIELDS: Final = (
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "bad_words",
-    "thinking_token_budget",
-    "repetition_detection",
-    "continue_final_message",
-    "suffix",
 )
 # Where max_tokens is 1.
 _OVERRIDDEN_FIELDS: Final = ("stream_options", "max_completion_tokens", "stream_interval")
@@ -116,8 +102,6 @@ class LegPlan(msgspec.Struct):
             own_fields["min_tokens"] = 1
         if self.seed is not None:
             own_fields["seed"] = self.seed
-        if self.mode == MODE_CONTINUE:
-            own_fields["return_token_ids"] = True
         if self.ec_params:
             own_fields["ec_transfer_params"] = Raw(self.ec_params)
         if self.media_references is not None:
@@ -131,47 +115,18 @@ class LegPlan(msgspec.Struct):
             own_fields["seed"] = self.seed
         return _encode_json({**self.fields, **own_fields})
 
-    def build_load_body(self, kv_params: Raw | None) -> bytes:
-        """The decode body by which blocks are only fetched; the token that is generated is discarded."""
-        own_fields = {"kv_transfer_params": kv_params, "max_tokens": 1, "stream": False}
-        kept_fields = _omit_fields(self.fields, (*_OVERRIDDEN_FIELDS, "min_tokens"))
-        return _encode_json({**kept_fields, **own_fields})
 
-    def build_continue_body(self, token_ids: list[int], kv_params: Raw | None) -> bytes:
-        """The decode body where it continues after the prefill token, the last of `token_ids`."""
-        own_fields: dict[str, Any] = {}
-        for name in ("max_tokens", "max_completion_tokens"):
-            if name in self.fields and self.max_tokens is not None:
-                own_fields[name] = self.max_tokens - 1
-        if "max_tokens" not in self.fields and not self.is_chat:
-            own_fields["max_tokens"] = DEFAULT_COMPLETION_TOKENS - 1
-        if self.min_tokens:
-            own_fields["min_tokens"] = self.min_tokens - 1
-        if self.seed is not None:
-            own_fields["seed"] = derive_seed(self.seed)
-        if self.is_chat:
-            params = {} if kv_params is None else _fields_decoder.decode(kv_params)
-            own_fields["kv_transfer_params"] = {**params, "prompt_token_ids": token_ids}
-        else:
-            own_fields["prompt"] = token_ids
-            if kv_params is not None:
-                own_fields["kv_transfer_params"] = kv_params
-        return _encode_json({**self.fields, **own_fields})
-
-
-def plan_legs(path: str, data: bytes, is_streamed: bool, has_media: bool, mode: str) -> LegPlan:
+def plan_legs(path: str, data: bytes, is_streamed: bool, mode: str) -> LegPlan:
     """Plan the legs of a request by the fields that they depend on."""
     if path not in (CHAT_PATH, COMPLETIONS_PATH):
         return LegPlan((DECODE,), reason="path")
     try:
-        return _plan_parsed(path == CHAT_PATH, data, is_streamed, has_media, mode)
+        return _plan_parsed(path == CHAT_PATH, data, is_streamed, mode)
     except JSON_ERRORS:
         return LegPlan((DECODE,), reason="body")
 
 
-def _plan_parsed(
-    is_chat: bool, data: bytes, is_streamed: bool, has_media: bool, mode: str
-) -> LegPlan:
+def _plan_parsed(is_chat: bool, data: bytes, is_streamed: bool, mode: str) -> LegPlan:
     fields = _fields_decoder.decode(data)
     plan = LegPlan((PREFILL, DECODE), mode, is_chat=is_chat, fields=fields)
     if reason := _read_limits(plan):
@@ -179,16 +134,11 @@ def _plan_parsed(
     if plan.max_tokens is not None and plan.max_tokens <= 1:
         return LegPlan((PREFILL,), reason="max_tokens")
     if mode != MODE_OFF:
-        _choose_mode(plan, is_streamed, has_media)
+        _choose_mode(plan, is_streamed)
     is_greedy = "temperature" in fields and _decode_field(fields, "temperature") == 0
     if plan.mode != MODE_OFF and plan.seed is None and not is_greedy:
         plan.seed = random.getrandbits(63)
     return plan
-
-
-def derive_seed(seed: int) -> int:
-    """The decode `seed` in the mode continue: the prefill seed would repeat the same random draw."""
-    return (seed * _SEED_MULTIPLIER + 1) % SEED_COUNT
 
 
 def _read_limits(plan: LegPlan) -> str:
@@ -221,8 +171,8 @@ def _read_limits(plan: LegPlan) -> str:
     return "" if 0 <= plan.min_tokens <= max(max_tokens, 1) and max_tokens >= 0 else "max_tokens"
 
 
-def _choose_mode(plan: LegPlan, is_streamed: bool, has_media: bool) -> None:
-    """Restrict the mode: whether the prefill token can be sent, and decoding continue after it."""
+def _choose_mode(plan: LegPlan, is_streamed: bool) -> None:
+    """Restrict the mode: whether the prefill token can be sent before the decode answer."""
     fields = plan.fields
     if not is_streamed:
         plan.turn_off("not streamed")
@@ -237,11 +187,6 @@ def _choose_mode(plan: LegPlan, is_streamed: bool, has_media: bool) -> None:
         plan.include_usage = options.get("include_usage") is True
     if "stop" in fields:
         plan.stop_strings = _read_stop_strings(fields["stop"])
-    if plan.mode != MODE_CONTINUE:
-        return
-    plan.reason = _find_requested(fields, _NO_CONTINUE_FIELDS) or ("media" if has_media else "")
-    if plan.reason:
-        plan.mode = MODE_STRIP
 
 
 def _read_stop_strings(stop: Raw) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ import msgspec
 
 from ttft_otel.router.disagg.prefill_answer import PrefillToken
 from ttft_otel.router.disagg.request_plan import LegPlan
-from ttft_otel.router.types import MODE_STRIP
 
 DONE_EVENT: Final = b"data: [DONE]\n\n"
 # How vLLM's stream of a chat begins; in a text the quotes would be escaped.
@@ -93,10 +92,9 @@ class StreamSplicer:
     def __init__(self, first_token: PrefillToken, plan: LegPlan, sent_events: bytes = b"") -> None:
         self.first_token = first_token
         self.plan = plan
-        is_repeated = plan.mode == MODE_STRIP and sent_events
-        self._sent_event = sent_events[:-2].rpartition(b"\n\n")[2] if is_repeated else None
+        self._sent_event = sent_events[:-2].rpartition(b"\n\n")[2] if sent_events else None
         # The part of the prefill text that the decode instance will repeat.
-        self.pending_text = first_token.text if plan.mode == MODE_STRIP else ""
+        self.pending_text = first_token.text
         self.awaits_role = plan.is_chat
         self.is_settled = self.has_mismatch = False
         self.passes_unchanged = False  # nothing is left to change
@@ -114,7 +112,7 @@ class StreamSplicer:
             out.append(self._rewrite_event(data[start:end]))
             start = end + 2
             # From here on the decode bytes pass unparsed.
-            if self.is_settled and self.plan.mode == MODE_STRIP and not self._replacements:
+            if self.is_settled and not self._replacements:
                 self.passes_unchanged = True
                 self._partial_event = b""
                 out.append(data[start:])
@@ -142,9 +140,8 @@ class StreamSplicer:
             self.pending_text = ""
             self.is_settled = True
             return b""
-        has_usage = self.plan.mode != MODE_STRIP and b'"usage":{' in event
         # Texts of a long answer are not parsed: only what may have to change is.
-        if event.startswith(b"data: {") and (has_usage or not self.is_settled):
+        if event.startswith(b"data: {") and not self.is_settled:
             try:
                 chunk = _decode_json(event[6:])
                 if not self._adjust_chunk(chunk):
@@ -160,15 +157,11 @@ class StreamSplicer:
 
     def _adjust_chunk(self, chunk: dict[str, Any]) -> bool:
         """Adjust a parsed event; returns whether it is sent to the client."""
-        if self.is_settled:
-            self._correct_usage(chunk)
-            return True
         # Before the choices: the role's event may have been the only one before usage alone.
         self._align_identity(chunk)
         choices = chunk.get("choices")
         if not choices:
             self.is_settled = True  # an error, or usage alone
-            self._correct_usage(chunk)
             return True
         choice = choices[0]
         holder, name = (choice["delta"], "content") if self.plan.is_chat else (choice, "text")
@@ -213,16 +206,6 @@ class StreamSplicer:
             if chunk.get(name, value) != value:
                 old, new = (_encode_json({name: each})[1:-1] for each in (chunk[name], value))
                 self._replacements.append((old, new))
-
-    def _correct_usage(self, chunk: dict[str, Any]) -> None:
-        """Correct usage to that of a single server: decoding counts the prefill token as prompt."""
-        usage = chunk.get("usage")
-        if not usage or self.plan.mode == MODE_STRIP:
-            return  # the decode instance counted the prefill token itself
-        usage["prompt_tokens"] -= 1
-        usage["completion_tokens"] += 1
-        if details := self.first_token.usage.get("prompt_tokens_details"):
-            usage["prompt_tokens_details"] = details
 
 
 def _render_event(chunk: dict[str, Any]) -> bytes:

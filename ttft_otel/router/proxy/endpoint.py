@@ -228,7 +228,6 @@ class ProxyEndpoint:
                 exchange.path,
                 parsed_body.data,
                 parsed_body.stream,
-                bool(parsed_body.media_items),
                 self.first_token_mode,
             )
             request = replace(request, leg=leg_plan.legs[0])

@@ -130,20 +130,15 @@ class UpstreamClient:
         request: types.RoutingRequest,
         trace: context.TraceContext,
         attempts: list[Attempt],
-        only_instance: types.Instance | None = None,
     ) -> InstanceAnswer:
         """Send the request of one leg, retrying where retry.py allows it; fills `attempts`.
 
-        `only_instance`: send to this instance and no other. The caller closes the response and calls
-        `pool.record_ended` for every attempt. Raises UpstreamUnavailable, SloUnreachable.
+        The caller closes the response and calls `pool.record_ended` for every attempt.
+        Raises UpstreamUnavailable, SloUnreachable.
         """
         self.retry_budget.record_request()
-        candidates = (
-            (only_instance,)
-            if only_instance
-            else self.pool.get_candidates(request.leg, request.model)
-        )
-        if attempts and not only_instance:
+        candidates = self.pool.get_candidates(request.leg, request.model)
+        if attempts:
             candidates = _exclude_tried(candidates, attempts)
         if not candidates:
             raise UpstreamUnavailable(503, self._explain_no_candidate(request.leg))
@@ -153,13 +148,13 @@ class UpstreamClient:
             try:
                 response = await self._send_attempt(request, trace, decision, candidates, attempts)
             except failures.UPSTREAM_ERRORS as error:
-                candidates = self.record_connection_failure(request, attempts, error, only_instance)
+                candidates = self.record_connection_failure(request, attempts, error)
                 if not candidates:
                     raise failures.build_unavailable_error(request.leg, error) from error
             else:
                 if not retry.is_retryable_status(request.leg, response.status):
                     return response
-                candidates = self._record_refusal(request, attempts, only_instance)
+                candidates = self._record_refusal(request, attempts)
                 if not candidates:
                     return response
                 # Closed, not read to its end: an instance in trouble may send that slowly.
@@ -176,7 +171,6 @@ class UpstreamClient:
         request: types.RoutingRequest,
         attempts: list[Attempt],
         error: BaseException,
-        only_instance: types.Instance | None = None,
     ) -> tuple[types.Instance, ...]:
         """Record a failed connection of the last attempt. Returns candidates for a retry, () for none."""
         attempt = attempts[-1]
@@ -187,31 +181,24 @@ class UpstreamClient:
             self.pool.record_failure(attempt.instance, failures.describe_error(error), is_unsent)
         if failures.is_resource_shortage(error):
             return ()  # there is none for another instance either
-        candidates = (
-            ()
-            if only_instance
-            else _exclude_tried(self.pool.get_candidates(request.leg, request.model), attempts)
-        )
+        candidates = _exclude_tried(self.pool.get_candidates(request.leg, request.model), attempts)
         if is_race:
             # Nothing was read, and it says nothing about the instance: it may be used again, once.
             return self._take_retry(
                 request, candidates or (attempt.instance,), attempts, retry.MAX_RACE_RETRIES
             )
-        if only_instance or not (is_unsent or request.leg == ENCODE):
+        if not (is_unsent or request.leg == ENCODE):
             return ()
         return self._take_retry(request, candidates, attempts, self.max_retries)
 
     def _record_refusal(
-        self,
-        request: types.RoutingRequest,
-        attempts: list[Attempt],
-        only_instance: types.Instance | None,
+        self, request: types.RoutingRequest, attempts: list[Attempt]
     ) -> tuple[types.Instance, ...]:
         """Record a retryable status of the last attempt. Returns candidates for a retry, () for none."""
         attempt = attempts[-1]
         if attempt.status in retry.UNAVAILABLE_STATUSES:  # any other may be the client's fault
             self.pool.record_failure(attempt.instance, f"it responded with status {attempt.status}")
-        if only_instance or request.single_use:
+        if request.single_use:
             return ()
         candidates = _exclude_tried(self.pool.get_candidates(request.leg, request.model), attempts)
         candidates = self._take_retry(request, candidates, attempts, self.max_retries)

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.types import Instance
-from ttft_otel.router.upstream.capabilities import parse_capabilities
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 MAX_TOTAL_BLOCKS: Final = 1_000_000  # blocks of all instances together: about 200 MB
 RETRY_INTERVAL_S: Final = 10.0  # seconds before asking for the block size again
+# A gauge of value 1 whose labels are the fields of vLLM's cache configuration.
+_BLOCK_SIZE_PATTERN: Final = re.compile(
+    rb'^vllm:cache_config_info\{(?:.*,)?block_size="(\d+)"', re.MULTILINE
+)
 # Seconds of work before other tasks run: the delay that a request may see.
 SLICE_S: Final = 0.001
 
@@ -31,6 +35,12 @@ async def run_sliced(steps: Iterator[object]) -> None:
             # One turn of the event loop, without a timer.
             await asyncio.sleep(0)
             end = perf_counter() + SLICE_S
+
+
+def parse_block_size(metrics_page: bytes) -> int:
+    """Tokens per KV block of the instance whose /metrics answered this; 0 if it does not say."""
+    found = _BLOCK_SIZE_PATTERN.search(metrics_page)
+    return int(found[1]) if found else 0
 
 
 def list_prefilling(pool: InstancePool | None) -> tuple[Instance, ...]:
@@ -107,7 +117,7 @@ class PrefixSource:
                     page = (await queries.ask(f"{url}/metrics")).body
                 except QUERY_ERRORS:
                     continue
-                if size := parse_capabilities(page, b"").block_size:
+                if size := parse_block_size(page):
                     self.index.set_block_size(size)
                     return
             await asyncio.sleep(RETRY_INTERVAL_S)
