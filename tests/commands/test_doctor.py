@@ -9,6 +9,8 @@ import logging
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -317,6 +319,31 @@ def test_missing_target(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert check.state == "fail"
     assert check.says == "worker.sample: vllm.x:Y.z is gone; costs sample, output"
+
+
+def test_platform_and_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A platform's own model runner is named, and a file that keeps our switch from Ray's actors."""
+    runner = "class {}:\n    def execute_model(self):\n        return {}\n"
+    (tmp_path / "npu").mkdir()
+    (tmp_path / "npu" / "__init__.py").write_text("")
+    (tmp_path / "npu" / "runners.py").write_text(
+        runner.format("NPUModelRunner", 1)
+        + runner.format("ExtendedModelRunner", "super().execute_model()")
+        + runner.format("NPUWorker", 1)
+    )
+    (tmp_path / "ray.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    points = [EntryPoint("npu", "npu:register", "g"), EntryPoint("cpu", "vllm.cpu:register", "g")]
+    monkeypatch.setattr(target_check, "entry_points", lambda group: points)
+    monkeypatch.setattr(target_check, "check_targets", lambda root: {})
+    monkeypatch.setattr(target_check, "find_vllm_folder", lambda: tmp_path)
+    monkeypatch.setenv("VLLM_CONFIG_ROOT", str(tmp_path))
+    _, found, ray = doctor.check_vllm()
+    (tmp_path / "ray_non_carry_over_env_vars.json").write_text('["TTFT_OTEL"]')
+    *_, refused = doctor.check_vllm()
+
+    assert found.state == "note" and found.says.startswith("NPUModelRunner of npu has an")
+    assert (ray.state, refused.state) == ("ok", "fail")
 
 
 def test_help() -> None:

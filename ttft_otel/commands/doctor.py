@@ -7,6 +7,7 @@ It checks this environment as a server started from it would see it, and running
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -159,6 +161,24 @@ def check_vllm() -> Iterator[Check]:
             yield Check("vllm", "fail", f"{name}: {what} is gone; costs {lost}", remedy)
     if not any(states.values()):
         yield Check("vllm", "ok", f"all {len(states)} targets are there")
+    for name, package in target_check.find_unhooked_runners().items():
+        says = f"{name} of {package} has an execute_model() of its own, which is not measured"
+        yield Check("vllm", "note", says, "on this platform the worker's stages are unattributed")
+    if importlib.util.find_spec("ray") is not None:
+        yield _check_ray()
+
+
+def _check_ray() -> Check:
+    """Check that vLLM copies our switch to Ray's actors, which see few variables of the server."""
+    folder = os.environ.get("VLLM_CONFIG_ROOT") or os.path.join(
+        os.environ.get("XDG_CONFIG_HOME") or "~/.config", "vllm"
+    )
+    excluded = Path(folder).expanduser() / "ray_non_carry_over_env_vars.json"
+    if excluded.is_file() and f'"{env_names.TTFT_OTEL}"' in excluded.read_text("utf-8"):
+        remedy = f"take {env_names.TTFT_OTEL} out of it: engine cores that are Ray actors need it"
+        return Check("ray", "fail", f"{excluded} keeps {env_names.TTFT_OTEL} from Ray", remedy)
+    says = f"vLLM copies {env_names.TTFT_OTEL} to Ray's actors; each node needs ttft-otel"
+    return Check("ray", "ok", says)
 
 
 def _check_endpoint(chosen: settings.Settings) -> Iterator[Check]:

@@ -6,8 +6,10 @@ Used by doctor, for the log line at the start, and by tests/hooks/test_target_ch
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import logging
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from ttft_otel import __version__
@@ -60,6 +62,36 @@ def check_place(vllm: Path, place: TargetPlace, reads: tuple[str, ...]) -> str:
     # Parameters as well: a hook that reads one by name would fail in every call.
     missing = [word for word in reads if word not in parameters]
     return f"{address}({', '.join(missing)})" if missing else ""
+
+
+def find_unhooked_runners() -> dict[str, str]:
+    """Class -> package of the model runners of installed platforms whose execute_model() passes our hooks.
+
+    As report_unhooked_runner() finds them in a worker; here without importing them.
+    """
+    found: dict[str, str] = {}
+    for point in entry_points(group="vllm.platform_plugins"):
+        package = point.module.partition(".")[0]
+        spec = importlib.util.find_spec(package) if package != "vllm" else None
+        for folder in (spec.submodule_search_locations if spec is not None else None) or ():
+            for path in Path(folder).rglob("*.py"):
+                text = path.read_bytes()
+                if b"def execute_model" in text:
+                    names = _list_unhooked_runners(ast.parse(text, str(path)))
+                    found |= dict.fromkeys(names, package)
+    return found
+
+
+def _list_unhooked_runners(tree: ast.Module) -> list[str]:
+    return [
+        kind.name
+        for kind in tree.body
+        if isinstance(kind, ast.ClassDef) and kind.name.endswith("Runner")
+        for item in kind.body
+        if isinstance(item, ast.FunctionDef)
+        and item.name == "execute_model"
+        and "super().execute_model(" not in ast.unparse(item)
+    ]
 
 
 def log_start_line(role: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hooks.fakes import drop_taken
-from hooks.process import PATCHER, WORKER, put_back_classes
+from hooks.process import HOOKS, PATCHER, WORKER, put_back_classes
 from hooks.worker.runners import (
     EMPTY,
     ENCODER_US,
@@ -50,6 +51,33 @@ def run_step(runner: Any, step: Any) -> Any:
     """Both calls of a step, as vLLM's executor makes them."""
     output = runner.execute_model(step)
     return runner.sample_tokens() if output is None else output
+
+
+@pytest.mark.parametrize("calls", ["nothing", "own", "super"])
+def test_runner_of_another_package(
+    make_runner: RunnerMaker, calls: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A runner that replaces execute_model() is named at the worker's start, one that extends it is not."""
+    runner = make_runner()
+
+    class Own(type(runner)):  # type: ignore[misc]
+        if calls == "own":
+
+            def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+                return None
+
+        elif calls == "super":
+
+            def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+                return super().execute_model(scheduler_output)
+
+    runner.__class__ = Own
+    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+    HOOKS["worker.start"].after(None, None, worker)  # type: ignore[misc]
+
+    assert (f"{__name__}.test_runner_of_another_package.<locals>.Own has an" in caplog.text) == (
+        calls == "own"
+    )
 
 
 def test_marked(make_runner: RunnerMaker) -> None:

@@ -18,6 +18,15 @@ _V2: Final = "vllm.v1.worker.gpu.model_runner"
 
 WORKER_TARGETS: Final[tuple[PatchTarget, ...]] = (
     PatchTarget(
+        name="worker.start",
+        process="worker",
+        places=(TargetPlace("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device"),),
+        marks="which model runner the platform has",
+        why="a runner of another package can have an execute_model() that passes our hooks",
+        drop_when=VLLM_EMITS_IT,
+        part=True,
+    ),
+    PatchTarget(
         # MMEncoderModelRunner (0.29) is V2's runner without a language model, with its own method.
         name="worker.execute",
         process="worker",

@@ -9,6 +9,8 @@ execute_model().
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections import OrderedDict
 from typing import Any, Final
 
@@ -20,6 +22,7 @@ from ttft_otel.hooks.wrap import MARKED_STEPS, Hook, Patcher
 from ttft_otel.model import breakdown
 from ttft_otel.tracing import carrier, clock, guard
 
+log = logging.getLogger("ttft_otel")
 MAX_BOUND_STEPS: Final = 64  # outputs that are never read must not accumulate
 MIN_TRANSFER_US: Final = 50  # a load or save of KV blocks that is shorter has transferred nothing
 # When a KV connector can work within a step (StepStamps.blocks; 0: not at all).
@@ -140,6 +143,7 @@ class WorkerTracer:
         """Hooks of both model runners."""
         steps = self.open_steps
         return {
+            "worker.start": Hook(after=report_unhooked_runner),
             "worker.execute": Hook(
                 before=self.open_step, after=self.close_step, ready=steps, watches=MARKED_STEPS
             ),
@@ -403,3 +407,26 @@ class WorkerTracer:
         if interval is not None:
             del self.unfinished_steps[request_id]
         return interval
+
+
+def report_unhooked_runner(_: None, result: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
+    """After init_device(): log a model runner whose execute_model() goes past our hooks.
+
+    Platforms outside vLLM (vllm.platform_plugins) bring such runners.
+    """
+    runner = type(getattr(getattr(worker, "worker", None), "model_runner", None))
+    for kind in runner.__mro__:
+        execute = vars(kind).get("execute_model")
+        if execute is None:
+            continue
+        if not hasattr(execute, "__ttft_otel__"):
+            names = getattr(inspect.unwrap(execute), "__code__", None)
+            if names is not None and {"super", "execute_model"} <= set(names.co_names):
+                continue  # it calls its base's
+            log.warning(
+                "ttft-otel: the model runner %s.%s has an execute_model() of its own, which is not measured: "
+                "dispatch, compute and sample are unattributed",
+                kind.__module__,
+                kind.__qualname__,
+            )
+        return
