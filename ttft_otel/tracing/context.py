@@ -2,7 +2,8 @@
 """W3C trace context of one request: continue the caller's trace or start one, and decide sampling.
 
 Implemented here because it runs per request inside vLLM, where the OpenTelemetry SDK is not
-imported. The sampling decisions are those of the SDK's samplers of the same names.
+imported. The sampling decisions are those of the SDK's samplers of the same names, but for callers that are
+not trusted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import random
 import re
+from hashlib import blake2b
 from typing import Final
 
 import msgspec
@@ -19,11 +21,12 @@ from ttft_otel.tracing.settings import Settings
 SAMPLED_FLAG: Final = 1
 MAX_TRACESTATE_CHARS: Final = 512  # W3C: propagate at least 512 characters; longer ones are dropped
 _TRACEPARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_LOW_64_BITS: Final = (1 << 64) - 1
 # A generator of our own: vLLM seeds Python's global one, so that IDs would repeat between servers.
 # os.urandom costs 4 us a call on a virtual machine.
 _random: Final = random.Random()
 os.register_at_fork(after_in_child=_random.seed)
+# Of draws for callers' trace IDs, where no key is set; forked workers have the same.
+_process_key: Final = os.urandom(16)
 
 
 class TraceContext(msgspec.Struct, frozen=True, gc=False):
@@ -89,6 +92,12 @@ def _parse_traceparent(text: str) -> tuple[str, str, int] | None:
     return trace_id, parent_id, int(flags, 16)
 
 
+def draw_number(trace_id: str, settings: Settings) -> int:
+    """64 bits in place of those of a trace ID that its caller may have chosen; always the same for one ID."""
+    key = settings.sampling_key.encode()[:64] or _process_key
+    return int.from_bytes(blake2b(trace_id.encode(), digest_size=8, key=key).digest(), "big")
+
+
 def _decide_sampling(trace_id: str, parent: bool | None, settings: Settings) -> bool:
     sampler = settings.sampler
     if sampler.startswith("parentbased_"):
@@ -97,5 +106,8 @@ def _decide_sampling(trace_id: str, parent: bool | None, settings: Settings) -> 
         sampler = sampler.removeprefix("parentbased_")
     if sampler == "traceidratio":
         # The low 64 bits, as the SDK's TraceIdRatioBased: all services decide alike for a trace.
-        return int(trace_id[16:], 16) & _LOW_64_BITS < round(settings.ratio * (1 << 64))
+        drawn = int(trace_id[16:], 16)
+        if parent is not None and not settings.trust_sampled:
+            drawn = draw_number(trace_id, settings)
+        return drawn < round(settings.ratio * (1 << 64))
     return sampler == "always_on"

@@ -41,6 +41,7 @@ class Settings:
     endpoint: OTLP endpoint, a URL. service: service.name, "" for one per role.
     ratio: sampling ratio of the traceidratio samplers, 0 to 1.
     trust_sampled: honour the caller's `sampled` flag; else only its trace ID is used.
+    sampling_key: of ratios for callers that are not trusted; "" for one of this process.
     queue_bytes: send buffer of the socket to the exporter, in bytes.
     role: "" leaves it to vLLM's configuration and to each request.
     detail: which spans the exporter makes of a request, one of DETAILS.
@@ -57,6 +58,7 @@ class Settings:
     sampler: str = "parentbased_always_on"
     ratio: float = 1.0
     trust_sampled: bool = True
+    sampling_key: str = ""
     queue_bytes: int = 4 << 20
     role: str = ""
     detail: str = "full"
@@ -99,6 +101,7 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
         sampler=sampler,
         ratio=ratio,
         trust_sampled=_read_flag(source, env_names.TTFT_OTEL_TRUST_SAMPLED, True, problems),
+        sampling_key=source.get(env_names.TTFT_OTEL_SAMPLING_KEY, ""),
         queue_bytes=_read_bytes(source, env_names.TTFT_OTEL_QUEUE_BYTES, 4 << 20, problems),
         role=_read_role(source, problems),
         detail=_read_word(source, env_names.TTFT_OTEL_DETAIL, DETAILS, problems),

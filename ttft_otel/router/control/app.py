@@ -28,8 +28,10 @@ from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend
+from ttft_otel.tracing.context import draw_number
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.sdk.trace.sampling import Sampler
 
     from ttft_otel.router.control.registrations import Registrations
@@ -291,12 +293,22 @@ def instrument_control_plane(app: RouterApp, protocol: str) -> Callable[[], None
 
 
 def _build_sampler(settings: Settings) -> Sampler:
-    """The sampler of the data path; the SDK's default would honour untrusted callers' flags."""
+    """The sampler of the data path; the SDK's default would honour untrusted callers' flags and IDs."""
     from opentelemetry.sdk.trace import sampling
+
+    class DrawnRatio(sampling.TraceIdRatioBased):
+        """By a number that callers do not choose."""
+
+        def should_sample(
+            self, parent_context: Context | None, trace_id: int, *args: Any, **kwargs: Any
+        ) -> sampling.SamplingResult:
+            drawn = draw_number(f"{trace_id:032x}", settings)
+            return super().should_sample(parent_context, drawn, *args, **kwargs)
 
     name = settings.sampler.removeprefix("parentbased_")
     fixed_samplers = {"always_on": sampling.ALWAYS_ON, "always_off": sampling.ALWAYS_OFF}
-    root = fixed_samplers.get(name) or sampling.TraceIdRatioBased(settings.ratio)
+    by_ratio = sampling.TraceIdRatioBased if settings.trust_sampled else DrawnRatio
+    root = fixed_samplers.get(name) or by_ratio(settings.ratio)
     # Only a `parentbased_` sampler follows its callers, and only where they are trusted.
     return (
         sampling.ParentBased(root) if settings.trust_sampled and name != settings.sampler else root
