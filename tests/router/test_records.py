@@ -310,7 +310,11 @@ async def test_reports_are_bounded() -> None:
     async with fake_instances.run_routed_instances(reports=reports) as (router, one):
         for number in range(5):
             await router.post_chat(X_Request_Id=f"r{number}")
-        assert len(reports) == 3 and reports.get_report("r1") is None and reports.get_report("r4")
+        assert (
+            len(reports) == 3
+            and reports.get_report("", "r1") is None
+            and reports.get_report("", "r4")
+        )
 
 
 async def get_json(router: fake_instances.RunningRouter, path: str) -> tuple[int, object, dict]:

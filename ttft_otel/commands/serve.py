@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 import click
 
@@ -68,9 +68,14 @@ The page, /ttft_report/ID, /api/... and OTLP over HTTP share --http-port.
     # Its own flag: spans hold request IDs and timings, and whoever reaches the port reads them.
     "--insecure",
     is_flag=True,
-    help="Listen on an address that other machines can reach; nobody is asked for a key.",
+    help="Listen on an address that other machines can reach, also without a token.",
 )
 @click.option("--allowed-host", multiple=True, help="Another name that Host may have on loopback.")
+@click.option(
+    "--token-file",
+    type=click.File(),
+    help="File with a token that whoever sends or reads has to show; in a browser it is the password.",
+)
 # `explain_request` is from main.py, which may import explain/; None where the command is called by itself.
 @click.pass_obj
 def serve(
@@ -84,12 +89,16 @@ def serve(
     keep_mb: int,
     insecure: bool,
     allowed_host: tuple[str, ...],
+    token_file: TextIO | None,
 ) -> None:
     """Receive spans over OTLP (gRPC and HTTP), store them, and show where the time went."""
-    if not (insecure or is_loopback(host)):
+    token = token_file.read().strip() if token_file else ""
+    if token_file and not token:
+        raise click.UsageError("--token-file: the file is empty.")
+    if not (insecure or token or is_loopback(host)):
         raise click.UsageError(
             f"--host {host} can be reached from other machines, which could read and send everything: "
-            "add --insecure if something else decides who reaches it, or forward the port over SSH."
+            "add --token-file, or --insecure if something else decides who reaches it."
         )
     options = ServeOptions(
         path=db or database_schema.get_default_path(),
@@ -100,6 +109,7 @@ def serve(
         max_age_hours=keep_hours,
         max_bytes=keep_mb * MEGABYTE,
         allowed_hosts=allowed_host,
+        token=token,
         explain_request=explain_request,
     )
     try:

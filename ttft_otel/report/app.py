@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.staticfiles import StaticFiles
 
@@ -85,8 +85,24 @@ def create_app(
     span_receiver: stores what is posted; pages read the same database.
     explain_request: answers "Why?" of a request's page, which has no such link without it.
     """
+
+    async def check_token(request: Request) -> None:
+        # Probes have no token, and files are public.
+        is_open = request.url.path == "/healthz"
+        # Starlette reads headers as Latin-1, and a token may be any text.
+        authorization = request.headers.get("authorization", "").encode("latin-1")
+        if not is_open and not span_receiver.admits(authorization):
+            challenge = {"WWW-Authenticate": 'Basic realm="ttft-otel"'}
+            raise HTTPException(401, receiver.TOKEN_HINT, challenge)
+
     # No /docs: FastAPI's page would load its scripts from another site.
-    app = FastAPI(title="ttft-otel", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="ttft-otel",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        dependencies=[Depends(check_token)],
+    )
     # On the same port, so that OTEL_EXPORTER_OTLP_ENDPOINT is also the page's address.
     app.include_router(receiver.create_routes(span_receiver))
     app.mount("/static", StaticFiles(directory=STATIC_FOLDER), name="static")

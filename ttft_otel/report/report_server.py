@@ -61,6 +61,7 @@ class ServeOptions:
     max_age_hours: float = 168.0
     max_bytes: int = 2 << 30
     allowed_hosts: tuple[str, ...] = ()  #: further Host headers to accept
+    token: str = ""  #: that whoever sends or reads has to show; "" asks nobody
     explain_request: app.RequestExplainer | None = None  #: answers the page's "Why?"; None: no link
 
 
@@ -172,7 +173,7 @@ def run_server(options: ServeOptions, on_started: Callable[[ReportServer], None]
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     store = SpanStore(options.path, options.max_traces, options.max_age_hours, options.max_bytes)
     try:
-        _run_until_signal(options, Receiver(store), on_started)
+        _run_until_signal(options, Receiver(store, options.token), on_started)
     finally:
         # After both servers: what they have accepted is still written.
         store.close()

@@ -51,6 +51,7 @@ class Exchange(msgspec.Struct):
     operation: str
     is_outermost: bool
     timeline: RequestTimeline
+    owner: str | None = None  # who has sent it, by the key; None until it is admitted
     phase: ExchangePhase = ExchangePhase.RECEIVING
     model: str = ""
     is_model_listed: bool = False  # by an instance
@@ -90,6 +91,10 @@ class Exchange(msgspec.Struct):
     def _advance(self, phase: ExchangePhase) -> None:
         if phase > self.phase:
             self.phase = phase
+
+    def record_owner(self, owner: str) -> None:
+        """Record whose request it is."""
+        self.owner = owner
 
     def record_parsed(self, model: str, wants_stream: bool, asks_background: bool = False) -> None:
         """Record that the body is parsed, with its `model` and whether it asks for a stream.

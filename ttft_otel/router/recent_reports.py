@@ -13,21 +13,28 @@ from ttft_otel.router.timeline import RequestTimeline
 
 MAX_REPORTS: Final = 10_000  # requests kept for /ttft_report, about 2 KB each
 
-ReportFinder = Callable[[str], Awaitable[dict[str, Any] | None]]
+ReportFinder = Callable[[str, str], Awaitable[dict[str, Any] | None]]
 
 
 class RecentReports:
-    """Breakdowns of the latest `max_reports` requests, by request ID."""
+    """Breakdowns of the latest `max_reports` requests, by request ID and owner.
+
+    An owner is who has sent the request, as admission.py tells by its key: "" where keys are not checked.
+    """
 
     def __init__(self, max_reports: int = MAX_REPORTS) -> None:
         self.max_reports = max_reports
         self.ask_elsewhere: ReportFinder | None = None  # of other workers, with --workers
-        self._reports: OrderedDict[str, tuple[dict[str, StageSums], StageSums]] = OrderedDict()
+        self._reports: OrderedDict[tuple[str, str], tuple[dict[str, StageSums], StageSums]] = (
+            OrderedDict()
+        )
 
     def __len__(self) -> int:
         return len(self._reports)
 
-    def add_report(self, request_id: str, timeline: RequestTimeline, breakdown: Breakdown) -> None:
+    def add_report(
+        self, owner: str, request_id: str, timeline: RequestTimeline, breakdown: Breakdown
+    ) -> None:
         """Keep the breakdown of `request_id`: of each leg on the critical path, and of the whole."""
         legs: dict[str, StageSums] = {}
         for attempt in (chain[-1] for chain in timeline.critical_path if chain):
@@ -42,20 +49,21 @@ class RecentReports:
             unattributed=breakdown.unattributed,
             ttft=breakdown.end - breakdown.start,
         )
-        self._reports[request_id] = (legs, totals)
+        key = owner, request_id
+        self._reports[key] = (legs, totals)
         # An ID that is used again is the newest: assignment alone would leave it in its old place.
-        self._reports.move_to_end(request_id)
+        self._reports.move_to_end(key)
         while len(self._reports) > self.max_reports:
             self._reports.popitem(last=False)
 
-    def get_report(self, request_id: str) -> dict[str, Any] | None:
-        """The /ttft_report of `request_id`; None if it is unknown or no longer kept."""
-        report = self._reports.get(request_id)
+    def get_report(self, owner: str, request_id: str) -> dict[str, Any] | None:
+        """The owner's /ttft_report of `request_id`; None if it is unknown or no longer kept."""
+        report = self._reports.get((owner, request_id))
         return None if report is None else build_ttft_report(request_id, *report)
 
-    async def find_report(self, request_id: str) -> dict[str, Any] | None:
+    async def find_report(self, owner: str, request_id: str) -> dict[str, Any] | None:
         """The same, of whichever worker of this router has it."""
-        report = self.get_report(request_id)
+        report = self.get_report(owner, request_id)
         if report is None and self.ask_elsewhere is not None:
-            return await self.ask_elsewhere(request_id)
+            return await self.ask_elsewhere(owner, request_id)
         return report

@@ -11,6 +11,8 @@ the first one until the batch is stored, and a body is decompressed within a lim
 from __future__ import annotations
 
 import asyncio
+import base64
+import hmac
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
@@ -45,6 +47,7 @@ MAX_ARRIVING_RPCS: Final = 32  # gRPC messages awaited at once: the oldest one g
 MAX_GRPC_CONNECTIONS: Final = 256
 MAX_METADATA_BYTES: Final = 16_384  # of a gRPC call: its headers together
 RETRY_AFTER_S: Final = "2"  # header value
+TOKEN_HINT: Final = "Send the token: Authorization: Bearer TOKEN, or as the password."
 
 
 class ArrivingBody:
@@ -106,16 +109,28 @@ UNAVAILABLE: Final = (StoreUnavailableError, asyncio.TimeoutError)
 class Receiver:
     """Receives exports by gRPC and HTTP for one store.
 
+    token: of those who may send and read, as bearer token or as browsers send a password; "": everybody.
     counts: spans "received" and "refused"; requests answered "bad" (400, 408, 415), "large" (413) and
     "retry" (503).
     """
 
-    def __init__(self, store: SpanStore) -> None:
+    def __init__(self, store: SpanStore, token: str = "") -> None:
         self.store = store
+        self._token = token.encode()
         self.counts: Counter[str] = Counter()
         self._budget = BodyBudget()
         self._decoding = anyio.CapacityLimiter(MAX_DECODING)
         self._arriving: dict[asyncio.Future[bytes], None] = {}  # gRPC messages, oldest first
+
+    def admits(self, authorization: bytes) -> bool:
+        """Whether a caller with this `Authorization` may send and read; compares in constant time."""
+        scheme, _, data = authorization.partition(b" ")
+        if scheme.lower() == b"basic":
+            try:
+                data = base64.b64decode(data).partition(b":")[2]
+            except ValueError:
+                data = b""
+        return not self._token or hmac.compare_digest(data, self._token)
 
     async def export(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
@@ -124,6 +139,9 @@ class Receiver:
 
         messages: the one message of a unary call, which as a stream can be awaited for a limited time.
         """
+        authorization = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if not self.admits(str(authorization).encode()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, TOKEN_HINT)
         with self._budget.open_body() as body:
             try:
                 self._budget.extend_body(body, await self._read_message(messages))

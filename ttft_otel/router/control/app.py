@@ -123,9 +123,9 @@ def build_app(
     # `:path`, as a client may choose an ID with slashes in it.
     @app.get("/ttft_report/{request_id:path}")
     async def get_ttft_report(request_id: str, request: Request) -> JSONResponse:
-        # An ID may be guessed, so who reads reports needs a key where clients do.
-        _check_api_key(endpoint, request)
-        report = await endpoint.reports.find_report(request_id)
+        # An ID may be guessed, so reports are only for whoever has the key of their request.
+        owner = _check_api_key(endpoint, request)
+        report = await endpoint.reports.find_report(owner, request_id)
         if report is not None:
             return JSONResponse(report)
         max_reports = endpoint.reports.max_reports
@@ -231,9 +231,13 @@ def _add_model_routes(app: FastAPI, endpoint: ProxyEndpoint) -> None:
         return JSONResponse({"object": "list", "data": list(merged.values())})
 
 
-def _check_api_key(endpoint: ProxyEndpoint, request: Request) -> None:
-    if endpoint.admission.client_keys:
-        endpoint.admission.check_api_key(request.headers.get("authorization", ""))
+def _check_api_key(endpoint: ProxyEndpoint, request: Request) -> str:
+    """The owner, "" where keys are not checked. Raises RequestRejected."""
+    if not endpoint.admission.client_keys:
+        return ""
+    # Starlette reads headers as Latin-1, and a key may be any text.
+    text = request.headers.get("authorization", "").encode("latin-1")
+    return endpoint.admission.check_api_key(text.decode("utf-8", "surrogateescape"))
 
 
 def _add_error_handlers(app: FastAPI, refusal_counts: Counter[str]) -> None:

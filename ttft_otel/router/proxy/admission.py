@@ -7,6 +7,7 @@ import hmac
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from typing import Final
 
 from ttft_otel.model.endpoints import KNOWN_ROUTES
@@ -48,11 +49,12 @@ class AdmissionGate:
     def set_client_keys(self, client_keys: Sequence[str]) -> None:
         """Accept these `client_keys` from now on; without any, keys are not checked."""
         self.client_keys = tuple(key.encode() for key in client_keys)
+        self._owners = {key: sha256(key).hexdigest()[:16] for key in self.client_keys}
 
     def admit_request(
         self, scope: AsgiScope, client_headers: ClientHeaders, requires_json: bool
-    ) -> None:
-        """Check a request before its body is read. Raises RequestRejected.
+    ) -> str:
+        """Check a request before its body is read; returns its owner. Raises RequestRejected.
 
         scope: for the path. client_headers: changed to what instances get.
         requires_json: whether the body must be JSON.
@@ -70,9 +72,10 @@ class AdmissionGate:
         if path not in KNOWN_ROUTES or len(scope.get("raw_path", path)) != len(path):
             _check_path(path, scope.get("raw_path", b""))
         forwarded = client_headers.forwarded
+        owner = ""
         # A client's key ends here: instances get the router's own, or none.
         if self.client_keys:
-            self.check_api_key(forwarded.pop("authorization", ""))
+            owner = self.check_api_key(forwarded.pop("authorization", ""))
             forwarded.pop("x-api-key", None)  # where clients of /v1/messages put the same key
         if self.upstream_authorization:
             forwarded["authorization"] = self.upstream_authorization
@@ -81,9 +84,13 @@ class AdmissionGate:
             media_type = forwarded.get("content-type", "").partition(";")[0].strip().lower()
             if media_type != JSON_TYPE:
                 raise RequestRejected(415, f"Unsupported media type: send {JSON_TYPE}.")
+        return owner
 
-    def check_api_key(self, authorization: str) -> None:
-        """Raise RequestRejected unless `authorization` has a valid key; compares in constant time."""
+    def check_api_key(self, authorization: str) -> str:
+        """The owner of what has the key in `authorization`: the same for one key, whichever worker asks.
+
+        Raises RequestRejected unless the key is valid; compares in constant time.
+        """
         scheme, _, given_key = authorization.partition(" ")
         # As bytes: compare_digest takes text only if it is ASCII.
         data = given_key.strip().encode("utf-8", "surrogateescape")
@@ -93,6 +100,7 @@ class AdmissionGate:
             raise RequestRejected(
                 401, "Send an API key: Authorization: Bearer KEY.", "AuthenticationError"
             )
+        return self._owners[data]
 
     def check_body(
         self,

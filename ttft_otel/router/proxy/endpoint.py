@@ -97,7 +97,9 @@ class ProxyEndpoint:
         client_body = None
         try:
             # Before the body is read: who is refused costs no memory.
-            self.admission.admit_request(scope, client_headers, bool(exchange.operation))
+            exchange.record_owner(
+                self.admission.admit_request(scope, client_headers, bool(exchange.operation))
+            )
             task = asyncio.current_task()
             client_body = self.body_budget.begin_body(task)
             if await read_body(receive, client_headers, self.body_budget, client_body, exchange):

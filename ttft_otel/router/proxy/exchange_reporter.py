@@ -64,6 +64,10 @@ class ExchangeReporter:
 
     def _report_ttft(self, exchange: Exchange) -> Breakdown:
         breakdown = partition_timeline(exchange.timeline)
-        self.reports.add_report(exchange.request_id, exchange.timeline, breakdown)
+        # Whoever has no key must not push out the reports of those who have one.
+        if exchange.owner is not None:
+            self.reports.add_report(
+                exchange.owner, exchange.request_id, exchange.timeline, breakdown
+            )
         exchange.record_ttft_reported()
         return breakdown

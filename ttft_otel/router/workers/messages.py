@@ -90,7 +90,7 @@ class Order(msgspec.Struct, array_like=True, tag="o", frozen=True):
 
 
 class Question(msgspec.Struct, array_like=True, tag="q", frozen=True):
-    """Answer with this number; topic: `report` of a request, or `instances`.
+    """Answer with this number; topic: `report` of an owner's request, or `instances`.
 
     The asker has missed something: topic `load` is answered through the ring, with all that is under way, and
     `orders` by those that were given after the one whose number is the subject.

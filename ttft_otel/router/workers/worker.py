@@ -184,8 +184,10 @@ class WorkerLink:
         data = b""
         if question.topic == "instances":
             data = encode_instances(self.app)
-        elif (report := self.app.endpoint.reports.get_report(question.subject)) is not None:
-            data = msgspec.json.encode(report)
+        else:
+            owner, _, request_id = question.subject.partition(" ")
+            if (report := self.app.endpoint.reports.get_report(owner, request_id)) is not None:
+                data = msgspec.json.encode(report)
         self.socket.send([messages.Answer(question.number, data)], [number])
 
     def _take_answer(self, sender: int, answer: messages.Answer) -> None:
@@ -217,8 +219,8 @@ class WorkerLink:
         finally:
             del self._answers[question.number]
 
-    async def _find_report(self, request_id: str) -> dict[str, Any] | None:
-        data = await self._ask_others("report", request_id)
+    async def _find_report(self, owner: str, request_id: str) -> dict[str, Any] | None:
+        data = await self._ask_others("report", f"{owner} {request_id}")
         return msgspec.json.decode(data, type=dict[str, Any]) if data else None
 
     def _merge_metrics(self, own: Iterator[Metric]) -> Iterator[Metric]:

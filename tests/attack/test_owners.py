@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whoever has a key reads the reports of its own requests alone; `serve` with a token answers nobody else."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+from commands.router.test_router_process import CommandProcess, run_command
+from commands.router.test_worker_processes import wait_for_workers
+from router import fake_instances
+from router.fake_instances import InstancePlan, RunningRouter
+
+from attack.test_export_elements import encode_export
+from ttft_otel.model.names import env_names
+from ttft_otel.report.receive.receiver import OTLP_TRACE_SERVICE
+from ttft_otel.report.report_server import ReportServer, ServeOptions, run_server
+from ttft_otel.tracing.settings import Settings
+
+ALICE, BOB = "alice-1", "bob-ü"
+ORDER = "order-17"
+SERVED = (
+    "/",
+    "/trace/1",
+    "/api/requests",
+    "/api/trace/1",
+    "/api/summary",
+    "/ttft_report/x",
+    "/stages.css",
+)
+
+
+async def read_report(router: RunningRouter, key: str) -> tuple[int, Any]:
+    """What this key is told of the order."""
+    status, _, body = await router.get_json(f"/ttft_report/{ORDER}", Authorization=f"Bearer {key}")
+    return status, body
+
+
+@pytest.mark.parametrize("sampler", ["always_on", "always_off"])
+async def test_reports_have_owners(sampler: str) -> None:
+    """Another key, and none, neither reads a report nor replaces it by a request with the same ID."""
+    settings = Settings(sampler=sampler)
+    plans = [InstancePlan({})]
+    async with fake_instances.run_routed_instances(plans, settings=settings, keys=[ALICE, BOB]) as (
+        router,
+        _,
+    ):
+        await router.post_chat(Authorization=f"Bearer {ALICE}", X_Request_Id=ORDER)
+        status, hers = await read_report(router, ALICE)
+        assert status == 200
+        assert (await read_report(router, BOB))[0] == 404
+        reports = router.app.endpoint.reports
+        for key, expected in (("", 401), ("wrong", 401), (BOB, 200)):
+            reports.max_reports = 2
+            for _ in range(1 if expected == 200 else 5):
+                given = {"Authorization": f"Bearer {key}", "X_Request_Id": ORDER}
+                assert (await router.post_chat(**given))[0] == expected
+            assert await read_report(router, ALICE) == (200, hers), key
+        assert (await read_report(router, BOB))[0] == 200
+        # Her own is replaced by her own.
+        await router.post_chat(Authorization=f"Bearer {ALICE}", X_Request_Id=ORDER)
+        assert await read_report(router, ALICE) != (200, hers)
+
+
+async def read_status(it: CommandProcess, key: str) -> int:
+    """The status of the order's report, of any worker."""
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as client:
+        async with client.get(f"{it.router.url}/ttft_report/{ORDER}") as response:
+            return response.status
+
+
+@pytest.mark.slow
+async def test_workers_know_owners(tmp_path: Path) -> None:
+    """Whichever worker is asked."""
+    keys = ("--api-key", ALICE, "--api-key", "bob-1")
+    async with fake_instances.run_instance(InstancePlan({})) as one:
+        env = {env_names.TTFT_OTEL: "1", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+        flags = ("--backend", one.url, "--workers", "3", *keys)
+        async with run_command(tmp_path, *flags, **env) as it:
+            await wait_for_workers(it, 3)
+            headers = {"Authorization": f"Bearer {ALICE}", "X-Request-Id": ORDER}
+            async with aiohttp.ClientSession(headers=headers) as client:
+                body = {"model": "tiny", "messages": []}
+                url = f"{it.router.url}/v1/chat/completions"
+                async with client.post(url, json=body) as response:
+                    assert response.status == 200
+            assert {await read_status(it, ALICE) for _ in range(12)} == {200}
+            assert {await read_status(it, "bob-1") for _ in range(12)} == {404}
+
+
+@pytest.fixture
+def served(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+    """`ttft-otel serve` with this token."""
+    servers: list[ReportServer] = []
+    ready = Event()
+    options = ServeOptions(tmp_path / "spans.db", http_port=0, grpc_port=0, token=request.param)
+    thread = Thread(target=run_server, args=(options, lambda it: (servers.append(it), ready.set())))
+    thread.start()
+    assert ready.wait(30)
+    yield servers[0]
+    servers[0].close()
+    thread.join(30)
+
+
+def encode_password(text: str) -> str:
+    """What a browser sends."""
+    return f"Basic {base64.b64encode(text.encode()).decode()}"
+
+
+GIVEN = [
+    (None, False),
+    ("", False),
+    ("Bearer ", False),
+    ("Bearer wrong", False),
+    ("Bearer sesamö", True),
+    ("bearer sesamö", True),
+    (encode_password("anybody:sesamö"), True),
+    (encode_password("sesamö:"), False),
+    ("Basic sesamö", False),
+    ("Basic a", False),
+    ("Basic =", False),
+]
+
+
+@pytest.mark.parametrize("served", ["sesamö", ""], indirect=True)
+async def test_serve_asks_for_its_token(served: ReportServer) -> None:
+    """Every path of HTTP but the probes', and gRPC; without a token everybody is answered."""
+    url = f"http://127.0.0.1:{served.http_port}"
+    export = encode_export()
+    async with aiohttp.ClientSession() as client:
+        for given, is_right in GIVEN:
+            headers = {} if given is None else {"Authorization": given}
+            is_open = is_right or not served.options.token
+            for path in SERVED:
+                async with client.get(url + path, headers=headers) as response:
+                    assert (response.status != 401) == is_open, (given, path)
+                    if not is_open:
+                        assert "Basic" in response.headers["WWW-Authenticate"]
+            kind = {"Content-Type": "application/x-protobuf"}
+            async with client.post(
+                f"{url}/v1/traces", data=export, headers=headers | kind
+            ) as response:
+                assert response.status == (200 if is_open else 401), given
+            async with client.get(f"{url}/healthz", headers=headers) as response:
+                assert response.status == 200
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
+        call = channel.unary_unary(f"/{OTLP_TRACE_SERVICE}/Export")
+        # Metadata are ASCII.
+        given = (("authorization", encode_password("x:sesamö")),)
+        await call(export, metadata=given)
+        if served.options.token:
+            for wrong in ((), (("authorization", "Bearer wrong"),)):
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await call(export, metadata=wrong)
+                assert raised.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        else:
+            await call(export)
