@@ -9,10 +9,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import click
+import pytest
 
 from router import fake_instances, scripted_knowledge
 from router.fake_instances import STREAM_EVENTS, InstancePlan
+from ttft_otel.commands.router.command import build_router, command
+from ttft_otel.commands.router.router_options import RouterOptions
 from ttft_otel.router.control import admin
+from ttft_otel.tracing.settings import Settings
 
 
 class AdminClient:
@@ -35,11 +40,11 @@ class AdminClient:
 
 @contextlib.asynccontextmanager
 async def open_admin(
-    router: fake_instances.RunningRouter, token: str = ""
+    router: fake_instances.RunningRouter, token: str = "", host: str = admin.DEFAULT_ADMIN_HOST
 ) -> AsyncIterator[AdminClient]:
     """The admin port of this router."""
     async with admin.serve_admin(
-        router.app.endpoint.upstream, router.app.endpoint.routing, 0, token
+        router.app.endpoint.upstream, router.app.endpoint.routing, 0, token, host
     ) as port:
         yield AdminClient(router.client, f"http://127.0.0.1:{port}/instances")
 
@@ -132,6 +137,22 @@ async def test_only_who_has_the_token_and_is_here() -> None:
             for host in ("evil.example", "evil.example:80", "[", "127.0.0.1.evil.example"):
                 assert (await here.list_instances(**right, Host=host))[0] == 403
             assert (await here.list_instances(**right, Host="localhost:1"))[0] == 200
+
+
+async def test_other_machines_reach_it_where_it_is_told_so() -> None:
+    """On another address than loopback any Host header is accepted, and every request needs a token."""
+    flags = ["--backend", "http://a:1", "--admin-port", "0", "--admin-host", "0.0.0.0"]
+    wanted = RouterOptions.from_flags(command.make_context("router", flags).params)
+    with pytest.raises(click.UsageError, match="from other machines: it needs --admin-token"):
+        build_router(wanted, Settings(), None)
+    async with fake_instances.run_routed_instances() as (router, _):
+        with pytest.raises(ValueError, match="needs a token"):
+            async with open_admin(router, host="0.0.0.0"):
+                pass
+        async with open_admin(router, "boss", "0.0.0.0") as here:
+            assert (await here.list_instances(Host="router:9001"))[0] == 401
+            right = {"Host": "router:9001", "Authorization": "Bearer boss"}
+            assert (await here.list_instances(**right))[0] == 200
 
 
 async def test_what_the_policy_believes_is_seen() -> None:

@@ -9,8 +9,10 @@ from collections.abc import AsyncGenerator, Mapping
 import pytest
 
 from ttft_otel.router.discovery.discovery import Discovery, Findings, end_tasks
+from ttft_otel.router.discovery.found_instances import FoundInstances
 from ttft_otel.router.discovery.source_address import SourceAddress, parse_source_address
-from ttft_otel.router.errors import RequestRejected, SourceUnreachable
+from ttft_otel.router.errors import SourceUnreachable
+from ttft_otel.router.upstream.instance_pool import InstancePool
 
 
 class ScriptedSource:
@@ -30,30 +32,26 @@ class ScriptedSource:
         await asyncio.Event().wait()
 
 
-class RecordingInstances:
+class RecordingInstances(FoundInstances):
     """Takes instances in, except those of a role that it refuses; `calls` are its calls in order."""
 
     def __init__(self, refused_role: str = "") -> None:
+        super().__init__(InstancePool({}), {})
         self.refused_role = refused_role
         self.roles: dict[str, str] = {}
         self.calls: list[str] = []
 
-    def has_url(self, url: str) -> bool:
-        """Whether it was taken in."""
-        return url in self.roles
-
-    def register_instance(self, role: str, url: str) -> bool:
+    def add_instance(self, role: str, url: str) -> None:
         """Take it in."""
         if role == self.refused_role:
-            raise RequestRejected(409, "no")
+            raise ValueError("no")
         self.calls.append(f"+{url}")
         self.roles[url] = role
-        return True
 
-    def deregister_instance(self, url: str) -> bool:
+    def drop_instance(self, url: str) -> None:
         """Take it out."""
         self.calls.append(f"-{url}")
-        return self.roles.pop(url, "") != ""
+        del self.roles[url]
 
 
 def build_discovery(
@@ -95,18 +93,16 @@ def test_what_another_source_still_names_stays() -> None:
     assert not instances.roles
 
 
-def test_who_was_forgotten_comes_back_and_who_is_there_is_not_asked_again() -> None:
-    """An instance removed after --register-ttl is added again while a source names it; others stay."""
+def test_who_is_there_is_not_added_again() -> None:
+    """A source that names the same instances again changes nothing."""
     instances = RecordingInstances()
     discovery = build_discovery(instances, None)
     (source,) = discovery.watched
 
     for _ in range(2):
         discovery.apply_findings(source, find({"a": "decode", "b": "decode"}))
-    del instances.roles["a"]
-    discovery.apply_findings(source, find({"a": "decode", "b": "decode"}))
 
-    assert instances.calls == ["+a", "+b", "+a"]
+    assert instances.calls == ["+a", "+b"]
 
 
 def test_one_refusal_keeps_nobody_else_out() -> None:

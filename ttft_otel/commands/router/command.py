@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import os
@@ -24,10 +23,11 @@ from ttft_otel.commands.router.config_reloader import ConfigReloader
 from ttft_otel.commands.router.router_options import RouterOptions, declare_option
 from ttft_otel.model.names import env_names
 from ttft_otel.router import types
-from ttft_otel.router.control import admin, announcements, registrations
+from ttft_otel.router.control import admin
 from ttft_otel.router.control import app as control
 from ttft_otel.router.control.uvicorn_server import ServerPlan, run_router_server
 from ttft_otel.router.discovery.discovery import Discovery
+from ttft_otel.router.discovery.found_instances import FoundInstances
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.recent_reports import MAX_REPORTS, RecentReports
@@ -177,24 +177,6 @@ Where a request's time went:
 @declare_option(
     "--admin-token", default="", metavar="TOKEN", help="Bearer token that /instances requires."
 )
-@declare_option(
-    "--register",
-    is_flag=True,
-    help="Let instances register on the admin port, with the protocol of vLLM's EPD proxy.",
-)
-@declare_option(
-    "--register-token",
-    default="",
-    callback=router_options.check_token,
-    metavar="TOKEN",
-    help="Token that every registration must carry; required by --register.",
-)
-@declare_option(
-    "--register-ttl",
-    default=registrations.FORGET_AFTER_S,
-    type=click.FloatRange(0),
-    help="Seconds until a registered instance that stays unreachable is removed; 0: never.",
-)
 @discovery_options.add_discovery_options(declare_option)
 @shared_state_options.add_shared_state_options(declare_option)
 @router_options.add_limit_options(declare_option)
@@ -288,24 +270,22 @@ def build_router(
         admission,
         options.encode_once,
     )
-    registered = discovery = None
-    if options.takes_newcomers:
-        registered = registrations.Registrations(upstream, configured, options.register_ttl)
-    if registered is not None and options.discover:
+    discovery = None
+    if options.discover:
+        found = FoundInstances(pool, configured)
         discovery = discovery_options.build_discovery(
-            options.discover, options.discover_interval, options.kubernetes_api, registered
+            options.discover, options.discover_interval, options.kubernetes_api, found
         )
     store = shared_state_options.build_lone_link(options, pool, routing)
     app = control.build_app(
         endpoint,
         handoff.get_counts,
-        functools.partial(_run_background, options, endpoint, registered, discovery, store),
+        functools.partial(_run_background, options, endpoint, discovery, store),
         discovery,
     )
     app.metrics.collect_shared_state = None if store is None else store.collect_metrics
     app.cors_origins, app.allowed_hosts = options.cors_origin, options.allowed_host
-    if registered is not None:
-        app.registrations, app.metrics.registration_counts = registered, registered.result_counts
+    app.found = None if discovery is None else discovery.found
     return app
 
 
@@ -313,20 +293,14 @@ def build_router(
 async def _run_background(
     options: RouterOptions,
     endpoint: ProxyEndpoint,
-    registered: registrations.Registrations | None,
     discovery: Discovery | None,
     store: StoreLink | None,
 ) -> AsyncIterator[None]:
-    """Run what `options` ask for meanwhile; registered: None where no instance can come or go.
+    """Run what `options` ask for meanwhile.
 
     store: joins this router to its replicas, None without --shared-state or with several workers.
     """
     async with AsyncExitStack() as stack:
-        announced = None
-        if registered is not None and options.register:
-            announced = announcements.Announcements(registered, options.register_token)
-        elif registered is not None:  # the admin port sweeps for those who announce themselves
-            await stack.enter_async_context(_sweep_meanwhile(registered))
         if options.admin_port is not None:
             await stack.enter_async_context(
                 admin.serve_admin(
@@ -334,7 +308,6 @@ async def _run_background(
                     endpoint.routing,
                     options.admin_port,
                     options.admin_token,
-                    announced,
                     options.admin_host,
                     is_shared=options.workers > 1,
                 )
@@ -344,17 +317,6 @@ async def _run_background(
         if store is not None:
             await stack.enter_async_context(store)
         yield
-
-
-@asynccontextmanager
-async def _sweep_meanwhile(registered: registrations.Registrations) -> AsyncIterator[None]:
-    """Remove instances that have left and have no request any more."""
-    sweeping = asyncio.create_task(registered.sweep_forever())
-    try:
-        yield
-    finally:
-        sweeping.cancel()
-        await asyncio.gather(sweeping, return_exceptions=True)
 
 
 def _do_nothing() -> None:

@@ -40,12 +40,11 @@ class ConfigReloader:
     def _apply_options(self, new_options: RouterOptions) -> None:
         upstream = self.app.endpoint.upstream
         instances_by_leg = new_options.build_instances()
-        registered = self.app.registrations
-        # Instances that registered themselves must survive the
-        # reload; only `registered` knows them.
-        if registered is not None:
+        found = self.app.found
+        # Those that sources name stay.
+        if found is not None:
             try:
-                added, removed = registered.set_configured(instances_by_leg)
+                added, removed = found.set_configured(instances_by_leg)
             except ValueError as error:
                 raise click.UsageError(str(error)) from error
         # Only within the same legs: which flow serves a request depends on the legs there are.

@@ -9,7 +9,8 @@ from typing import Final
 import click
 
 from ttft_otel.commands.command_options import Command, OptionDeclarer, add_options
-from ttft_otel.router.discovery.discovery import Discovery, InstanceRegistry, InstanceSource
+from ttft_otel.router.discovery.discovery import Discovery, InstanceSource
+from ttft_otel.router.discovery.found_instances import FoundInstances
 from ttft_otel.router.discovery.source_address import (
     DNS_SCHEME,
     SourceAddress,
@@ -55,7 +56,7 @@ def check_sources(_: click.Context, __: click.Parameter, texts: tuple[str, ...])
 
 
 def build_discovery(
-    texts: Sequence[str], interval_s: float, api_url: str, registry: InstanceRegistry
+    texts: Sequence[str], interval_s: float, api_url: str, found: FoundInstances
 ) -> Discovery:
     """Build the discovery of all sources. Raises UsageError for k8s:// outside a cluster."""
     addresses = [parse_source_address(each) for each in dict.fromkeys(texts)]
@@ -63,7 +64,7 @@ def build_discovery(
         sources = [_build_source(each, interval_s, api_url) for each in addresses]
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    return Discovery(sources, registry, interval_s)
+    return Discovery(sources, found, interval_s)
 
 
 def _build_source(address: SourceAddress, interval_s: float, api_url: str) -> InstanceSource:

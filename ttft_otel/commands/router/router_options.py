@@ -66,9 +66,6 @@ class RouterOptions(RoutingOptions):
     admin_port: int | None
     admin_host: str
     admin_token: str
-    register: bool
-    register_token: str
-    register_ttl: float
     discover: tuple[str, ...]
     discover_interval: float
     kubernetes_api: str
@@ -86,7 +83,7 @@ class RouterOptions(RoutingOptions):
     @property
     def takes_newcomers(self) -> bool:
         """Whether instances may come and go while the router runs, so that there may be none yet."""
-        return self.register or bool(self.discover)
+        return bool(self.discover)
 
     @property
     def has_index_service(self) -> bool:
@@ -97,12 +94,11 @@ class RouterOptions(RoutingOptions):
     def build_instances(self) -> dict[str, tuple[Instance, ...]]:
         """The configured instances by leg. Raises UsageError, with the remedy.
 
-        With --register or --discover there may be none yet, and since encoders may join later, --backend
+        With --discover there may be none yet, and since encoders may join later, --backend
         instances are on the leg `prefill_decode` from the start.
         """
         is_disaggregated = self.prefill or self.decode
-        # An instance that prefills may register before one that decodes: half a pair is
-        # allowed.
+        # One that prefills may be found before one that decodes: half a pair is allowed.
         if self.takes_newcomers:
             is_contradictory = bool(self.backend and is_disaggregated)
         else:
@@ -134,7 +130,7 @@ class RouterOptions(RoutingOptions):
         filled_legs = {
             leg: tuple(several.values()) for leg, several in unique_by_url.items() if several
         }
-        # The empty leg tells the pool which one prefills before any instance has registered.
+        # The empty leg tells the pool which one prefills before any instance is found.
         if self.takes_newcomers and not is_disaggregated:
             filled_legs.setdefault(backend_leg, ())
         return filled_legs
@@ -149,15 +145,7 @@ class RouterOptions(RoutingOptions):
             )
 
     def check_admin(self) -> None:
-        """Raise UsageError for an admin API without its port, or reachable from outside without a token."""
-        # Required on loopback, too: whoever registers an instance reads clients' prompts.
-        if self.register and (self.admin_port is None or not self.register_token):
-            raise click.UsageError(
-                "--register needs --admin-port PORT, on which instances register, and "
-                "--register-token TOKEN, because registered instances receive clients' requests."
-            )
-        if self.register_token and not self.register:
-            raise click.UsageError("--register-token needs --register.")
+        """Raise UsageError for an admin API that is reachable from outside without a token."""
         # There is no --insecure for this port: its requests add and drain instances.
         if not (self.admin_token or is_loopback(self.admin_host)):
             raise click.UsageError(
@@ -206,14 +194,6 @@ def declare_file_option(flag: str, **click_arguments: Any) -> Callable[[Decorate
         callback=_load_file,
         **click_arguments,
     )
-
-
-def check_token(_: click.Context, __: click.Parameter, token: str) -> str:
-    """Return `token`. Raises BadParameter for characters that a header or URL cannot carry."""
-    # vLLM's instances can carry it only in the user information of a URL (announcements.py).
-    if token and not (token.isascii() and token.isprintable() and " " not in token):
-        raise click.BadParameter("write the token in visible ASCII characters.")
-    return token
 
 
 def reread_options(ctx: click.Context) -> RouterOptions:

@@ -72,10 +72,10 @@ class RoutingOptions:
         """Build the routing service with its prompt reader and prefix index. Raises UsageError.
 
         pool: the instances to choose from. api_key: sent to instances that are asked to tokenize.
-        may_encoders_join: encoders may register later, so --encoder-routing-logic needs no --encoder.
+        may_encoders_join: encoders may be found later, so --encoder-routing-logic needs no --encoder.
         """
         self._check_combinations()
-        # Judged against the pool and not the flags: with --register encoders may come later.
+        # Judged against the pool and not the flags: with --discover encoders may come later.
         encoders_policy = self._choose_encoder_policy(may_encoders_join or pool.has_encoders)
         options = states.PolicyOptions(
             session_key=self.session_key,

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The admin API, /instances on its own port: operators list and change instances, instances register.
-
-command.py starts it beside the router; announcements.py handles registrations.
-"""
+"""The admin API, /instances on its own port: operators list and change instances; command.py starts it."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hmac
 import logging
@@ -20,7 +16,6 @@ from aiohttp import web
 from ttft_otel.http.head_checks import CallerRules, is_loopback
 from ttft_otel.model import stages
 from ttft_otel.router import types
-from ttft_otel.router.control.announcements import Announcements
 from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.routing.routing_service import RoutingService
@@ -50,8 +45,8 @@ class InstanceOrder(msgspec.Struct, forbid_unknown_fields=True):
 class AdminApi:
     """The request handlers.
 
-    token: of operators; "" admits every process on this machine. announcements: None if instances cannot
-    register. is_loopback_only: whether it listens on loopback only; otherwise a token is required.
+    token: "" admits every process on this machine. is_loopback_only: whether it listens on loopback only;
+    otherwise a token is required.
     """
 
     def __init__(
@@ -59,7 +54,6 @@ class AdminApi:
         upstream: UpstreamClient,
         routing: RoutingService,
         token: str = "",
-        announcements: Announcements | None = None,
         is_loopback_only: bool = True,
     ) -> None:
         # Orders decide where requests go: no port that others reach may be without a token.
@@ -68,7 +62,6 @@ class AdminApi:
         self.upstream = upstream
         self.routing = routing
         self.token = token
-        self.announcements = announcements
         self.is_loopback_only = is_loopback_only
 
     async def list_instances(self, _: web.Request) -> web.Response:
@@ -78,38 +71,21 @@ class AdminApi:
         policies = {"leg": routing.prefilling_leg, "logic": routing.prefill_policy.policy_name}
         if self.upstream.pool.get(stages.ENCODE):
             policies["encoders"] = routing.get_leg_policy(stages.ENCODE).policy_name
-        listed: dict[str, Any] = {}
         instances = [
             _describe_instance(instance) | described.get(instance.leg, {}).get(instance.url, {})
             for instance in self.upstream.pool
         ]
-        if self.announcements is not None:
-            registrations = self.announcements.registrations
-            # In the form of vLLM's proxy, whose clients read it, beside what is our own.
-            listed = registrations.describe_registered()
-            for instance, described_instance in zip(self.upstream.pool, instances, strict=True):
-                described_instance["registered"] = instance in registrations
-        return web.json_response({"routing": policies, "instances": instances, **listed})
+        return web.json_response({"routing": policies, "instances": instances})
 
     async def change_instances(self, request: web.Request) -> web.Response:
-        """Answer POST: add, drain, remove (operators) or register an instance. Raises RequestRejected."""
+        """Answer POST: add, drain or remove an instance. Raises RequestRejected."""
         # Not for form's sake: a web page can send other types to this port without a preflight.
         if request.content_type != "application/json":
             raise RequestRejected(415, "Send application/json.")
         try:
-            fields = msgspec.json.decode(await request.read())
-        except JSON_ERRORS as error:
-            raise RequestRejected(400, str(error)) from error
-        # Both come to one path as in vLLM's proxy; only an announcement has a role.
-        if self.announcements is not None and isinstance(fields, dict) and "role" in fields:
-            self._require_announcer(request)
-            return await self.announcements.register_instance(fields)
-        # The registration token is not enough: orders reach configured instances as well.
-        self._require_operator(request)
-        try:
-            order = msgspec.convert(fields, InstanceOrder)
+            order = msgspec.json.decode(await request.read(), type=InstanceOrder)
             named_instance = types.parse_instance_url(order.url, order.leg)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (*JSON_ERRORS, ValueError) as error:
             raise RequestRejected(400, str(error)) from error
         instance = apply_order(self.upstream.pool, order.action, named_instance)
         # After it was done: the other workers follow orders that were not refused here.
@@ -122,46 +98,17 @@ class AdminApi:
         )
         return web.json_response(_describe_instance(instance))
 
-    async def deregister_instance(self, request: web.Request) -> web.Response:
-        """Answer DELETE: deregister an instance. Raises RequestRejected."""
-        if self.announcements is None:
-            raise RequestRejected(
-                405, "No instance can register here: start the router with --register."
-            )
-        self._require_announcer(request)
-        return await self.announcements.deregister_instance(request)
-
     def check_access(self, request: web.Request) -> None:
         """Raise RequestRejected for `request`s without a token, and for DNS rebinding by web pages."""
         if self.is_loopback_only and not OWN_NAMES.allows_host(
             request.headers.get("Host", "").encode("utf-8", "surrogateescape")
         ):  # a host name that was made to resolve to this machine
             raise RequestRejected(403, "Use the loopback address, like 127.0.0.1, for this port.")
-        # Either token opens the port, and the handlers ask for the one that they need.
-        if not (self._may_order(request) or self._may_announce(request)):
-            self._require_operator(request)
-
-    def _may_order(self, request: web.Request) -> bool:
         # The bytes that came: aiohttp decodes headers as UTF-8 with these escapes.
         authorization = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         expected = build_authorization(self.token).encode()
-        return not self.token or hmac.compare_digest(authorization, expected)
-
-    def _may_announce(self, request: web.Request) -> bool:
-        return self.announcements is not None and self.announcements.is_authorized(request)
-
-    def _require_operator(self, request: web.Request) -> None:
-        if not self._may_order(request):
+        if self.token and not hmac.compare_digest(authorization, expected):
             raise RequestRejected(401, "Send the admin token: Authorization: Bearer TOKEN.")
-
-    def _require_announcer(self, request: web.Request) -> None:
-        """Raise RequestRejected without the registration token; the admin token is accepted too."""
-        if not (self._may_announce(request) or (self.token and self._may_order(request))):
-            raise RequestRejected(
-                401,
-                "Send the token of --register-token: X-API-Key: TOKEN, Authorization: Bearer TOKEN, "
-                "or in the URL, http://instance:TOKEN@HOST:PORT.",
-            )
 
 
 @contextlib.asynccontextmanager
@@ -170,7 +117,6 @@ async def serve_admin(
     routing: RoutingService,
     port: int,
     token: str = "",
-    announcements: Announcements | None = None,
     host: str = DEFAULT_ADMIN_HOST,
     is_shared: bool = False,
 ) -> AsyncIterator[int]:
@@ -178,7 +124,7 @@ async def serve_admin(
 
     is_shared: other workers of this router serve the port too.
     """
-    admin = AdminApi(upstream, routing, token, announcements, is_loopback(host))
+    admin = AdminApi(upstream, routing, token, is_loopback(host))
 
     @web.middleware
     async def check_request(request: web.Request, handler: AdminHandler) -> web.StreamResponse:
@@ -195,33 +141,16 @@ async def serve_admin(
     app = web.Application(middlewares=[check_request], client_max_size=MAX_ADMIN_BODY_BYTES)
     app.router.add_get("/instances", admin.list_instances)
     app.router.add_post("/instances", admin.change_instances)
-    app.router.add_delete("/instances", admin.deregister_instance)
-    # No access log: every instance announces itself each 30 s.
+    # No access log: scripts may ask every second.
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
         # reuse_port: the kernel spreads connections over all workers that listen.
         site = web.TCPSite(runner, host, port, reuse_port=is_shared or None)
         await site.start()
-        async with _sweep_registrations(announcements):
-            yield runner.addresses[0][1]
+        yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
-
-
-@contextlib.asynccontextmanager
-async def _sweep_registrations(announcements: Announcements | None) -> AsyncIterator[None]:
-    """Run the sweep of registered instances meanwhile."""
-    if announcements is None:
-        yield
-        return
-    sweeping = asyncio.create_task(announcements.registrations.sweep_forever())
-    try:
-        yield
-    finally:
-        # Awaited, so that no sweep changes a pool that is being closed.
-        sweeping.cancel()
-        await asyncio.gather(sweeping, return_exceptions=True)
 
 
 def apply_order(pool: InstancePool, action: str, named_instance: Instance) -> Instance:

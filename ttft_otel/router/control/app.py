@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace.sampling import Sampler
 
-    from ttft_otel.router.control.registrations import Registrations
     from ttft_otel.router.discovery.discovery import Discovery
+    from ttft_otel.router.discovery.found_instances import FoundInstances
     from ttft_otel.tracing.settings import Settings
 
 DATA_PATH_PREFIX: Final = "/v1/"
@@ -56,7 +56,7 @@ class RouterApp:
         self.control_plane = control_plane
         self.metrics = metrics
         self.admission = endpoint.admission
-        self.registrations: Registrations | None = None  # where instances may register
+        self.found: FoundInstances | None = None  # where instances come and go
         self.allowed_hosts: tuple[str, ...] = ()  # further names that Host may have
         self.cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the router
 
@@ -184,7 +184,7 @@ def _add_health_routes(app: FastAPI, endpoint: ProxyEndpoint, discovery: Discove
         is_ready = not missing_legs and all("healthy" in leg.values() for leg in states.values())
         body: dict[str, Any] = {"status": "ready" if is_ready else "not ready", "legs": states}
         if missing_legs:
-            body["reason"] = f"no instance registered yet for {' and '.join(missing_legs)}"
+            body["reason"] = f"there is no instance yet for {' and '.join(missing_legs)}"
         source = endpoint.routing.prefix_source
         # Requests are served all the same, by estimates: no reason not to be ready.
         if source is not None and (problem := source.describe_problem()):

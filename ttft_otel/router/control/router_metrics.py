@@ -32,9 +32,8 @@ MetricsMerger = Callable[[Iterator[Metric]], Iterator[Metric]]
 class RouterMetrics(Collector):
     """A Prometheus collector of all metrics of the router.
 
-    reloads: configuration reloads by result. registration_counts: registrations by result, empty if
-    instances cannot register. handoff_counts: returns counts of records by result. discovery: None
-    without --discover.
+    reloads: configuration reloads by result. handoff_counts: returns counts of records by result.
+    discovery: None without --discover.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class RouterMetrics(Collector):
         self.endpoint = endpoint
         self.handoff_counts = handoff_counts
         self.reloads = {"ok": 0, "failed": 0}
-        self.registration_counts: Mapping[str, int] = {}
         self.merge_workers: MetricsMerger | None = None  # with --workers
         # With --shared-state.
         self.collect_shared_state: Callable[[], Iterator[Metric]] | None = None
@@ -124,14 +122,6 @@ class RouterMetrics(Collector):
         )
         reloads_help = "Configurations read again."
         yield build_counter(metric_names.ROUTER_RELOADS, reloads_help, "result", self.reloads)
-        if self.registration_counts:
-            registrations_help = "What became of instances that register."
-            yield build_counter(
-                metric_names.ROUTER_REGISTRATIONS,
-                registrations_help,
-                "result",
-                self.registration_counts,
-            )
 
     def _collect_discovery(self, discovery: Discovery) -> Iterator[Metric]:
         found = GaugeMetricFamily(
@@ -143,7 +133,7 @@ class RouterMetrics(Collector):
         failures = CounterMetricFamily(
             metric_names.ROUTER_DISCOVERY_FAILURES, failures_help, labels=["source"]
         )
-        # What was refused at registration is not in `roles_by_url`.
+        # What was refused is not in `roles_by_url`.
         for each in discovery.watched:
             found.add_metric([each.name], len(each.roles_by_url))
             failures.add_metric([each.name], each.failures)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances that DNS or a Kubernetes API names: --discover. What is found registers as if by itself."""
+"""Instances that DNS or a Kubernetes API names: --discover."""

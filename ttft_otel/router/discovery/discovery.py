@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the router's instances as its sources name them; command.py runs it beside the router.
 
-What is found is registered, what is gone deregistered, which drains it. A source that cannot be asked
+What is gone drains. A source that cannot be asked
 changes nothing: the instances that it named last stay in use, and health probes say whether they live.
 """
 
@@ -15,8 +15,9 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+from ttft_otel.router.discovery.found_instances import FoundInstances
 from ttft_otel.router.discovery.source_address import SourceAddress
-from ttft_otel.router.errors import RequestRejected, SourceUnreachable
+from ttft_otel.router.errors import SourceUnreachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +58,6 @@ CANCEL_AGAIN_S: Final = 0.2  # seconds until a task that goes on is cancelled on
 log: Final = logging.getLogger("ttft_otel")
 
 
-class InstanceRegistry(Protocol):
-    """Who takes instances in and out: control/registrations.py."""
-
-    def has_url(self, url: str) -> bool:
-        """Whether the instance is registered."""
-        ...
-
-    def register_instance(self, role: str, url: str) -> bool:
-        """Take it in; True if it is new. Raises RequestRejected."""
-        ...
-
-    def deregister_instance(self, url: str) -> bool:
-        """Drain it, then take it out; True if it was there."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class WatchedSource:
     """A source with what it named last; `problem` is why that is not all, or not news."""
@@ -92,10 +77,10 @@ class Discovery:
     """All sources of a router. retry_pause_s: seconds after the first failure; doubled after each."""
 
     def __init__(
-        self, sources: Sequence[InstanceSource], registry: InstanceRegistry, retry_pause_s: float
+        self, sources: Sequence[InstanceSource], found: FoundInstances, retry_pause_s: float
     ) -> None:
         self.watched = [WatchedSource(each) for each in sources]
-        self.registry = registry
+        self.found = found
         self.retry_pause_s = retry_pause_s
 
     @asynccontextmanager
@@ -103,7 +88,8 @@ class Discovery:
         """Ask all sources meanwhile."""
         tasks = [asyncio.create_task(self._watch_forever(each)) for each in self.watched]
         try:
-            yield
+            async with self.found.sweep_meanwhile():
+                yield
         finally:
             await end_tasks(tasks)
 
@@ -141,15 +127,14 @@ class Discovery:
             pause_s = min(2 * pause_s, MAX_RETRY_PAUSE_S)
 
     def apply_findings(self, watched: WatchedSource, findings: Findings) -> None:
-        """Register and deregister instances until they are those that the source names."""
+        """Add and drop instances until they are those that the source names."""
         refused: dict[str, str] = {}
         # New ones first: where a rollout replaces all of them at once, there is never none.
         for url, role in findings.roles_by_url.items():
-            # Perhaps forgotten as unreachable, though its source still names it.
-            if watched.roles_by_url.get(url) != role or not self.registry.has_url(url):
+            if watched.roles_by_url.get(url) != role:
                 try:
-                    self.registry.register_instance(role, url)
-                except RequestRejected as error:
+                    self.found.add_instance(role, url)
+                except ValueError as error:
                     refused[url] = str(error)
         before = watched.roles_by_url
         # What was refused is new again with the next findings, and tried again.
@@ -159,7 +144,7 @@ class Discovery:
         # Two sources may name the same instance.
         named = {url for each in self.watched for url in each.roles_by_url}
         for url in before.keys() - named:
-            self.registry.deregister_instance(url)
+            self.found.drop_instance(url)
         refusal = next((f"{url} was refused: {text}" for url, text in refused.items()), "")
         self._note_problem(watched, refusal or findings.problem)
 

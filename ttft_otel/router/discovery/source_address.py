@@ -14,7 +14,7 @@ from ttft_otel.model.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
 
 DNS_SCHEME: Final = "dns"
 KUBERNETES_SCHEME: Final = "k8s"
-# Words for roles: those of registration, of our own flags, and of llm-d's label.
+# Words for roles: those of our own flags, and of llm-d's label.
 ROLES_BY_WORD: Final = {
     ENCODE: ENCODE,
     "encoder": ENCODE,

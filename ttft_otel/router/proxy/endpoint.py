@@ -85,7 +85,7 @@ class ProxyEndpoint:
 
     @property
     def answering_leg(self) -> str:
-        """The leg whose response the client gets; it changes when instances of other legs register."""
+        """The leg whose response the client gets; it changes when instances of other legs are found."""
         return self.upstream.pool.answering_leg
 
     async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The instances of every leg with their health and circuit breakers; upstream_client.py chooses from it.
 
-health_monitor.py, admin.py and registrations.py change it. The candidates of a request are computed
+health_monitor.py, admin.py and found_instances.py change it. The candidates of a request are computed
 when something changes, not for each request.
 """
 
@@ -73,7 +73,7 @@ class InstancePool:
         self.failure_listeners: Listeners[[Instance]] = Listeners()  # it failed a moment ago
         self.return_listeners: Listeners[[Instance]] = Listeners()  # it was away, and is back
         self.change_listeners: Listeners[[]] = Listeners()  # there are other instances now
-        self.order_listeners: Listeners[[str, str, str]] = Listeners()  # action, leg (or role), URL
+        self.order_listeners: Listeners[[str, str, str]] = Listeners()  # action, leg, URL
         self.attempt_listener: AttemptListener | None = None  # where load is shared
         self._away_instances: set[Instance] = set()
         self._in_flight: dict[Attempt, int] = {}  # its number as a breaker's trial, 0 for none
@@ -84,11 +84,11 @@ class InstancePool:
         """Replace the instances of each leg, and compute what depends on which legs have some.
 
         prefilling_leg: the leg that prefills. answering_leg: the leg whose response the client gets.
-        has_encoders: whether there are encoders. A leg may be empty until its instances register.
+        has_encoders: whether there are encoders. A leg may be empty until its instances are found.
         """
         self._instances_by_leg = dict(instances_by_leg)
         self.prefilling_leg = self._find_first_leg(PREFILLING_ROLES)
-        # requests need a decode instance too, also before the first one registers
+        # requests need a decode instance too, also before the first one is found
         has_prefill = bool(self._instances_by_leg.get(PREFILL))
         self.answering_leg = DECODE if has_prefill else self._find_first_leg(ANSWERING_ROLES)
         self.has_encoders = bool(self._instances_by_leg.get(ENCODE))
@@ -244,7 +244,7 @@ class InstancePool:
         if instance.breaker.opening_number == opening_number and instance.breaker.half_open():
             self.reset_candidates()
 
-    # Called by health probes, operators and registration.
+    # Called by health probes, operators and discovery.
 
     def mark_failed(self, instance: Instance, reason: str) -> None:
         """Exclude `instance` until a health probe succeeds; `reason` is for the log."""

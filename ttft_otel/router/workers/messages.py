@@ -78,7 +78,7 @@ class Reset(msgspec.Struct, array_like=True, tag="z", frozen=True):
 
 
 class Order(msgspec.Struct, array_like=True, tag="o", frozen=True):
-    """An operator or an instance asked me for this; leg is a role where it registers.
+    """An operator asked me for this.
 
     number: counts the orders of a slot, so that who has missed one can ask for it.
     """

@@ -29,7 +29,6 @@ SUMMED_GAUGES: Final = {
 # Counters of what happens to each of them at once: the largest is right, the sum is not.
 COMMON_COUNTERS: Final = {
     metric_names.ROUTER_RELOADS,
-    metric_names.ROUTER_REGISTRATIONS,
     metric_names.ROUTER_KV_EVENTS,
 }
 INSTANCE_LABEL: Final = "instance"

@@ -8,6 +8,7 @@ worker_socket.py and metrics_files.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
@@ -44,11 +45,9 @@ from ttft_otel.tracing.guard import Guard
 TOTALS_INTERVAL_S: Final = 1.0
 ANSWER_TIMEOUT_S: Final = 1.0  # seconds for the others to answer a question
 MAX_ORDERS: Final = 1024  # that a worker keeps for others that have missed some
-REGISTER: Final = "register"
-DEREGISTER: Final = "deregister"
 
-# A worker's instances for a successor: leg, URL and whether it drains; and roles by URL of those that have
-# registered.
+# A worker's instances for a successor: leg, URL and whether it drains; and roles by URL of those that
+# sources named.
 InstanceSet: TypeAlias = tuple[list[tuple[str, str, bool]], dict[str, str]]
 
 log: Final = logging.getLogger("ttft_otel")
@@ -320,13 +319,8 @@ def follow_order(app: RouterApp, order: messages.Order) -> None:
     """Do what another worker was asked for, and did."""
     # Not by the handlers, whose listeners would send it to the others once more.
     try:
-        if order.action == REGISTER and app.registrations is not None:
-            app.registrations.register_instance(order.leg, order.url)
-        elif order.action == DEREGISTER and app.registrations is not None:
-            app.registrations.deregister_instance(order.url)
-        else:
-            instance = parse_instance_url(order.url, order.leg)
-            apply_order(app.endpoint.upstream.pool, order.action, instance)
+        instance = parse_instance_url(order.url, order.leg)
+        apply_order(app.endpoint.upstream.pool, order.action, instance)
     # This worker may have other instances for a moment: one order must not end it.
     except (RequestRejected, ValueError) as error:
         log.warning(
@@ -339,7 +333,7 @@ def follow_order(app: RouterApp, order: messages.Order) -> None:
 
 def encode_instances(app: RouterApp) -> bytes:
     """This worker's instances."""
-    roles = {} if app.registrations is None else app.registrations.list_roles()
+    roles = {} if app.found is None else app.found.map_roles()
     members = [
         (each.leg, each.url, each.state == "draining") for each in app.endpoint.upstream.pool
     ]
@@ -350,12 +344,14 @@ def apply_instances(app: RouterApp, data: bytes) -> None:
     """Have the instances of another worker: operators' orders are in no configuration."""
     members, roles = msgspec.msgpack.decode(data, type=InstanceSet)
     pool = app.endpoint.upstream.pool
-    # Registered ones first, by role: these are swept when they stay away.
-    for url, role in roles.items():
-        follow_order(app, messages.Order(REGISTER, role, url, 0))
+    # Those of sources first: these go when no source names them any more.
+    if app.found is not None:
+        for url, role in roles.items():
+            with contextlib.suppress(ValueError):  # it does not fit beside this worker's own
+                app.found.add_instance(role, url)
     for leg, url, is_draining in members:
         instance = pool.find_instance(leg, url)
-        # Not registered: an operator added it.
+        # Of no source: an operator added it.
         if instance is None:
             instance = parse_instance_url(url, leg)
             pool.add_instance(instance)
