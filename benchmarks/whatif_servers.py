@@ -25,10 +25,11 @@ from lab.server_commands import (
     build_prefill_decode_command,
 )
 from lab.ttft_client import TimedRequest, send_timed_request
-from ttft_otel.explain.whatif.replay_facts import Recording, read_recording
+from ttft_otel.explain.whatif.replay_facts import Recording
+from ttft_otel.explain.window.window_reading import record_window
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.model.names import env_names
-from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter, open_reader
+from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 
 RATE_BY_STEP: Final = 0.16  # requests that arrive within a step's sleep, on average
 MAX_SEQS, MAX_TOKENS = 4, 512
@@ -205,15 +206,8 @@ class Bench:
         pressure = (read_pressure() - stalled) / spent_s if stalled >= 0 else -1.0
         time.sleep(SETTLE_S)
         with open_reader(self.folder / "spans.db") as reader:
-            wanted = RequestFilter(since_ns=since_ns, last=MAX_REQUESTS)
-
-            def find_spans(trace_id: str) -> Any:
-                trace = reader.find_trace(trace_id)
-                return trace.spans if trace else ()
-
-            return RecordedRun(
-                read_recording(reader.list_latest(wanted), find_spans), clients, pressure
-            )
+            recording, _ = record_window(reader, RequestFilter(since_ns=since_ns))
+            return RecordedRun(recording, clients, pressure)
 
 
 def read_pressure() -> float:

@@ -20,21 +20,16 @@ from ttft_otel.commands.command_options import write_whole
 from ttft_otel.explain.diff import difference_text, release_gate
 from ttft_otel.explain.diff.release_gate import Condition, Verdict
 from ttft_otel.explain.diff.stage_difference import Difference, compare_windows
-from ttft_otel.explain.window.lost_requests import LostRequests, collect_lost, count_lost
-from ttft_otel.explain.window.request_facts import (
-    CannotTellError,
-    RequestFacts,
-    build_facts,
-    read_facts,
-)
-from ttft_otel.explain.window.window_reading import list_with_progress
+from ttft_otel.explain.window.lost_requests import LostRequests, count_lost
+from ttft_otel.explain.window.request_facts import CannotTellError, RequestFacts, build_facts
+from ttft_otel.explain.window.window_reading import WindowReading, read_window
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.breakdown_source import BreakdownSource
-from ttft_otel.report.report_types import Request, SourceChoice
+from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.show.terminal import remove_controls
-from ttft_otel.report.store.database_reader import MAX_REQUESTS
 from ttft_otel.report.store.database_schema import StoreError
 from ttft_otel.report.time_window import WINDOW_HELP, filter_window
+from ttft_otel.report.window_sample import LOST, Coverage
 
 
 def _read_conditions(context: Any, option: Any, texts: tuple[str, ...]) -> list[Condition]:
@@ -117,9 +112,8 @@ def diff(
             if markdown:
                 click.echo(release_gate.build_markdown(verdicts, ()), nl=False)
             raise
-    lost_a, lost_b = (side.lost.total / (side.lost.total + len(side.facts)) for side in sides)
     verdicts = release_gate.judge_windows(
-        conditions, sides[0].facts, sides[1].facts, (lost_a, lost_b)
+        conditions, sides[0].facts, sides[1].facts, (sides[0].lost_share, sides[1].lost_share)
     )
     _write_verdicts(verdicts, junit)
     _print_answer(difference, verdicts, as_json, markdown)
@@ -155,10 +149,17 @@ def _print_answer(
 
 @dataclass(frozen=True, slots=True)
 class ComparedSide:
-    """The requests of one side, oldest first, and those that have no first token."""
+    """The requests of one side, oldest first, those that have no first token, and what was read."""
 
     facts: list[RequestFacts]
     lost: LostRequests
+    coverage: Coverage
+
+    @property
+    def lost_share(self) -> float:
+        """Of its requests, those without a first token."""
+        served = sum(each.weight for each in self.facts)
+        return self.lost.total / (self.lost.total + served)
 
 
 def _load_sides(
@@ -166,30 +167,45 @@ def _load_sides(
 ) -> tuple[ComparedSide, ComparedSide]:
     """A and B. Raises CannotTellError, StoreError."""
     if not by:
-        first, second = (_load_window(opened, window, model, "") for window in (a, b))
-        return ComparedSide(first[0], count_lost(first[1])), ComparedSide(
-            second[0], count_lost(second[1])
+        first, second = (
+            _build_side(read_window(opened, filter_window(each, model, 0), label=f"reading {each}"))
+            for each in (a, b)
         )
+        return first, second
     # One read for both sides: a request is told apart by its value, not by its time.
-    facts, lost = _load_window(opened, since, model, by)
+    reading = read_window(opened, filter_window(since, model, 0), group_by=by)
+    facts = [each.facts for each in reading.evidence]
     found = [_choose_side(each.group, a, b) for each in facts]
-    of_a, of_b = (
-        [each for each, side in zip(facts, found, strict=True) if side == name] for name in "AB"
-    )
     # One value without requests is left to compare_windows(), which says how many it needs.
-    if not of_a and not of_b:
+    if not {*found} & {"A", "B"}:
         raise CannotTellError(_describe_values(facts, by))
     if both := found.count("AB"):
         click.echo(f"{both} requests have both values of {by}: they are left out", err=True)
     places = [
-        _choose_side(build_facts(each, opened.find_trunks(each.trace_id), by).group, a, b)
-        for each in lost
+        _choose_side(build_facts(each.request, each.spans, by).group, a, b)
+        for each in reading.failed
     ]
-    lost_a, lost_b = (
-        count_lost([each for each, side in zip(lost, places, strict=True) if side == name])
+    weight = reading.coverage.counts[LOST] / max(len(reading.failed), 1)
+    first, second = (
+        ComparedSide(
+            [each for each, side in zip(facts, found, strict=True) if side == name],
+            count_lost(
+                [
+                    each.request
+                    for each, side in zip(reading.failed, places, strict=True)
+                    if side == name
+                ],
+                weight,
+            ),
+            reading.coverage,
+        )
         for name in "AB"
     )
-    return ComparedSide(of_a, lost_a), ComparedSide(of_b, lost_b)
+    return first, second
+
+
+def _build_side(reading: WindowReading) -> ComparedSide:
+    return ComparedSide([each.facts for each in reading.evidence], reading.lost, reading.coverage)
 
 
 def _choose_side(group: str, a: str, b: str) -> str:
@@ -213,23 +229,7 @@ def _compare_sides(a: ComparedSide, b: ComparedSide) -> Difference:
             if side.lost.total
         )
         raise CannotTellError(f"{error}. {lost}" if lost else str(error)) from error
-    return replace(found, lost_a=a.lost, lost_b=b.lost)
-
-
-def _load_window(
-    opened: BreakdownSource, window: str, model: str, by: str
-) -> tuple[list[RequestFacts], list[Request]]:
-    """The newest MAX_REQUESTS requests of `window` ("" for all times), oldest first, and the lost ones."""
-    requests = list_with_progress(
-        opened,
-        filter_window(window, model, MAX_REQUESTS),
-        f"reading {window or 'requests'}",
-        f"{window or 'all times'}: only the newest {MAX_REQUESTS} requests are compared",
-    )
-    lost: list[Request] = []
-    facts = list(read_facts(opened, collect_lost(requests, lost), by))
-    # The store lists the newest first; a change's start is looked for in the order of time.
-    return facts[::-1], lost
+    return replace(found, lost_a=a.lost, lost_b=b.lost, coverage=(a.coverage, b.coverage))
 
 
 def _describe_values(requests: Sequence[RequestFacts], by: str) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 import click
@@ -19,18 +19,12 @@ from ttft_otel.explain.explain import explanation_text
 from ttft_otel.explain.explain.explanation import Explanation, explain_requests
 from ttft_otel.explain.explain.remedy_prediction import REPETITIONS, predict_remedy
 from ttft_otel.explain.explain.single_answer import LIKE_LAST, add_holding, explain_one
-from ttft_otel.explain.whatif.replay_facts import read_recording
 from ttft_otel.explain.window.late_requests import split_window
-from ttft_otel.explain.window.lost_requests import collect_lost, count_lost
-from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence, read_evidence
-from ttft_otel.explain.window.window_reading import (
-    list_with_progress,
-    make_span_finder,
-    track_replays,
-)
+from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence
+from ttft_otel.explain.window.window_reading import read_window, record_window, track_replays
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.breakdown_source import BreakdownSource
-from ttft_otel.report.report_types import Request, SourceChoice
+from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
 from ttft_otel.report.time_window import WINDOW_HELP, filter_window
 
@@ -54,7 +48,9 @@ Examples:
     "--trace", "trace_id", metavar="ID", help="One request, by its trace's 32 hex digits."
 )
 @click.option(
-    "--last", type=click.IntRange(1, MAX_REQUESTS), help="The newest N requests.  [default: 2000]"
+    "--last",
+    type=click.IntRange(1, MAX_REQUESTS),
+    help="The newest N requests.  [default: all of --since, else 2000]",
 )
 @click.option("--since", metavar="WINDOW", default="", help=f"Requests of a window: {WINDOW_HELP}")
 @click.option(
@@ -107,11 +103,10 @@ def explain(
     with refusals, breakdown_source.open_source(source) as opened:
         if is_single:
             like = filter_window(since, "", last or LIKE_LAST)
-            explanation = explain_one(
-                opened, request_id, trace_id, like, partial(_load_evidence, group_by=group_by)
-            )
+            explanation = explain_one(opened, request_id, trace_id, like, group_by)
         else:
-            wanted = filter_window(since, model, last or MAX_REQUESTS)
+            # Without a window the newest ones, which a store of months has in its newest part.
+            wanted = filter_window(since, model, last or (0 if since else MAX_REQUESTS))
             explanation = _explain_window(opened, wanted, slo_us, group_by)
             explanation = add_holding(opened, explanation)
             explanation = _add_prediction(opened, explanation, wanted, thorough=predict)
@@ -125,26 +120,28 @@ def _explain_window(
     opened: BreakdownSource, wanted: RequestFilter, slo_us: int, group_by: str
 ) -> Explanation:
     """Explain the late ones of a window. Raises CannotTellError, StoreError."""
-    failed: list[Request] = []
-    found = _load_evidence(opened, wanted, failed, group_by)
-    lost = count_lost(failed)
+    reading = read_window(opened, wanted, slo_us, group_by)
+    lost = reading.lost
     try:
-        compared = split_window(found, slo_us)
+        compared = split_window(reading.evidence, slo_us)
     except CannotTellError as error:
         # Those are the reason, where a window has nothing but requests that timed out.
         raise CannotTellError(f"{error}. {lost.sentence}" if lost.total else str(error)) from error
-    return explain_requests(compared, slo_us, lost, _load_before(opened, wanted, group_by))
+    before = _load_before(opened, wanted, group_by)
+    return replace(explain_requests(compared, slo_us, lost, before), coverage=reading.coverage)
 
 
 def _load_before(
     opened: BreakdownSource, wanted: RequestFilter, group_by: str
-) -> list[RequestEvidence]:
+) -> Sequence[RequestEvidence]:
     """The evidence of the time before a window, as long as itself; [] where nothing comparable is stored."""
     if not wanted.since_ns:
         return []
     length = (wanted.until_ns or time.time_ns()) - wanted.since_ns
     earlier = replace(wanted, since_ns=wanted.since_ns - length, until_ns=wanted.since_ns)
-    found = list(read_evidence(opened, opened.list_latest(earlier), group_by))
+    found = read_window(
+        opened, earlier, group_by=group_by, label="reading the time before"
+    ).evidence
     return found if len(found) >= MIN_BEFORE else []
 
 
@@ -161,7 +158,7 @@ def _add_prediction(
     repetitions = REPETITIONS if thorough else FEW_REPETITIONS
     with track_replays(repetitions) as track:
         try:
-            recording = read_recording(opened.list_latest(wanted), make_span_finder(opened))
+            recording, _ = record_window(opened, _choose_stretch(explanation, wanted))
             return replace(
                 explanation, prediction=predict_remedy(remedy, recording, repetitions, track)
             )
@@ -169,17 +166,11 @@ def _add_prediction(
             return replace(explanation, no_prediction=str(error))
 
 
-def _load_evidence(
-    opened: BreakdownSource,
-    wanted: RequestFilter,
-    lost: list[Request] | None = None,
-    group_by: str = "",
-) -> list[RequestEvidence]:
-    """The evidence of all requests that match. Raises StoreError.
-
-    lost: gets those that have no first token. group_by: an attribute that separates requests.
-    """
-    cut_note = f"only the newest {MAX_REQUESTS} requests are explained"
-    requests = list_with_progress(opened, wanted, "reading requests", cut_note)
-    requests = requests if lost is None else collect_lost(requests, lost)
-    return list(read_evidence(opened, requests, group_by))
+def _choose_stretch(explanation: Explanation, wanted: RequestFilter) -> RequestFilter:
+    """The part of a window around its late requests that can be replayed: MAX_REQUESTS end with it."""
+    coverage = explanation.coverage
+    if coverage is None or coverage.requests <= MAX_REQUESTS:
+        return wanted
+    starts = sorted(each.facts.start_ns for each in explanation.difference.compared.late)
+    length = (coverage.last_ns - coverage.first_ns) * MAX_REQUESTS // coverage.requests
+    return replace(wanted, until_ns=starts[len(starts) // 2] + length // 2)

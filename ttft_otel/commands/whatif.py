@@ -21,15 +21,14 @@ from ttft_otel.explain.whatif.planned_change import (
     parse_rate,
     parse_share,
 )
-from ttft_otel.explain.whatif.replay_facts import Recording, read_recording
 from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.explain.window.window_reading import (
-    list_with_progress,
-    make_span_finder,
+    describe_coverage,
+    describe_reading,
+    record_window,
     track_replays,
 )
 from ttft_otel.report import breakdown_source
-from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.store.database_reader import MAX_REQUESTS
 from ttft_otel.report.time_window import WINDOW_HELP, filter_window
@@ -134,18 +133,13 @@ def whatif(
     )
     with source_options.report_refusals(CannotTellError, as_json=as_json):
         with breakdown_source.open_source(source) as opened:
-            recording = _load_recording(opened, since, model)
+            wanted = filter_window(since, model, MAX_REQUESTS)
+            recording, coverage = record_window(opened, wanted, f"reading {since}")
         with track_replays(repetitions) as track:
             answer = what_if.predict_change(recording, change, recorded, repetitions, track=track)
     if as_json:
-        click.echo(json.dumps(what_if_text.describe_answer(answer), indent=2))
+        described = what_if_text.describe_answer(answer)
+        click.echo(json.dumps({**described, "coverage": describe_coverage(coverage)}, indent=2))
     else:
+        click.echo(describe_reading(coverage))
         what_if_text.print_answer(answer)
-
-
-def _load_recording(opened: BreakdownSource, since: str, model: str) -> Recording:
-    """The newest MAX_REQUESTS requests of the window. Raises click.UsageError, StoreError."""
-    wanted = filter_window(since, model, MAX_REQUESTS)
-    cut_note = f"{since}: only the newest {MAX_REQUESTS} requests are replayed"
-    requests = list_with_progress(opened, wanted, f"reading {since}", cut_note)
-    return read_recording(requests, make_span_finder(opened))

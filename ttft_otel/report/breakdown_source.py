@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from ttft_otel.report.report_types import Request, SourceChoice, StoredSpan
+from ttft_otel.report.report_types import Request, SourceChoice
 from ttft_otel.report.store import database_schema
 from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace, open_reader
 from ttft_otel.report.window_sample import WindowSample
@@ -42,9 +42,6 @@ class BreakdownSource(Protocol):
 
     def find_trace(self, trace_id: str) -> StoredTrace | None:
         """All spans and requests of a trace; None when there is none."""
-
-    def find_trunks(self, trace_id: str) -> list[StoredSpan]:
-        """The `ttft` and `encode` spans of a trace; [] when there is none."""
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from ttft_otel.report.report_types import Request, StoredSpan
@@ -85,6 +86,13 @@ class SamplePlan:
         if read == count:
             return range(count)
         return sorted(random.Random(f"{stratum} {count}").sample(range(count), read))
+
+    def choose(self, stratum: str, rows: Iterable[tuple[int]]) -> Iterator[int]:
+        """The first columns of the rows at these positions, which are read one after another."""
+        left, at = iter(rows), 0
+        for position in self.choose_positions(stratum):
+            yield next(islice(left, position - at, None))[0]
+            at = position + 1
 
     def get_weight(self, stratum: str) -> float:
         """How many requests each one that is read stands for."""

@@ -169,8 +169,8 @@ def test_no_change_point_in_noise() -> None:
     chance = numpy.random.default_rng(1)
     for _ in range(50):
         values = 40_000 + 10_000 * chance.standard_normal(200)
-        assert stage_difference.find_start(list(enumerate(values))) == 0
-    assert stage_difference.find_start([(1, 5.0)] * 5) == 0
+        assert stage_difference.find_start([(at, us, 1.0) for at, us in enumerate(values)]) == 0
+    assert stage_difference.find_start([(1, 5.0, 1.0)] * 5) == 0
 
 
 def set_model(window: list[RequestFacts], large_share: float) -> list[RequestFacts]:

@@ -11,12 +11,17 @@ import pytest
 from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.explain.whatif.fleet_model import FleetModel, FleetPlan
 from ttft_otel.explain.whatif.planned_change import parse_more, parse_rate, parse_share
-from ttft_otel.explain.whatif.replay_facts import EngineVisit, ReplayRequest, read_recording
+from ttft_otel.explain.whatif.replay_facts import (
+    EngineVisit,
+    ReplayRequest,
+    collect_recording,
+)
 from ttft_otel.explain.whatif.step_fit import StepTimes
 from ttft_otel.explain.whatif.what_if import plan_cached
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.assemble.request_assembly import assemble_requests
 from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.report.window_sample import ReadRequest
 
 MS = 1000
 ITEM_US, STEP_US = 100 * MS, 20 * MS
@@ -138,7 +143,7 @@ def name_stages(lengths: dict[str, int]) -> dict[str, int]:
     return {keys.name_stage_attribute(stage): us for stage, us in lengths.items()}
 
 
-def test_read_recording() -> None:
+def test_collect_recording() -> None:
     """A routed request's engine, tokens, end of the answer and settings are read from its spans."""
     leg = {
         keys.ROLE: "mono",
@@ -184,7 +189,8 @@ def test_read_recording() -> None:
     ]
     parents = {span.span_id: span.parent_id for span in spans}
     trunks = [span for span in spans if span.is_ttft_span]
-    recording = read_recording(assemble_requests("t" * 32, trunks, parents), lambda _: spans)
+    found = assemble_requests("t" * 32, trunks, parents)
+    recording = collect_recording([ReadRequest(each, spans) for each in found], found[0].start_ns)
     (request,) = recording.requests
     main = request.main
 

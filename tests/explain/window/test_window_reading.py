@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from tests.explain.stored_records import BEGIN_S
+from tests.explain.shell_commands import StoreCommand
+from tests.explain.stored_records import BEGIN_S, name_window
 from tests.explain.window.stored_window import store_lengths
 from ttft_otel.explain.window.window_reading import (
     WindowReading,
@@ -34,16 +35,17 @@ from ttft_otel.report.window_sample import (
     read_adjusted_count,
 )
 
+EXPLAIN, DIFF = StoreCommand("explain"), StoreCommand("diff")
 ALL = RequestFilter(last=0)
 SLO_US = 300_000
 
 
-def draw_hour(seed: int = 1, count: int = 14_324) -> list[int]:
-    """The TTFTs of an hour with an incident of ten minutes, in the order of arrival."""
+def draw_hour(seed: int = 1, count: int = 14_324, incident: bool = True) -> list[int]:
+    """The TTFTs of an hour, by default with an incident of ten minutes, in the order of arrival."""
     chance = numpy.random.default_rng(seed)
     usual = chance.lognormal(11, 0.3, count)
-    incident = slice(count // 2, count // 2 + count // 6)
-    usual[incident] *= chance.lognormal(1.2, 0.7, count // 6)
+    if incident:
+        usual[count // 2 : count // 2 + count // 6] *= chance.lognormal(1.2, 0.7, count // 6)
     return [int(each) for each in usual]
 
 
@@ -78,6 +80,30 @@ def test_incident(tmp_path: Path) -> None:
     assert datetime.fromisoformat(told["from"]).timestamp() == BEGIN_S
     # Counter-test: the newest ones, which were read before, have none of them.
     assert not any(each > SLO_US for each in ttfts[-2000:])
+
+
+def test_commands_read_the_window(tmp_path: Path) -> None:
+    """`explain` and `diff` tell an incident of ten minutes that none of the newest requests was in."""
+    usual, bad = draw_hour(2, incident=False), draw_hour()
+    path = store_lengths(tmp_path / "spans.db", [*usual, *bad], 250_000)
+    hour_s = len(usual) / 4
+    a, b = name_window(0, hour_s - 0.1), name_window(hour_s, 2 * hour_s)
+    late = sum(each > SLO_US for each in bad)
+
+    text = EXPLAIN.run(path, "--since", b, "--slo", "300").output
+    assert f"{late} of 14324 requests were later than 300 ms" in text
+    assert f"; read: all {late} late ones and 2000 of {14_324 - late} others" in text.splitlines()[0]
+    reported = EXPLAIN.read_json(path, "--since", b, "--slo", "300")
+    assert reported["requests"]["late"] == late
+    assert reported["p50_ms"] == pytest.approx(numpy.median(bad) / 1000, rel=0.03)
+    assert reported["p99_ms"] == pytest.approx(numpy.quantile(bad, 0.99) / 1000, rel=0.03)
+
+    found = DIFF.read_json(path, "--a", a, "--b", b)
+    assert found["named"] == ["prefill.compute"] and found["requests"] == {"a": 14_324, "b": 14_324}
+    assert found["coverage"]["b"]["read"] == 2143 and found["shared"] == 0
+    truth = (numpy.mean(bad) - numpy.mean(usual)) / 1000
+    change = found["ttft"]["mean"]
+    assert change["low_ms"] < truth < change["high_ms"] < 2 * truth
 
 
 def test_unbiased() -> None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ttft_otel.explain.diff.stage_difference import LEVEL, MIX, Change, Difference
 from ttft_otel.explain.window.lost_requests import describe_lost
+from ttft_otel.explain.window.window_reading import describe_coverage, describe_reading
 from ttft_otel.report.show.terminal import format_short, remove_controls, round_ms
 
 
@@ -19,6 +20,10 @@ def describe_difference(difference: Difference) -> dict[str, Any]:
     """The JSON of a difference; times in milliseconds, moments in ISO 8601."""
     return {
         "answered": True,
+        "coverage": {
+            side: describe_coverage(each)
+            for side, each in zip("ab", difference.coverage, strict=False)
+        },
         "requests": {"a": difference.requests_a, "b": difference.requests_b},
         "shared": difference.shared,
         "clock_error_ms": round_ms(difference.clock_error_us),
@@ -121,6 +126,8 @@ def print_difference(difference: Difference) -> None:
             style="bold",
         )
     )
+    for name, coverage in zip("AB", difference.coverage, strict=False):
+        console.print(Text(f"{name}: {describe_reading(coverage)}"), soft_wrap=True)
     for sentence in list_sentences(difference):
         # Not wrapped by rich: in a pipe, a sentence stays on one line for grep.
         console.print(Text(f"• {sentence}"), soft_wrap=True)

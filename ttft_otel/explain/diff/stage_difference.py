@@ -35,6 +35,7 @@ from ttft_otel.model.statistics import (
     find_interval,
     find_joint_intervals,
 )
+from ttft_otel.report.window_sample import Coverage
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 
@@ -88,6 +89,7 @@ class Difference:
     #: Those without a first token, which are in neither.
     lost_a: LostRequests = field(default_factory=LostRequests)
     lost_b: LostRequests = field(default_factory=LostRequests)  #: likewise
+    coverage: tuple[Coverage, ...] = ()  #: what was read of A and of B
     clock_error_us: int = 0  #: by how much the boundaries of stages may be off
 
     @property
@@ -103,6 +105,13 @@ class Window:
 
     lengths: Array
     strata: Sequence[Hashable]
+    weights: Array  #: how many requests each stands for
+
+    @property
+    def means(self) -> Array:
+        """Of each stage."""
+        found: Array = numpy.average(self.lengths, axis=0, weights=self.weights)
+        return found
 
     def sum_strata(self, weights: Array, keys: Sequence[Hashable]) -> tuple[Array, Array]:
         """Shares (draw, stratum) and means (draw, stratum, stage) with `weights` (draw, request)."""
@@ -113,7 +122,8 @@ class Window:
             weight = weights[:, here].sum(1)
             # A draw may miss a small stratum; its mean is then that of the data.
             total = weights[:, here] @ self.lengths[here]
-            fallback = self.lengths[here].mean(0) if here.any() else 0.0
+            own = self.weights[here]
+            fallback = own @ self.lengths[here] / own.sum() if here.any() else 0.0
             drawn = weight[:, None] > 0
             means.append(numpy.where(drawn, total / numpy.maximum(weight, 1)[:, None], fallback))
             shares.append(weight / weights.sum(1))
@@ -141,14 +151,16 @@ def compare_windows(
     window_a, window_b = _build_window(a, names, strata_a), _build_window(b, names, strata_b)
     chance = numpy.random.default_rng(seed)
     # Each window is drawn by itself: they are independent samples, not pairs.
-    weights_a, weights_b = (draw_weights(chance, len(window), RESAMPLES) for window in (a, b))
+    weights_a, weights_b = (
+        draw_weights(chance, len(window.weights), RESAMPLES) * window.weights
+        for window in (window_a, window_b)
+    )
     like, mix = _decompose(window_a, window_b, weights_a, weights_b)
     ttft = like.sum(1) + mix
     # Together, because an interval holds for all parts at once only if all share one width.
     parts = numpy.column_stack([like, mix, ttft])
     low, high = find_joint_intervals(parts, LEVEL)
-    means_a = [*window_a.lengths.mean(0), window_a.lengths.sum(1).mean()]
-    means_b = [*window_b.lengths.mean(0), window_b.lengths.sum(1).mean()]
+    means_a, means_b = ([*window.means, window.means.sum()] for window in (window_a, window_b))
     changes = []
     for index, name in enumerate(names):
         change = Change(
@@ -157,18 +169,18 @@ def compare_windows(
         changes.append(_locate_change(change, window_a, window_b, b, index))
     totals_a, totals_b = window_a.lengths.sum(1), window_b.lengths.sum(1)
     return Difference(
-        requests_a=len(a),
-        requests_b=len(b),
+        requests_a=round(window_a.weights.sum()),
+        requests_b=round(window_b.weights.sum()),
         ttft=Change("ttft", means_a[-1], means_b[-1], parts[0, -1], low[-1], high[-1]),
         p50=_compare_quantile("p50", 0.5, totals_a, totals_b, weights_a, weights_b),
         p95=_compare_quantile("p95", 0.95, totals_a, totals_b, weights_a, weights_b),
         mix=Change(MIX, 0.0, parts[0, -2], parts[0, -2], low[-2], high[-2]),
         stages=tuple(changes),
-        unmatched_share=sum(stratum == UNMATCHED for stratum in strata_b) / len(b),
-        clock_error_us=max(each.clock_error_us for each in (*a, *b)),
-        shared=len(
-            {(x.request_id, x.start_ns) for x in a} & {(x.request_id, x.start_ns) for x in b}
+        unmatched_share=float(
+            numpy.average([key == UNMATCHED for key in strata_b], weights=window_b.weights)
         ),
+        clock_error_us=max(each.clock_error_us for each in (*a, *b)),
+        shared=_count_shared(a, b),
     )
 
 
@@ -176,7 +188,17 @@ def _build_window(
     requests: Sequence[RequestFacts], names: Sequence[str], strata: Sequence[Hashable]
 ) -> Window:
     rows = [[each.stages.get(name, 0) for name in names] for each in requests]
-    return Window(numpy.array(rows, dtype=numpy.float64), strata)
+    weights = numpy.array([each.weight for each in requests])
+    return Window(numpy.array(rows, dtype=numpy.float64), strata, weights)
+
+
+def _count_shared(a: Sequence[RequestFacts], b: Sequence[RequestFacts]) -> int:
+    """How many requests are in both windows, whichever of them were read; 0 for windows that only touch."""
+    known = {(each.request_id, each.start_ns) for each in a}
+    if not any((each.request_id, each.start_ns) in known for each in b):
+        return 0
+    first, last = (find(each.start_ns for each in b) for find in (min, max))
+    return round(sum(each.weight for each in a if first <= each.start_ns <= last))
 
 
 def _decompose(a: Window, b: Window, weights_a: Array, weights_b: Array) -> tuple[Array, Array]:
@@ -210,49 +232,54 @@ def _locate_change(
     # Where chance explains the change, whose it is would be chance as well.
     if not change.named:
         return change
-    expected = {
-        key: a.lengths[[stratum == key for stratum in a.strata], stage].mean()
-        for key in set(a.strata)
-    }
+    expected = {}
+    for key in set(a.strata):
+        here = numpy.array([stratum == key for stratum in a.strata])
+        expected[key] = numpy.average(a.lengths[here, stage], weights=a.weights[here])
     # The unmatched have no like in A to be expected from: they count as mix, not here.
     matched = [index for index, key in enumerate(b.strata) if key != UNMATCHED]
     excess = [b.lengths[index, stage] - expected[b.strata[index]] for index in matched]
+    total = sum(b.weights[matched] * excess)
     kind = ""
     for each in (TEXT, MEDIA):
-        own = [requests[index].kind == each for index in matched]
-        of_change = sum(value for value, is_own in zip(excess, own, strict=True) if is_own)
-        is_most = of_change / sum(excess) >= MAIN_SHARE if sum(excess) else False
+        own = b.weights[matched] * [requests[index].kind == each for index in matched]
+        is_most = own @ excess / total >= MAIN_SHARE if total else False
         # A kind that is nearly all of the traffic has nearly every change: that says nothing.
-        if is_most and sum(own) / len(own) < MAIN_SHARE:
+        if is_most and own.sum() / b.weights[matched].sum() < MAIN_SHARE:
             kind = each
     timed = [
-        (requests[index].start_ns, value)
+        (requests[index].start_ns, value, requests[index].weight)
         for index, value in zip(matched, excess, strict=True)
         if not kind or requests[index].kind == kind
     ]
     return replace(change, kind=kind, since_ns=find_start(timed))
 
 
-def find_start(excess: Sequence[tuple[int, float]]) -> int:
+def find_start(excess: Sequence[tuple[int, float, float]]) -> int:
     """Unix nanoseconds of the first request after the split; 0 where the change was there from the start.
 
-    excess: (start of the request in Unix ns, microseconds above what was expected), in any order.
+    excess: (start of the request in Unix ns, microseconds above what was expected, weight), in any order.
     The split is where the sum of squares between both sides is greatest (binary segmentation).
     """
     ordered = sorted(excess)
     count = len(ordered)
     if count < 2 * MIN_SIDE:
         return 0
-    values = numpy.array([value for _, value in ordered])
-    before = numpy.arange(MIN_SIDE, count - MIN_SIDE + 1)
-    sums = numpy.cumsum(values)
-    mean_before = sums[before - 1] / before
-    mean_after = (sums[-1] - sums[before - 1]) / (count - before)
-    between = before * (count - before) / count * (mean_after - mean_before) ** 2
-    split = int(before[numpy.argmax(between)])
-    left, right = values[:split], values[split:]
-    error = float(numpy.sqrt(left.var(ddof=1) / len(left) + right.var(ddof=1) / len(right)))
-    step = float(right.mean() - left.mean())
-    if abs(left.mean()) > MAX_BEFORE * abs(right.mean()) or abs(step) <= MIN_T * error:
+    _, values, weights = numpy.array(ordered, dtype=numpy.float64).T
+    splits = numpy.arange(MIN_SIDE, count - MIN_SIDE + 1)
+    sums, totals = numpy.cumsum(weights * values), numpy.cumsum(weights)
+    before, after = totals[splits - 1], totals[-1] - totals[splits - 1]
+    mean_before = sums[splits - 1] / before
+    mean_after = (sums[-1] - sums[splits - 1]) / after
+    between = before * after / totals[-1] * (mean_after - mean_before) ** 2
+    split = int(splits[numpy.argmax(between)])
+    means, errors = [], []
+    for side in (slice(0, split), slice(split, count)):
+        mean = float(numpy.average(values[side], weights=weights[side]))
+        parts = (weights[side] / weights[side].sum()) ** 2 * (values[side] - mean) ** 2
+        means.append(mean)
+        errors.append(float(parts.sum()))
+    step, error = means[1] - means[0], sum(errors) ** 0.5
+    if abs(means[0]) > MAX_BEFORE * abs(means[1]) or abs(step) <= MIN_T * error:
         return 0
     return ordered[split][0]

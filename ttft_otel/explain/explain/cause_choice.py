@@ -6,7 +6,6 @@ Input: a LateCase and what the detectors found in it. Output: a Cause, for expla
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -16,7 +15,7 @@ import numpy
 from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.explain.late_case import Candidate, LateCase
 from ttft_otel.explain.window.lost_requests import LostRequests
-from ttft_otel.model.statistics import compute_quantile
+from ttft_otel.explain.window.request_facts import count_requests, count_values
 
 HIGH, MEDIUM, LOW = "high", "medium", "low"
 MAX_LOST_SHARE: Final = 0.05  # of a window's requests; with more, those that are left say little
@@ -54,7 +53,7 @@ def choose_cause(
     case: LateCase, candidates: Sequence[Candidate], lost: LostRequests | None = None
 ) -> Cause:
     """The cause of a case."""
-    whole = len(case.table) + (lost.total if lost else 0)
+    whole = count_requests(case.table.requests) + (lost.total if lost else 0)
     if lost is not None and lost.total > MAX_LOST_SHARE * whole:
         return Cause(
             cause_kinds.LOST_REQUESTS,
@@ -83,11 +82,12 @@ def choose_cause(
 def _find_other_model(case: LateCase) -> str:
     """The model that most late requests are for, and few others; "" without one."""
     late, whole = (
-        Counter(each.facts.model for each in side)
+        count_values(side, lambda each: each.facts.model)
         for side in (case.difference.compared.late, case.table.requests)
     )
-    name, count = late.most_common(1)[0]
-    is_other = count / late.total() - whole[name] / whole.total() >= OTHER_MODEL_SHARE
+    name, count = next(iter(late.items()))
+    shares = count / sum(late.values()), whole[name] / sum(whole.values())
+    is_other = shares[0] - shares[1] >= OTHER_MODEL_SHARE
     return (name or "NAME") if is_other else ""
 
 
@@ -103,11 +103,11 @@ def _rate_cause(case: LateCase, chosen: Candidate) -> str:
 def describe_health(case: LateCase) -> str:
     """Why the window is as usual, as a sentence; "" where it is not."""
     table = case.table
-    share = 1 - float(case.late.mean())
+    share = 1 - float(numpy.average(case.late, weights=table.weights))
     shares = (0.5, max(share, 0.5))
     if case.before is not None:
         pairs = [
-            (compute_quantile(case.before.ttft, each), compute_quantile(table.ttft, each))
+            tuple(side.find_quantile(side.ttft, each) for side in (case.before, table))
             for each in shares
         ]
         if all(now <= SAME_AS_BEFORE * max(then, 1.0) for then, now in pairs):

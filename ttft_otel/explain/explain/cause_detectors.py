@@ -15,7 +15,7 @@ import numpy
 
 from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.explain.late_case import Candidate, LateCase, compare_speed, measure_share
-from ttft_otel.explain.window.request_facts import HOP
+from ttft_otel.explain.window.request_facts import HOP, count_values
 from ttft_otel.explain.window.request_table import Contrast, Mask
 from ttft_otel.model.wait_reasons import WAIT_STAGES
 from ttft_otel.report.show.terminal import format_short
@@ -170,7 +170,7 @@ def _find_engine_stops(case: LateCase) -> tuple[numpy.ndarray, numpy.ndarray]:
             for each in table.requests
         ]
     )
-    typical = float(numpy.quantile(waits, 0.9)) if len(waits) else 0.0
+    typical = table.find_quantile(waits, 0.9)
     waits = numpy.where(waits > max(PAUSE_RATIO * typical, MIN_PAUSE_US), waits, 0.0)
     # The wait ends when the engine takes it; without a queue reason's place in time, its end is that.
     in_queue = waits > beyond
@@ -185,7 +185,7 @@ def _find_api_stops(case: LateCase) -> tuple[numpy.ndarray, numpy.ndarray]:
     after = numpy.zeros(len(table))
     for word in API_STAGES:
         us = table.sum_words(word)
-        usual = float(numpy.median(us))
+        usual = table.find_quantile(us)
         beyond = numpy.where(us > PAUSE_RATIO * usual + MIN_PAUSE_US, us - usual, 0.0)
         is_after = word in ("output", "egress")
         after = after + us * is_after
@@ -223,7 +223,7 @@ def detect_long_prompts(case: LateCase) -> Iterator[Candidate]:
     table = case.table
     taken, done = case.spans
     waits = table.sum_words("prefill.queue", "encoder.queue") / 1e6
-    median = float(numpy.median(table.computed))
+    median = table.find_quantile(table.computed)
     is_long = table.computed >= LONG_RATIO * median
     held = numpy.zeros(len(table), bool)
     holders: Counter[int] = Counter()
@@ -272,11 +272,18 @@ def _name_holders(case: LateCase, is_long: Mask, holders: Counter[int]) -> tuple
         values: Counter[str] = Counter()
         for row, count in holders.items():
             values[getattr(case.table.requests[row].facts, attribute)] += count
-        everywhere = Counter(getattr(each.facts, attribute) for each in case.table.requests)
+        everywhere = count_values(
+            case.table.requests,
+            lambda each: getattr(each.facts, attribute),  # noqa: B023
+        )
         if not values.total():
             continue
         name, count = values.most_common(1)[0]
-        if name and count >= 0.8 * values.total() and everywhere[name] < 0.5 * len(case.table):
+        if (
+            name
+            and count >= 0.8 * values.total()
+            and everywhere[name] < 0.5 * sum(everywhere.values())
+        ):
             return name, f"of {name}"
     least = float(case.table.computed[is_long].min())
     return f"{least:.0f} tokens", f"{least:.0f} tokens or more"
@@ -287,11 +294,15 @@ def detect_load(case: LateCase) -> Iterator[Candidate]:
     if case.word not in WAIT_STAGES:
         return
     table = case.table
-    order = numpy.sort(table.start)
+    rows = numpy.argsort(table.start)
+    order = table.start[rows]
+    came = numpy.append(0.0, numpy.cumsum(table.weights[rows]))
     best: tuple[float, float, float, Contrast] | None = None
     for seconds in RATE_SECONDS:
-        counts = numpy.searchsorted(order, table.start, "right") - numpy.searchsorted(
-            order, table.start - seconds, "left"
+        until, since = table.start, table.start - seconds
+        counts = (
+            came[numpy.searchsorted(order, until, "right")]
+            - came[numpy.searchsorted(order, since, "left")]
         )
         rates = counts / seconds
         usual = float(numpy.median(rates[case.typical]))

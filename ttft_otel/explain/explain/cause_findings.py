@@ -8,7 +8,6 @@ numpy.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -21,6 +20,7 @@ from ttft_otel.explain.window.late_requests import ComparedRequests
 from ttft_otel.explain.window.request_facts import (
     CannotTellError,
     RequestEvidence,
+    count_values,
 )
 from ttft_otel.model import stages
 from ttft_otel.model.stages import UNATTRIBUTED
@@ -96,11 +96,18 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
         )
         for side in (late, typical)
     )
+    side_weights = [numpy.array([each.facts.weight for each in side]) for side in (late, typical)]
+    means_late, means_typical = (
+        numpy.average(matrix, axis=0, weights=weights)
+        for matrix, weights in zip((matrix_late, matrix_typical), side_weights, strict=True)
+    )
     chance = numpy.random.default_rng(seed)
     # In this order: the draws come from one sequence of chance.
     drawn_late, drawn_typical = (
-        average_draws(each, draw_weights(chance, len(each), RESAMPLES))
-        for each in (matrix_late, matrix_typical)
+        average_draws(matrix, draw_weights(chance, len(side), RESAMPLES) * weights)
+        for side, matrix, weights in zip(
+            (late, typical), (matrix_late, matrix_typical), side_weights, strict=True
+        )
     )
     drawn = drawn_late - drawn_typical
     total = drawn.sum(1)
@@ -115,8 +122,8 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
     parts = [
         StagePart(
             name,
-            float(matrix_late[:, index].mean()),
-            float(matrix_typical[:, index].mean()),
+            float(means_late[index]),
+            float(means_typical[index]),
             float(shares[0, index]),
             float(low[index]),
             float(high[index]),
@@ -175,24 +182,31 @@ def _divide_by_reason(
 
 
 def _mean_reason(side: Sequence[RequestEvidence], stage: str, reason: str) -> float:
-    return fmean(each.reasons.get(stage, {}).get(reason, 0) for each in side)
+    return fmean(
+        [each.reasons.get(stage, {}).get(reason, 0) for each in side],
+        [each.facts.weight for each in side],
+    )
 
 
 def _divide_by_instance(
     stage: str, us: float, compared: ComparedRequests
 ) -> tuple[tuple[str, float, float], ...]:
     """(instance, share of the stage's difference, share of the requests with it), largest first."""
-    usual = fmean(each.facts.stages.get(stage, 0) for each in compared.typical)
+    usual = fmean(
+        [each.facts.stages.get(stage, 0) for each in compared.typical],
+        [each.facts.weight for each in compared.typical],
+    )
     excess: dict[str, float] = {}
     for each in compared.late:
         instance = each.instances.get(stage, "")
-        excess[instance] = excess.get(instance, 0.0) + each.facts.stages.get(stage, 0) - usual
+        longer = each.facts.stages.get(stage, 0) - usual
+        excess[instance] = excess.get(instance, 0.0) + each.facts.weight * longer
     # Of those that had the stage: an encoder is no odd instance because only media requests visit it.
-    everywhere = Counter(each.instances.get(stage, "") for each in compared.window)
-    visitors = max(1, sum(count for instance, count in everywhere.items() if instance))
-    whole = us * len(compared.late)
+    everywhere = count_values(compared.window, lambda each: each.instances.get(stage, ""))
+    visitors = max(1.0, sum(count for instance, count in everywhere.items() if instance))
+    whole = us * sum(each.facts.weight for each in compared.late)
     found = [
-        (instance, value / whole, everywhere[instance] / visitors)
+        (instance, value / whole, everywhere.get(instance, 0.0) / visitors)
         for instance, value in excess.items()
         if instance
     ]

@@ -29,6 +29,7 @@ from ttft_otel.explain.window.late_requests import UNUSUAL_RANK, ComparedRequest
 from ttft_otel.explain.window.lost_requests import LostRequests
 from ttft_otel.explain.window.request_facts import RequestEvidence
 from ttft_otel.model.stages import WAIT_REASONS
+from ttft_otel.report.window_sample import Coverage
 
 # Draws of the bootstrap in which the largest stage is the largest one.
 CONFIDENCE: Final = ((0.95, HIGH), (0.8, MEDIUM), (0.0, LOW))
@@ -70,6 +71,9 @@ class Explanation:
     lost: LostRequests = field(
         default_factory=LostRequests
     )  #: of the window, without a first token
+
+    #: What was read of the window; None of a single request.
+    coverage: Coverage | None = None
 
     @property
     def top(self) -> StagePart:
@@ -154,7 +158,7 @@ def divide_lateness(compared: ComparedRequests, slo_us: int) -> dict[str, float]
         # Never 0: a late request is longer than the typical ones, which were in time.
         whole = sum(excess.values())
         for name, value in excess.items():
-            eaten[name] += (each.facts.ttft_us - slo_us) * value / whole
+            eaten[name] += each.facts.weight * (each.facts.ttft_us - slo_us) * value / whole
     found = [(name, us) for name, us in eaten.items() if us > 0]
     return dict(sorted(found, key=lambda part: (-part[1], part[0])))
 

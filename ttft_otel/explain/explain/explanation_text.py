@@ -18,6 +18,8 @@ from ttft_otel.explain.explain.late_case import Candidate
 from ttft_otel.explain.explain.remedies import LOOK_AT
 from ttft_otel.explain.window.holding_work import HoldingWork
 from ttft_otel.explain.window.lost_requests import describe_lost
+from ttft_otel.explain.window.request_facts import count_requests
+from ttft_otel.explain.window.window_reading import describe_coverage, describe_reading
 from ttft_otel.model.stages import UNATTRIBUTED, find_rule_group
 from ttft_otel.report.show.terminal import format_short, remove_controls, round_ms
 
@@ -32,8 +34,9 @@ def list_explanation(explanation: Explanation, verbose: bool = False) -> list[st
 
     verbose: also what was looked at and refuted, and all figures.
     """
+    read = f" {describe_reading(explanation.coverage)}" if explanation.coverage else ""
     sentences = [
-        _describe_answer(explanation),
+        f"{_describe_answer(explanation)}{read}",
         _describe_lateness(explanation),
         *_list_short(explanation),
     ]
@@ -92,10 +95,11 @@ def _describe_lateness(explanation: Explanation) -> str:
             f"against {len(compared.window)} requests like it ({compared.likeness}); "
             f"{compared.rank:.0%} of them were faster."
         )
+    count, whole = count_requests(late), count_requests(compared.window)
     who = (
-        f"{len(late)} of {len(compared.window)} requests were later than {explanation.slo_us / 1000:g} ms"
+        f"{count} of {whole} requests were later than {explanation.slo_us / 1000:g} ms"
         if explanation.slo_us
-        else f"the slowest {len(late)} of {len(compared.window)} requests took "
+        else f"the slowest {count} of {whole} requests took "
         f"{format_short(min(each.facts.ttft_us for each in late))} or more"
     )
     return (
@@ -233,7 +237,10 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
     return {
         "answered": True,
         "sentences": list_explanation(explanation, verbose=True),
-        "requests": {side: len(getattr(compared, side)) for side in ("window", "late", "typical")},
+        "coverage": describe_coverage(explanation.coverage) if explanation.coverage else None,
+        "requests": {
+            side: count_requests(getattr(compared, side)) for side in ("window", "late", "typical")
+        },
         "without_token": describe_lost(explanation.lost),
         "unusual": explanation.is_unusual,
         "rank": round(compared.rank, 4),

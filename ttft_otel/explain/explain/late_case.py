@@ -17,6 +17,7 @@ import numpy
 from ttft_otel.explain.explain.cause_findings import LateDifference
 from ttft_otel.explain.window.request_facts import RequestEvidence
 from ttft_otel.explain.window.request_table import Codes, Contrast, Floats, Mask, RequestTable
+from ttft_otel.model.statistics import compute_weighted_quantiles
 
 MIN_SHARE: Final = 0.5  # of the difference, from which on a candidate explains it
 STEP_FLOOR_US: Final = 300.0  # below it, relative lengths of steps say nothing
@@ -58,7 +59,9 @@ class LateCase:
         self.late: Mask = numpy.array([id(each) in chosen for each in everyone])
         middle = {id(each) for each in difference.compared.typical}
         self.typical: Mask = numpy.array([id(each) in middle for each in everyone])
-        usual = float(self.table.ttft[self.typical].mean())
+        usual = float(
+            numpy.average(self.table.ttft[self.typical], weights=self.table.weights[self.typical])
+        )
         #: By how much late requests are longer than typical ones; 0 for all others.
         self.excess: Floats = numpy.where(self.late, self.table.ttft - usual, 0.0)
         self.is_single = len(difference.compared.late) == 1
@@ -122,7 +125,15 @@ def expect_compute(table: RequestTable, learn: Mask | None = None) -> Floats:
         bins = numpy.round(2 * octaves[taught])
         lengths = table.compute[taught] / table.chunks[taught]
         places = numpy.unique(bins)
-        heights = numpy.array([numpy.median(lengths[bins == place]) for place in places])
+        weights = table.weights[taught]
+        heights = numpy.array(
+            [
+                compute_weighted_quantiles(
+                    lengths[bins == place].tolist(), weights[bins == place].tolist(), (0.5,)
+                )[0]
+                for place in places
+            ]
+        )
         centers = numpy.array([numpy.median(octaves[taught][bins == place]) for place in places])
         # Logarithms of both: within half an octave a step's length is a power of its tokens.
         found = numpy.exp(
@@ -141,12 +152,12 @@ def compare_speed(table: RequestTable, exposed: Mask, among: Mask | None = None)
 def measure_share(case: LateCase, beyond: Floats) -> Contrast:
     """Which share of the lateness is this much of each late request; by pieces of time."""
     chosen = numpy.flatnonzero(case.late)
-    blocks = case.table.blocks[chosen]
+    blocks, weights = case.table.blocks[chosen], case.table.weights[chosen]
     chance = numpy.random.default_rng(0)
     places = numpy.unique(blocks)
     sums = numpy.array(
         [
-            [beyond[chosen][blocks == at].sum(), case.excess[chosen][blocks == at].sum()]
+            [(weights * each)[blocks == at].sum() for each in (beyond[chosen], case.excess[chosen])]
             for at in places
         ]
     )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -12,7 +11,8 @@ from ttft_otel.explain.explain.explanation import Explanation, explain_requests
 from ttft_otel.explain.explain.explanation_text import list_explanation
 from ttft_otel.explain.window.holding_work import read_holding
 from ttft_otel.explain.window.late_requests import choose_like
-from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence, read_evidence
+from ttft_otel.explain.window.request_facts import CannotTellError, build_evidence
+from ttft_otel.explain.window.window_reading import read_window
 from ttft_otel.model.wait_reasons import WAIT_STAGES
 from ttft_otel.report.breakdown_source import BreakdownSource, open_source
 from ttft_otel.report.report_types import Request, SourceChoice
@@ -23,8 +23,6 @@ LIKE_LAST: Final = 1000  # requests among which those like a single one are look
 AROUND: Final = RequestFilter(last=LIKE_LAST)
 AFTER_NS: Final = 600 * 10**9  # how long after a single request these may have begun
 
-EvidenceReader = Callable[[BreakdownSource, RequestFilter], list[RequestEvidence]]
-
 
 def list_page_answer(database: Path, request_id: str) -> list[str]:
     """Why a request of the embedded store took so long, as sentences. Raises StoreError."""
@@ -33,11 +31,6 @@ def list_page_answer(database: Path, request_id: str) -> list[str]:
             return list_explanation(explain_one(opened, request_id, None))
         except CannotTellError as error:
             return [str(error)]
-
-
-def _read_window(opened: BreakdownSource, wanted: RequestFilter) -> list[RequestEvidence]:
-    """The evidence of all requests that match. Raises StoreError."""
-    return list(read_evidence(opened, opened.list_latest(wanted)))
 
 
 def add_holding(opened: BreakdownSource, explanation: Explanation) -> Explanation:
@@ -52,12 +45,12 @@ def explain_one(
     request_id: str | None,
     trace_id: str | None,
     like: RequestFilter = AROUND,
-    read: EvidenceReader = _read_window,
+    group_by: str = "",
 ) -> Explanation:
     """Explain one request, by either ID, against its like. Raises CannotTellError, StoreError.
 
     like: where its like are looked for; without a window around the request's own time.
-    read: reads them, for a command with a bar.
+    group_by: an attribute that separates requests.
     """
     request = find_request(opened, request_id, trace_id)
     if request.error or request.pending:
@@ -67,8 +60,10 @@ def explain_one(
             f"ttft-otel report --trace {request.trace_id}"
         )
     until_ns = like.until_ns or request.start_ns + AFTER_NS
-    others = read(opened, replace(like, model=request.model, until_ns=until_ns))
-    (own,) = read_evidence(opened, [request])
+    wanted = replace(like, model=request.model, until_ns=until_ns)
+    others = read_window(opened, wanted, group_by=group_by).evidence
+    trace = opened.find_trace(request.trace_id)
+    own = build_evidence(request, trace.spans if trace else (), group_by)
     return add_holding(opened, explain_requests(choose_like(own, others)))
 
 

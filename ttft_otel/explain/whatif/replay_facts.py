@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a replay needs of a recorded request: when it reached which engine, its size, and how it left.
 
-Input: requests of a store, with a function that finds a trace's spans. Output: ReplayRequests, which
+Input: requests of a store with their spans. Output: ReplayRequests, which
 step_fit.py learns from and fleet_model.py replays. Times are microseconds; moments count from `epoch_ns`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -33,8 +33,6 @@ ENGINE_STAGES: Final = _list_replayed("modelled", "inside")
 # Between the request's arrival and the scheduler; the connectors' waits are cut out of the queue.
 STAGES_BEFORE: Final = _list_replayed("before")
 STAGES_AFTER: Final = _list_replayed("after")
-
-FindSpans = Callable[[str], Sequence[StoredSpan]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +94,6 @@ class Recording:
     failed: int = 0  #: requests without a first token
     unreadable: int = 0  #: those whose engine's part is not known
     roles: frozenset[str] = frozenset()
-
-
-def read_recording(requests: Iterable[Request], find_spans: FindSpans) -> Recording:
-    """Read a window's `requests`, in any order. find_spans: all spans of a trace, by its ID."""
-    ordered = sorted(requests, key=lambda each: each.start_ns)
-    epoch_ns = ordered[0].start_ns if ordered else 0
-    return collect_recording(
-        (ReadRequest(each, find_spans(each.trace_id)) for each in ordered), epoch_ns
-    )
 
 
 def collect_recording(read: Iterable[ReadRequest], epoch_ns: int) -> Recording:

@@ -14,14 +14,14 @@ from typing import Final
 from ttft_otel.explain.window.request_facts import (
     CannotTellError,
     RequestEvidence,
+    count_requests,
     describe_request,
 )
-from ttft_otel.model.statistics import compute_quantile
+from ttft_otel.model.statistics import compute_weighted_quantiles
+from ttft_otel.report.window_sample import LATE_SHARE, MIN_LATE
 
 MIN_WINDOW: Final = 20  # requests; with fewer there is no p99, and no usual length of a stage
-MIN_LATE: Final = 5  # with fewer, their common cause and chance cannot be told apart
 MIN_LIKE: Final = 20  # like requests that one request is compared with
-LATE_SHARE: Final = 0.01  # the slowest of a window, where no objective says who is late
 UNUSUAL_RANK: Final = 0.9  # of like requests are faster than one that is worth an explanation
 # What like requests have in common, the closest first: by the detail of describe_request().
 LIKENESS: Final = (
@@ -59,28 +59,38 @@ def split_window(window: Sequence[RequestEvidence], slo_us: int = 0) -> Compared
     """
     check_window(window)
     ordered = sorted(window, key=lambda each: (each.facts.ttft_us, each.trace_id))
+    whole = count_requests(window)
     if slo_us:
         late = [each for each in ordered if each.facts.ttft_us > slo_us]
         if not late:
             raise CannotTellError(
-                f"none of {len(window)} requests took longer than {slo_us / 1000:g} ms; "
+                f"none of {whole} requests took longer than {slo_us / 1000:g} ms; "
                 "leave --slo out to explain the slowest hundredth"
             )
         if len(late) < MIN_LATE:
             names = ", ".join(each.facts.request_id for each in late)
             raise CannotTellError(
-                f"only {len(late)} of {len(window)} requests were late, {MIN_LATE} are needed to find what "
+                f"only {len(late)} of {whole} requests were late, {MIN_LATE} are needed to find what "
                 f"they have in common; explain each by itself, with --request: {names}"
             )
     else:
-        late = ordered[-max(MIN_LATE, round(LATE_SHARE * len(ordered))) :]
+        late = _take_slowest(ordered, max(MIN_LATE, round(LATE_SHARE * whole)))
     others = ordered[: len(ordered) - len(late)]
     if len(others) < MIN_WINDOW // 2:
         raise CannotTellError(
-            f"{len(late)} of {len(window)} requests were late: too few others to say what is usual. "
-            "Compare with a better time: ttft-otel diff"
+            f"{count_requests(late)} of {whole} requests were late: too few others to say what is "
+            "usual. Compare with a better time: ttft-otel diff"
         )
     return ComparedRequests(late, _take_middle(others), window)
+
+
+def _take_slowest(ordered: list[RequestEvidence], count: float) -> list[RequestEvidence]:
+    """The last ones of these, as many as stand for `count` requests."""
+    first = len(ordered)
+    while first and count > 0.5:
+        first -= 1
+        count -= ordered[first].facts.weight
+    return ordered[first:]
 
 
 def choose_like(request: RequestEvidence, window: Sequence[RequestEvidence]) -> ComparedRequests:
@@ -136,4 +146,8 @@ def check_window(window: Sequence[RequestEvidence]) -> None:
 
 def compute_ttft(window: Sequence[RequestEvidence], share: float) -> float:
     """A percentile of the window's TTFT, microseconds."""
-    return compute_quantile((each.facts.ttft_us for each in window), share)
+    facts = [each.facts for each in window]
+    (found,) = compute_weighted_quantiles(
+        [each.ttft_us for each in facts], [each.weight for each in facts], (share,)
+    )
+    return found

@@ -8,7 +8,7 @@ was. Requests that were refused with 4xx are not among them: they were not serve
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -47,16 +47,8 @@ class LostRequests:
         )
 
 
-def collect_lost(requests: Iterable[Request], lost: list[Request]) -> Iterator[Request]:
-    """The same requests; those without a first token are added to `lost`, so that a window is read once."""
-    for each in requests:
-        if each.error and not keys.is_refusal(each.error):
-            lost.append(each)
-        yield each
-
-
 def count_lost(lost: Sequence[Request], weight: float = 1.0) -> LostRequests:
-    """What became of requests that collect_lost() has found; `weight` is how many each stands for."""
+    """What became of requests without a first token; `weight` is how many each stands for."""
     died = Counter(each.died for each in lost if each.died)
     return LostRequests(
         total=round(weight * len(lost)),

@@ -8,7 +8,7 @@ so that like is compared with like; late_requests.py and cause_findings.py get R
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -16,7 +16,6 @@ from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.report.assemble.summary import find_clock_error
-from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import Leg, Request, StoredSpan
 
 TEXT, MEDIA = "text", "media"
@@ -53,22 +52,11 @@ class RequestFacts:
         return sum(self.stages.values())
 
 
-def read_facts(
-    opened: BreakdownSource, requests: Iterable[Request], group_by: str = ""
-) -> Iterator[RequestFacts]:
-    """The facts of those `requests` that got a first token, in their order.
-
-    group_by: a span's or resource's attribute, for example `service.version`.
-    """
-    for request in requests:
-        # A failed request has no first token; a pending one lacks the span that has the sum.
-        if request.error or request.pending:
-            continue
-        yield build_facts(request, opened.find_trunks(request.trace_id), group_by)
-
-
 def build_facts(request: Request, trunks: Iterable[StoredSpan], group_by: str = "") -> RequestFacts:
-    """Join `request` with the attributes of its `ttft` and `encode` spans."""
+    """Join `request` with the attributes of its `ttft` and `encode` spans.
+
+    group_by: a span's or resource's attribute, for example `service.version`, or that of the tenant.
+    """
     legs = {leg.span_id for leg in (*request.legs, *([request.router] if request.router else []))}
     spans = [span for span in trunks if span.span_id in legs]
     # endswith(): behind a router the stage has its leg's prefix, `encode.encoder.compute`.
@@ -135,19 +123,6 @@ class RequestEvidence:
     work: StepWork = StepWork("")
 
 
-def read_evidence(
-    opened: BreakdownSource, requests: Iterable[Request], group_by: str = ""
-) -> Iterator[RequestEvidence]:
-    """The evidence of those `requests` that got a first token, in their order.
-
-    group_by: a span's or resource's attribute, for example that of the tenant.
-    """
-    for request in requests:
-        # A failed request has no first token; a pending one lacks the span that has the sum.
-        if not request.error and not request.pending:
-            yield build_evidence(request, opened.find_trunks(request.trace_id), group_by)
-
-
 def build_evidence(
     request: Request, trunks: Sequence[StoredSpan], group_by: str = ""
 ) -> RequestEvidence:
@@ -170,6 +145,22 @@ def build_evidence(
         },
         work=_find_work(request.legs, spans),
     )
+
+
+def count_requests(requests: Iterable[RequestEvidence]) -> int:
+    """How many requests of their window these stand for."""
+    return round(sum(each.facts.weight for each in requests))
+
+
+def count_values(
+    requests: Iterable[RequestEvidence], read: Callable[[RequestEvidence], str]
+) -> dict[str, float]:
+    """How many requests of their window have each value, the most frequent one first."""
+    counts: dict[str, float] = {}
+    for each in requests:
+        value = read(each)
+        counts[value] = counts.get(value, 0.0) + each.facts.weight
+    return dict(sorted(counts.items(), key=lambda part: -part[1]))
 
 
 def _find_work(legs: Sequence[Leg], spans: Sequence[StoredSpan]) -> StepWork:

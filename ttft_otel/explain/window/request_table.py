@@ -16,7 +16,11 @@ import numpy
 
 from ttft_otel.explain.window.request_facts import RequestEvidence
 from ttft_otel.model import stages
-from ttft_otel.model.statistics import draw_weights, find_interval
+from ttft_otel.model.statistics import (
+    compute_weighted_quantiles,
+    draw_weights,
+    find_interval,
+)
 
 Floats = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 Mask = numpy.ndarray[Any, numpy.dtype[numpy.bool_]]
@@ -60,6 +64,7 @@ class RequestTable:
         facts = [each.facts for each in requests]
         self.epoch_ns = min((each.start_ns for each in facts), default=0)
         self.start: Floats = numpy.array([(each.start_ns - self.epoch_ns) / 1e9 for each in facts])
+        self.weights: Floats = numpy.array([each.weight for each in facts])
         self.ttft: Floats = numpy.array([float(each.ttft_us) for each in facts])
         # Counts may have been sent by anybody.
         self.tokens: Floats = numpy.clip([float(each.tokens) for each in facts], 0, 1e9)
@@ -149,11 +154,21 @@ class RequestTable:
         among: the requests that count; those of a negative stratum do not.
         """
         used = strata >= 0 if among is None else (strata >= 0) & among
-        return contrast_sides(outcome[used], exposed[used], strata[used], self.blocks[used])
+        return contrast_sides(
+            outcome[used], exposed[used], strata[used], self.blocks[used], self.weights[used]
+        )
+
+    def find_quantile(self, values: Floats, share: float = 0.5, among: Mask | None = None) -> float:
+        """A quantile of a column, by default its median; among: the requests that count."""
+        used = numpy.ones(len(values), bool) if among is None else among
+        chosen, weights = (each[used].tolist() for each in (values, self.weights))
+        return compute_weighted_quantiles(chosen, weights, (share,))[0]
 
 
-def contrast_sides(outcome: Floats, exposed: Mask, strata: Codes, blocks: Codes) -> Contrast:
-    """As RequestTable.contrast(), with the pieces of time that the bootstrap draws."""
+def contrast_sides(
+    outcome: Floats, exposed: Mask, strata: Codes, blocks: Codes, each_weight: Floats
+) -> Contrast:
+    """As RequestTable.contrast(), with the pieces of time that the bootstrap draws, and weights of rows."""
     if not exposed.any() or exposed.all():
         return NO_CONTRAST
     _, codes = numpy.unique(strata, return_inverse=True)
@@ -161,22 +176,24 @@ def contrast_sides(outcome: Floats, exposed: Mask, strata: Codes, blocks: Codes)
     count, number = int(codes.max()) + 1, int(pieces.max()) + 1
     cell = pieces * count + codes
 
-    def gather(side: Mask, values: Floats | None = None) -> Floats:
-        weights = None if values is None else values[side]
-        summed = numpy.bincount(cell[side], weights, minlength=number * count)
+    def gather(side: Mask, values: Floats) -> Floats:
+        summed = numpy.bincount(cell[side], values[side], minlength=number * count)
         found: Floats = summed.reshape(number, count).astype(numpy.float64)
         return found
 
+    one = numpy.ones(len(outcome))
     chance = numpy.random.default_rng(0)
     weights = draw_weights(chance, number, DRAWS)
-    n_in, n_out = weights @ gather(exposed), weights @ gather(~exposed)
-    y_in, y_out = weights @ gather(exposed, outcome), weights @ gather(~exposed, outcome)
+    sides = (exposed, ~exposed)
+    n_in, n_out = (weights @ gather(side, each_weight) for side in sides)
+    y_in, y_out = (weights @ gather(side, each_weight * outcome) for side in sides)
     # Strata with too few on a side say nothing; which ones is decided once, on the data.
-    usable = (n_in[0] >= MIN_SIDE) & (n_out[0] >= MIN_SIDE)
+    enough = [gather(side, one).sum(0) >= MIN_SIDE for side in sides]
+    usable = enough[0] & enough[1]
     if not usable.any():
         return NO_CONTRAST
     valid = usable & (n_in > 0) & (n_out > 0)
-    mean_out = y_out / numpy.maximum(n_out, 1)
+    mean_out = y_out / numpy.maximum(n_out, 1e-9)
     above = numpy.where(valid, y_in - n_in * mean_out, 0.0).sum(1)
     size = numpy.where(valid, n_in, 0.0).sum(1)
     values = above / numpy.maximum(size, 1e-9)
@@ -184,7 +201,7 @@ def contrast_sides(outcome: Floats, exposed: Mask, strata: Codes, blocks: Codes)
     shares = numpy.divide(above, total, out=numpy.zeros_like(above), where=numpy.abs(total) > 1e-9)
     low, high = find_interval(values[1:], LEVEL)
     share_low, share_high = find_interval(shares[1:], LEVEL)
-    carried = gather(exposed & (outcome > 0)).sum(1)
+    carried = gather(exposed & (outcome > 0), one).sum(1)
     first = float(numpy.where(valid[0], y_in[0], 0.0).sum() / max(size[0], 1e-9))
     return Contrast(
         float(values[0]), float(low), float(high), float(shares[0]), float(share_low), float(share_high),

@@ -17,36 +17,27 @@ import click
 from rich import progress
 from rich.console import Console
 
-from ttft_otel.explain.whatif.replay_facts import EngineVisit, FindSpans, read_request
+from ttft_otel.explain.whatif.replay_facts import (
+    EngineVisit,
+    Recording,
+    collect_recording,
+    read_request,
+)
 from ttft_otel.explain.window.lost_requests import LostRequests, count_lost
 from ttft_otel.explain.window.request_facts import RequestEvidence, build_evidence
 from ttft_otel.explain.window.unseen_work import compare_others
 from ttft_otel.report.breakdown_source import BreakdownSource
-from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
 from ttft_otel.report.window_sample import (
     LATE,
     LOST,
+    MAX_READ,
     OTHER,
     REFUSED,
     Coverage,
     ReadRequest,
     read_adjusted_count,
 )
-
-
-def list_with_progress(
-    opened: BreakdownSource, wanted: RequestFilter, label: str, cut_note: str
-) -> Iterable[Request]:
-    """The requests that match, newest first, with a progress bar while they are used. Raises StoreError.
-
-    label: stands beside the bar. cut_note: printed to stderr when there are MAX_REQUESTS or more.
-    """
-    requests = opened.list_latest(wanted)
-    # To stderr, as the bar is: stdout may be JSON that a program reads.
-    if len(requests) == MAX_REQUESTS:
-        click.echo(cut_note, err=True)
-    return _track(requests, label, len(requests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +92,23 @@ def read_window(
         count_lost([each.request for each in failed], weight),
         replace(sample.coverage, sampling=_describe_sampling(kept, visits, weights)),
     )
+
+
+def record_window(
+    opened: BreakdownSource, wanted: RequestFilter, label: str = "reading requests"
+) -> tuple[Recording, Coverage]:
+    """The newest MAX_REQUESTS that match, each of them, for a replay. Raises StoreError."""
+    # A replay needs all arrivals of a stretch of time: a sample of them would be another load.
+    limits = {**dict.fromkeys(MAX_READ, MAX_REQUESTS), REFUSED: 0}
+    sample = opened.sample_window(replace(wanted, last=MAX_REQUESTS), limits=limits)
+    coverage = sample.coverage
+    # To stderr, as the bar is: stdout may be JSON that a program reads.
+    if coverage.requests == MAX_REQUESTS:
+        click.echo(f"only the newest {MAX_REQUESTS} requests are replayed", err=True)
+    found = collect_recording(
+        _track(sample.requests, label, sum(coverage.read.values())), coverage.first_ns
+    )
+    return replace(found, unreadable=found.unreadable + coverage.incomplete), coverage
 
 
 def _describe_sampling(kept: float, visits: Sequence[EngineVisit], weights: Sequence[float]) -> str:
@@ -181,13 +189,3 @@ def track_replays(total: int) -> Iterator[Callable[[int], None]]:
     with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("replaying", total=total)
         yield lambda done: bar.update(task, advance=done)
-
-
-def make_span_finder(opened: BreakdownSource) -> FindSpans:
-    """A function that reads all spans of a trace, by its ID; () when there is none."""
-
-    def find_spans(trace_id: str) -> Sequence[StoredSpan]:
-        trace = opened.find_trace(trace_id)
-        return trace.spans if trace else ()
-
-    return find_spans

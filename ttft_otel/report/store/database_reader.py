@@ -10,26 +10,16 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from ttft_otel.report import window_sample
 from ttft_otel.report.assemble import request_assembly, time_before
 from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.report.store import database_schema, retention
 from ttft_otel.report.store.span_rows import MAX_SEARCHED_CHARS
 from ttft_otel.report.store.trace_reader import MAX_TRACE_TRUNKS, TraceReader
-from ttft_otel.report.window_sample import (
-    LATE,
-    LOST,
-    OTHER,
-    REFUSED,
-    Coverage,
-    ReadRequest,
-    SamplePlan,
-    WindowSample,
-    count_late,
-)
+from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED, SamplePlan, WindowSample
 
 ANSWER_ID_PREFIXES: Final = ("chatcmpl-", "cmpl-")  # vLLM puts them before the request ID
 MAX_REQUESTS: Final = 2000  # requests in one result
@@ -96,20 +86,19 @@ class DatabaseReader:
             "1",
         ).fetchone()
         if not slo_us:
+            late = window_sample.count_late(served)
             row = select(
-                "ttft_us", f"{SERVED} ORDER BY ttft_us DESC LIMIT 1 OFFSET ?", count_late(served)
+                "ttft_us", f"{SERVED} ORDER BY ttft_us DESC LIMIT 1 OFFSET ?", late
             ).fetchone()
             slo_us = row[0] if row else -1
         late = select("count(*)", f"{SERVED} AND ttft_us>?", slo_us).fetchone()[0]
-        plan = SamplePlan(
-            {
-                LATE: late,
-                OTHER: int(served) - late,
-                LOST: int(failed - refused),
-                REFUSED: int(refused),
-            },
-            limits,
-        )
+        counts = {
+            LATE: late,
+            OTHER: int(served) - late,
+            LOST: int(failed - refused),
+            REFUSED: int(refused),
+        }
+        plan = SamplePlan(counts, limits)
         found: list[tuple[int, str]] = []
         for stratum, condition in (
             (LATE, f"{SERVED} AND ttft_us>{slo_us}"),
@@ -118,24 +107,16 @@ class DatabaseReader:
         ):
             # By number, which is the order of arrival: the same at each reading.
             rows = select("id", f"{condition} ORDER BY id")
-            at = 0
-            for position in plan.choose_positions(stratum):
-                (number,) = next(islice(rows, position - at, None))
-                found.append((number, stratum))
-                at = position + 1
-        coverage = Coverage(
-            plan.counts,
-            plan.read,
-            int(total - served - failed),
-            first_ns or 0,
-            last_ns or 0,
-            slo_us,
+            found += [(number, stratum) for number in plan.choose(stratum, rows)]
+        incomplete = int(total - served - failed)
+        coverage = window_sample.Coverage(
+            counts, plan.read, incomplete, first_ns or 0, last_ns or 0, slo_us
         )
         return WindowSample(coverage, self._read_rows(sorted(found), plan))
 
     def _read_rows(
         self, chosen: Sequence[tuple[int, str]], plan: SamplePlan
-    ) -> Iterator[ReadRequest]:
+    ) -> Iterator[window_sample.ReadRequest]:
         """The requests in these rows, which are given with their stratum."""
         trace = -1
         requests: list[Request] = []
@@ -151,7 +132,7 @@ class DatabaseReader:
                 requests, spans = self._assemble_stored(found, trace_id.hex())
             # Rows are of the last commit; the assembly may differ after an upgrade of the code.
             if number < len(requests):
-                yield ReadRequest(requests[number], spans, plan.get_weight(stratum))
+                yield window_sample.ReadRequest(requests[number], spans, plan.get_weight(stratum))
 
     def find_request(self, request_id: str) -> Request | None:
         """The newest request with this ID; None when there is none.
@@ -178,11 +159,6 @@ class DatabaseReader:
         """All spans and requests of a trace; None when no span of it is stored."""
         found = self._find_trace(trace_id)
         return build_stored_trace(trace_id, found.list_spans()) if found else None
-
-    def find_trunks(self, trace_id: str) -> list[StoredSpan]:
-        """The `ttft` and `encode` spans of a trace, with their attributes; [] when none is stored."""
-        found = self._find_trace(trace_id)
-        return found.list_trunks() if found else []
 
     def _find_trace(self, trace_id: str) -> TraceReader | None:
         row = self._connection.execute(

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from ttft_otel.model.names import keys
+from ttft_otel.report import window_sample
 from ttft_otel.report.assemble.request_assembly import assemble_requests
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import TTFT_SPAN_NAMES, Request, SourceChoice, StoredSpan
@@ -29,7 +30,7 @@ from ttft_otel.report.store.database_reader import (
     list_possible_ids,
 )
 from ttft_otel.report.store.span_rows import MAX_TRACE_SPANS
-from ttft_otel.report.store.trace_reader import MAX_TRACE_TRUNKS, get_time_order
+from ttft_otel.report.store.trace_reader import get_time_order
 from ttft_otel.report.tempo.tempo_client import (
     FoundTrace,
     SearchTooLargeError,
@@ -37,17 +38,7 @@ from ttft_otel.report.tempo.tempo_client import (
     TempoError,
     is_trace_id,
 )
-from ttft_otel.report.window_sample import (
-    LATE,
-    LOST,
-    OTHER,
-    REFUSED,
-    Coverage,
-    ReadRequest,
-    SamplePlan,
-    WindowSample,
-    count_late,
-)
+from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED, ReadRequest
 
 SEARCH_LIMIT: Final = 1000  # traces of one search
 MAX_SECOND_LIMIT: Final = 20_000  # of a search in one second, which cannot be divided
@@ -98,8 +89,6 @@ class TempoSource:
         self._report_progress = report_progress
         self._report_note = report_note
         self._allowed = MAX_SECOND_LIMIT  # traces of one search, as far as Tempo has said
-        # What list_latest() has read is asked for again, request by request.
-        self._trunks: OrderedDict[str, list[StoredSpan]] = OrderedDict()
         # Of its own, because the commands are not asynchronous.
         self._loop = asyncio.new_event_loop()
         try:
@@ -124,14 +113,14 @@ class TempoSource:
 
     def sample_window(
         self, wanted: RequestFilter, slo_us: int = 0, limits: Mapping[str, int] | None = None
-    ) -> WindowSample:
+    ) -> window_sample.WindowSample:
         """As DatabaseReader.sample_window(), of traces with all of their requests. Raises TempoError."""
         outlines = self._run(self._outline_window(wanted))
         if wanted.last:
             outlines = sorted(outlines, key=lambda each: -each.start_ns)[: wanted.last]
         lengths = sorted((each.ttft_us for each in outlines if each.stratum == OTHER), reverse=True)
         if not slo_us:
-            late = count_late(len(lengths))
+            late = window_sample.count_late(len(lengths))
             slo_us = lengths[late] if late < len(lengths) else -1
         strata = [
             LATE if each.stratum == OTHER and each.ttft_us > slo_us else each.stratum
@@ -145,7 +134,7 @@ class TempoSource:
                     of_trace[outline.trace_id] = rank
         traces = {rank: [name for name, own in of_trace.items() if own == rank] for rank in
                   (LATE, OTHER, LOST, REFUSED)}  # fmt: skip
-        plan = SamplePlan({rank: len(some) for rank, some in traces.items()}, limits)
+        plan = window_sample.SamplePlan({rank: len(some) for rank, some in traces.items()}, limits)
         chosen = {
             traces[rank][at]: plan.get_weight(rank)
             for rank in traces
@@ -158,12 +147,12 @@ class TempoSource:
             if outline.trace_id in chosen
         )
         starts = [each.start_ns for each in outlines] or [0]
-        coverage = Coverage(
+        coverage = window_sample.Coverage(
             {rank: counts[rank] for rank in traces}, {rank: read[rank] for rank in traces},
             counts[INCOMPLETE], min(starts), max(starts), slo_us,
         )  # fmt: skip
         oldest_ns = min(starts) if wanted.last else 0
-        return WindowSample(coverage, self._read_chosen(chosen, wanted, oldest_ns))
+        return window_sample.WindowSample(coverage, self._read_chosen(chosen, wanted, oldest_ns))
 
     def _read_chosen(
         self, chosen: Mapping[str, float], wanted: RequestFilter, oldest_ns: int
@@ -195,13 +184,6 @@ class TempoSource:
             return None
         spans = self._run(self._fetch_spans(trace_id.lower()))
         return build_stored_trace(trace_id.lower(), spans) if spans else None
-
-    def find_trunks(self, trace_id: str) -> list[StoredSpan]:
-        """The `ttft` and `encode` spans of a trace, with their attributes; [] when there is none."""
-        if trace_id not in self._trunks:
-            trace = self.find_trace(trace_id)
-            self._keep_trunks(trace_id, trace.spans if trace else ())
-        return self._trunks[trace_id]
 
     def _run(self, asked: Coroutine[Any, Any, Answer]) -> Answer:
         try:
@@ -331,7 +313,6 @@ class TempoSource:
             answers = await self._fetch_all([each.trace_id for each in some])
             for trace, its_spans in zip(some, answers, strict=True):
                 stored = build_stored_trace(trace.trace_id, its_spans)
-                self._keep_trunks(trace.trace_id, stored.spans)
                 found.update(
                     ((trace.trace_id, number), request)
                     for number, request in enumerate(stored.requests)
@@ -366,12 +347,6 @@ class TempoSource:
         # Tempo stores what an exporter sent twice twice.
         unique = {span.span_id: span for span in reversed(batch.spans)}
         return sorted(unique.values(), key=get_time_order)[:MAX_TRACE_SPANS]
-
-    def _keep_trunks(self, trace_id: str, spans: Sequence[StoredSpan]) -> None:
-        trunks = [span for span in spans if span.is_ttft_span]
-        self._trunks[trace_id] = trunks[:MAX_TRACE_TRUNKS]
-        while len(self._trunks) > MAX_REQUESTS:
-            self._trunks.popitem(last=False)
 
     async def _check_retention(self, since_s: int) -> None:
         kept_s = await self._client.read_retention_s()
