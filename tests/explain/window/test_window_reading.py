@@ -92,7 +92,9 @@ def test_commands_read_the_window(tmp_path: Path) -> None:
 
     text = EXPLAIN.run(path, "--since", b, "--slo", "300").output
     assert f"{late} of 14324 requests were later than 300 ms" in text
-    assert f"; read: all {late} late ones and 2000 of {14_324 - late} others" in text.splitlines()[0]
+    assert (
+        f"; read: all {late} late ones and 2000 of {14_324 - late} others" in text.splitlines()[0]
+    )
     reported = EXPLAIN.read_json(path, "--since", b, "--slo", "300")
     assert reported["requests"]["late"] == late
     assert reported["p50_ms"] == pytest.approx(numpy.median(bad) / 1000, rel=0.03)
