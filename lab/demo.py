@@ -2,7 +2,8 @@
 """The demo: start servers, router and receiver on this machine, send requests, write a report.
 
 scripts/demo runs it. A run is a fault unless every trace is complete, has exact sums, and nothing in it is
-unattributed or encoded twice. The report's own code writes report.json and report.html beside the database.
+unattributed or encoded twice. The report's own code writes report.json and report.html beside the database,
+explain's says why the slowest request took so long.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import sqlite3
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -37,6 +39,8 @@ from lab.report_files import ClientMeasurement
 from lab.server_commands import EC_CPU_CONNECTOR, EC_EXAMPLE_CONNECTOR, VllmOptions
 from lab.ttft_client import TimedRequest, TimedResponse
 from lab.vllm_releases import PROJECT_ROOT
+from ttft_otel.explain.explain.single_answer import list_page_answer
+from ttft_otel.model import stages
 from ttft_otel.model.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.report.report_types import SPAN_KINDS, StoredSpan
@@ -237,15 +241,23 @@ TOPOLOGIES: Final = {
     "pd": "prefill, decode",
     "epd3": "encoder, prefill, decode",
 }
+INTERPRETED: Final = (
+    "dispatch is that large on a CPU: preparing a step runs Triton kernels of the V2 model runner, which are "
+    "interpreted here and compiled on a GPU."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """Result of the demo; faults: request -> what is wrong with its trace."""
+    """Result of the demo.
+
+    faults: request -> what is wrong with its trace. reason: why the slowest request took so long.
+    """
 
     report: dict[str, Any]
     faults: dict[str, list[str]]
     seconds: float
+    reason: str
 
 
 @click.command(
@@ -253,6 +265,7 @@ class DemoResult:
     epilog="""\b
 Examples:
   scripts/demo                  everything, then stop; about 3 minutes once installed
+  scripts/demo --verbose        also each request and each stage
   scripts/demo --keep           leave the servers up and look at the page until Ctrl-C
   scripts/demo --topology pd    prefill and decode apart, KV blocks over NIXL; epd3: an encoder too
   scripts/demo --ec-connector ECExampleConnector     encodings through a shared folder, V1 model runner
@@ -264,6 +277,9 @@ Exit codes: 0 every request closed, 1 something did not (it says what), 130 inte
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="[default: out/demo]")
 @click.option("--keep", is_flag=True, help="Leave everything up until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print report.json to stdout.")
+@click.option(
+    "--verbose", is_flag=True, help="Also a table of the requests, and one of the stages."
+)
 @click.option("--topology", type=click.Choice(tuple(TOPOLOGIES)), default="epd", show_default=True)
 @click.option(
     "--ec-connector",
@@ -272,7 +288,12 @@ Exit codes: 0 every request closed, 1 something did not (it says what), 130 inte
     f"debugging.  [default: {EC_CPU_CONNECTOR}]",
 )
 def run_demo(
-    out: Path | None, keep: bool, as_json: bool, topology: str, ec_connector: str | None
+    out: Path | None,
+    keep: bool,
+    as_json: bool,
+    verbose: bool,
+    topology: str,
+    ec_connector: str | None,
 ) -> None:
     """Trace requests through a real vLLM deployment behind our router, on this CPU."""
     if ec_connector and topology == "pd":
@@ -286,7 +307,9 @@ def run_demo(
     with progress_screen.open_screen(stderr=as_json) as show, exit_on_sigterm():
         try:
             folder = (out or PROJECT_ROOT / "out" / "demo").resolve()
-            code = trace_deployment(show, folder, keep, as_json, topology, connector)
+            show.begin_step("building the tiny models (once)")
+            plan = plan_deployment(topology, connector, folder)
+            code = trace_deployment(show, plan, folder, keep=keep, as_json=as_json, verbose=verbose)
         except KeyboardInterrupt:
             show.print_line("Interrupted; everything that was started is stopped.", "bold")
             code = INTERRUPTED_EXIT_CODE
@@ -296,24 +319,34 @@ def run_demo(
     sys.exit(code)
 
 
-def trace_deployment(
-    show: ProgressScreen, out: Path, keep: bool, as_json: bool, shape: str, connector: str
-) -> int:
-    """Run the demo with topology `shape`, files in `out`; returns the exit code.
-
-    connector: of encodings; empty where there are none.
-    """
-    remove_old_outputs(out)
-    show.begin_step("building the tiny models (once)")
+def plan_deployment(shape: str, connector: str, out: Path) -> DeploymentPlan:
+    """The deployment of topology `shape`, files in `out`; connector: of encodings, "" without any."""
     options = VllmOptions(model=tiny_models.build_model(tiny_models.VISION_RECIPE))
     if connector == EC_CPU_CONNECTOR:
         options = replace(options, runner="v2", connector=EC_CPU_CONNECTOR)
-    show.begin_step(f"starting receiver, {TOPOLOGIES[shape]} and router (1 to 4 minutes)")
-    plan = DeploymentPlan(shape, options, chunk_tokens=CHUNK_TOKENS, folder=out)
+    # The warm-up's requests ask not to be sampled, which a router believes only of callers it trusts.
+    trust = ("--trust-trace-headers",)
+    return DeploymentPlan(shape, options, chunk_tokens=CHUNK_TOKENS, folder=out, router_flags=trust)
+
+
+def trace_deployment(
+    show: ProgressScreen,
+    plan: DeploymentPlan,
+    out: Path,
+    *,
+    keep: bool,
+    as_json: bool,
+    verbose: bool,
+) -> int:
+    """Run the demo on the deployment of `plan`, files in `out`; returns the exit code."""
+    remove_old_outputs(out)
+    show.begin_step(f"starting receiver, {TOPOLOGIES[plan.shape]} and router (1 to 4 minutes)")
     try:
         with start_deployment(plan, progress=show.report_waiting) as fleet:
-            result = measure_requests(show, fleet, out, shape)
-            print_results(show, result, out)
+            result = measure_requests(show, fleet, out, plan.shape)
+            if verbose:
+                print_tables(show, result, out)
+            print_results(show, result, out, plan.options.runner if plan.options else "v1")
             if as_json:
                 click.echo(json.dumps(result.report, indent=2, ensure_ascii=False))
             if keep:
@@ -364,7 +397,8 @@ def measure_requests(
     faults = judge_requests(all_seen)
     for problem in validate_report(report):
         faults.setdefault("report.json", []).append(problem)
-    return DemoResult(report, faults, seconds)
+    reason = list_page_answer(fleet.database, find_slowest(report)["request_id"])[0]
+    return DemoResult(report, faults, seconds, reason)
 
 
 def send_warmup(
@@ -446,8 +480,36 @@ def to_milliseconds(us: int | None) -> float | None:
     return None if us is None else us / 1000
 
 
-def print_results(show: ProgressScreen, result: DemoResult, out: Path) -> None:
-    """Print both tables, the verdict, and the paths of the files."""
+def find_slowest(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The request of report.json with the largest TTFT."""
+    slowest: dict[str, Any] = max(report["requests"], key=lambda row: row["ttft_ms"])
+    return slowest
+
+
+def list_answer(report: Mapping[str, Any], reason: str, runner: str) -> list[str]:
+    """Where the time went, and which request was the slowest and why.
+
+    reason: of the slowest request. runner: vLLM's model runner, "v1" or "v2".
+    """
+    total_ms: Counter[str] = Counter()
+    for row in report["requests"]:
+        for name, ms in row["stages"].items():
+            total_ms[stages.split_stage(name)[1]] += ms
+    everything = sum(row["ttft_ms"] for row in report["requests"])
+    largest = total_ms.most_common(3)
+    shares = ", ".join(f"{name} {ms / everything:.0%}" for name, ms in largest)
+    slowest = find_slowest(report)
+    sentences = [
+        f"Where the time went: {shares} of a mean TTFT of {report['summary']['ttft']['mean']:.0f} ms.",
+        f"The slowest was {slowest['request_id']} ({slowest['kind']}), {slowest['ttft_ms']:.0f} ms. {reason}",
+    ]
+    if runner == "v2" and largest[0][0] == "dispatch":
+        sentences.insert(1, INTERPRETED)
+    return sentences
+
+
+def print_tables(show: ProgressScreen, result: DemoResult, out: Path) -> None:
+    """Print a table of the requests, and one of the stages."""
     rows = result.report["requests"]
     show.print_line()
     show.console.print(progress_screen.build_requests_table(rows, result.faults))
@@ -457,20 +519,27 @@ def print_results(show: ProgressScreen, result: DemoResult, out: Path) -> None:
             span_reader, [ClientMeasurement(row["request_id"]) for row in rows]
         )
     terminal.print_summary([pair.request for pair in pairs], show.console)
+
+
+def print_results(show: ProgressScreen, result: DemoResult, out: Path, runner: str) -> None:
+    """Print the answer, the verdict, and where to look."""
     show.print_line()
+    for sentence in list_answer(result.report, result.reason, runner):
+        show.print_line(sentence)
     for name, sentences in result.faults.items():
         show.print_line(f"✗ {name}: {'; '.join(sentences)}", "red")
     if not result.faults:
         show.print_line(
-            f"✓ {len(rows)} requests in {result.seconds:.1f} s: every trace whole, every sum exact "
-            "to the microsecond, nothing unattributed on any server",
+            f"✓ {len(result.report['requests'])} requests in {result.seconds:.1f} s: every trace whole, "
+            "every sum exact to the microsecond, nothing unattributed on any server",
             "green",
         )
-    show.print_line(f"page      {out / 'report.html'}")
-    show.print_line(f"data      {out / 'report.json'}")
+    slowest = find_slowest(result.report)["request_id"]
+    show.print_line(f"page      {out / 'report.html'}    data: report.json beside it")
     show.print_line(
-        f"database  ttft-otel serve --db {out / 'spans.db'}    then http://127.0.0.1:4318"
+        f"look at   ttft-otel serve --db {out / 'spans.db'}    then http://127.0.0.1:4318"
     )
+    show.print_line(f"ask why   ttft-otel explain --db {out / 'spans.db'} --request {slowest}")
 
 
 def wait_for_interrupt(show: ProgressScreen, fleet: LocalDeployment) -> None:

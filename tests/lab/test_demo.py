@@ -215,6 +215,29 @@ def test_table() -> None:
         assert word in shown.get()
 
 
+def test_answer() -> None:
+    """Where the time went over all roles, and the slowest; interpreted kernels only where they ran."""
+    rows = [
+        {
+            **{"request_id": f"demo-0{number}", "kind": "text", "ttft_ms": ms},
+            "stages": {
+                "encode.dispatch": ms / 4,
+                "prefill.dispatch": ms / 4,
+                "prefill.ipc": ms / 8,
+            },
+        }
+        for number, ms in enumerate((100.0, 300.0))
+    ]
+    report = {"requests": rows, "summary": {"ttft": {"mean": 200.0}}}
+
+    where, interpreted, slowest = demo.list_answer(report, "Own size.", "v2")
+
+    assert where == "Where the time went: dispatch 50%, ipc 12% of a mean TTFT of 200 ms."
+    assert interpreted == demo.INTERPRETED
+    assert slowest == "The slowest was demo-01 (text), 300 ms. Own size."
+    assert demo.list_answer(report, "", "v1")[1].startswith("The slowest")
+
+
 STAGE_SHIFTS = {"ipc": 80.2, "output": 0.4, "unattributed": 0.0}
 
 
