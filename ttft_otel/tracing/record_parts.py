@@ -70,8 +70,10 @@ def list_identity_attributes(trace: RequestTrace) -> Attributes:
 
 def make_server(trace: RequestTrace) -> Server:
     """The server half of the record of `trace`, which has ended."""
-    attributes: Attributes = {keys.DIRECT: True}
-    if not trace.is_direct:
+    attributes: Attributes
+    if trace.is_direct:
+        attributes = {keys.DIRECT: True}
+    else:
         attributes = {
             keys.HTTP_METHOD: trace.method,
             keys.URL_PATH: trace.path,

@@ -126,11 +126,11 @@ def _list_short(explanation: Explanation) -> Iterator[str]:
         yield _describe_holders_in_words(explanation.holding)
     remedy = explanation.remedy
     if remedy is not None and explanation.cause.chosen is not None:
-        subject = explanation.cause.chosen.subject or "them"
         tried = f" {explanation.prediction.sentence}" if explanation.prediction else ""
         if explanation.no_prediction:
             tried = f" No prediction: {explanation.no_prediction}."
-        yield f"Try: {remedy.text.format(subject=subject)} Price: {remedy.price}{tried}"
+        advice = remedy.describe(explanation.cause.chosen.subject)
+        yield f"Try: {advice} Price: {remedy.price}{tried}"
     elif explanation.prediction is not None:
         yield f"No remedy: the obvious one would move nothing. {explanation.prediction.sentence}"
     elif explanation.is_unusual and explanation.cause.kind == cause_kinds.NOT_KNOWN:
@@ -269,16 +269,7 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
             "last": _format_moment(explanation.bursts.last_ns),
         },
         "cause": _describe_cause(explanation),
-        "looked_at": [
-            {
-                "kind": each.kind,
-                "subject": each.subject,
-                "sentence": each.sentence,
-                **_describe_shares(each),
-                "refuted": each.refuted,
-            }
-            for each in explanation.candidates
-        ],
+        "looked_at": [_describe_looked_at(each) for each in explanation.candidates],
         "first_share": round(difference.first_share, 4),
         "slo": {
             "ms": explanation.slo_us / 1000,
@@ -304,6 +295,16 @@ def _format_moment(unix_ns: int) -> str:
     return datetime.fromtimestamp(unix_ns / 1e9).astimezone().isoformat(timespec="milliseconds")
 
 
+def _describe_looked_at(each: Candidate) -> dict[str, Any]:
+    return {
+        "kind": each.kind,
+        "subject": each.subject,
+        "sentence": each.sentence,
+        **_describe_shares(each),
+        "refuted": each.refuted,
+    }
+
+
 def _describe_shares(each: Candidate) -> dict[str, float]:
     return {name: round(getattr(each, name), 4) for name in ("share", "low", "high")}
 
@@ -327,7 +328,7 @@ def _describe_cause(explanation: Explanation) -> dict[str, Any]:
         described |= {**chosen.figures, **_describe_shares(chosen)}
     if remedy is not None and chosen is not None:
         described["remedy"] = {
-            "text": remedy.text.format(subject=chosen.subject or "them"),
+            "text": remedy.describe(chosen.subject),
             "settings": list(remedy.settings),
             "price": remedy.price,
             "price_kind": PREDICTED if has_price else QUALITATIVE,

@@ -21,12 +21,16 @@ CACHE_MEMORY: Final = "KV cache"  # no flag of its own: memory and data type dec
 class Remedy:
     """What to do, and its price in words."""
 
-    text: str  #: may name {subject}
+    text: str  #: may name {subject}, which is what the cause was found in
     price: str
     source: str  #: a page of vLLM's documentation, or of ours
     settings: tuple[str, ...] = ()  #: flags of `vllm serve` that it names
     #: What what-if can try: a setting of remedy_prediction.SETTING_ATTRIBUTES, and its factor.
     trial: tuple[str, float] | None = None
+
+    def describe(self, subject: str) -> str:
+        """What to do; `subject` is "" where all instances alike are the cause."""
+        return self.text.format(subject=subject or "the instances")
 
     @property
     def page(self) -> str:
@@ -58,13 +62,13 @@ REMEDIES: Final[dict[str, Remedy]] = {
         ("--long-prefill-token-threshold",),
     ),
     cause_kinds.SET_ASIDE: Remedy(
-        "Look at what it waited for ({subject}).",
+        "Look at what was waited for: {subject}.",
         "None.",
         "docs/concepts.md",
     ),
     cause_kinds.COLD_PREFIX_CACHE: Remedy(
         "Find what emptied the cache, or changed the prompts' beginnings; send like prefixes to one "
-        "instance (ttft-otel router --routing-logic prefixaware).",
+        "instance (ttft-otel router --routing-logic prefix).",
         "An uneven load between instances.",
         "features/automatic_prefix_caching/",
     ),
@@ -80,7 +84,7 @@ REMEDIES: Final[dict[str, Remedy]] = {
         ("--tensor-parallel-size",),
     ),
     cause_kinds.SLOW_HOP: Remedy(
-        "Look at the network and the API process of {subject}.",
+        "Look at the network to {subject}, and at the CPU of the processes at both ends.",
         "None.",
         "configuration/optimization/#parallel-processing",
     ),
