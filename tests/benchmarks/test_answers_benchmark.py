@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The suite of windows with known causes: its truth is one, and a small part of it is answered right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.answers.__main__ import (
+    DEVELOPMENT,
+    HELD_OUT,
+    build_figures,
+    choose_windows,
+    list_misses,
+    list_table,
+)
+from benchmarks.answers.answer_scores import (
+    CLAIMS,
+    EFFECT,
+    PARTLY,
+    RIGHT,
+    WRONG,
+    JudgedAnswer,
+    judge_explanation,
+    judge_window,
+    measure_effect,
+    serve_hour,
+)
+from benchmarks.answers.known_engine import pass_stops
+from benchmarks.answers.known_windows import NOTHING, KnownWindow, Truth, list_windows
+from ttft_otel.explain.cause_kinds import CAUSE_KINDS
+
+SURE = ("twice", "light", "max_num_seqs", "to one instance", "few places for adapters")
+
+
+def find_windows(*names: str) -> list[KnownWindow]:
+    """The first window of each name."""
+    return [choose_windows([name])[0] for name in names]
+
+
+def test_windows_are_well_formed() -> None:
+    """Each has a name of its own in its class, and kinds that the product knows; seeds are apart."""
+    windows = list_windows()
+    assert len(windows) >= 60
+    assert len({(each.group, each.name) for each in windows}) == len(windows)
+    known = {*CAUSE_KINDS}
+    for each in windows:
+        assert {*each.truth.kinds, *each.truth.change} <= known, each.name
+    assert not {*DEVELOPMENT} & {*HELD_OUT}
+
+
+@pytest.mark.parametrize(
+    "window",
+    find_windows("twice", "KV blocks, long prompts", "two of three encoders gone"),
+    ids=lambda each: each.name,
+)
+def test_stages_add_up(window: KnownWindow) -> None:
+    """The stages of each server fill its time to first token, and those of the router the whole."""
+    visits = serve_hour(window, window.bad, 1, 1)
+    for visit in visits:
+        assert all(us >= 0 for leg in visit.legs for us in leg.stages.values())
+        assert all(
+            leg.unattributed < 500
+            for leg in visit.legs
+            if not leg.attributes.get("ttft.preemptions")
+        )
+        if visit.router:
+            last = visit.legs[-1]
+            assert visit.ask.at + visit.ttft >= last.start + last.ttft
+    assert [each.ttft for each in serve_hour(window, window.bad, 1, 1)] == [
+        each.ttft for each in visits
+    ]
+
+
+def list_harmful() -> list[KnownWindow]:
+    """The windows that have a cause."""
+    return [each for each in list_windows() if not {*NOTHING} & {*each.truth.kinds}]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("window", list_harmful(), ids=lambda each: f"{each.group}: {each.name}")
+def test_all_effects(window: KnownWindow) -> None:
+    """Without its cause no window is as late."""
+    assert measure_effect(window, 1) >= EFFECT
+
+
+@pytest.mark.parametrize(
+    "window", find_windows("twice", "restart", "engine 1.5 s"), ids=lambda each: each.name
+)
+def test_effects(window: KnownWindow) -> None:
+    """The same of a few of them."""
+    assert measure_effect(window, 1) >= EFFECT
+
+
+@pytest.mark.parametrize("window", find_windows("twice", "light"), ids=lambda each: each.name)
+def test_a_part_is_answered(window: KnownWindow, tmp_path: Path) -> None:
+    """What was right once stays so."""
+    found = judge_window(window, DEVELOPMENT[0], tmp_path, ["explain"])
+    assert [each.verdict for each in found] == [RIGHT], found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SURE)
+def test_more_is_answered(name: str, tmp_path: Path) -> None:
+    """The same of more windows, and of another seed."""
+    (window,) = find_windows(name)
+    found = judge_window(window, DEVELOPMENT[1], tmp_path, ["explain", "slo"])
+    assert {each.verdict for each in found} == {RIGHT}, found
+
+
+def test_stops() -> None:
+    """Work goes on after a stop where it was; a stop that is over, or not begun, does not matter."""
+    assert pass_stops(0, 10, [(5, 25)]) == 30
+    assert pass_stops(6, 10, [(5, 25)]) == 35
+    assert pass_stops(30, 10, [(5, 25), (40, 50)]) == 40
+
+
+@pytest.mark.parametrize(
+    ("kind", "subject", "confidence", "settings", "verdict"),
+    [
+        ("slow_instance", "vllm-1", "high", [], RIGHT),
+        ("slow_instance", "vllm-0", "high", [], WRONG),
+        ("slow_instance", "vllm-1", "high", ["--max-num-seqs"], CLAIMS),
+        ("not_known", "", "low", [], PARTLY),
+        ("own_size", "", "low", [], PARTLY),
+        ("own_size", "", "medium", [], WRONG),
+        ("nothing", "", "medium", [], WRONG),
+    ],
+)
+def test_verdicts(
+    kind: str, subject: str, confidence: str, settings: list[str], verdict: str
+) -> None:
+    """Kind and subject decide; what must not be advised is a claim."""
+    truth = Truth(("slow_instance",), ("vllm-1",), ("prefill.compute",), ())
+    cause = {
+        "kind": kind,
+        "subject": subject,
+        "confidence": confidence,
+        "stage": "mono.prefill.compute",
+        "sentence": "",
+        "remedy": {"settings": settings},
+    }
+    assert judge_explanation({"answered": True, "cause": cause}, truth)[0] == verdict
+    quiet = judge_explanation({"answered": True, "cause": cause}, Truth(NOTHING))[0]
+    assert quiet == CLAIMS
+
+
+def test_figures() -> None:
+    """Shares by question; the table has a line for each class, and misses are listed, the worst first."""
+    verdicts = [
+        JudgedAnswer("explain", "a", f"w{number}", 1, verdict, "said", "true")
+        for number, verdict in enumerate([RIGHT, RIGHT, PARTLY, WRONG])
+    ]
+    figures = build_figures(verdicts)
+    assert figures["explain_right"]["value"] == 0.5 and not figures["explain_right"]["met"]
+    assert figures["explain_false"]["value"] == 0.25
+    assert "| explain | a | 2 | 1 | 1 | 0 |" in list_table(verdicts)
+    assert [line.split(",")[0] for line in list_misses(verdicts)] == ["- wrong", "- partly"]
