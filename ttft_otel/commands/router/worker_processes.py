@@ -78,15 +78,23 @@ def run_workers(ctx: click.Context, options: RouterOptions, serve: Callable[...,
             raise click.UsageError(f"cannot listen on {host} port {port}: {error}") from error
         reserved += sockets
     processes = WorkerProcesses(ctx, dataclasses.replace(options, **ports), serve)
-    supervisor = WorkerSupervisor(
-        options.workers,
-        processes.run_worker,
-        options.drain_timeout,
-        processes.reload_options,
-        processes.run_index if options.has_index_service else None,
-    )
     try:
-        return supervisor.run()
+        return _build_supervisor(processes).run()
     finally:
         for each in reserved:
             each.close()
+
+
+def _build_supervisor(processes: WorkerProcesses) -> WorkerSupervisor:
+    options = processes.options
+    try:
+        return WorkerSupervisor(
+            options.workers,
+            processes.run_worker,
+            options.drain_timeout,
+            processes.reload_options,
+            processes.run_index if options.has_index_service else None,
+        )
+    except OSError as error:
+        text = "--workers needs a folder for its sockets: make room there, or set XDG_RUNTIME_DIR"
+        raise click.UsageError(f"{text}: {error}") from error

@@ -7,6 +7,7 @@ falls is a restart to Prometheus. The successor of a dead worker goes on from it
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -33,6 +34,8 @@ COMMON_COUNTERS: Final = {
 }
 INSTANCE_LABEL: Final = "instance"
 
+log: Final = logging.getLogger("ttft_otel")
+
 SampleKey = tuple[str, tuple[tuple[str, str], ...]]  # name, labels
 
 
@@ -57,11 +60,14 @@ class MetricsFiles:
         inherited = self._read_file(self._own_path)
         # Its gauges ended with it; what it counted belongs to the router.
         self._inherited = [each for each in inherited if each.kind == "counter"]
+        self._own: list[Family] = []
+        self._is_writable = True
 
     def write_own(self, metrics: Iterable[Metric], urls: Collection[str]) -> None:
-        """Write this worker's `metrics` together with what it inherited.
+        """Write this worker's `metrics` together with what it inherited, if the folder has room.
 
-        urls: of the instances that there are: those of others would stay for ever.
+        Raises OSError where there is no file yet: it shows that the worker has started. urls: of the instances that there are:
+        those of others would stay for ever.
         """
         inherited = [
             Family(
@@ -72,11 +78,23 @@ class MetricsFiles:
             )
             for each in self._inherited
         ]
-        families = merge_families((inherited, [_read_metric(each) for each in metrics]), False)
+        self._own = merge_families((inherited, [_read_metric(each) for each in metrics]), False)
         fresh_path = self._own_path.with_suffix(".fresh")
-        fresh_path.write_bytes(_ENCODER.encode(families))
-        # rename() is atomic: who reads sees the old file or the new one.
-        fresh_path.replace(self._own_path)
+        try:
+            fresh_path.write_bytes(_ENCODER.encode(self._own))
+            # rename() is atomic: who reads sees the old file or the new one.
+            fresh_path.replace(self._own_path)
+        except OSError as error:
+            if not self._own_path.exists():
+                raise
+            if self._is_writable:
+                text = (
+                    "ttft-otel: metrics of this worker stay as they are until %s can be written: %s"
+                )
+                log.warning(text, self.folder, error)
+            self._is_writable = False
+        else:
+            self._is_writable = True
 
     def collect_all(self) -> Iterator[Metric]:
         """The metrics of all workers."""
@@ -87,7 +105,10 @@ class MetricsFiles:
             # Counters stay also of a worker that hangs, or the sum would fall.
             is_old = now_s - path.stat().st_mtime > MAX_GAUGE_AGE_S
             families = self._read_file(path)
-            parts.append([each for each in families if each.kind == "counter" or not is_old])
+            gauges = self._own if path == self._own_path else [] if is_old else families
+            # Also a worker's own counters are those of its file, which others show.
+            parts.append([each for each in families if each.kind == "counter"])
+            parts[-1] += [each for each in gauges if each.kind != "counter"]
         for family in merge_families(parts, True):
             metric = Metric(family.name, family.help_text, family.kind)
             for (name, labels), value in family.samples:
