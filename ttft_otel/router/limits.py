@@ -46,6 +46,12 @@ class RouterLimits:
     body_timeout: float = declare_limit(
         60.0, "Seconds for a request body to arrive.", "408", minimum=0.1
     )
+    send_timeout: float = declare_limit(
+        300.0,
+        "Seconds for a client to read anything of an answer that waits for it.",
+        "the connection ends",
+        minimum=1,
+    )
     # Sixteen bodies of the largest size; each stays until the instance that answers the client does.
     max_bodies: int = declare_limit(
         1_073_741_824,

@@ -70,6 +70,10 @@ class ClientConnections:
         self.max_open_sockets = max_connections + max(1, max_connections // 8)
         self.awaited_heads: DeadlineQueue[ClientConnection] = DeadlineQueue(limits.head_timeout)
         # Time for a client to read its refusal while it still sends a body.
+        # What waits to be read by a client would hold its request, and its instance's, without end.
+        self.unread: DeadlineQueue[ClientConnection] = DeadlineQueue(
+            limits.send_timeout, methodcaller("end_unread")
+        )
         self.lingering: DeadlineQueue[ClientConnection] = DeadlineQueue(MAX_LINGER_S)
         self.idle_clients: DeadlineQueue[ClientConnection] = DeadlineQueue(
             IDLE_S,
@@ -78,7 +82,7 @@ class ClientConnections:
 
     def forget(self, connection: ClientConnection) -> None:
         """The connection is lost: nothing is waited for."""
-        for queue in (self.awaited_heads, self.lingering, self.idle_clients):
+        for queue in (self.awaited_heads, self.lingering, self.idle_clients, self.unread):
             queue.forget(connection)
 
 
@@ -195,6 +199,7 @@ class ClientConnection(BoundedConnection):
         self.shared = shared
         self.current_cycle: RequestResponseCycle | None = None
         self.refusal: RequestRejected | None = None
+        self._unread_bytes = 0
 
     # Events of the socket.
 
@@ -240,12 +245,14 @@ class ClientConnection(BoundedConnection):
     def pause_writing(self) -> None:
         """The client is slow."""
         super().pause_writing()
+        self._watch_unread()
         if self.current_cycle is not None:
             cast(ClientOutput, self.current_cycle.transport).pause_reader()
 
     def resume_writing(self) -> None:
         """The client has read."""
         super().resume_writing()
+        self.shared.unread.forget(self)
         if self.current_cycle is not None:
             cast(ClientOutput, self.current_cycle.transport).resume_reader()
 
@@ -253,6 +260,19 @@ class ClientConnection(BoundedConnection):
         """Close the connection unless a request is under way or has begun to arrive."""
         if self.current_cycle is None and self.phase == REQUEST and self.refusal is None:
             self.transport.close()
+
+    def _watch_unread(self) -> None:
+        self._unread_bytes = self.transport.get_write_buffer_size()
+        if self._unread_bytes:
+            self.shared.unread.watch(self)
+
+    def end_unread(self) -> None:
+        """Called when something has waited for the client: the connection ends if it read nothing."""
+        if self.transport.get_write_buffer_size() == self._unread_bytes:
+            self.shared.refusal_counts["send_timeout"] += 1
+            self.transport.abort()
+        else:
+            self._watch_unread()
 
     def time_out(self) -> None:
         """Called when no head has come in time, or what follows a refusal has not ended."""
@@ -299,6 +319,7 @@ class ClientConnection(BoundedConnection):
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
+        self._watch_unread()
         self.shared.idle_clients.watch(self)
         if self.refusal is not None:
             self._send_refusal(self.refusal)

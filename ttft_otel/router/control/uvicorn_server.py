@@ -24,6 +24,7 @@ from ttft_otel.http.head_checks import CallerRules
 from ttft_otel.model.names import header_names
 from ttft_otel.router.control.app import RouterApp
 from ttft_otel.router.control.client_connection import ClientConnection, ClientConnections
+from ttft_otel.router.control.memory_limit import MAX_USED_SHARE, MemoryLimit
 
 UNFINISHED_MESSAGE: Final = "ASGI callable returned without completing response."
 CANCEL_GRACE_S: Final = 1  # seconds for cancelled responses to end
@@ -59,6 +60,7 @@ class DrainingServer(uvicorn.Server):
         self.admission = app.admission
         self.plan = plan
         self.stop_requested_s = 0.0
+        self._memory = MemoryLimit()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening on `sockets`, and handle SIGHUP from then on."""
@@ -84,6 +86,8 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second; returns whether to stop."""
+        if counter % 10 == 0 and self._memory.max_bytes:
+            self._check_memory()
         if self.stop_requested_s:
             elapsed_s = time.monotonic() - self.stop_requested_s
             # Until then requests pass, while balancers see /readyz and turn elsewhere.
@@ -97,6 +101,18 @@ class DrainingServer(uvicorn.Server):
             ) or elapsed_s >= self.plan.drain_timeout_s:
                 self.should_exit = True
         return await super().on_tick(counter)
+
+    def _check_memory(self) -> None:
+        share = self._memory.measure_share()
+        is_short = share > MAX_USED_SHARE
+        if is_short and not self.admission.is_memory_short:
+            log.warning(
+                "ttft-otel: %.0f %% of this container's %d MiB are used: requests are refused while "
+                "others are under way; give it more, or lower --max-bodies",
+                share * 100,
+                self._memory.max_bytes >> 20,
+            )
+        self.admission.is_memory_short = is_short
 
 
 def run_router_server(

@@ -40,6 +40,7 @@ class AdmissionGate:
         self.is_shut = False
         self.requests_under_way = 0
         self.is_draining = False  # the router is to stop: /readyz responds 503
+        self.is_memory_short = False  # its container's is used up nearly
         self.upstream_authorization = build_authorization(upstream_key)
         self.refusal_counts: Counter[str] = Counter()
         self._refreshed_us = 0
@@ -66,6 +67,15 @@ class AdmissionGate:
                 "UnavailableError",
                 retry_after_s=1,
                 reason="draining",
+            )
+        # Not the only one: whatever holds the memory then does not wait for a request's end.
+        if self.is_memory_short and self.requests_under_way > 1:
+            raise RequestRejected(
+                503,
+                "The router's memory is nearly used up.",
+                "UnavailableError",
+                retry_after_s=1,
+                reason="memory",
             )
         path = scope["path"]
         # A known route of which nothing was encoded, as equal lengths show, needs no check.

@@ -66,8 +66,8 @@ class MetricsFiles:
     def write_own(self, metrics: Iterable[Metric], urls: Collection[str]) -> None:
         """Write this worker's `metrics` together with what it inherited, if the folder has room.
 
-        Raises OSError where there is no file yet: it shows that the worker has started. urls: of the instances that there are:
-        those of others would stay for ever.
+        urls: of the instances that there are: those of others would stay for ever. Raises OSError where
+        there is no file yet: it shows that the worker has started.
         """
         inherited = [
             Family(
