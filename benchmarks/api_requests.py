@@ -47,8 +47,8 @@ def run_engine() -> str:
     added = clock.now_us()
     while clock.now_us() < added + ENGINE_US:
         pass
-    # The forward, and before it when the worker took the step.
-    intervals = (10, added + 4, added + 5, carrier.CODE_TAKEN, added + 3, 0)
+    # The forward, and before it when the step was sent, and when the worker took it.
+    began = (carrier.CODE_SENT, added + 3, 0, carrier.CODE_TAKEN, added + 4, 0)
     timeline = EngineTimeline(
         added=added,
         scheduled=added + 2,
@@ -61,7 +61,7 @@ def run_engine() -> str:
         rank=0,
         high=9,
         held=[added],
-        steps=[(clock.get_boot_number(), added + 6, 0, *intervals)],
+        steps=[(clock.get_boot_number(), added + 7, 0, 10, added + 5, added + 6, *began)],
     )
     return carrier.encode_timeline(timeline)
 

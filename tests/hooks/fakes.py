@@ -139,8 +139,8 @@ def decode_headers(headers: Any) -> tuple[Marks, EngineTimeline]:
 
 
 def drop_taken(record: tuple[int, ...]) -> tuple[int, ...]:
-    """A worker's record without the entry that says when the worker took the step, which has to be in it."""
+    """A worker's record without the entries of when the step was sent and taken, which have to be in it."""
     entries = [record[at : at + 3] for at in range(3, len(record), 3)]
-    kept = [entry for entry in entries if entry[0] != carrier.CODE_TAKEN]
-    assert len(entries) - len(kept) == 1, record
+    kept = [entry for entry in entries if entry[0] not in (carrier.CODE_SENT, carrier.CODE_TAKEN)]
+    assert len(entries) - len(kept) == 2, record
     return (*record[:3], *(number for entry in kept for number in entry))

@@ -39,6 +39,7 @@ from tests.live.bench import (
     read_output_tokens,
 )
 from tests.live.conftest import DeploymentDeck
+from tests.live.test_injected import Injection, check_stage
 from ttft_otel.model import stages
 from ttft_otel.model.names import env_names, keys, metric_names
 from ttft_otel.tracing import meter
@@ -170,6 +171,36 @@ def test_two_engines_give_one_record_each_with_its_rank(
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     with run_alone(deck, tmp_path, extra, env=env) as bench:
         _check_one_trace_per_rank(bench, ranks={0, 1})
+
+
+@pytest.mark.parametrize(
+    ("flag", "runner", "places"),
+    [
+        ("--pipeline-parallel-size", "v2", {"pipeline": "pipeline", "forward": "prefill.compute"}),
+        ("--tensor-parallel-size", "v1", {"forward": "prefill.compute"}),
+        ("--tensor-parallel-size", "v2", {"forward": "prefill.compute"}),
+    ],
+)
+def test_two_workers_of_one_engine(
+    deck: DeploymentDeck, tmp_path: Path, flag: str, runner: str, places: dict[str, str]
+) -> None:
+    """Nothing is unattributed, of one chunk or several; a delay of a rank is in its stage alone.
+
+    With two pipeline stages on the V1 runner vLLM itself fails on CPU.
+    """
+    changes: dict[str, Any] = {"runner": runner, "async_scheduling": runner == "v2"}
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with run_alone(deck, tmp_path, (flag, "2"), env=env, chunk=256, **changes) as bench:
+
+        def once(words: int = 40) -> dict[str, int]:
+            return read_breakdown(bench.send_request(bench.front_url, max_tokens=1, words=words))
+
+        found = [once(words) for words in (40, 600, 40, 600)]
+        assert all(each[stages.UNATTRIBUTED] == 0 for each in found), found
+        assert all(("pipeline" in each) == ("pipeline" in places) for each in found), found
+        # Long ones: two workers on two cores are far apart from one request to the next.
+        for place, stage in places.items():
+            check_stage(bench, Injection(place, 800, 100), stage, once)
 
 
 def _check_one_trace_per_rank(bench: LiveDeployment, ranks: set[int]) -> None:

@@ -13,9 +13,9 @@ from ttft_otel.model.breakdown import (
     CODE_ENCODER,
     CODE_FORWARD,
     CODE_KV_TRANSFER,
+    LATE_STAGE,
     LOST_AFTER,
     LOST_BEFORE,
-    LOST_EARLIER,
     LOST_ENCODER,
     LOST_FORWARD,
     LOST_LOAD,
@@ -343,17 +343,26 @@ def test_a_lost_load_or_save_of_blocks_hides_what_is_around_it() -> None:
     assert breakdown.unattributed == 50 and "prefill.stall" not in breakdown.stages
 
 
-def test_earlier_pipeline_stages_hide_what_is_before_the_forward_alone() -> None:
-    """The last stage's forward begins when it has received their results: its length is its own."""
+@pytest.mark.parametrize("sent", [0, 1405])
+@pytest.mark.parametrize("load", [[], [(CODE_KV_TRANSFER, 1410, 1412)]])
+def test_earlier_pipeline_stages(sent: int, load: list[tuple[int, int, int]]) -> None:
+    """From where a step is sent until the last stage's forward begins; its other intervals stay."""
     steps = [
-        EngineStep([(CODE_FORWARD, 1420, 1450)], 0, LOST_EARLIER),
-        EngineStep([(CODE_FORWARD, 1500, 1600)], 1700, LOST_EARLIER),
+        EngineStep([*load, (CODE_FORWARD, 1420, 1450)], 0, LATE_STAGE, 1408, sent=sent),
+        EngineStep([(CODE_FORWARD, 1500, 1600)], 1700, LATE_STAGE, 1490, sent=sent and 1480),
     ]
-    breakdown = partition_marks(make_marks(steps=steps))
+    marks = make_marks(steps=steps, turns=[(1460, 1470)])
+    found = partition_marks(marks)
 
-    assert (breakdown.stages["prefill.compute"], breakdown.stages["sample"]) == (130, 100)
-    assert not {"dispatch", "prefill.stall"} & set(breakdown.stages)
-    assert breakdown.unattributed == 1420 - 1400 + 50 and is_closed(breakdown)
+    assert (found.stages["prefill.compute"], found.stages["sample"]) == (130, 100)
+    assert found.stages["prefill.stall"] == 10
+    assert found.stages["pipeline"] == 20 + 30 - (5 + 10 if sent else 0) - (2 if load else 0)
+    assert found.stages["dispatch"] == 10 + (5 + 10 if sent else 0)
+    assert found.unattributed == 0 and is_closed(found)
+    parts = [("turnaround", 1450, 1460)]
+    if sent:
+        parts = [("schedule", 1400, 1405), *parts, ("schedule", 1470, 1480)]
+    assert divide_dispatch(found.pieces, marks) == parts
 
 
 def test_a_save_after_sampling_is_no_sampling() -> None:
@@ -404,26 +413,33 @@ def divide(**changes: object) -> list[tuple[str, int, int]]:
 
 
 def test_parts_of_dispatch() -> None:
-    """RPC until the worker takes the step, inputs until its work begins."""
-    step = EngineStep([(CODE_FORWARD, 1500, 1600)], 1700, taken=1440)
+    """Until the engine core sends the step, RPC until the worker takes it, inputs until its work begins."""
+    step = EngineStep([(CODE_FORWARD, 1500, 1600)], 1700, taken=1440, sent=1410)
 
-    assert divide(steps=[step]) == [("ipc", 1400, 1440), ("prepare", 1440, 1500)]
+    assert divide(steps=[step]) == [
+        ("schedule", 1400, 1410),
+        ("ipc", 1410, 1440),
+        ("prepare", 1440, 1500),
+    ]
+    step.sent = step.taken  # one process: there is no RPC
+    assert divide(steps=[step]) == [("schedule", 1400, 1440), ("prepare", 1440, 1500)]
     assert divide() == []  # a worker that does not tell when it took the step
 
 
 def test_the_step_before_is_a_part_of_dispatch() -> None:
     """Under async scheduling: until the worker is free, and until the device is."""
-    step = EngineStep([(CODE_FORWARD, 1500, 1600)], 1700, taken=1440, launched=1470)
+    step = EngineStep([(CODE_FORWARD, 1500, 1600)], 1700, taken=1440, launched=1470, sent=1405)
 
     assert divide(steps=[step], previous=1430) == [
-        ("previous_step", 1400, 1430),
+        ("schedule", 1400, 1405),
+        ("previous_step", 1405, 1430),
         ("ipc", 1430, 1440),
         ("prepare", 1440, 1470),
         ("previous_step", 1470, 1500),
     ]
     # The engine core has the other step's output later than the worker takes this one.
-    assert divide(steps=[step], previous=1450)[:2] == [
-        ("previous_step", 1400, 1440),
+    assert divide(steps=[step], previous=1450)[1:3] == [
+        ("previous_step", 1405, 1440),
         ("prepare", 1440, 1470),
     ]
 
@@ -432,7 +448,9 @@ def test_parts_of_dispatch_between_chunks() -> None:
     """The turnaround of the chunk before, then the next step; a stall between is no part."""
     steps = [
         EngineStep([(CODE_FORWARD, 1420, 1450)], 1455, taken=1410),
-        EngineStep([(CODE_ENCODER, 1540, 1560), (CODE_FORWARD, 1570, 1650)], 1700, taken=1535),
+        EngineStep(
+            [(CODE_ENCODER, 1540, 1560), (CODE_FORWARD, 1570, 1650)], 1700, taken=1535, sent=1533
+        ),
     ]
     first = [("ipc", 1400, 1410), ("prepare", 1410, 1420)]
     last = [("prepare", 1535, 1540), ("prepare", 1560, 1570)]
@@ -440,28 +458,31 @@ def test_parts_of_dispatch_between_chunks() -> None:
     assert divide(steps=steps, turns=[(1470, 0)]) == [
         *first,
         ("turnaround", 1450, 1470),
-        ("ipc", 1470, 1535),
+        ("schedule", 1470, 1533),
+        ("ipc", 1533, 1535),
         *last,
     ]
     assert divide(steps=steps, turns=[(1470, 1530)]) == [
         *first,
         ("turnaround", 1450, 1470),
-        ("ipc", 1530, 1535),
+        ("schedule", 1530, 1533),
+        ("ipc", 1533, 1535),
         *last,
     ]
 
 
 @pytest.mark.parametrize("taken", [1390, 1400, 1401, 1440, 1499, 1500, 1510])
 @pytest.mark.parametrize("launched", [0, 1470])
-def test_the_usual_parts_are_the_general_ones(taken: int, launched: int) -> None:
+@pytest.mark.parametrize("sent", [0, 1401, 1440])
+def test_the_usual_parts_are_the_general_ones(taken: int, launched: int, sent: int) -> None:
     """The short way for one step gives what the cursor gives, or leaves it to the cursor."""
-    step = EngineStep([(CODE_FORWARD, 1500, 1600)], 1700, taken=taken, launched=launched)
+    step = EngineStep([(CODE_FORWARD, 1500, 1600)], 1700, taken=taken, launched=launched, sent=sent)
     marks = make_marks(steps=[step])
     pieces = partition_marks(marks).pieces
     usual = breakdown._divide_usual_dispatch(pieces, marks)
 
     assert usual in ([], breakdown._divide_dispatch_pieces(pieces, marks))
-    assert bool(usual) == (1400 < taken < 1500 and not launched)
+    assert bool(usual) == (1400 < sent <= taken < 1500 and not launched)
 
 
 def test_merged_pieces_have_no_parts() -> None:

@@ -30,7 +30,8 @@ LOST_LOAD: Final = 4
 LOST_SAVE: Final = 8
 LOST_BEFORE: Final = 16  # KV blocks may have been loaded before the forward
 LOST_AFTER: Final = 32  # KV blocks may have been loaded or saved after it (on V2: after sampling)
-LOST_EARLIER: Final = 128  # earlier pipeline stages worked before it (64: carrier's)
+# Nothing is lost: earlier pipeline stages worked before it (64: carrier's).
+LATE_STAGE: Final = 128
 
 _STAGE_BY_CODE: Final = {stage.code: stage.name for stage in STAGES if stage.in_worker}
 MAX_PIECES: Final = 96  # pieces (spans) kept one by one; later ones are merged per stage
@@ -41,6 +42,7 @@ class EngineStep(msgspec.Struct, gc=False):
 
     pairs: the worker's intervals (code, start, end). taken: the worker began with the step, by the host's
     clock. launched: it had queued the first interval's work for the device; 0 where the work began at once.
+    sent: the engine core sent it to the workers, 0 unknown; `taken` where both are one process.
     """
 
     pairs: list[tuple[int, int, int]]
@@ -48,6 +50,7 @@ class EngineStep(msgspec.Struct, gc=False):
     lost: int = 0
     taken: int = 0
     launched: int = 0
+    sent: int = 0
 
 
 class Marks(msgspec.Struct, gc=False):
@@ -245,10 +248,11 @@ def divide_dispatch(pieces: list[tuple[str, int, int]], marks: Marks) -> list[tu
     """(part, start, end) in time order, which fill the pieces of `dispatch` without gap or overlap.
 
     pieces: of partition_marks(). Before the first interval of a step: `turnaround` until the request's step
-    before has ended, `previous_step` until the one before its first step has, `ipc` until the worker takes
-    the step, `prepare` until the work is queued, and again `previous_step` until the device begins. What lies
-    between two intervals of a step is `prepare`. A piece before a step that the worker does not tell of
-    has no parts, and neither has a request with so many pieces that the last ones are merged.
+    before has ended, `schedule` until the engine core sends it, `previous_step` until the one before its
+    first step has ended, `ipc` until the worker takes the step, `prepare` until the work is queued, and again
+    `previous_step` until the device begins. What lies between two intervals of a step is `prepare`. A piece
+    before a step that the worker does not tell of has no parts, and neither has a request with so many pieces
+    that the last ones are merged.
     """
     if len(pieces) >= MAX_PIECES:
         return []
@@ -264,17 +268,21 @@ def _divide_usual_dispatch(
     step = marks.steps[0]
     if len(step.pairs) != 1 or step.launched:
         return []
-    low, high = marks.scheduled, step.pairs[0][1]
-    if low < step.taken < high and ("dispatch", low, high) in pieces:
-        return [("ipc", low, step.taken), ("prepare", step.taken, high)]
+    low, high, sent, taken = marks.scheduled, step.pairs[0][1], step.sent, step.taken
+    if low < sent <= taken < high and ("dispatch", low, high) in pieces:
+        parts = [("schedule", low, sent), ("ipc", sent, taken), ("prepare", taken, high)]
+        return parts if sent < taken else parts[::2]
     return []
 
 
 def _divide_dispatch_pieces(
     pieces: list[tuple[str, int, int]], marks: Marks
 ) -> list[tuple[str, int, int]]:
+    # By where their first piece ends: at their first interval, or where `pipeline` begins.
     steps = {
-        min(pair[1] for pair in step.pairs): at for at, step in enumerate(marks.steps) if step.pairs
+        step.sent if step.lost & LATE_STAGE else min(pair[1] for pair in step.pairs): at
+        for at, step in enumerate(marks.steps)
+        if step.pairs
     }
     ends = {ended for ended, others in marks.turns if others}
     parts: list[tuple[str, int, int]] = []
@@ -292,9 +300,12 @@ def _divide_dispatch_pieces(
         if number:
             ended = marks.turns[number - 1][0] if number <= len(marks.turns) else low
             cursor.close_stage("turnaround", max(low, min(ended, high)))
-        else:
-            cursor.close_stage("previous_step", max(low, min(marks.previous, step.taken, high)))
-        for part, mark in (("ipc", step.taken), ("prepare", step.launched or high)):
+        for part, mark in (
+            ("schedule", min(step.sent, step.taken)),
+            ("previous_step", 0 if number else min(marks.previous, step.taken)),
+            ("ipc", step.taken),
+            ("prepare", step.launched or high),
+        ):
             cursor.close_stage(part, max(cursor.position, min(mark, high)))
         cursor.close_stage("previous_step", high)
         parts += cursor.pieces
@@ -318,10 +329,15 @@ def _close_step(
 
     later: the stage of gaps after its forward.
     """
-    may_hide_interval = bool(step.lost & (LOST_ENCODER | LOST_LOAD | LOST_BEFORE | LOST_EARLIER))
+    may_hide_interval = bool(step.lost & (LOST_ENCODER | LOST_LOAD | LOST_BEFORE))
     save_lost = bool(step.lost & LOST_SAVE)
     forward = False
-    gap = "dispatch"
+    before = "dispatch"
+    if step.lost & LATE_STAGE:  # what the stages before it do is not told apart
+        before = "pipeline"
+        if step.sent > cursor.position:
+            cursor.close_stage("dispatch", step.sent)
+    gap = before
     for code, start, stop in flatten_intervals(step.pairs):
         if end and start >= end:
             break
@@ -331,7 +347,7 @@ def _close_step(
         cursor.is_open = cursor.is_open or (code == CODE_FORWARD and bool(step.lost & LOST_BEFORE))
         cursor.close_stage(_STAGE_BY_CODE[code], stop)
         forward = forward or code == CODE_FORWARD
-        gap = later if forward else "dispatch"
+        gap = later if forward else before
         may_hide_interval = not forward and (
             may_hide_interval or (save_lost and code == CODE_ENCODER)
         )

@@ -179,6 +179,20 @@ STAGES: Final[tuple[Stage, ...]] = (
         service_of=("encode", "prefill"),
     ),
     Stage(
+        name="pipeline",
+        code=15,
+        kind="work",
+        process="core+worker",
+        roles=_TEXT_ROLES,
+        says="Earlier pipeline stages and their queues, until the last one's forward pass.",
+        color="#7f6be0",
+        rule_group="pipeline",
+        replayed="inside",
+        lost_with="compute",
+        injected_at=("pipeline",),
+        ends_as="prefill.compute",
+    ),
+    Stage(
         name="ec.transfer",
         code=8,
         kind="move",
@@ -289,7 +303,7 @@ UNATTRIBUTED: Final = "unattributed"
 # Parts are details inside a stage: child spans only. Adding them to stages would count time twice.
 STAGE_PARTS: Final[dict[str, tuple[str, ...]]] = {
     "preprocess": ("media", "tokenize", "multimodal"),
-    "dispatch": ("turnaround", "previous_step", "ipc", "prepare"),
+    "dispatch": ("turnaround", "schedule", "previous_step", "ipc", "prepare"),
     "output": ("collect", "transport", "detokenize"),
 }
 

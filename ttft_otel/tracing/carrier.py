@@ -32,6 +32,8 @@ CODE_CLOCK: Final = 0
 # No stage either: (CODE_TAKEN, when the worker took the step, when it had queued the first interval's work, 0
 # for at once), both by the host's clock, behind the intervals.
 CODE_TAKEN: Final = -1
+# Before it: (CODE_SENT, when the engine core sent the step, by its host's clock, 0).
+CODE_SENT: Final = -2
 # Beside breakdown.LOST_*: the answer left before the encoder had ended; its interval ends there.
 ENCODER_UNFINISHED: Final = 64
 # Methods that request_arrival.py adds to the engine core, called through vLLM's utility channel: in
@@ -131,7 +133,8 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
     for record in timeline.steps:
         if _has_one_interval(record, timeline.boot):
             interval: Any = record[RECORD_INTERVALS:6]
-            step = EngineStep([interval], record[RECORD_SAMPLED], record[RECORD_FLAGS], *record[7:])
+            _, _, taken, launched = record[8:]
+            step = EngineStep([interval], record[1], record[2], taken, launched, record[7])
             marks.steps.append(step)
             continue
         # A worker on another host (multi-node) has another boot: its times are not comparable.
@@ -205,7 +208,7 @@ def read_clock(timeline: EngineTimeline | None) -> ClockNote | None:
 
 def _has_one_interval(record: tuple[int, ...], boot: int) -> bool:
     """Whether it is of this boot, and has one interval by the host's clock: most steps are such."""
-    return len(record) == 9 and record[RECORD_BOOT] == boot and record[6] == CODE_TAKEN
+    return len(record) == 12 and record[RECORD_BOOT] == boot and record[6] == CODE_SENT
 
 
 def _decode_step(record: tuple[int, ...]) -> EngineStep:
@@ -214,10 +217,12 @@ def _decode_step(record: tuple[int, ...]) -> EngineStep:
     pairs = list(zip(*[iter(record[RECORD_INTERVALS:])] * 3, strict=False))
     if pairs and pairs[-1][0] == CODE_CLOCK:
         pairs.pop()
-    taken = launched = 0
+    taken = launched = sent = 0
     if pairs and pairs[-1][0] == CODE_TAKEN:
         _, taken, launched = pairs.pop()
-    return EngineStep(pairs, record[RECORD_SAMPLED], record[RECORD_FLAGS], taken, launched)
+    if pairs and pairs[-1][0] == CODE_SENT:
+        _, sent, _ = pairs.pop()
+    return EngineStep(pairs, record[RECORD_SAMPLED], record[RECORD_FLAGS], taken, launched, sent)
 
 
 def _decode_clock(record: tuple[int, ...]) -> tuple[int, int]:

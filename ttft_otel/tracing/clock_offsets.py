@@ -133,6 +133,7 @@ def _shift_core_marks(marks: Marks, offset: int) -> None:
             step.lost,
             step.taken and step.taken - offset,
             step.launched and step.launched - offset,
+            step.sent and step.sent - offset,
         )
         for step in marks.steps
     ]

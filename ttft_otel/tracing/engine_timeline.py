@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 # Hosts of one data-parallel deployment may have different releases of this package.
-TIMELINE_VERSION: Final = 9
+TIMELINE_VERSION: Final = 10
 # Steps kept per request. Of a prompt with more chunks the first ones and the last one stay, so that
 # the time between them becomes unattributed.
 MAX_STEPS: Final = 512

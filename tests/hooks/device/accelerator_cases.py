@@ -237,7 +237,7 @@ def run_case(
     roles = {*WORKER.ec_roles}
     WORKER.drop_all()
     WORKER.ec_roles |= roles  # the connector stays
-    lost = breakdown.LOST_EARLIER if case.receive_us else 0
+    lost = breakdown.LATE_STAGE if case.receive_us else 0
     judgement = judge_outcomes(outcomes, case.chunks, case.encode_only, lost)
     judgement.reported_runs = len(step_loop.reported_runs)
     judgement.calls, judgement.virtual_us = simulated.calls, host.at - began_at

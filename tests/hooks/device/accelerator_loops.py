@@ -19,8 +19,8 @@ from ttft_otel.model import breakdown
 from ttft_otel.tracing import carrier
 
 MAX_QUEUED_STEPS: Final = 2  # C: batch_queue_size under async scheduling
-JUDGED_STAGES: Final = ("dispatch", "encoder.compute", "prefill.compute", "prefill.stall", "sample",
-                        "output")  # fmt: skip
+JUDGED_STAGES: Final = ("dispatch", "pipeline", "encoder.compute", "prefill.compute", "prefill.stall",
+                        "sample", "output")  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def test_one_step(core: FakeEngineCore, clock: testing.FakeClock) -> None:
     out = core.update(step, first=("a",), record=STEP)
 
     marks, counts = decode_headers(out["a"])
-    assert step._ttft_marked is True
+    assert pickle.loads(pickle.dumps(step._ttft_marked)) == clock()
     assert (marks.added, marks.scheduled, marks.entered) == (1_000_000, 1_000_600, 1_000_650)
     assert [(each.pairs, each.sampled) for each in marks.steps] == [([(10, 3000, 4000)], 5000)]
     assert (counts.chunks, counts.prompt, counts.rank) == (1, 10, 3)

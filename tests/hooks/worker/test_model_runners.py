@@ -340,7 +340,7 @@ def test_late_pipeline_stage(make_runner: RunnerMaker) -> None:
     runner.execute_model(make_scheduler_output({"a": 10}, {"a": [0]}), object())
     output = runner.sample_tokens()
 
-    assert output._ttft_record[2] == breakdown.LOST_EARLIER
+    assert output._ttft_record[2] == breakdown.LATE_STAGE
     assert output._ttft_record[3] == F
 
 
@@ -372,8 +372,14 @@ def test_partition(make_runner: RunnerMaker) -> None:
 
 def test_when_the_worker_took_the_step(make_runner: RunnerMaker) -> None:
     """By the host's clock; on a device also when the first work was queued, which may begin later."""
+    taken = (carrier.CODE_TAKEN, START_US, 0)
     output = run_step(make_runner(), make_scheduler_output({"a": 10}))
-    assert output._ttft_record[-3:] == (carrier.CODE_TAKEN, START_US, 0)
+    assert output._ttft_record[-6:] == (carrier.CODE_SENT, START_US, 0, *taken)  # one process
+
+    step = make_scheduler_output({"a": 10})
+    step._ttft_marked = START_US - 7  # as the worker reads a StepMark
+    output = run_step(make_runner(), step)
+    assert output._ttft_record[-6:-3] == (carrier.CODE_SENT, START_US - 7, 0)
 
     WORKER.clock = PartlyReached(2)
     output = run_step(make_runner(), make_scheduler_output({"a": 10}))

@@ -104,7 +104,9 @@ class LateCase:
         """When the engine took each request, and when it had its first token; seconds."""
         table = self.table
         after = table.sum_words("output", "egress", "router.egress", "unattributed")
-        inside = table.sum_words("prefill.compute", "prefill.stall", "dispatch", "sample")
+        inside = table.sum_words(
+            "prefill.compute", "prefill.stall", "dispatch", "pipeline", "sample"
+        )
         done = table.start + (table.ttft - after) / 1e6
         return done - inside / 1e6, done
 

@@ -154,6 +154,7 @@ LOOK_AT: Final[dict[str, str]] = {
     "kv": "the connector's transport, ttft.kv.move_us",
     "ec": "the connector's transport, the encoder's load",
     "engine_host": "CPU of engine core and worker, the parts of dispatch",
+    "pipeline": "how evenly the pipeline's stages share the layers, the network between them",
     "encoder": "media items of a step, encoders that are missing",
     "prefill": "tokens of the steps, the device",
     "delivery": "CPU of the API server, streams of other requests",

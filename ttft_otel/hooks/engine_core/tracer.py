@@ -37,6 +37,16 @@ MAX_ID_CHARS: Final = 256
 _ANSWERED: Final = EngineTimeline(scheduled=1, complete=True, sent=True)
 
 
+class StepMark:
+    """On a step that the worker is to measure; pickled for it, it is the time then, in microseconds."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (clock.now_us(),)
+
+
+_STEP_MARK: Final = StepMark()
+
+
 class EngineCoreTracer:
     """The state of one engine core's traced requests; its methods are the hooks.
 
@@ -213,8 +223,7 @@ class EngineCoreTracer:
                     )
                     self.queue.note_stall(timeline, reason, now)
         if has_part:
-            # Survives pickling to the workers, which then measure this step.
-            output._ttft_marked = True
+            output._ttft_marked = _STEP_MARK
 
     def record_pause(self, _: None, result: Any, scheduler: Any, pause_state: Any) -> None:
         """After set_pause_state(): an engine core may run no step then that leaves requests out.

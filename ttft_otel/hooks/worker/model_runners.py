@@ -55,8 +55,9 @@ class StepStamps(msgspec.Struct, eq=False):
     awaited: int = -1
     #: sample_tokens() has run.
     tokens: bool = False
-    #: When the worker took the step, by the host's clock.
+    #: When the worker took the step, and the engine core sent it, by the host's clock.
     taken: int = 0
+    sent: int = 0
 
     def __post_init__(self) -> None:
         self.taken = clock.now_us()
@@ -174,7 +175,8 @@ class WorkerTracer:
         """
         if self.open_steps:
             self.open_steps.clear()  # the previous step raised
-        if getattr(scheduler_output, "_ttft_marked", None) is None:
+        mark = getattr(scheduler_output, "_ttft_marked", None)
+        if mark is None:
             return None
         if self.clock is None:
             self.clock = device.choose_clock()
@@ -193,6 +195,7 @@ class WorkerTracer:
         encodes = bool(scheduler_output.scheduled_encoder_inputs) and not late_stage
         step = StepStamps(self.clock, encodes, media, blocks, late_stage)
         step.encoded_ids = tuple(scheduler_output.scheduled_encoder_inputs)
+        step.sent = mark if type(mark) is int else step.taken  # StepMark
         self.open_steps.append(step)
         return step
 
@@ -316,6 +319,7 @@ class WorkerTracer:
                 continue
             seen_codes.add(code)
             flat += (code, begin, end)
+        flat += (carrier.CODE_SENT, step.sent, 0)
         if step.clock.kind == clock.CLOCK_HOST:
             flat += (carrier.CODE_TAKEN, step.taken, 0)
         else:
@@ -335,7 +339,7 @@ class WorkerTracer:
         )
 
     def _list_lost_flags(self, step: StepStamps, seen_codes: set[int]) -> int:
-        lost = breakdown.LOST_EARLIER if step.late_stage else 0
+        lost = breakdown.LATE_STAGE if step.late_stage else 0
         # V2 does not call the encoder when all items of the step are cached or prompt embeddings.
         if step.encodes and breakdown.CODE_ENCODER not in seen_codes:
             called = any(code == breakdown.CODE_ENCODER for code, _, _ in step.pairs)

@@ -39,6 +39,18 @@ def is_copy_to_host(_worker: Any, _buffers: Any, _count: int, direction: Any) ->
     return bool(direction.name == "DEVICE_TO_HOST")
 
 
+def is_last_stage(*_: Any) -> bool:
+    """Only in the last pipeline stage, which is the only one where there is no pipeline."""
+    from vllm.distributed import get_pp_group
+
+    return bool(get_pp_group().is_last_rank)
+
+
+def is_earlier_stage(*_: Any) -> bool:
+    """Only in pipeline stages before the last one."""
+    return not is_last_stage()
+
+
 @dataclass(frozen=True)
 class InjectionPoint:
     """One function of vLLM; `when` selects the calls that are delayed.
@@ -54,6 +66,7 @@ class InjectionPoint:
     after: bool = False
 
 
+TEXT_FORWARD = ("vllm.model_executor.models.qwen2", "Qwen2ForCausalLM", "forward")
 # Of several addresses of one place those that a release has are used; no release runs two of them
 # for one call. `_tokenize_prompt_async` is a method up to 0.24 and made from the other one later.
 INJECTION_POINTS = (
@@ -89,7 +102,8 @@ INJECTION_POINTS = (
         "Qwen2_5_VLForConditionalGeneration",
         "forward",
     ),
-    InjectionPoint("forward", "vllm.model_executor.models.qwen2", "Qwen2ForCausalLM", "forward"),
+    InjectionPoint("forward", *TEXT_FORWARD, is_last_stage),
+    InjectionPoint("pipeline", *TEXT_FORWARD, is_earlier_stage),
     InjectionPoint("sample", "vllm.v1.sample.sampler", "Sampler", "forward"),
     InjectionPoint("sample", "vllm.v1.worker.gpu.sample.sampler", "Sampler", "__call__"),
     InjectionPoint("output", "vllm.v1.engine.detokenizer", "BaseIncrementalDetokenizer", "update"),
@@ -112,7 +126,7 @@ FILE_CONNECTOR_PLACES = {
 # All places of the points above and of the patches below, in the order in which a request passes.
 PLACES = (
     "receive", "media", "tokenize", "multimodal", "ipc", "ec_wait", "ec_asked", "queue",
-    "kv_wait", "dispatch", "ec_load", "encoder", "ec_save", "ec_copy", "kv_load", "forward",
+    "kv_wait", "dispatch", "pipeline", "ec_load", "encoder", "ec_save", "ec_copy", "kv_load", "forward",
     "sample", "output", "egress",
 )  # fmt: skip
 
