@@ -22,6 +22,7 @@ from typing import Final
 from ttft_otel.tracing import clock
 
 EVENT_BYTES: Final = b'data: {"choices": [{"index": 0, "delta": {"content": "word"}}]}\n\n'
+HEALTHZ: Final = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 DONE_BYTES: Final = b"data: [DONE]\n\n"
 MODELS_BODY = b'{"object": "list", "data": [{"id": "tiny"}]}'
 ANSWER_BODY: Final = (
@@ -261,16 +262,13 @@ async def run_router_process(
     try:
         for _ in range(2400):
             with contextlib.suppress(OSError):
-                if (
-                    parse_status(
-                        await send_bytes(url, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                    )
-                    == 200
-                ):
+                response = await send_bytes(url, HEALTHZ)
+                if parse_status(response) == 200:
                     break
             await asyncio.sleep(0.05)
         yield RouterProcess(url, child.pid)
-        child.terminate()
+        with contextlib.suppress(ProcessLookupError):  # a test may have told it to stop
+            child.terminate()
         assert await asyncio.wait_for(child.wait(), 45) == 0
     finally:
         if child.returncode is None:

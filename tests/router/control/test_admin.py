@@ -12,8 +12,9 @@ import aiohttp
 import click
 import pytest
 
-from router import fake_instances, scripted_knowledge
-from router.fake_instances import STREAM_EVENTS, InstancePlan
+from router import fake_instances
+from router.fake_instances import STREAM_EVENTS, InstancePlan, run_routed_instances, wait_until
+from router.scripted_knowledge import build_routing_factory
 from ttft_otel.commands.router.command import build_router, command
 from ttft_otel.commands.router.router_options import RouterOptions
 from ttft_otel.router.control import admin
@@ -79,16 +80,11 @@ async def test_instances_come_and_go() -> None:
 
 async def test_requests_under_way_end_where_they_are() -> None:
     """An open stream is completed, though its instance is drained and then removed."""
-    async with (
-        fake_instances.run_instance(InstancePlan(gap_s=0.1)) as a,
-        fake_instances.run_instance(InstancePlan({})) as b,
-        fake_instances.run_router([a.url, b.url]) as router,
-        open_admin(router) as here,
-    ):
+    plans = [InstancePlan(gap_s=0.1), InstancePlan({})]
+    async with run_routed_instances(plans) as (router, a, b), open_admin(router) as here:
         await router.get_json("/readyz")
         task = asyncio.create_task(router.post_chat())
-        while not a.received:
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: a.received)
         said = (await here.post_order("drain", a.url))[1]
         assert (said["state"], said["in_flight"]) == ("draining", 1)
         assert (await here.post_order("remove", a.url))[0] == 200
@@ -98,11 +94,7 @@ async def test_requests_under_way_end_where_they_are() -> None:
 
 async def test_wrong_orders_change_nothing() -> None:
     """Unknown legs, instances, actions and bodies are refused with the accepted values."""
-    async with (
-        fake_instances.run_instance(InstancePlan({})) as a,
-        fake_instances.run_router([a.url]) as router,
-        open_admin(router) as here,
-    ):
+    async with run_routed_instances() as (router, a), open_admin(router) as here:
         for action, url, leg, wanted, word in (
             ("add", a.url, "encode", 404, "mono"),
             ("drain", fake_instances.find_unused_url(), "mono", 404, "GET /instances"),
@@ -157,24 +149,17 @@ async def test_other_machines_reach_it_where_it_is_told_so() -> None:
 
 async def test_what_the_policy_believes_is_seen() -> None:
     """GET /instances shows each instance's pending work, its learnt speed and how good predictions were."""
-    plan = InstancePlan({"prefill.compute": 1000})
+    plan, routing = InstancePlan({"prefill.compute": 1000}), build_routing_factory()
     async with (
-        fake_instances.run_instance(plan) as one,
-        fake_instances.run_instance() as e,
-        fake_instances.run_router(
-            [one.url], [e.url], routing=scripted_knowledge.build_routing_factory()
-        ) as router,
+        run_routed_instances([plan], [None], routing=routing) as (router, _, one),
         open_admin(router) as here,
     ):
         body = fake_instances.build_chat() | {"tokens": 800}
         task = asyncio.create_task(router.post_body("/v1/chat/completions", body))
-        await fake_instances.wait_until(lambda: len(one.received) == 1)
+        await wait_until(lambda: one.received)
         said = (await here.list_instances())[1]
-        assert said["routing"] == {
-            "leg": "prefill_decode",
-            "logic": "ttft",
-            "encoders": "round_robin",
-        }
+        wanted = {"leg": "prefill_decode", "logic": "ttft", "encoders": "round_robin"}
+        assert said["routing"] == wanted
         encoder, answering = said["instances"]
         assert answering["pending"] == {"requests": 1, "tokens": 800, "pairs": 320_400}
         assert (answering["fits"], answering["predictions"]) == ({}, None)
@@ -182,9 +167,5 @@ async def test_what_the_policy_believes_is_seen() -> None:
         await task
         answering = (await here.list_instances())[1]["instances"][1]
         assert answering["pending"] == {"requests": 0, "tokens": 0, "pairs": 0}
-        fit = answering["fits"]["tiny"]
-        assert fit == {
-            "samples": 1,
-            "outcomes": 0,
-            **dict.fromkeys(("a", "b", "d", "mape", "r2")),
-        }
+        unknown = dict.fromkeys(("a", "b", "d", "mape", "r2"))
+        assert answering["fits"]["tiny"] == {"samples": 1, "outcomes": 0, **unknown}

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from router import fake_instances
-from router.fake_instances import FakeInstance, InstancePlan, RunningRouter
+from router.fake_instances import InstancePlan, RunningRouter, run_routed_instances, wait_until
 from ttft_otel.http.bounded_connection import MAX_PIPELINED_REQUESTS
 from ttft_otel.router.control import client_connection
 from ttft_otel.router.limits import RouterLimits
@@ -27,13 +26,10 @@ STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 @contextlib.asynccontextmanager
 async def run_limited(
     plan: InstancePlan | None = None, keys: Sequence[str] = (), **limits: Any
-) -> AsyncIterator[tuple[RunningRouter, FakeInstance]]:
+) -> AsyncIterator[tuple[Any, ...]]:
     """A router with these limits before one instance."""
-    async with (
-        fake_instances.run_instance(plan) as one,
-        fake_instances.run_router([one.url], keys=keys, limits=RouterLimits(**limits)) as router,
-    ):
-        yield router, one
+    async with run_routed_instances([plan], keys=keys, limits=RouterLimits(**limits)) as running:
+        yield running
 
 
 def encode_post(body: bytes = b'{"model": "tiny"}', *lines: str, path: str = CHAT) -> bytes:
@@ -195,33 +191,29 @@ async def test_time_between_requests_is_not_counted() -> None:
             await asyncio.sleep(0.4)
 
 
-async def test_a_connection_without_another_request_is_closed(
+async def test_connections_that_are_silent_after_an_answer_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Some seconds after its last answer, and not before; a long answer is no idle time."""
+    """Not before some seconds, and a long answer is no idle time; also where none of a refused body comes."""
     monkeypatch.setattr(client_connection, "IDLE_S", 0.4)
+
+    async def check_closed(client: RawClient, least_s: float) -> None:
+        since_s = time.monotonic()
+        assert await client.read_rest() == b""
+        assert least_s < time.monotonic() - since_s < 4, "neither five seconds nor a lingering's"
+
     plan = InstancePlan(stages_ms={"prefill.compute": 600})
-    async with run_limited(plan) as (router, _), connect(router) as client:
-        for _ in range(2):
-            await client.send(encode_post())
-            assert (await client.read_answer())[0] == 200
-            await asyncio.sleep(0.2)
-        since_s = time.monotonic()
-        assert await client.read_rest() == b""
-        assert 0.1 < time.monotonic() - since_s < 4, "not uvicorn's own five seconds"
-
-
-async def test_a_silent_client_that_was_answered_early_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One that was refused before its body came, and sends none of it, keeps no connection for longer."""
-    monkeypatch.setattr(client_connection, "IDLE_S", 0.4)
-    async with run_limited(keys=["k"]) as (router, _), connect(router) as client:
-        await client.send(encode_post(b"", "transfer-encoding: chunked"))
-        assert (await client.read_answer())[0] == 401
-        since_s = time.monotonic()
-        assert await client.read_rest() == b""
-        assert 0.2 < time.monotonic() - since_s < 4, "neither five seconds nor those of lingering"
+    async with run_limited(plan, keys=["k"]) as (router, _):
+        async with connect(router) as client:
+            for _ in range(2):
+                await client.send(encode_post(b'{"model": "tiny"}', "authorization: Bearer k"))
+                assert (await client.read_answer())[0] == 200
+                await asyncio.sleep(0.2)
+            await check_closed(client, 0.1)
+        async with connect(router) as refused:
+            await refused.send(encode_post(b"", "transfer-encoding: chunked"))
+            assert (await refused.read_answer())[0] == 401
+            await check_closed(refused, 0.2)
 
 
 async def test_too_many_connections() -> None:
@@ -270,27 +262,17 @@ async def test_upgrade_is_ignored(upgrade: str, split: bool) -> None:
         assert not {"upgrade", "x-hop"} & {name.lower() for name in one.received[0].headers}
 
 
-async def test_trailers_are_dropped() -> None:
-    """Trailers of a chunked body become headers neither of this request nor of the next one."""
+@pytest.mark.parametrize("keys", [[], ["k"]])
+async def test_trailers_are_dropped(keys: list[str]) -> None:
+    """They become headers neither of this request nor of the next one, and a key in one is none."""
     body = b'11\r\n{"model": "tiny"}\r\n0\r\nx-late: 1\r\nauthorization: Bearer k\r\n\r\n'
-
-    async with run_limited() as (router, one), connect(router) as client:
-        for _ in range(2):
+    async with run_limited(keys=keys) as (router, one), connect(router) as client:
+        for _ in range(1 if keys else 2):
             await client.send(encode_post(body, "transfer-encoding: chunked"))
-            assert (await client.read_answer())[0] == 200
+            assert (await client.read_answer())[0] == (401 if keys else 200)
         names = {name.lower() for each in one.received for name in each.headers}
-        assert len(one.received) == 2
+        assert len(one.received) == (0 if keys else 2)
         assert not {"x-late", "authorization"} & names
-
-
-async def test_trailers_are_no_key() -> None:
-    """An API key in a trailer is not accepted."""
-    body = b'11\r\n{"model": "tiny"}\r\n0\r\nauthorization: Bearer k\r\n\r\n'
-
-    async with run_limited(keys=["k"]) as (router, one), connect(router) as client:
-        await client.send(encode_post(body, "transfer-encoding: chunked"))
-        assert (await client.read_answer())[0] == 401
-        assert not one.received
 
 
 async def test_many_trailers() -> None:
@@ -344,8 +326,6 @@ async def test_a_client_that_pipelines_and_leaves() -> None:
     async with run_limited(plan) as (router, one):
         async with connect(router) as client:
             await client.send(encode_post() * 2)
-            while not one.received:
-                await asyncio.sleep(0.01)
-        while router.app.admission.requests_under_way:
-            await asyncio.sleep(0.01)
+            await wait_until(lambda: one.received)
+        await wait_until(lambda: not router.app.admission.requests_under_way)
         assert len(one.received) == 1

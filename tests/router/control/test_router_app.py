@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shlex
-import signal
-import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import aiohttp
 import pytest
 from click.testing import CliRunner
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from router import fake_instances
+from router import fake_instances, raw_http
 from ttft_otel.commands.router import router_options
 from ttft_otel.commands.router.command import EXAMPLES, command
 from ttft_otel.model.names import env_names
@@ -163,9 +159,7 @@ async def test_control_plane_is_traced_the_data_path_is_not(
         await get_status(router, "/v1/models")
         await get_status(router, "/healthz")
         await asyncio.to_thread(end_export)
-        sent = ExportTraceServiceRequest.FromString(collector.received[0].body)
-        spans = [s for r in sent.resource_spans for c in r.scope_spans for s in c.spans]
-        assert [span.name for span in spans] == ["GET /v1/models"]
+        assert list_span_names(collector.received[0].body) == ["GET /v1/models"]
 
 
 async def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
@@ -231,36 +225,21 @@ async def test_the_real_command_drains_when_stopped() -> None:
         fake_instances.run_instance(fake_instances.InstancePlan({})) as collector,
         fake_instances.run_instance() as one,
     ):
-        port = fake_instances.find_unused_url().rpartition(":")[2]
-        env = {**os.environ, env_names.OTEL_EXPORTER_OTLP_ENDPOINT: collector.url}
-        code = "from ttft_otel.commands.router.command import command; command()"
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, "--backend", one.url, "--port", port, env=env
-        )
-        async with aiohttp.ClientSession() as client:
-            router = fake_instances.RunningRouter(client, f"http://127.0.0.1:{port}", [])
-            await wait_until_up(router)
-            assert (await router.post_chat())[0] == 200
-        process.send_signal(signal.SIGTERM)
-        assert await process.wait() == 0
+        traced = {"TTFT_OTEL": "1", env_names.OTEL_EXPORTER_OTLP_ENDPOINT: collector.url}
+        async with raw_http.run_router_process("--backend", one.url, **traced) as router:
+            answer = await raw_http.send_bytes(router.url, raw_http.encode_request())
+            assert raw_http.parse_status(answer) == 200
         found: set[str] = set()
         while not {"ttft", "mono.prefill.compute"} <= found:
             await asyncio.sleep(0.1)
-            for seen in collector.received:
-                sent = ExportTraceServiceRequest.FromString(seen.body)
-                scopes = [scope for each in sent.resource_spans for scope in each.scope_spans]
-                found |= {span.name for scope in scopes for span in scope.spans}
+            found |= {name for each in collector.received for name in list_span_names(each.body)}
 
 
-async def wait_until_up(router: fake_instances.RunningRouter) -> None:
-    """Wait until the router answers."""
-    while True:
-        try:
-            await get_status(router, "/healthz")
-        except aiohttp.ClientError:
-            await asyncio.sleep(0.1)
-        else:
-            return
+def list_span_names(body: bytes) -> list[str]:
+    """The names of the spans of an export."""
+    sent = ExportTraceServiceRequest.FromString(body)
+    scopes = [scope for each in sent.resource_spans for scope in each.scope_spans]
+    return [span.name for scope in scopes for span in scope.spans]
 
 
 async def get_status(router: fake_instances.RunningRouter, path: str) -> int:

@@ -40,9 +40,10 @@ async def test_each_instances_cache_is_on_metrics() -> None:
         ]
 
 
-async def test_without_prompts_nothing_is_known() -> None:
-    """With a policy that reads no prompts there are no cache metrics."""
+async def test_without_prompts_and_encoders_nothing_is_known() -> None:
+    """A policy that reads no prompts has no cache metrics; nothing is encoded twice without encoders."""
     async with fake_instances.run_routed_instances() as (router, one):
         text = router.app.metrics.render_text().decode()
         assert metric_names.ROUTER_INSTANCE in text
         assert metric_names.ROUTER_CACHED_BLOCKS not in text
+        assert f"{metric_names.ROUTER_RECOMPUTED_ITEMS}_total{{" not in text

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -76,8 +78,7 @@ async def test_a_stop_is_not_the_clients_doing(plan: InstancePlan) -> None:
         client = asyncio.create_task(
             raw_http.send_bytes(url, raw_http.encode_request(body=body), timeout_s=30)
         )
-        while not one.received:
-            await asyncio.sleep(0.01)
+        await fake_instances.wait_until(lambda: one.received)
         record_count = 1
         if plan.gap_s:  # the first token's record, then that of the end
             await router.wait_for_records(1)
@@ -87,3 +88,45 @@ async def test_a_stop_is_not_the_clients_doing(plan: InstancePlan) -> None:
         record = (await router.wait_for_records(record_count))[-1]
         assert record.server is not None
         assert record.server.error == "stopped"
+
+
+async def ask_plainly(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes
+) -> str:
+    """Send a request on a connection; gives the response's head in lower case, after its body has come."""
+    writer.write(raw_http.encode_request(body=body))
+    told = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    if "content-length: " in told:
+        await reader.readexactly(int(told.partition("content-length: ")[2].split()[0]))
+    return told
+
+
+async def test_kept_connections_are_told_to_leave() -> None:
+    """While it drains, a response ends its connection; idle ones are closed before requests are refused."""
+    plain, stream = b'{"model": "tiny"}', b'{"model": "tiny", "stream": true}'
+    permits = asyncio.Semaphore(0)
+    async with (
+        fake_instances.run_instance(InstancePlan(permits=permits)) as one,
+        raw_http.run_router_process("--backend", one.url, "--drain-delay", "3") as router,
+    ):
+        address = router.url.removeprefix("http://").split(":")
+        used, idle, streaming = [await asyncio.open_connection(*address) for _ in range(3)]
+        for connection in (used, idle):
+            assert "connection: close" not in await ask_plainly(*connection, plain)
+        held = asyncio.create_task(ask_plainly(*streaming, stream))
+        await fake_instances.wait_until(lambda: len(one.received) == 3)
+        os.kill(router.pid, signal.SIGTERM)
+        head = ""
+        while "connection: close" not in head:
+            # Until the signal has arrived there, connections are kept.
+            head = await ask_plainly(*used, plain)
+            assert head.startswith("http/1.1 200")
+        assert await used[0].read() == await idle[0].read() == b""
+        # The stream is still under way: it is not the end of the process that closed them.
+        for _ in range(100):
+            permits.release()
+        assert (await held).startswith("http/1.1 200")
+        assert (await streaming[0].read()).endswith(b"0\r\n\r\n")
+        for _, writer in (used, idle, streaming):
+            writer.close()
+            await writer.wait_closed()

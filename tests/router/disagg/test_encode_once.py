@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 from msgspec import Raw
 
 from router import fake_instances, fake_pair, media_bodies
@@ -22,7 +21,6 @@ from router.disagg.test_ec_params import (
 )
 from router.fake_instances import TRACEPARENT, InstancePlan
 from ttft_otel import testing
-from ttft_otel.commands.router import command
 from ttft_otel.model.names import header_names, keys, metric_names
 from ttft_otel.model.timing import EncoderCacheCounts, format_server_timing
 from ttft_otel.router.disagg.ec_params import TransferParams
@@ -113,26 +111,18 @@ async def test_the_backend_gets_references_and_where_to_fetch(stream: bool) -> N
         assert keys.ENCODE_ONCE_REASON not in record.ttft.attributes
 
 
-async def test_without_the_flag_nothing_is_replaced_and_nothing_told() -> None:
-    """Without the flag nothing is replaced, and no reason is recorded."""
+@pytest.mark.parametrize(("encode_once", "images"), [(False, ["a"]), (True, [])])
+async def test_where_nothing_could_be_replaced_nothing_is_told(
+    encode_once: bool, images: list[str]
+) -> None:
+    """Without the flag, and for a request without media, the body stays and no reason is recorded."""
     async with fake_instances.run_routed_instances(
-        encoders=[plan_encoder(answer_announcement)]
+        encoders=[plan_encoder(answer_announcement)], encode_once=encode_once
     ) as (router, e, server):
-        assert (await router.post_chat("a"))[0] == 200
-        assert server.received[0].json["messages"] == fake_instances.build_chat("a")["messages"]
-        (record,) = [each for each in await router.wait_for_records(2) if each.ttft]
-        assert record.ttft is not None
-        assert keys.ENCODE_ONCE not in record.ttft.attributes
-
-
-async def test_a_request_without_media_is_told_nothing_of() -> None:
-    """A request without media has no reason on its span."""
-    async with fake_instances.run_routed_instances(
-        encoders=[plan_encoder(answer_announcement)], encode_once=True
-    ) as (router, e, server):
-        data = json.dumps(fake_instances.build_chat()).encode()
-        assert (await router.post_body(CHAT_PATH, data))[0] == 200
-        assert server.received[0].body == data
+        sent = fake_instances.build_chat(*images)
+        assert (await router.post_body(CHAT_PATH, sent))[0] == 200
+        assert server.received[0].json["messages"] == sent["messages"]
+        assert images or server.received[0].body == json.dumps(sent).encode()
         (record,) = [each for each in await router.wait_for_records(2) if each.ttft]
         assert record.ttft is not None
         assert keys.ENCODE_ONCE not in record.ttft.attributes
@@ -301,12 +291,6 @@ def test_items_of_one_modality_need_equal_metadata() -> None:
     assert get_refusal_reason(parse_fields(messages), params) == "metadata"
 
 
-def test_the_flag_reaches_the_router() -> None:
-    """`--encode-once` is a flag without a value, and named in the help."""
-    result = CliRunner().invoke(command.command, ["--help"])
-    assert result.exit_code == 0 and "--encode-once" in result.output
-
-
 METRIC_NAME = f"{metric_names.ROUTER_RECOMPUTED_ITEMS}_total"
 INSTANCES = [
     parse_instance_url(f"http://127.0.0.1:{port}", "prefill_decode") for port in range(8001, 8007)
@@ -375,10 +359,3 @@ async def test_what_a_server_encoded_again_is_on_metrics(
             f'{METRIC_NAME}{{instance="{two.url}",leg="prefill_decode"}} 0.0',
         ]
         assert len(caplog.messages) == 1 and one.url in caplog.messages[0]
-
-
-async def test_without_encoders_there_is_no_such_count() -> None:
-    """Nothing can be encoded twice where nobody encodes ahead."""
-    async with fake_instances.run_routed_instances() as (router, one):
-        text = router.app.metrics.render_text().decode()
-        assert metric_names.ROUTER_ATTEMPTS in text and f"{METRIC_NAME}{{" not in text
