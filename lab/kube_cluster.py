@@ -22,6 +22,7 @@ from typing import Any, Final
 import yaml
 
 from lab import free_ports, kube_tools
+from lab.certificates import make_certificate
 from lab.kube_configs import API_SERVICE_ADDRESS, SERVICE_NETWORK
 from lab.local_servers import LocalServer, exit_on_sigterm
 from lab.server_commands import HOST, ServerCommand
@@ -231,10 +232,7 @@ def build_api_command(
 def write_secrets(folder: Path, address: str = HOST) -> str:
     """Make the certificate, the accounts' key and the admin's token, which is returned."""
     named = ",".join(f"IP:{each}" for each in dict.fromkeys((HOST, address, API_SERVICE_ADDRESS)))
-    names = ("-addext", f"subjectAltName={named}")
-    words = ("-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=ttft-otel-test")
-    out = ("-keyout", str(folder / "tls.key"), "-out", str(folder / "tls.crt"))
-    subprocess.run(("openssl", "req", *words, *names, *out), check=True, capture_output=True)
+    make_certificate(folder, named)
     key = folder / "accounts.key"
     subprocess.run(("openssl", "genrsa", "-out", str(key), "2048"), check=True, capture_output=True)
     token = secrets.token_urlsafe(32)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from time import monotonic_ns
 
 import pytest
 
+from lab.certificates import make_certificate
 from ttft_otel.bench import http_exchange
 from ttft_otel.bench.http_exchange import (
     SO_TIMESTAMPNS,
@@ -106,17 +106,7 @@ def test_odd(data: bytes) -> None:
 @pytest.fixture(scope="module")
 def tls_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A certificate for the loopback, and its key."""
-    folder = tmp_path_factory.mktemp("secrets")
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    request_flags = ("-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=server")
-    name_flags = ("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
-    output_flags = ("-keyout", str(key), "-out", str(certificate))
-    subprocess.run(
-        ("openssl", "req", *request_flags, *name_flags, *output_flags),
-        check=True,
-        capture_output=True,
-    )
-    return certificate, key
+    return make_certificate(tmp_path_factory.mktemp("secrets"), "DNS:localhost,IP:127.0.0.1")
 
 
 @pytest.mark.usefixtures("timestamps_enabled")

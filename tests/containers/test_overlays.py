@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from lab.certificates import make_certificate
 from lab.container_engine import EngineError
 from tests.containers.conftest import GRAFANA, ContainerStack, wait_for
 
@@ -31,11 +31,8 @@ SPAN = {
 @pytest.fixture
 def secrets_env(tmp_path: Path) -> dict[str, str]:
     """The variables of the secure overlay, with files that the collector's user may read."""
-    certificate, key, token = (tmp_path / name for name in ("cert.pem", "key.pem", "token"))
-    words = ("-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=collector")
-    names = ("-addext", "subjectAltName=IP:127.0.0.1,DNS:collector")
-    out = ("-keyout", str(key), "-out", str(certificate))
-    subprocess.run(("openssl", "req", *words, *names, *out), check=True, capture_output=True)
+    certificate, key = make_certificate(tmp_path, "IP:127.0.0.1,DNS:collector")
+    token = tmp_path / "token"
     token.write_text(f"{TOKEN}\n", "utf-8")
     for path in (certificate, key, token):
         path.chmod(0o644)

@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttft_otel.router import circuit_breaker
+from router.test_exchange import ROUTER, list_writes
 from ttft_otel.router.circuit_breaker import OVERDUE_AFTER_S, CircuitBreaker, OwedAnswers
 
-ROUTER = Path(circuit_breaker.__file__).parent
 STEPS: dict[str, Callable[[CircuitBreaker], object]] = {
     "failure": lambda it: it.open(2.0) if it.record_failure(3) else None,
     "success": lambda it: it.record_success(),
@@ -69,18 +66,8 @@ def test_the_end_of_an_old_trial_releases_no_new_one() -> None:
 def test_only_the_breaker_writes_its_state() -> None:
     """Other modules call its methods."""
     own = {name for name in CircuitBreaker.__slots__ if not name.startswith("_")}
-    writes = [
-        (path.name, node.lineno)
-        for path in ROUTER.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_bytes()))
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Attribute)
-        and node.value.attr == "breaker"
-        and node.attr in own
-    ]
-
-    assert own and not writes
+    writes = [each for path in ROUTER.rglob("*.py") for each in list_writes(path)]
+    assert own and not [name for owner, name in writes if owner.endswith("breaker") and name in own]
 
 
 @pytest.mark.parametrize("waited_s", [0, OVERDUE_AFTER_S - 1, OVERDUE_AFTER_S + 12])

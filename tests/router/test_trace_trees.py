@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from router import fake_instances, fake_pair, scripted_knowledge
-from router.fake_instances import TRACEPARENT, InstancePlan
+from router.fake_instances import TRACEPARENT, InstancePlan, run_routed_instances, wait_until
 from ttft_otel.exporter.spans import span_builder
 from ttft_otel.model.names import header_names, keys, span_names
 
@@ -31,103 +32,45 @@ ENCODER_PLAN = InstancePlan(
 BACKEND_PLAN = InstancePlan(
     {"prefill.compute": 12}, reported_us={"prefill.queue": 1000, "prefill.compute": 9000}
 )
-DeployedRouter = AsyncIterator[
-    tuple[fake_instances.RunningRouter, Sequence[fake_instances.FakeInstance]]
-]
 
 
 @contextlib.asynccontextmanager
-async def deploy_mono() -> DeployedRouter:
-    """One plain server."""
-    async with fake_instances.run_routed_instances([BACKEND_PLAN]) as (router, one):
-        yield router, [one]
-
-
-@contextlib.asynccontextmanager
-async def deploy_retried() -> DeployedRouter:
-    """Two plain servers, of which the first one cannot."""
-    plans = [InstancePlan(status=503), BACKEND_PLAN]
-    async with fake_instances.run_routed_instances(plans) as (router, a, b):
-        yield router, [a, b]
-
-
-@contextlib.asynccontextmanager
-async def deploy_routed() -> DeployedRouter:
+async def deploy_routed() -> AsyncIterator[tuple[Any, ...]]:
     """Two plain servers, of which one has a part of the prompt."""
-    async with (
-        fake_instances.run_instance(BACKEND_PLAN) as a,
-        fake_instances.run_instance(BACKEND_PLAN) as b,
-    ):
-        source = scripted_knowledge.ScriptedSource(cached_by_url={b.url: 320})
-        routing = scripted_knowledge.build_routing_factory(
-            "ttft", None, source, ttft_model="trapezoid"
-        )
-        async with fake_instances.run_router([a.url, b.url], routing=routing) as router:
-            yield router, [a, b]
+    source = scripted_knowledge.ScriptedSource(cached_by_url={})
+    routing = scripted_knowledge.build_routing_factory("ttft", None, source, ttft_model="trapezoid")
+    async with run_routed_instances([BACKEND_PLAN] * 2, routing=routing) as (router, a, b):
+        source.cached_by_url[b.url] = 320
+        yield router, a, b
 
 
-@contextlib.asynccontextmanager
-async def deploy_failed() -> DeployedRouter:
+def deploy_failing() -> Any:
     """A plain server that cuts the connection."""
-    plan = InstancePlan({"prefill.compute": 150}, dropped_requests=1)
-    async with fake_instances.run_routed_instances([plan]) as (router, one):
-        yield router, [one]
+    return run_routed_instances([InstancePlan({"prefill.compute": 150}, dropped_requests=1)])
 
 
-@contextlib.asynccontextmanager
-async def deploy_epd() -> DeployedRouter:
-    """An encoder, and one server for the rest."""
-    async with fake_instances.run_routed_instances([BACKEND_PLAN], [ENCODER_PLAN]) as (
-        router,
-        e,
-        pd,
-    ):
-        yield router, [e, pd]
-
-
-def deploy_disaggregated(
-    mode: str, has_encoder: bool
-) -> Callable[[], contextlib.AbstractAsyncContextManager[Any]]:
+def deploy_disaggregated(mode: str, *encoder: InstancePlan) -> Any:
     """Prefill and decode apart, behind an encoder or not."""
-
-    @contextlib.asynccontextmanager
-    async def deploy_pair() -> DeployedRouter:
-        model = fake_pair.PairModel()
-        async with (
-            fake_pair.run_server(model, False) as prefill,
-            fake_pair.run_server(model, True) as decode,
-            fake_instances.run_instance(ENCODER_PLAN) as e,
-            fake_instances.run_router(
-                [],
-                [e.url] if has_encoder else [],
-                prefills=[prefill.url],
-                decodes=[decode.url],
-                first_token=mode,
-            ) as router,
-        ):
-            yield router, [e, prefill, decode]
-
-    return deploy_pair
+    return fake_pair.run_disaggregated(fake_pair.PairModel(), *encoder, first_token=mode)
 
 
+MODES = ("off", "strip")
 TOPOLOGIES = {
-    "mono": deploy_mono,
-    "retried": deploy_retried,
+    "mono": partial(run_routed_instances, [BACKEND_PLAN]),
+    "retried": partial(run_routed_instances, [InstancePlan(status=503), BACKEND_PLAN]),
     "routed": deploy_routed,
-    "failed": deploy_failed,
-    "epd": deploy_epd,
-    **{f"pd {mode}": deploy_disaggregated(mode, False) for mode in ("off", "strip")},
-    **{f"epd3 {mode}": deploy_disaggregated(mode, True) for mode in ("off", "strip")},
+    "failed": deploy_failing,
+    "epd": partial(run_routed_instances, [BACKEND_PLAN], [ENCODER_PLAN]),
+    **{f"pd {mode}": partial(deploy_disaggregated, mode) for mode in MODES},
+    **{f"epd3 {mode}": partial(deploy_disaggregated, mode, ENCODER_PLAN) for mode in MODES},
 }
 
 
 async def build_tree(topology: str) -> Any:
     """The trace of one streamed request with an image, as nested dictionaries."""
-    async with TOPOLOGIES[topology]() as (router, instances):
+    async with TOPOLOGIES[topology]() as (router, *instances):
         await router.get_json("/v1/models")
-        for each in router.fleet:
-            while each.models is None:
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: all(each.models is not None for each in router.fleet))
         images = ["a"] if topology.startswith("epd") else []
         body = fake_instances.build_chat(*images) | {"max_tokens": 4, "tokens": 800}
         named = {"X_Request_Id": REQUEST_ID, "traceparent": TRACEPARENT}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 
+from lab.certificates import make_certificate
 from lab.stack.stack_parts import COLLECTOR_CONFIG
 from tests.stack import known_requests
 from tests.stack.running_stack import RunningCollector, StackStarter
@@ -50,12 +50,9 @@ def guarded(
 ) -> SecuredCollector:
     """A collector of one tier, or a first of two, with secure.yaml and a certificate of its own."""
     folder = tmp_path_factory.mktemp("secrets")
-    certificate, key, token = (folder / name for name in ("cert.pem", "key.pem", "token"))
+    certificate, key = make_certificate(folder)
+    token = folder / "token"
     token.write_text(TOKEN + "\n", "utf-8")
-    words = ("-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=collector")
-    names = ("-addext", "subjectAltName=IP:127.0.0.1")
-    out = ("-keyout", str(key), "-out", str(certificate))
-    subprocess.run(("openssl", "req", *words, *names, *out), check=True, capture_output=True)
     env = {"TTFT_OTLP_CERT": certificate, "TTFT_OTLP_KEY": key, "TTFT_OTLP_TOKEN": token}
     collector = bench.start_collector(
         *request.param, env={name: str(path) for name, path in env.items()}

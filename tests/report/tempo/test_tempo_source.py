@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from sample_records import DECODE_US, make_leg_record, make_routed_records, make_spans
 
+from lab.certificates import make_certificate
 from tests.fake_tempo import FakeTempo, TempoFault
 from ttft_otel.commands import main as cli
 from ttft_otel.commands.source_options import parse_headers
@@ -367,16 +367,7 @@ def test_credentials(tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tls(tempo: FakeTempo, tmp_path: Path) -> None:
     """A certificate of a private CA is refused, and taken once its CA is named."""
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
-            *("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),
-            *("-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
-    )
+    certificate, key = make_certificate(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     tempo.server.socket = context.wrap_socket(tempo.server.socket, server_side=True)

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from router import fake_instances, raw_http
+from router.fake_instances import run_routed_instances
 from ttft_otel.commands.router import router_options
 from ttft_otel.commands.router.command import EXAMPLES, command
 from ttft_otel.model.names import env_names
@@ -76,10 +77,7 @@ async def test_web_pages_of_an_origin(is_allowed: bool) -> None:
     def allow_origin(router_app: app.RouterApp) -> None:
         router_app.cors_origins = ("https://chat.example",) if is_allowed else ()
 
-    async with fake_instances.run_routed_instances(keys=["k"], prepare=allow_origin) as (
-        router,
-        one,
-    ):
+    async with run_routed_instances(keys=["k"], prepare=allow_origin) as (router, one):
         url = f"{router.url}/v1/chat/completions"
         asked = {
             "Access-Control-Request-Method": "POST",

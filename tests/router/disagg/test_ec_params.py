@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from router import fake_instances, fake_pair
-from router.fake_instances import TRACEPARENT, InstancePlan
+from router.fake_instances import TRACEPARENT, InstancePlan, run_routed_instances
 from ttft_otel.model.names import header_names
 from ttft_otel.router.disagg import ec_params
 from ttft_otel.router.disagg.ec_params import TransferParams, splice_params
@@ -54,21 +53,10 @@ def expect_params(*urls: str) -> dict[str, Any]:
     return {compute_image_hash(url): json.loads(ENTRY_JSON) for url in urls}
 
 
-@contextlib.asynccontextmanager
-async def run_encoder_and_server(
-    encoder_plan: InstancePlan,
-) -> AsyncIterator[
-    tuple[fake_instances.FakeInstance, fake_instances.FakeInstance, fake_instances.RunningRouter]
-]:
-    """An encoder of this plan, a prefill-decode instance, and a router before both."""
-    async with fake_instances.run_routed_instances(encoders=[encoder_plan]) as (router, e, server):
-        yield e, server, router
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 async def test_the_next_leg_gets_what_was_announced(stream: bool) -> None:
     """Two images and one of them twice: two entries, byte for byte, after the client's own bytes."""
-    async with fake_instances.run_routed_instances(encoders=[plan_encoder(), plan_encoder()]) as (
+    async with run_routed_instances(encoders=[plan_encoder(), plan_encoder()]) as (
         router,
         e1,
         e2,
@@ -89,7 +77,7 @@ async def test_the_next_leg_gets_what_was_announced(stream: bool) -> None:
 
 async def test_parts_that_differ_may_be_the_same_image() -> None:
     """Two spellings of one image are two encoder calls and one entry."""
-    async with run_encoder_and_server(plan_encoder()) as (e, server, router):
+    async with run_routed_instances(encoders=[plan_encoder()]) as (router, e, server):
         assert (await router.post_chat("a?1", "a?2"))[0] == 200
         assert len(e.received) == 2 and server.received[0].json[EC_PARAMS_FIELD] == expect_params(
             "a"
@@ -107,7 +95,11 @@ async def test_parts_that_differ_may_be_the_same_image() -> None:
 )
 async def test_an_encoder_that_announces_nothing_changes_nothing(answer: bytes) -> None:
     """Without parameters (older releases, shared folders) the body is unchanged, the header is set."""
-    async with run_encoder_and_server(plan_encoder(lambda _: answer)) as (e, server, router):
+    async with run_routed_instances(encoders=[plan_encoder(lambda _: answer)]) as (
+        router,
+        e,
+        server,
+    ):
         data = json.dumps(fake_instances.build_chat("a")).encode()
         assert (await router.post_body(CHAT_PATH, data))[0] == 200
         assert server.received[0].body == data
@@ -116,7 +108,7 @@ async def test_an_encoder_that_announces_nothing_changes_nothing(answer: bytes) 
 
 async def test_clients_own_parameters_are_replaced() -> None:
     """ec_transfer_params of a client are replaced by the encoders', however their name is escaped."""
-    async with run_encoder_and_server(plan_encoder()) as (e, server, router):
+    async with run_routed_instances(encoders=[plan_encoder()]) as (router, e, server):
         plain = json.dumps(fake_instances.build_chat("a"))[:-1]
         for evil in (f', "{EC_PARAMS_FIELD}": {{"x": {{}}}}}}', ', "ec_transfer\\u005fparams": 7}'):
             assert (await router.post_body(CHAT_PATH, (plain + evil).encode()))[0] == 200
@@ -396,7 +388,7 @@ async def test_a_request_with_too_many_items_is_no_encoders_fault() -> None:
 
 async def test_who_is_told_that_items_are_encoded() -> None:
     """The header is set for the leg after encoders only, and removed from a client's request."""
-    async with run_encoder_and_server(plan_encoder()) as (e, server, router):
+    async with run_routed_instances(encoders=[plan_encoder()]) as (router, e, server):
         for images in (("a",), ()):
             assert (await router.post_chat(*images, x_ttft_encoded="yes"))[0] == 200
         with_image, without = (each.headers for each in server.received)
@@ -407,11 +399,7 @@ async def test_who_is_told_that_items_are_encoded() -> None:
 
 async def test_with_tracing_off_parameters_still_travel() -> None:
     """With tracing off the parameters are still passed on, without our header."""
-    async with fake_instances.run_routed_instances(encoders=[plan_encoder()], traced=False) as (
-        router,
-        e,
-        server,
-    ):
+    async with run_routed_instances(encoders=[plan_encoder()], traced=False) as (router, e, server):
         assert (await router.post_chat("a"))[0] == 200
         assert server.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
         assert header_names.MEDIA_ENCODED not in server.received[0].headers

@@ -4,20 +4,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
-from collections.abc import AsyncIterator
 from typing import Any
 
 import click
 import pytest
 from commands.router.test_router_options import INSTANCE_URL, read_options
 
-from router import fake_instances, fake_pair, scripted_knowledge
+from router import fake_instances, fake_pair
 from router.control.test_admin import open_admin
 from router.fake_instances import TRACEPARENT, InstancePlan
-from router.scripted_knowledge import ScriptedReader, ScriptedSource
+from router.scripted_knowledge import ScriptedReader, ScriptedSource, build_routing_factory
 from ttft_otel.model import timing
 from ttft_otel.model.names import keys, metric_names
 from ttft_otel.model.stages import ENCODE
@@ -74,39 +72,20 @@ def list_image_urls(body: dict[str, Any]) -> list[str]:
     return [part["image_url"]["url"] for part in body["messages"][0]["content"][1:]]
 
 
-@contextlib.asynccontextmanager
-async def run_fleet(
-    is_disaggregated: bool, *encoders: str, **more: object
-) -> AsyncIterator[fake_instances.RunningRouter]:
+def run_fleet(apart: bool, *encoders: InstancePlan, **more: Any) -> Any:
     """A router before these encoders and one server that answers, or before prefill and decode instances."""
-    if not is_disaggregated:
-        async with (
-            fake_instances.run_instance(InstancePlan({"prefill.compute": 20})) as one,
-            fake_instances.run_router([one.url], encoders, **more) as router,  # type: ignore[arg-type]
-        ):
-            yield router
-        return
-    model = fake_pair.PairModel()
-    async with (
-        fake_pair.run_server(model, False) as p,
-        fake_pair.run_server(model, True) as d,
-        fake_instances.run_router(
-            [], encoders, prefills=[p.url], decodes=[d.url], **more
-        ) as router,  # type: ignore[arg-type]
-    ):
-        yield router
+    if apart:
+        return fake_pair.run_disaggregated(fake_pair.PairModel(), *encoders, **more)
+    plan = InstancePlan({"prefill.compute": 20})
+    return fake_instances.run_routed_instances([plan], encoders, **more)
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["E+PD", "E+P+D"])
 async def test_prompts_are_read_before_encoders_are_asked(apart: bool) -> None:
     """`router.tokenize` and `router.lookup` come before the encode leg, once, and the sum closes."""
-    routing = scripted_knowledge.build_routing_factory(
-        "ttft", ScriptedReader(0.2), ScriptedSource(0.1)
-    )
-    async with (
-        fake_instances.run_instance(InstancePlan({"encoder.compute": 50})) as e,
-        run_fleet(apart, e.url, routing=routing) as router,
-    ):
+    routing = build_routing_factory("ttft", ScriptedReader(0.2), ScriptedSource(0.1))
+    plan = InstancePlan({"encoder.compute": 50})
+    async with run_fleet(apart, plan, routing=routing) as (router, *_):
         body = fake_instances.build_chat("a", "b") | {"tokens": 800, "max_tokens": 4}
         status, headers, _ = await router.post_body(
             CHAT_PATH, body, x_ttft_timing="1", **TRACED_HEADERS
@@ -151,7 +130,7 @@ def test_sizes_are_of_distinct_items() -> None:
 
 def test_what_is_learnt_of_encoders() -> None:
     """What keeps an encoder from its next item: its run, dispatch and save, its share of a batch."""
-    routing = scripted_knowledge.build_routing_factory(encoders="ttft")(
+    routing = build_routing_factory(encoders="ttft")(
         InstancePool({ENCODE: [A], "prefill_decode": [B]})
     )
     state = routing.get_leg_policy(ENCODE).state
@@ -202,12 +181,8 @@ def test_what_is_learnt_of_encoders() -> None:
 async def test_items_go_where_the_least_work_is() -> None:
     """One big item keeps its encoder from small ones, of the same request and of the next."""
     plan = InstancePlan({"encoder.compute": LONG_PROMPT_TOKENS})
-    routing = scripted_knowledge.build_routing_factory(encoders="ttft")
-    async with (
-        fake_instances.run_instance(plan) as a,
-        fake_instances.run_instance(plan) as b,
-        run_fleet(False, a.url, b.url, routing=routing) as router,
-    ):
+    routing = build_routing_factory(encoders="ttft")
+    async with run_fleet(False, plan, plan, routing=routing) as (router, a, b, _):
         first, second = build_image_chat(200, 4000, 300), build_image_chat(100)
         tasks = [asyncio.create_task(router.post_body(CHAT_PATH, first))]
         await fake_instances.wait_until(lambda: len(a.received) + len(b.received) == 3)
@@ -230,13 +205,8 @@ async def test_items_go_where_the_least_work_is() -> None:
 async def test_items_of_unknown_size_are_alike() -> None:
     """Items of unknown size are spread evenly by number, and no speed is learnt from them."""
     plan = InstancePlan({"encoder.compute": LONG_PROMPT_TOKENS})
-    async with (
-        fake_instances.run_instance(plan) as a,
-        fake_instances.run_instance(plan) as b,
-        run_fleet(
-            False, a.url, b.url, routing=scripted_knowledge.build_routing_factory(encoders="ttft")
-        ) as router,
-    ):
+    routing = build_routing_factory(encoders="ttft")
+    async with run_fleet(False, plan, plan, routing=routing) as (router, a, b, _):
         # These are none of its parts.
         body = build_image_chat(1, 1, 1, 1, 1, 1) | {"items": [4000, 100]}
         task = asyncio.create_task(router.post_body(CHAT_PATH, body))
@@ -251,12 +221,9 @@ async def test_items_of_unknown_size_are_alike() -> None:
 @pytest.mark.parametrize("apart", [False, True], ids=["E+PD", "E+P+D"])
 async def test_what_the_encoders_policy_believes_is_seen(apart: bool) -> None:
     """GET /instances and /metrics show encoders' load and learnt speed; `ttft.predicted_ms` excludes them."""
-    plan = InstancePlan()
+    plan, routing = InstancePlan(), build_routing_factory(encoders="ttft")
     async with (
-        fake_instances.run_instance(plan) as e,
-        run_fleet(
-            apart, e.url, routing=scripted_knowledge.build_routing_factory(encoders="ttft")
-        ) as router,
+        run_fleet(apart, plan, routing=routing) as (router, e, *_),
         open_admin(router) as here,
     ):
         for number in range(10):
@@ -288,11 +255,9 @@ async def test_what_the_encoders_policy_believes_is_seen(apart: bool) -> None:
 
 async def test_too_late_is_refused_before_encoders_work() -> None:
     """When prefill or encoders are too busy for the SLO, the answer is 429, before any encoder call."""
-    routing = scripted_knowledge.build_routing_factory(encoders="ttft", slo_s=0.5)
-    async with (
-        fake_instances.run_instance(InstancePlan({"encoder.compute": LONG_PROMPT_TOKENS})) as e,
-        run_fleet(False, e.url, routing=routing) as router,
-    ):
+    routing = build_routing_factory(encoders="ttft", slo_s=0.5)
+    plan = InstancePlan({"encoder.compute": LONG_PROMPT_TOKENS})
+    async with run_fleet(False, plan, routing=routing) as (router, e, _):
         (answering,) = router.fleet.get("prefill_decode")
         teach_leg(router, ENCODE, e.url, 0.001)
         teach_leg(router, "prefill_decode", answering.url, 0.0001)
@@ -386,7 +351,7 @@ def test_an_encoder_that_is_gone_is_forgotten() -> None:
     fleet = InstancePool(
         {ENCODE: [A, B], "prefill_decode": [parse_instance_url(INSTANCE_URL, "prefill_decode")]}
     )
-    routing = scripted_knowledge.build_routing_factory(encoders="ttft")(fleet)
+    routing = build_routing_factory(encoders="ttft")(fleet)
     state = routing.get_leg_policy(ENCODE).state
     for each in (A, B):
         state.models.add_sample("tiny", each.url, compute_work(500, 0), 0.1)
@@ -399,11 +364,9 @@ def test_an_encoder_that_is_gone_is_forgotten() -> None:
 
 async def test_too_many_items_are_refused_before_any_encoder_is_asked() -> None:
     """One item more than --max-items is a 400; the same item again is none."""
-    async with (
-        fake_instances.run_instance(InstancePlan({})) as e,
-        fake_instances.run_instance(InstancePlan({})) as pd,
-        fake_instances.run_router([pd.url], [e.url], limits=RouterLimits(max_items=3)) as router,
-    ):
+    async with fake_instances.run_routed_instances(
+        encoders=[None], limits=RouterLimits(max_items=3)
+    ) as (router, e, pd):
         status, _, body = await router.post_chat("a", "b", "c", "d")
         assert status == 400 and b"more than 3 different media items" in body
         assert not e.received and not pd.received
@@ -413,11 +376,7 @@ async def test_too_many_items_are_refused_before_any_encoder_is_asked() -> None:
 
 async def test_the_fields_of_all_items_are_held_once() -> None:
     """Sixty-four items with a template of half a megabyte do not make sixty-four copies of it."""
-    async with (
-        fake_instances.run_instance(InstancePlan({})) as e,
-        fake_instances.run_instance(InstancePlan({})) as pd,
-        fake_instances.run_router([pd.url], [e.url]) as router,
-    ):
+    async with fake_instances.run_routed_instances(encoders=[None]) as (router, e, _):
         body = fake_instances.build_chat(*map(str, range(64))) | {"chat_template": "x" * 500_000}
         parsed = parse_body(json.dumps(body).encode(), CHAT_PATH)
         request = RoutingRequest("mono", CHAT_PATH, "tiny", "r", {}, parsed.data)

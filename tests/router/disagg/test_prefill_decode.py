@@ -288,8 +288,7 @@ async def test_a_decode_that_refused_has_nothing_in_flight() -> None:
     """While another decode instance answers, the one that said no is free to be chosen."""
     async with run_refusing_decode(late=0.3) as (fleet, busy, idle):
         asked = asyncio.create_task(fleet.send_request())
-        while not idle.received:
-            await asyncio.sleep(0.01)
+        await fake_instances.wait_until(lambda: idle.received)
         decodes = fleet.router.fleet.get("decode")
         assert {each.url: each.in_flight for each in decodes} == {busy.url: 0, idle.url: 1}
         assert (await asked).status == 200
@@ -355,8 +354,7 @@ async def test_a_router_that_is_stopped_leaves_nothing_on_prefill() -> None:
         async with fake_instances.run_router([], prefills=[p.url], decodes=[d.url]) as router:
             body = {"model": "tiny", "messages": [], "stream": True, "max_tokens": 4}
             cut = asyncio.create_task(client.post(router.url + CHAT, json=body))
-            while not d.received:
-                await asyncio.sleep(0.01)
+            await fake_instances.wait_until(lambda: d.received)
             assert model.held_requests
             router.server.cancels = True
         assert not model.held_requests

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from router import fake_instances, raw_http
-from router.fake_instances import TRACEPARENT, InstancePlan
+from router.fake_instances import TRACEPARENT, InstancePlan, run_routed_instances
 from ttft_otel.model.names import keys
 from ttft_otel.tracing.settings import Settings
 
@@ -77,10 +77,7 @@ async def test_callers_do_not_decide_what_is_sampled(trust: bool) -> None:
     """An untrusted caller's trace ID is kept, its sampled flag is not; it cannot claim to be a router."""
     for sampler, flag in (("parentbased_always_off", "01"), ("parentbased_always_on", "00")):
         settings = Settings(sampler=sampler, trust_sampled=trust)
-        async with fake_instances.run_routed_instances([InstancePlan({})], settings=settings) as (
-            router,
-            one,
-        ):
+        async with run_routed_instances([InstancePlan({})], settings=settings) as (router, one):
             named = {"traceparent": TRACEPARENT[:-2] + flag, "x_ttft_leg": "mono"}
             _, headers, _ = await router.post_chat(x_ttft_timing="1", **named)
             assert "Server-Timing" in headers
@@ -154,10 +151,7 @@ async def test_half_a_surrogate_pair_is_no_model() -> None:
 
 async def test_models_are_told_and_learnt_for_the_clients_key() -> None:
     """A wrong key gets the instances' 401, not cached models; with the right one a new model is found."""
-    async with fake_instances.run_routed_instances([InstancePlan({}, models_key="theirs")]) as (
-        router,
-        one,
-    ):
+    async with run_routed_instances([InstancePlan({}, models_key="theirs")]) as (router, one):
         right = {"Authorization": "Bearer theirs"}
         assert (await router.get_json("/v1/models", **right))[0] == 200
         for given in ({}, {"Authorization": "Bearer other"}):
@@ -215,8 +209,9 @@ async def test_paths_that_mean_another_one(path: str) -> None:
 async def test_a_name_that_no_instance_lists_is_no_label() -> None:
     """Unknown model names and paths of a client appear neither in span names nor in metric labels."""
     async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
-        while any(each.models is None for each in router.fleet):
-            await asyncio.sleep(0.01)
+        await fake_instances.wait_until(
+            lambda: not any(each.models is None for each in router.fleet)
+        )
         for path, model, status in (
             ("/v1/chat/completions", "made-up", 404),
             ("/v1/chat/completions", "tiny", 200),

@@ -17,15 +17,14 @@ from router.control.test_client_connection import (
     read_refusals,
     run_limited,
 )
-from router.fake_instances import InstancePlan, RunningRouter
+from router.fake_instances import InstancePlan, RunningRouter, wait_until
 
 KILO = 1024
 
 
 async def wait_for_bytes(router: RunningRouter, number: int) -> None:
     """Wait until the router holds so many bytes of bodies."""
-    while router.app.endpoint.body_budget.counted_bytes != number:
-        await asyncio.sleep(0.01)
+    await wait_until(lambda: router.app.endpoint.body_budget.counted_bytes == number)
 
 
 @contextlib.asynccontextmanager
@@ -71,8 +70,7 @@ async def test_bodies_together() -> None:
     ):
         whole = await clients.enter_async_context(connect(router))
         await whole.send(encode_post(b'{"model": "tiny"%b}' % (b" " * 50 * KILO)))
-        while not one.received:
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: one.received)
         held = router.app.endpoint.body_budget.counted_bytes
         assert held > 50 * KILO, "held until an instance answers"
         small = await clients.enter_async_context(send_half_body(router, 10 * KILO))
@@ -98,8 +96,7 @@ async def test_whole_bodies_fill_the_budget() -> None:
     async with run_limited(plan, max_bodies=64 * KILO) as (router, one):
         long = b'{"model": "tiny"%b}' % (b" " * 60 * KILO)
         first = asyncio.create_task(router.post_body("/v1/chat/completions", long))
-        while not one.received:
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: one.received)
         assert (await router.post_body("/v1/chat/completions", long))[0] == 503
         assert (await first)[0] == 200
         assert (await router.post_body("/v1/chat/completions", long))[0] == 200

@@ -128,8 +128,7 @@ async def test_held_while_nobody_answers(policy: str) -> None:
     ) as (router, one):
         body = json.dumps(fake_instances.build_chat()).encode()
         asking = asyncio.create_task(router.post_body(CHAT, body, **{"X-Request-Id": REQUEST_ID}))
-        while not one.received:
-            await asyncio.sleep(0.01)
+        await fake_instances.wait_until(lambda: one.received)
         assert router.app.endpoint.body_budget.counted_bytes == len(body)
         assert list_held_requests() and not WatchedBytes.drop_count
         assert (await asking)[0] == 200

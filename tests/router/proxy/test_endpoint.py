@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from router import fake_instances
-from router.fake_instances import STREAM_EVENTS, TRACEPARENT, InstancePlan
+from router.fake_instances import STREAM_EVENTS, TRACEPARENT, InstancePlan, run_routed_instances
 from ttft_otel.model import timing
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.router import types
@@ -67,12 +67,7 @@ async def test_hop_by_hop_headers_stop_here() -> None:
 async def test_images_go_to_encoders_at_once() -> None:
     """Distinct images are encoded concurrently; the backend is called when all have answered."""
     plan = InstancePlan(stages_ms={"encoder.compute": 400})
-    async with fake_instances.run_routed_instances(encoders=[plan, plan]) as (
-        router,
-        e1,
-        e2,
-        pd,
-    ):
+    async with run_routed_instances(encoders=[plan, plan]) as (router, e1, e2, pd):
         status, _, body = await router.post_chat("http://x/a", "data:image/png;base64,AA", "c", "c")
         assert (status, body) == (200, b"".join(STREAM_EVENTS))
         calls = e1.received + e2.received
@@ -186,10 +181,7 @@ async def test_client_leaving_stops_the_encoders() -> None:
 async def test_errors_keep_status_and_body() -> None:
     """A backend's error is the client's, for a stream too; its spans say error."""
     for status in (400, 429, 500):
-        async with fake_instances.run_routed_instances([InstancePlan(status=status)]) as (
-            r,
-            one,
-        ):
+        async with run_routed_instances([InstancePlan(status=status)]) as (r, one):
             got, _, body = await r.post_chat()
             assert (got, body) == (status, b'{"error": "no"}')
             (record,) = await r.wait_for_records(1)
@@ -200,11 +192,7 @@ async def test_errors_keep_status_and_body() -> None:
 
 async def test_failed_encoder_answers() -> None:
     """A failed encoder call gives the client its status and body; the backend is not asked."""
-    async with fake_instances.run_routed_instances(encoders=[InstancePlan(status=422)]) as (
-        router,
-        e,
-        pd,
-    ):
+    async with run_routed_instances(encoders=[InstancePlan(status=422)]) as (router, e, pd):
         for images in (("a",), ("a", "b")):
             status, headers, body = await router.post_chat(*images)
             assert (status, body) == (422, b'{"error": "no"}')
@@ -362,10 +350,7 @@ async def test_a_fault_of_the_routers_own_is_told_as_one(capfd: pytest.CaptureFi
     def install_failing_policy(built: app.RouterApp) -> None:
         built.endpoint.routing.prefill_policy.policy = FailingPolicy()
 
-    async with fake_instances.run_routed_instances(prepare=install_failing_policy) as (
-        router,
-        one,
-    ):
+    async with run_routed_instances(prepare=install_failing_policy) as (router, one):
         status, _, body = await router.post_chat()
         assert status == 500 and json.loads(body)["error"]["code"] == 500
         assert b"business" not in body

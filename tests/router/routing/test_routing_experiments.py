@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -368,16 +367,6 @@ def test_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert [each.rate for each in found] == [3, 4, 5]
     assert [each.seconds for each in found] == [9, 9, 9]
-
-
-def test_nothing_asked() -> None:
-    """Without an experiment it says what it needs."""
-    done = subprocess.run(
-        [sys.executable, ROUTING / "experiments.py"], capture_output=True, text=True, check=False
-    )
-
-    assert done.returncode == 2
-    assert "name an experiment" in done.stderr
 
 
 def test_decision_costs() -> None:

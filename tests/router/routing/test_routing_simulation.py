@@ -177,13 +177,3 @@ def test_page() -> None:
     tables = shown.split("\n\n")
     assert len(tables) == 3
     assert all(len(each.splitlines()) > 5 and each.strip() in page for each in tables)
-
-
-def test_no_traces() -> None:
-    """Without traces it says what it needs."""
-    done = subprocess.run(
-        [sys.executable, SIMULATE], env={}, capture_output=True, text=True, check=False
-    )
-
-    assert done.returncode == 2
-    assert "TTFT_OTEL_TRACES" in done.stderr

@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from lab.certificates import make_certificate
 from router.fake_instances import wait_until
 from router.shared_state.store_server import StoreServer, needs_store, run_store
 from router.workers.joined_workers import LEG, URLS, JoinedWorker, build_request
@@ -257,25 +257,11 @@ async def test_access_by_user_and_password(
         server.send_signal(signal.SIGKILL)
 
 
-def make_certificate(folder: Path, host: str) -> tuple[Path, Path]:
-    """A certificate that signs itself, and its key."""
-    files = folder / f"{host}.crt", folder / f"{host}.key"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-        + ["-nodes", "-days", "2", "-subj", "/CN=test", "-addext", f"subjectAltName={host}"]
-        + ["-out", str(files[0]), "-keyout", str(files[1])],
-        check=True,
-        capture_output=True,
-    )
-    return files
-
-
 @pytest.mark.parametrize("case", ["right", "another host", "unknown authority", "no client"])
 async def test_tls(tmp_path: Path, case: str) -> None:
     """The server's certificate and name are verified, and the store can ask for one of the client."""
-    certificate, key = make_certificate(
-        tmp_path, "DNS:elsewhere" if case == "another host" else "IP:127.0.0.1"
-    )
+    name = "DNS:elsewhere" if case == "another host" else "IP:127.0.0.1"
+    certificate, key = make_certificate(tmp_path, name)
     server = StoreServer(
         tmp_path, "--tls-port", "PORT", "--port", "0", "--tls-cert-file", str(certificate),
         "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate),

@@ -11,7 +11,7 @@ import pytest
 from attack import faulty_instance
 
 from router import fake_instances
-from router.fake_instances import InstancePlan
+from router.fake_instances import InstancePlan, run_routed_instances, wait_until
 from ttft_otel.router.circuit_breaker import OVERDUE_AFTER_S
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.routing.policies.policy_registry import SECONDS_PER_REQUEST
@@ -56,10 +56,7 @@ async def test_a_stream_that_has_begun_may_take_any_time() -> None:
         (RouterLimits(first_byte_timeout=0.3), True),
         (RouterLimits(first_byte_timeout=0.3, total_timeout=0.5), False),
     ):
-        async with (
-            fake_instances.run_instance(plan) as one,
-            fake_instances.run_router([one.url], failures=1, limits=limits) as router,
-        ):
+        async with run_routed_instances([plan], failures=1, limits=limits) as (router, _):
             try:
                 _, _, body = await router.post_chat()
             except Exception as error:  # noqa: BLE001 - whatever the client calls a cut stream
@@ -73,30 +70,26 @@ async def test_a_stream_that_has_begun_may_take_any_time() -> None:
 @pytest.mark.parametrize("by", ["time", "probe"])
 async def test_a_long_trial_does_not_keep_its_instance(by: str) -> None:
     """A plain answer that takes minutes is the trial: the next request is let in before it is over."""
-    async with fake_instances.run_instance(InstancePlan({}, status=503)) as one:
-        limits = RouterLimits(breaker_trial=0.3 if by == "time" else 60.0)
-        async with fake_instances.run_router(
-            [one.url], failures=1, pause_s=0.1, probe_interval_s=60.0, limits=limits
-        ) as router:
-            (instance,) = router.fleet
-            await router.app.endpoint.upstream.health_monitor.wait_probed()
-            await router.post_chat()
-            while instance.breaker.state != "half-open":
-                await asyncio.sleep(0.01)
-            one.plan = InstancePlan({"prefill.compute": 20_000})
-            trial = asyncio.create_task(router.post_chat(stream=False))
-            while len(one.received) < 2:
-                await asyncio.sleep(0.01)
-            assert (await router.post_chat())[0] == 503
-            if by == "probe":
-                assert await router.app.endpoint.upstream.health_monitor.probe_instance(instance)
-            while not instance.breaker.admits_requests:
-                await asyncio.sleep(0.01)
-            one.plan = InstancePlan({})
-            assert (await router.post_chat())[0] == 200
-            assert instance.breaker.state == "closed" and not trial.done()
-            trial.cancel()
-            await asyncio.gather(trial, return_exceptions=True)
+    plan = InstancePlan({}, status=503)
+    limits = RouterLimits(breaker_trial=0.3 if by == "time" else 60.0)
+    times = {"pause_s": 0.1, "probe_interval_s": 60.0}
+    async with run_routed_instances([plan], failures=1, limits=limits, **times) as (router, one):
+        (instance,) = router.fleet
+        await router.app.endpoint.upstream.health_monitor.wait_probed()
+        await router.post_chat()
+        await wait_until(lambda: instance.breaker.state == "half-open")
+        one.plan = InstancePlan({"prefill.compute": 20_000})
+        trial = asyncio.create_task(router.post_chat(stream=False))
+        await wait_until(lambda: len(one.received) >= 2)
+        assert (await router.post_chat())[0] == 503
+        if by == "probe":
+            assert await router.app.endpoint.upstream.health_monitor.probe_instance(instance)
+        await wait_until(lambda: instance.breaker.admits_requests)
+        one.plan = InstancePlan({})
+        assert (await router.post_chat())[0] == 200
+        assert instance.breaker.state == "closed" and not trial.done()
+        trial.cancel()
+        await asyncio.gather(trial, return_exceptions=True)
 
 
 async def test_headers_do_not_close_a_breaker() -> None:
@@ -114,8 +107,7 @@ async def test_headers_do_not_close_a_breaker() -> None:
         await router.app.endpoint.upstream.health_monitor.wait_probed()
         assert (await router.post_chat())[0] == 504
         (instance,) = router.fleet
-        while instance.breaker.state != "half-open":
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: instance.breaker.state == "half-open")
         answers = await asyncio.gather(*(router.post_chat() for _ in range(4)))
         assert sorted(each[0] for each in answers) == [503, 503, 503, 504]
         assert one.received_count == 2 and instance.breaker.state == "open"

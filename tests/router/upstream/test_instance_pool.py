@@ -9,7 +9,7 @@ import json
 import pytest
 
 from router import fake_instances, fake_pair
-from router.fake_instances import InstancePlan, wait_until
+from router.fake_instances import InstancePlan, run_routed_instances, wait_until
 from ttft_otel.model.names import keys
 from ttft_otel.router import types
 from ttft_otel.router.timeline import Attempt
@@ -42,11 +42,7 @@ def end_pause(
 
 async def test_a_failing_probe_takes_an_instance_out_and_a_good_one_back() -> None:
     """While its /health says 503 an instance gets nothing; then again its share."""
-    async with fake_instances.run_routed_instances([None, None], probe_interval_s=0.05) as (
-        router,
-        a,
-        b,
-    ):
+    async with run_routed_instances([None, None], probe_interval_s=0.05) as (router, a, b):
         a.plan.health_status = 503
         await wait_until(lambda: get_state(router, a)[0] == "failed")
         assert (await router.get_json("/readyz"))[0] == 200
@@ -81,11 +77,7 @@ async def test_turns_stay_fair_while_one_is_out() -> None:
 @pytest.mark.parametrize("status", [502, 503, 504])
 async def test_an_instance_that_cannot_is_passed_over(status: int) -> None:
     """502, 503 and 504 before the first byte: another instance answers; each attempt is a span."""
-    async with fake_instances.run_routed_instances([InstancePlan(status=status), None]) as (
-        router,
-        a,
-        b,
-    ):
+    async with run_routed_instances([InstancePlan(status=status), None]) as (router, a, b):
         got, _, body = await router.post_chat()
         assert (got, body) == (200, b"".join(fake_instances.STREAM_EVENTS))
         first, last = await router.wait_for_records(2)
@@ -129,29 +121,25 @@ async def test_when_nobody_can_the_answer_is_the_last_ones() -> None:
 async def test_other_errors_are_answers() -> None:
     """A 500 or a 429 is not tried elsewhere: it may be the request that is wrong."""
     for status in (400, 429, 500, 501):
-        async with (
-            fake_instances.run_instance(InstancePlan(status=status)) as a,
-            fake_instances.run_instance() as b,
-        ):
-            async with fake_instances.run_router([a.url, b.url]) as router:
-                assert (await router.post_chat())[0] == status
-                assert not b.received
+        plans = [InstancePlan(status=status), None]
+        async with fake_instances.run_routed_instances(plans) as (router, _, other):
+            assert (await router.post_chat())[0] == status
+            assert not other.received
 
 
 async def test_what_may_have_been_read_is_not_sent_again() -> None:
     """A connection that breaks before any answer is a 502: such a request could kill the next."""
     plan = InstancePlan({"prefill.compute": 150}, dropped_requests=2)
-    async with fake_instances.run_instance(plan) as a, fake_instances.run_instance() as b:
-        async with fake_instances.run_router([a.url, b.url]) as router:
-            status, _, body = await router.post_chat()
-            error = json.loads(body)["error"]
-            assert (status, error["code"], error["type"]) == (502, 502, "UpstreamError")
-            assert a.url.rpartition(":")[2] not in error["message"]
-            await router.post_chat()  # b
-            assert (await router.post_chat())[0] == 502  # on a connection that was kept, but late
-            assert (len(a.received), len(b.received)) == (2, 1)
-            (record,) = [each for each in router.records if each.ttft][:1]
-            assert record.ttft is not None and record.ttft.died == "router.hop.mono"
+    async with fake_instances.run_routed_instances([plan, None]) as (router, a, b):
+        status, _, body = await router.post_chat()
+        error = json.loads(body)["error"]
+        assert (status, error["code"], error["type"]) == (502, 502, "UpstreamError")
+        assert a.url.rpartition(":")[2] not in error["message"]
+        await router.post_chat()  # b
+        assert (await router.post_chat())[0] == 502  # on a connection that was kept, but late
+        assert (len(a.received), len(b.received)) == (2, 1)
+        (record,) = [each for each in router.records if each.ttft][:1]
+        assert record.ttft is not None and record.ttft.died == "router.hop.mono"
 
 
 async def test_a_kept_connection_that_was_just_closed_is_no_loss() -> None:
@@ -169,25 +157,14 @@ async def test_a_kept_connection_that_was_just_closed_is_no_loss() -> None:
 async def test_a_failed_encoder_call_goes_to_another_encoder_once() -> None:
     """A 500, or a broken connection, is tried on another encoder; then the error is the client's."""
     for bad in (InstancePlan({}, status=500), InstancePlan({}, dropped_requests=9)):
-        async with fake_instances.run_routed_instances(encoders=[bad, InstancePlan({})]) as (
-            router,
-            e1,
-            e2,
-            pd,
-        ):
+        async with run_routed_instances(encoders=[bad, InstancePlan({})]) as (router, e1, e2, pd):
             assert (await router.post_chat("a"))[0] == 200
             assert [len(each.received) for each in (e1, e2, pd)] == [1, 1, 1]
             first, last = await router.wait_for_records(2)
             assert [call.leg for call in last.calls] == ["encode", "encode", "prefill_decode"]
             assert first.ttft is not None and "router.retry" in first.ttft.stages
     plan = InstancePlan({}, status=500)
-    async with fake_instances.run_routed_instances(encoders=[plan, plan, plan]) as (
-        router,
-        e1,
-        e2,
-        e3,
-        pd,
-    ):
+    async with run_routed_instances(encoders=[plan, plan, plan]) as (router, e1, e2, e3, pd):
         status, _, body = await router.post_chat("a")
         assert (status, body) == (500, b'{"error": "no"}')
         assert len(e1.received + e2.received + e3.received) == 2 and not pd.received
@@ -196,12 +173,7 @@ async def test_a_failed_encoder_call_goes_to_another_encoder_once() -> None:
 async def test_a_wrong_image_is_wrong_everywhere() -> None:
     """An encoder's 4xx is the client's error: no other encoder is asked."""
     plan = InstancePlan({}, status=422)
-    async with fake_instances.run_routed_instances(encoders=[plan, plan]) as (
-        router,
-        e1,
-        e2,
-        pd,
-    ):
+    async with run_routed_instances(encoders=[plan, plan]) as (router, e1, e2, pd):
         assert (await router.post_chat("a"))[0] == 422
         assert len(e1.received + e2.received) == 1
 
@@ -228,49 +200,44 @@ async def test_retries_are_a_share_of_requests() -> None:
 
 async def test_breaker_opens_tries_one_and_closes() -> None:
     """After failures in a row an instance gets nothing, then one request, then its share."""
-    async with (
-        fake_instances.run_instance(InstancePlan({}, status=503)) as a,
-        fake_instances.run_instance(InstancePlan({})) as b,
-    ):
-        async with fake_instances.run_router([a.url, b.url], failures=2, pause_s=30) as router:
-            for _ in range(8):
-                assert (await router.post_chat())[0] == 200
-            assert len(a.received) == 2 and get_state(router, a) == ("healthy", "open")
-            assert f'breaker_open{{instance="{a.url}",leg="mono"}} 1.0' in await fetch_metrics(
-                router
-            )
-            end_pause(router, a)
-            answers = await asyncio.gather(*(router.post_chat() for _ in range(6)))
-            assert {answer[0] for answer in answers} == {200}
-            assert len(a.received) == 3 and get_state(router, a)[1] == "open"
-            a.plan.status = 200
-            end_pause(router, a)
-            await asyncio.gather(*(router.post_chat() for _ in range(4)))
-            assert get_state(router, a)[1] == "closed" and len(a.received) >= 4
+    plans, limits = [InstancePlan({}, status=503), InstancePlan({})], {"failures": 2, "pause_s": 30}
+    async with fake_instances.run_routed_instances(plans, **limits) as (router, a, b):
+        for _ in range(8):
+            assert (await router.post_chat())[0] == 200
+        assert len(a.received) == 2 and get_state(router, a) == ("healthy", "open")
+        assert f'breaker_open{{instance="{a.url}",leg="mono"}} 1.0' in await fetch_metrics(router)
+        end_pause(router, a)
+        answers = await asyncio.gather(*(router.post_chat() for _ in range(6)))
+        assert {answer[0] for answer in answers} == {200}
+        assert len(a.received) == 3 and get_state(router, a)[1] == "open"
+        a.plan.status = 200
+        end_pause(router, a)
+        await asyncio.gather(*(router.post_chat() for _ in range(4)))
+        assert get_state(router, a)[1] == "closed" and len(a.received) >= 4
 
 
 async def test_with_every_breaker_open_clients_are_told_to_come_back() -> None:
     """No call is made: 503 in OpenAI's form, with Retry-After."""
-    async with fake_instances.run_instance(InstancePlan({}, status=503)) as one:
-        async with fake_instances.run_router([one.url], failures=2, pause_s=30) as router:
-            for _ in range(2):
-                assert (await router.post_chat())[2] == b'{"error": "no"}'
-            status, headers, body = await router.post_chat()
-            assert (status, headers["Retry-After"], len(one.received)) == (503, "1", 2)
-            assert json.loads(body)["error"]["type"] == "UpstreamError"
-            record = (await router.wait_for_records(3))[-1]
-            assert record.ttft is not None and record.ttft.died == "router.route"
+    plan = InstancePlan({}, status=503)
+    async with run_routed_instances([plan], failures=2, pause_s=30) as (router, one):
+        for _ in range(2):
+            assert (await router.post_chat())[2] == b'{"error": "no"}'
+        status, headers, body = await router.post_chat()
+        assert (status, headers["Retry-After"], len(one.received)) == (503, "1", 2)
+        assert json.loads(body)["error"]["type"] == "UpstreamError"
+        record = (await router.wait_for_records(3))[-1]
+        assert record.ttft is not None and record.ttft.died == "router.route"
 
 
 async def test_streams_that_break_off_open_the_breaker() -> None:
     """Headers alone do not make an instance a good one."""
-    async with fake_instances.run_instance(InstancePlan({}, breaks_stream=True, gap_s=0.05)) as one:
-        async with fake_instances.run_router([one.url], failures=2, pause_s=30) as router:
-            for _ in range(2):
-                with pytest.raises(Exception, match="payload"):
-                    await router.post_chat()
-            await router.wait_for_records(4)
-            assert get_state(router, one)[1] == "open"
+    plan = InstancePlan({}, breaks_stream=True, gap_s=0.05)
+    async with run_routed_instances([plan], failures=2, pause_s=30) as (router, one):
+        for _ in range(2):
+            with pytest.raises(Exception, match="payload"):
+                await router.post_chat()
+        await router.wait_for_records(4)
+        assert get_state(router, one)[1] == "open"
 
 
 def test_an_answer_that_broke_off_is_no_success_where_it_was_tried_again() -> None:
@@ -289,37 +256,37 @@ def test_an_answer_that_broke_off_is_no_success_where_it_was_tried_again() -> No
 
 async def test_a_trial_that_its_client_leaves_is_followed_by_another() -> None:
     """A half-open breaker is not stuck with a request that was cancelled."""
-    async with fake_instances.run_instance(InstancePlan({}, status=503)) as one:
-        async with fake_instances.run_router([one.url], failures=1, pause_s=0.1) as router:
-            await router.post_chat()
-            await wait_until(lambda: get_state(router, one)[1] == "half-open")
-            one.plan = InstancePlan({"prefill.compute": 5000})
-            task = asyncio.create_task(router.post_chat())
-            await wait_until(lambda: len(one.received) == 2)
-            assert (await router.post_chat())[0] == 503
-            task.cancel()
-            await router.wait_for_records(3)
-            one.plan = InstancePlan({})
-            assert (await router.post_chat())[0] == 200
-            assert get_state(router, one)[1] == "closed"
+    plan = InstancePlan({}, status=503)
+    async with run_routed_instances([plan], failures=1, pause_s=0.1) as (router, one):
+        await router.post_chat()
+        await wait_until(lambda: get_state(router, one)[1] == "half-open")
+        one.plan = InstancePlan({"prefill.compute": 5000})
+        task = asyncio.create_task(router.post_chat())
+        await wait_until(lambda: len(one.received) == 2)
+        assert (await router.post_chat())[0] == 503
+        task.cancel()
+        await router.wait_for_records(3)
+        one.plan = InstancePlan({})
+        assert (await router.post_chat())[0] == 200
+        assert get_state(router, one)[1] == "closed"
 
 
 async def test_a_request_from_before_does_not_end_a_trial() -> None:
     """A stream that began before the breaker opened ends during the trial: still one request only."""
-    async with fake_instances.run_instance(InstancePlan({}, gap_s=0.3)) as one:
-        async with fake_instances.run_router([one.url], failures=1, pause_s=0.1) as router:
-            old = asyncio.create_task(router.post_chat())
-            await wait_until(lambda: len(one.received) == 1)
-            one.plan = InstancePlan({}, status=503)
-            assert (await router.post_chat())[0] == 503
-            await wait_until(lambda: get_state(router, one)[1] == "half-open")
-            one.plan = InstancePlan({"prefill.compute": 5000})
-            trial = asyncio.create_task(router.post_chat())
-            await wait_until(lambda: len(one.received) == 3)
-            assert not old.done() and (await old)[0] == 200
-            assert (await router.post_chat())[0] == 503 and len(one.received) == 3
-            trial.cancel()
-            await asyncio.gather(trial, return_exceptions=True)
+    plan = InstancePlan({}, gap_s=0.3)
+    async with run_routed_instances([plan], failures=1, pause_s=0.1) as (router, one):
+        old = asyncio.create_task(router.post_chat())
+        await wait_until(lambda: len(one.received) == 1)
+        one.plan = InstancePlan({}, status=503)
+        assert (await router.post_chat())[0] == 503
+        await wait_until(lambda: get_state(router, one)[1] == "half-open")
+        one.plan = InstancePlan({"prefill.compute": 5000})
+        trial = asyncio.create_task(router.post_chat())
+        await wait_until(lambda: len(one.received) == 3)
+        assert not old.done() and (await old)[0] == 200
+        assert (await router.post_chat())[0] == 503 and len(one.received) == 3
+        trial.cancel()
+        await asyncio.gather(trial, return_exceptions=True)
 
 
 async def test_nothing_stays_in_flight() -> None:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
 import pytest
 
+from lab.certificates import make_certificate
 from ttft_otel.model.stages import MONO
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import parse_instance_url
@@ -20,7 +20,6 @@ from ttft_otel.router.upstream.connection_pool import ConnectionPool
 from ttft_otel.router.upstream.instance_connection import PIECE_BYTES
 
 BODY = (b"[", b"z" * (5 * PIECE_BYTES + 17), b"]")
-LENGTH = sum(map(len, BODY))
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"
 REFUSED = b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno"
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -29,13 +28,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A certificate for 127.0.0.1 that signs itself, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    paths = folder / "cert.pem", folder / "key.pem"
-    words = ("-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=127.0.0.1")
-    names = ("-addext", "subjectAltName=IP:127.0.0.1")
-    out = ("-out", str(paths[0]), "-keyout", str(paths[1]))
-    subprocess.run(("openssl", "req", *words, *names, *out), check=True, capture_output=True)
-    return paths
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 @contextlib.asynccontextmanager

@@ -184,5 +184,4 @@ async def test_lost_client(other_host: OtherHost, is_streaming: bool) -> None:
             assert not received.cancelled_us
 
             other_host.cut_cable()
-            while not received.cancelled_us:
-                await asyncio.sleep(0.01)
+            await fake_instances.wait_until(lambda: received.cancelled_us)

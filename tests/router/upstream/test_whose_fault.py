@@ -120,8 +120,7 @@ async def test_what_counts(row: FailureRow, monkeypatch: pytest.MonkeyPatch) -> 
         await asyncio.wait([task])
         if row.fault == "closes kept connections":
             await router.post_chat("a")
-        while router.app.admission.requests_under_way:
-            await asyncio.sleep(0.01)
+        await fake_instances.wait_until(lambda: not router.app.admission.requests_under_way)
         assert instance.breaker.state == ("open" if row.counts else "closed")
         if not row.counts:
             assert (instance.state, instance.breaker.consecutive_failures) == ("healthy", 0)
@@ -213,8 +212,7 @@ async def test_a_breaker_that_closes_is_no_warning(caplog: pytest.LogCaptureFixt
         ):
             await router.post_chat()
             (instance,) = router.fleet
-            while instance.breaker.state != "half-open":
-                await asyncio.sleep(0.01)
+            await fake_instances.wait_until(lambda: instance.breaker.state == "half-open")
             one.plan = InstancePlan({})
             assert (await router.post_chat())[0] == 200
     (closed,) = [each for each in caplog.records if "circuit breaker closed" in each.getMessage()]

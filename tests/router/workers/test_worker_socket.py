@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from router.fake_instances import wait_until
 from ttft_otel.router.workers.messages import Answer, Message, Question, decode_frame
 from ttft_otel.router.workers.worker_socket import WorkerSocket, build_path
 
@@ -46,8 +47,7 @@ async def test_messages_arrive_in_order(tmp_path: Path) -> None:
         sent: list[Message] = [Answer(number) for number in range(200)]
         for message in sent:
             sockets[0].send([message], [1, 2])
-        while len(list_messages(received[1])) < 200 or len(list_messages(received[2])) < 200:
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: all(len(list_messages(each)) >= 200 for each in received[1:]))
         assert list_messages(received[1]) == list_messages(received[2]) == sent
         assert not received[0]
 
@@ -86,8 +86,7 @@ async def test_nobody_waits_for_a_worker_that_is_gone(tmp_path: Path) -> None:
         sockets[0].send([Question(0, "load")], [1])
         sockets[1].open()
         sockets[0].send([Question(0, "load")], [1])
-        while not received[1]:
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: received[1])
         assert len(received[1]) == 1
         assert not sockets[0].lost
 
@@ -100,5 +99,4 @@ async def test_rubbish_is_skipped(tmp_path: Path) -> None:
             stranger.sendto(b"\xffrubbish", str(build_path(tmp_path, 1)))
         sockets[0].open()
         sockets[0].send([Question(0, "load")], [1])
-        while not received[1]:
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: received[1])
