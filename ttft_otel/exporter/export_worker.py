@@ -65,6 +65,7 @@ def export_records(
     """
     # take_batch() returns [] only when the stream has ended and the queue is empty.
     while batch := record_queue.take_batch(MAX_BATCH_RECORDS, BATCH_WAIT_S):
+        taken = len(batch)
         if metrics is not None:
             batch = _count_measurements(batch, metrics)
         for data in batch:
@@ -78,6 +79,8 @@ def export_records(
                     span_exporter.counters.add("foreign")
         for spans in builder.take_batches():
             span_exporter.export_batch(spans)
+        # Last: what an exporter holds that is killed has to count as lost.
+        span_exporter.counters.add("finished", taken)
         if not span_exporter.is_failing:  # during an outage its one line is enough
             span_exporter.counters.log_losses()
 

@@ -36,7 +36,8 @@ HEALTHY_LIFETIME_S: Final = 60.0  # an exporter that lived this long resets the 
 
 # The exporter's counters, unsigned 64 bit in a memory page shared with its host, so that they survive
 # a killed exporter. `exported` and `failed` count spans, `counted` what metrics counted (a stream twice),
-# `merged` values of them that lost their labels, because there were too many series; the others records.
+# `merged` values of them that lost their labels, because there were too many series; the others records, of
+# which `finished` were exported, or failed.
 SHARED_COUNTERS: Final = (
     "received",
     "foreign",
@@ -45,6 +46,7 @@ SHARED_COUNTERS: Final = (
     "failed",
     "counted",
     "merged",
+    "finished",
 )
 SHARED_LAYOUT: Final = struct.Struct(f"={len(SHARED_COUNTERS)}Q")
 
@@ -61,7 +63,7 @@ _IMPORT_ROOT: Final = Path(__file__).resolve().parents[2]
 class RecordSender:
     """A process's write end of the socket pair, and the exporter behind it.
 
-    Counters: sent; dropped (not sent); lost (sent, but its exporter died before reading); all in
+    Counters: sent; dropped (not sent); lost (its exporter died with them); all in
     records. capacity: bytes of the send buffer that the kernel granted, 0 before the first send.
     """
 
@@ -147,8 +149,9 @@ class RecordSender:
             if self._socket is end:
                 self._socket = None
                 end.close()
-                # Sent minus received; both have counted since the first exporter of this process.
-                self.lost = self.sent - self._read_shared()[0]
+                # Of all exporters of this process: neither finished nor dropped from the full queue.
+                counts = dict(zip(SHARED_COUNTERS, self._read_shared(), strict=True))
+                self.lost = self.sent - counts["finished"] - counts["overflowed"]
         new_end = self._start_exporter()
         try:
             if new_end is not None:
