@@ -39,12 +39,13 @@ def test_what_a_killed_exporter_held_is_counted() -> None:
             sender._next_start_at = 0.0  # as if the last start had been long ago
             for _ in range(RECORDS):
                 assert sender.send(record)
-            wait_until(lambda: sender.get_counts()["received"] == death * RECORDS)
+            due = death * RECORDS
+            wait_until(lambda due=due: sender.get_counts()["received"] == due)
             (victim,) = find_exporters([os.getpid()])
             os.kill(victim, signal.SIGKILL)
             sender._next_start_at = float("inf")
             wait_until(lambda: not sender.send(record))
             counts = sender.get_counts()
             # One more may have been sent until its end of the socket was closed.
-            assert counts["lost"] == counts["sent"] - counts["finished"] >= death * RECORDS
+            assert counts["lost"] == counts["sent"] - counts["finished"] >= due
         sender.close()

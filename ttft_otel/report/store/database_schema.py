@@ -70,6 +70,10 @@ def open_for_writing(path: Path, max_bytes: int) -> tuple[sqlite3.Connection, in
         # Readable for its owner only: it has request IDs and timings. SQLite's -wal and -shm files
         # take over this mode.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        for each in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+            # Somebody has opened it to all: closed again, or refused where it is another user's.
+            if each.exists() and (mode := each.stat().st_mode & 0o777) & 0o007:
+                each.chmod(mode & 0o770)
         # Transactions are begun explicitly; opened here, used by the writer thread.
         connection = sqlite3.connect(
             path, timeout=BUSY_S, isolation_level=None, check_same_thread=False

@@ -7,6 +7,8 @@ stored once.
 
 from __future__ import annotations
 
+import logging
+import os
 import sqlite3
 import threading
 import time
@@ -28,6 +30,8 @@ MAX_TRANSACTION_SPANS: Final = 4096  # spans in one transaction, so that no comm
 # Seconds between two looks for expired traces while nothing arrives.
 RETENTION_INTERVAL_S: Final = 1.0
 RETENTION_TROUBLE: Final = "retention: "  # begins last_error when old traces could not be removed
+
+log: Final = logging.getLogger("ttft_otel")
 
 QueuedBatch = tuple[Sequence[SpanChunk], "Future[int]"]
 
@@ -60,9 +64,7 @@ class SpanStore:
         self.max_bytes = max_bytes
         self.counts: Counter[str] = Counter()
         self.last_error = ""
-        self._connection, self.counts["evicted_traces"] = database_schema.open_for_writing(
-            path, max_bytes
-        )
+        self._open_database()
         self._queue: Queue[QueuedBatch | None] = Queue(MAX_WAITING_BATCHES)
         self._closed = False
         # A daemon: a process that ends without close() must not wait for it.
@@ -70,6 +72,38 @@ class SpanStore:
             target=self._run_writer, name="ttft-otel-store", daemon=True
         )
         self._thread.start()
+
+    def _open_database(self) -> None:
+        self._connection, evicted = database_schema.open_for_writing(self.path, self.max_bytes)
+        self._file_id = self._read_file_id()
+        self.counts["evicted_traces"] += evicted
+
+    def _read_file_id(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def _follow_file(self) -> bool:
+        """Open the database anew if its file was removed or replaced: nobody would read what is written.
+
+        Returns False while it cannot be opened.
+        """
+        if self._file_id and self._read_file_id() == self._file_id:
+            return True
+        if self._file_id:
+            log.error("ttft-otel serve: %s was removed or replaced: it is opened anew", self.path)
+            self._file_id = None
+            # Before the other is opened, as it removes the old file's -wal and -shm.
+            self._connection.close()
+        try:
+            self._open_database()
+        except database_schema.StoreError as error:
+            self.last_error = str(error)
+            return False
+        self.last_error = ""
+        return True
 
     def add(self, spans: Sequence[StoredSpan]) -> Future[int]:
         """Queue decoded spans; as add_chunks()."""
@@ -110,6 +144,9 @@ class SpanStore:
         wait_s = RETENTION_INTERVAL_S
         while not ended:
             batches, ended = self._take_batches(wait_s)
+            if not self._follow_file():
+                _fail_batches(batches, self.last_error)
+                continue
             with Guard("store"):
                 if batches:
                     self._commit_batches(batches)
