@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import datetime, timezone
 from typing import Any, Final, Literal
 
 import msgspec
@@ -29,7 +32,10 @@ DEFAULT_ADMIN_HOST: Final = "127.0.0.1"
 MAX_ADMIN_BODY_BYTES: Final = 65_536  # bytes of a request body
 OWN_NAMES: Final = CallerRules(DEFAULT_ADMIN_HOST)
 
-log: Final = logging.getLogger("ttft_otel")
+REFUSAL_LOG_PAUSE_S: Final = 1.0
+
+# A line of JSON for each order, which a handler of its own can keep apart.
+audit_log: Final = logging.getLogger("ttft_otel.audit")
 AdminHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -63,6 +69,7 @@ class AdminApi:
         self.routing = routing
         self.token = token
         self.is_loopback_only = is_loopback_only
+        self._refusal_logged_s, self._unlogged = float("-inf"), 0
 
     async def list_instances(self, _: web.Request) -> web.Response:
         """Answer GET: every instance with its state and what routing knows of it."""
@@ -84,19 +91,49 @@ class AdminApi:
             raise RequestRejected(415, "Send application/json.")
         try:
             order = msgspec.json.decode(await request.read(), type=InstanceOrder)
+        except JSON_ERRORS as error:
+            raise RequestRejected(400, str(error)) from error
+        try:
+            instance = self._follow_order(order)
+        except RequestRejected as error:
+            self.audit(request, error.status, order)
+            raise
+        self.audit(request, 200, order)
+        return web.json_response(_describe_instance(instance))
+
+    def _follow_order(self, order: InstanceOrder) -> Instance:
+        try:
             named_instance = types.parse_instance_url(order.url, order.leg)
-        except (*JSON_ERRORS, ValueError) as error:
+        except ValueError as error:
             raise RequestRejected(400, str(error)) from error
         instance = apply_order(self.upstream.pool, order.action, named_instance)
         # After it was done: the other workers follow orders that were not refused here.
         self.upstream.pool.order_listeners.notify(order.action, order.leg, named_instance.url)
-        log.warning(
-            "ttft-otel: operator request on /instances applied: %s %s instance %s",
-            order.action,
-            named_instance.leg,
-            named_instance.url,
-        )
-        return web.json_response(_describe_instance(instance))
+        return instance
+
+    def audit(self, request: web.Request, status: int, order: InstanceOrder | None = None) -> None:
+        """Log who gave which order, when, and what became of it.
+
+        Without an order, who may give none: a line a second at most, and the others are counted in the next.
+        """
+        moment = time.monotonic()
+        if order is None and moment - self._refusal_logged_s < REFUSAL_LOG_PAUSE_S:
+            self._unlogged += 1
+            return
+        entry = {
+            "event": "ttft-otel admin order",
+            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            "client": request.remote,
+            "user_agent": request.headers.get("User-Agent", "")[:128],
+            "token": bool(self.token) and order is not None,
+            "order": order and msgspec.to_builtins(order),
+            "status": status,
+        }
+        if order is None:
+            entry["not_logged"], self._unlogged = self._unlogged, 0
+            self._refusal_logged_s = moment
+        # Escaped, so that no line can be forged.
+        audit_log.warning("%s", json.dumps(entry))
 
     def check_access(self, request: web.Request) -> None:
         """Raise RequestRejected for `request`s without a token, and for DNS rebinding by web pages."""
@@ -132,6 +169,8 @@ async def serve_admin(
             admin.check_access(request)
             return await handler(request)
         except RequestRejected as error:
+            if error.status in (401, 403):
+                admin.audit(request, error.status)
             # The form of the data path, so that clients read one kind of error.
             headers, data = error_responses.render_error(error)
             text = {name.decode(): value.decode() for name, value in headers}
