@@ -54,6 +54,7 @@ _OUTPUT: Final = "vllm.v1.core.sched.output:SchedulerOutput"
 _REQUEST: Final = "vllm.v1.request:Request"
 _ENGINE: Final = "vllm.v1.engine"
 _EC: Final = "vllm.distributed.ec_transfer.ec_connector"
+_KV: Final = "vllm.distributed.kv_transfer.kv_connector.v1"
 _NO_SOURCE: Final = "the sources of media items are wrong or missing"
 _NOT_KEPT: Final = "no span `ttft.ec.kept`, or one that does not end with the fetch"
 
@@ -233,6 +234,36 @@ FIELDS: Final[tuple[VllmField, ...]] = (
         without="`kv.transfer` and how long blocks are kept stay unknown",
         fields={
             "vllm.v1.outputs:KVConnectorOutput": "finished_recving finished_sending kv_connector_stats"
+        },
+    ),
+    *_list_fields(
+        without="`ttft.kv.tokens` is what the connector offered",
+        fields={
+            _REQUEST: "prefill_stats",
+            "vllm.v1.metrics.stats:PrefillStats": "num_external_cached_tokens",
+        },
+    ),
+    *_list_fields(
+        without="of MultiConnector's children neither names nor bytes are known",
+        fields={
+            f"{_KV}.multi_connector:MultiConnector": "_connectors _requests_to_connector",
+            f"{_KV}.metrics:KVConnectorStats": "data",
+        },
+    ),
+    *_list_fields(
+        without="`ttft.kv.source` goes by the connector's class",
+        since="0.32",
+        fields={f"{_KV}.base:KVConnectorBase_V1": "get_external_cache_hit_sources"},
+    ),
+    *_list_fields(
+        without="OffloadingConnector's `ttft.kv.bytes` is absent",
+        since="0.24",
+        fields={
+            "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
+            f"{_KV}.multi_connector:MultiKVConnectorWorkerMetadata": "metadata",
+            f"{_KV}.offloading.common:OffloadingWorkerMetadata": "transfer_stats",
+            f"{_KV}.offloading.common:TransferStats": "load",
+            f"{_KV}.offloading.common:DirectionalTransferStats": "bytes time",
         },
     ),
     *_list_fields(

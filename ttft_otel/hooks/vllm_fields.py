@@ -5,11 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import Any, Final
 
 from ttft_otel.hooks import ec_fields
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
+from ttft_otel.tracing import guard
+
+# Where a connector's blocks are, by how the names of its classes begin; stores may have several tiers.
+KV_SOURCE_BY_CLASS: Final[dict[str, str]] = {
+    "Nixl": "p2p",
+    "MooncakeStore": keys.KV_SOURCE_STORE,
+    "Mooncake": "p2p",
+    "MoRIIO": "p2p",
+    "P2p": "p2p",
+    "Offloading": "host",
+    "SimpleCPUOffload": "host",
+    "LMCache": keys.KV_SOURCE_STORE,
+    "FlexKV": keys.KV_SOURCE_STORE,
+    "HF3FS": keys.KV_SOURCE_STORE,
+    "Example": keys.KV_SOURCE_STORE,
+}
 
 
 class SchedulerFacts:
@@ -24,7 +40,7 @@ class SchedulerFacts:
         self.ec_connector = getattr(scheduler, "ec_connector", None)
         #: The encoder-cache connector can delay requests: without such a method vLLM never sets one aside.
         self.ec_may_wait = can_delay_requests(self.ec_connector)
-        self.has_kv_connector = getattr(scheduler, "connector", None) is not None
+        self.kv_connector = getattr(scheduler, "connector", None)
         #: Tokens per KV block, 0 when unknown.
         self.block_size = int(getattr(scheduler, "block_size", 0) or 0)
         parallel = getattr(config, "parallel_config", None)
@@ -145,6 +161,65 @@ def get_kv_connector_name(config: Any) -> str:
     """Name of the KV connector in `config`; "" without one."""
     transfer = getattr(config, "kv_transfer_config", None)
     return str(getattr(transfer, "kv_connector", None) or "")[:256]
+
+
+def find_child_connector(connector: Any, request_id: str) -> tuple[Any, int]:
+    """MultiConnector's child that fetches a request's blocks, with its index; else `connector` and -1."""
+    children = getattr(connector, "_connectors", ())
+    index = getattr(connector, "_requests_to_connector", {}).get(request_id, -1)
+    return (children[index], index) if 0 <= index < len(children) else (connector, -1)
+
+
+def count_external_tokens(request: Any, offered: int) -> int:
+    """How many tokens of the prompt vLLM takes from a KV connector that has `offered` as many."""
+    taken = getattr(request, "prefill_stats", None)
+    return offered if taken is None else int(getattr(taken, "num_external_cached_tokens", offered))
+
+
+def find_block_source(connector: Any, request: Any, tokens: int) -> tuple[str, str]:
+    """Class of MultiConnector's child with these `tokens` ("" without one), and one of keys.KV_SOURCES."""
+    child, index = find_child_connector(connector, request.request_id)
+    name = type(child).__name__
+    found = {}
+    if ask := getattr(child, "get_external_cache_hit_sources", None):
+        with guard.Guard("kv.source"):  # a connector's own code
+            found = ask(request, tokens)
+    # The farthest of several tiers: that one is waited for longest.
+    words = [word for word in keys.KV_SOURCES if word in {*map(_read_word, found)}]
+    source: str = words[-1] if words else keys.KV_SOURCE_UNKNOWN
+    if source == keys.KV_SOURCE_UNKNOWN:  # older releases and connectors that do not tell
+        known = (word for start, word in KV_SOURCE_BY_CLASS.items() if name.startswith(start))
+        source = next(known, source)
+    return (name[:256] if index >= 0 else ""), source
+
+
+def _read_word(value: Any) -> str:
+    return str(getattr(value, "value", value))  # of vLLM's CacheHitSource
+
+
+def list_connector_stats(output: Any) -> dict[str, dict[str, Any]]:
+    """Class of each of MultiConnector's children, "" for another one -> its figures of this step."""
+    stats = getattr(getattr(output, "kv_connector_stats", None), "data", None)
+    if not isinstance(stats, dict):
+        return {}
+    children = {name: getattr(each, "data", None) for name, each in stats.items()}
+    return {k: v for k, v in children.items() if isinstance(v, dict)} or {"": stats}
+
+
+def read_transfer(output: Any, connector: Any, request_id: str) -> list[int]:
+    """Bytes that were fetched for a request, and the longest transfer in microseconds; 0 unknown.
+
+    output: of the step, in which no other request's blocks came.
+    """
+    child, index = find_child_connector(connector, request_id)
+    stats = list_connector_stats(output).get(type(child).__name__ if index >= 0 else "", {})
+    if moved := stats.get("bytes_transferred"):  # NIXL
+        return [int(sum(moved)), int(max(stats.get("transfer_duration", ()), default=0.0) * 1e6)]
+    meta = getattr(output, "kv_connector_worker_meta", None)
+    if index >= 0:
+        meta = getattr(meta, "metadata", {index: None})[index]
+    load = getattr(getattr(meta, "transfer_stats", None), "load", None)  # OffloadingConnector
+    return [int(getattr(load, "bytes", 0)), int(getattr(load, "time", 0.0) * 1e6)]
 
 
 def get_ec_connector_name(config: Any) -> str:

@@ -175,6 +175,8 @@ def list_timeline_attributes(timeline: EngineTimeline, clock_error: int = 0) -> 
     if details.blocks:
         values = zip(KV_ATTRIBUTES, details.blocks, strict=False)
         attributes |= {name: value for name, value in values if value}
+        if details.source in keys.KV_SOURCES:
+            attributes[keys.KV_SOURCE] = details.source
     if details.truncated:
         attributes[keys.TRUNCATED] = True
     if clock_error:

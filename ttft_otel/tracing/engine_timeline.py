@@ -56,6 +56,9 @@ class EngineDetails(msgspec.Struct, array_like=True, gc=False):
     #: Whose work held the queue up longest: microseconds, tokens, kind (position in
     #: stages.HOLDING_KINDS), request ID, traceparent ("" without).
     holders: list[tuple[int, int, int, str, str]] = []
+    #: Where its KV blocks came from (keys.KV_SOURCES), and MultiConnector's child that had them.
+    source: str = ""
+    connector: str = ""
 
 
 _NO_DETAILS: Final = EngineDetails()

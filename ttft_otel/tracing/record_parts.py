@@ -263,7 +263,7 @@ def _list_ttft_attributes(trace: RequestTrace) -> Attributes:
     attributes[keys.STREAMING] = trace.streamed
     details = timeline.read_details()
     if details.blocks and identity.kv_connector:
-        attributes[keys.KV_CONNECTOR] = identity.kv_connector
+        attributes[keys.KV_CONNECTOR] = details.connector or identity.kv_connector
     if details.holders_lost and details.holders:
         attributes[keys.HELD_BY_TRUNCATED] = True
     if details.media:

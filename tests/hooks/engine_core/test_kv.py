@@ -18,9 +18,11 @@ from ttft_otel.hooks.engine_core import kv
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.model.breakdown import CODE_FORWARD, CODE_KV_TRANSFER, LOST_AFTER, LOST_BEFORE
 from ttft_otel.model.names import header_names, keys
-from ttft_otel.tracing import carrier
+from ttft_otel.tracing import carrier, context, record_parts, settings
 from ttft_otel.tracing import clock as clocks
 from ttft_otel.tracing.carrier import KeptBlocks, decode_answer, list_timeline_attributes
+from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing.request_trace import RequestTrace
 
 STEP = (clocks.get_boot_number(), 5000, 0, CODE_FORWARD, 3000, 4000)
 LOAD_US, SAVE_US = 400, 300
@@ -53,7 +55,7 @@ class FakeKvConnector:
 
 
 def make_connector_output(
-    came: tuple[str, ...] = (), fetched: tuple[str, ...] = (), **figures: list[float]
+    came: tuple[str, ...] = (), fetched: tuple[str, ...] = (), **figures: Any
 ) -> Any:
     """A KVConnectorOutput."""
     stats = SimpleNamespace(data=figures) if figures else None
@@ -115,6 +117,83 @@ def test_wait(kv_core: Any, clock: testing.FakeClock) -> None:
     attributes = list_timeline_attributes(timeline)
     assert (attributes[keys.KV_TOKENS], attributes[keys.KV_BLOCKS]) == (39, 3)
     assert (attributes[keys.KV_BYTES], attributes[keys.KV_MOVE_US]) == (128, 3000)
+
+
+class NixlPullConnector(FakeKvConnector):
+    """A child that fetches from another instance; of an older vLLM, which asks no connector where from."""
+
+
+class TieringConnector(FakeKvConnector):
+    """A child whose blocks were on this host and on its disk."""
+
+    def get_external_cache_hit_sources(self, request: Any, tokens: int) -> dict[str, int]:
+        """As vLLM asks for its own metrics."""
+        return {"disk": 16, "host": tokens - 16}
+
+
+LOAD = SimpleNamespace(transfer_stats=SimpleNamespace(load=SimpleNamespace(bytes=512, time=0.004)))
+READ = SimpleNamespace(data={"bytes_transferred": [100, 28], "transfer_duration": [0.002, 0.003]})
+
+
+@pytest.mark.parametrize(
+    ("child", "found"),
+    [
+        (0, ("NixlPullConnector", "p2p", 128, 3000)),
+        (1, ("TieringConnector", "disk", 512, 4000)),
+        (-1, ("MultiConnector", "external_unspecified", None, None)),
+    ],
+)
+def test_children(kv_core: Any, child: int, found: tuple[Any, ...]) -> None:
+    """Of MultiConnector the child that has the blocks is told, and what it moved of all that was."""
+    kv_core.connector._connectors = [NixlPullConnector(None), TieringConnector(None)]  # type: ignore[arg-type]
+    kv_core.connector._requests_to_connector = {"a": child} if child >= 0 else {}
+    request = make_request("a", 40)
+    request.prefill_stats = SimpleNamespace(num_external_cached_tokens=32)
+    kv_core.add(request)
+    ask_connector(kv_core, "a", (39, True))
+    output = make_connector_output(("a",), NixlPullConnector=READ, TieringConnector=READ)
+    if child:
+        output.kv_connector_stats = None
+    output.kv_connector_worker_meta = SimpleNamespace(metadata=(None, LOAD))
+    kv_core._update_from_kv_xfer_finished(output)
+    attributes = list_attributes(finish_first_chunk(kv_core, "a")[1])
+
+    assert attributes[keys.KV_TOKENS] == 32  # what vLLM took of what was offered
+    names = (keys.KV_CONNECTOR, keys.KV_SOURCE, keys.KV_BYTES, keys.KV_MOVE_US)
+    assert tuple(map(attributes.get, names)) == found
+
+
+def test_nothing_taken(kv_core: Any) -> None:
+    """Where vLLM's own cache has as much it takes nothing from the connector, and nothing is told of it."""
+    request = make_request("a", 40)
+    request.prefill_stats = SimpleNamespace(num_external_cached_tokens=0)
+    kv_core.add(request)
+    ask_connector(kv_core, "a", (32, False))
+
+    assert not {keys.KV_TOKENS, keys.KV_SOURCE, keys.KV_CONNECTOR} & set(
+        list_attributes(finish_first_chunk(kv_core, "a")[1])
+    )
+
+
+def test_children_expire(kv_core: Any) -> None:
+    """A lease that ran out at MultiConnector's NIXL has expired."""
+    end_request(kv_core, "a", ([1, 2, 3],))
+    over = SimpleNamespace(data={"num_kv_expired_reqs": [1]})
+    kv_core._update_from_kv_xfer_finished(
+        make_connector_output(fetched=("a",), NixlPullConnector=over)
+    )
+    kept = decode_answer(KeptBlocks, CORE.blocks.answer_kept_blocks("a"))
+
+    assert kept is not None and kept.expired
+
+
+def list_attributes(timeline: EngineTimeline) -> dict[str, Any]:
+    """Attributes of the span of a request with this timeline, at a server with MultiConnector."""
+    trace = RequestTrace(0, context.start_context("", "", settings.Settings()), False, False)
+    trace.timeline = timeline
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record_parts.identity, "kv_connector", "MultiConnector")
+        return dict(record_parts._list_ttft_attributes(trace))
 
 
 def test_looking(kv_core: Any, clock: testing.FakeClock) -> None:

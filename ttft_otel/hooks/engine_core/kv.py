@@ -11,6 +11,8 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from typing import Any, Final
 
+from ttft_otel.hooks import vllm_fields
+from ttft_otel.hooks.vllm_fields import SchedulerFacts
 from ttft_otel.hooks.wrap import Patcher
 from ttft_otel.model import breakdown
 from ttft_otel.tracing import clock
@@ -80,21 +82,27 @@ class BlockTransfers:
                 )  # unknown: the caller must not wait any longer
         self.tracked[request_id] = state
 
-    def close_wait(self, timeline: EngineTimeline, request_id: str, block_size: int) -> bool:
+    def close_wait(self, timeline: EngineTimeline, request: Any, facts: SchedulerFacts) -> bool:
         """End the wait for blocks when the first chunk is scheduled.
 
-        block_size: tokens per block, 0 when unknown.
         True when the request may have waited for blocks without a hook that noticed it.
         """
         details = timeline.read_details()
-        if details.blocks and block_size:
-            details.blocks[1] = -(
-                -details.blocks[0] // block_size
-            )  # tokens / block size, rounded up
+        if details.blocks:
+            # The connector offers; vLLM takes none where its own cache has as many.
+            tokens = vllm_fields.count_external_tokens(request, details.blocks[0])
+            details.blocks[0] = tokens
+            if facts.block_size:
+                details.blocks[1] = -(-tokens // facts.block_size)  # rounded up
+            if tokens:
+                found = vllm_fields.find_block_source(facts.kv_connector, request, tokens)
+                details.connector, details.source = found
+            else:
+                details.blocks = []
         lost = bool(timeline.cached) and not self.patcher.is_active("kv.match")
         if details.moving:
             # Loaded inside the step after all, or the hook that sees arrivals is missing.
-            self.tracked.pop(request_id, None)
+            self.tracked.pop(request.request_id, None)
             details.moving = 0
             lost = lost or not self.patcher.is_active("kv.arrive")
         return lost
@@ -107,10 +115,12 @@ class BlockTransfers:
             if isinstance(timeline, EngineTimeline) and (details := timeline.read_details()).moving:
                 details.waits += (breakdown.CODE_KV_TRANSFER, details.moving, clock.now_us())
                 details.moving = 0
-                if (
-                    len(received_ids) == 1 and details.blocks
-                ):  # the connector's figures are per step
-                    details.blocks[2:] = read_transfer_stats(kv_connector_output)
+                # The connector's figures are per step.
+                if len(received_ids) == 1 and details.blocks:
+                    connector = getattr(scheduler, "connector", None)
+                    details.blocks[2:] = vllm_fields.read_transfer(
+                        kv_connector_output, connector, request_id
+                    )
         for request_id in kv_connector_output.finished_sending or ():
             lease = self.tracked.pop(request_id, None)
             if isinstance(lease, KeptBlocks):
@@ -158,21 +168,11 @@ class BlockTransfers:
         return self.asked.setdefault(request_id, Future())
 
 
-def read_transfer_stats(output: Any) -> list[int]:
-    """Bytes transferred, and the longest transfer in microseconds, from a connector's `output`.
-
-    [0, 0] unless the connector reports statistics (NIXL does).
-    """
-    stats = getattr(getattr(output, "kv_connector_stats", None), "data", None)
-    if not isinstance(stats, dict):
-        return [0, 0]
-    longest = max(stats.get("transfer_duration", ()), default=0.0)
-    return [int(sum(stats.get("bytes_transferred", ()))), int(longest * 1e6)]
-
-
 def has_expired(output: Any) -> bool:
     """Whether the leases in `output` expired before the blocks were fetched (NIXL reports that)."""
-    stats = getattr(getattr(output, "kv_connector_stats", None), "data", None)
-    over = stats.get("num_kv_expired_reqs", ()) if isinstance(stats, dict) else ()
+    over = sum(
+        len(data.get("num_kv_expired_reqs", ()))
+        for data in vllm_fields.list_connector_stats(output).values()
+    )
     # The figures are per step: only if all of its leases expired is it known of each.
-    return len(over) >= len(output.finished_sending)
+    return over >= len(output.finished_sending)

@@ -301,9 +301,7 @@ class EngineCoreTracer:
         timeline.chunks = 1
         timeline.own_tokens = own_tokens
         timeline.step_tokens = output.total_num_scheduled_tokens
-        if facts.has_kv_connector and self.blocks.close_wait(
-            timeline, request_id, facts.block_size
-        ):
+        if facts.kv_connector is not None and self.blocks.close_wait(timeline, request, facts):
             timeline.open_details().wait_lost = True
         if getattr(request, "mm_features", None):
             self._open_items(timeline, facts, request)

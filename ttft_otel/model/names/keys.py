@@ -56,6 +56,11 @@ KV_BLOCKS: Final = "ttft.kv.blocks"
 KV_BYTES: Final = "ttft.kv.bytes"
 KV_MOVE_US: Final = "ttft.kv.move_us"
 KV_CONNECTOR: Final = "ttft.kv.connector"
+KV_SOURCE: Final = "ttft.kv.source"  # one of KV_SOURCES
+KV_SOURCE_STORE: Final = "store"
+KV_SOURCE_UNKNOWN: Final = "external_unspecified"
+# vLLM's words (CacheHitSource), but for the store; the farthest last.
+KV_SOURCES: Final = ("device", "host", "p2p", "disk", KV_SOURCE_STORE, KV_SOURCE_UNKNOWN)
 EC_CONNECTOR: Final = "ttft.ec.connector"
 EC_ITEMS: Final = "ttft.ec.items"
 EC_BYTES: Final = "ttft.ec.bytes"
