@@ -206,10 +206,6 @@ FIELDS: Final[tuple[VllmField, ...]] = (
         fields={_OUTPUT: "has_sync_kv_loads"},
     ),
     *_list_fields(
-        without="one event more for each step with a traced prompt",
-        fields={"vllm.v1.worker.gpu_model_runner:GPUModelRunner": "speculative_config"},
-    ),
-    *_list_fields(
         without="under load the worker's stages are placed with a larger `ttft.clock_error_us`",
         fields={
             "vllm.v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput": "async_copy_ready_event",

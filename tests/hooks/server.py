@@ -67,6 +67,7 @@ class ServerPlan:
     tokens: int = 5
     finish_reason: str = "stop"
     external_id: str = ""
+    drafts: bool = False  # before its output is ready
 
 
 class FakeRenderer:
@@ -269,9 +270,9 @@ class FakeApiServer:
         timeline = EngineTimeline(added=left + 20, scheduled=left + 50, entered=begin + 550)
         timeline.prompt, timeline.chunks, timeline.complete = 12, 1, True
         timeline.details = EngineDetails(kept=self.plan.kept, media=self.plan.media)
-        timeline.add_step(
-            (clock.get_boot_number(), begin + 506, 0, breakdown.CODE_FORWARD, begin, begin + 500)
-        )
+        step = (clock.get_boot_number(), begin + 506, 0, breakdown.CODE_FORWARD, begin, begin + 500)
+        draft = (carrier.CODE_DRAFT, begin + 510, begin + 530) if self.plan.drafts else ()
+        timeline.add_step(step + draft)
         if self.plan.ends and self.plan.ends != "stop":  # it waited for an encoding that never came
             timeline = EngineTimeline(added=left + 20, details=EngineDetails(asked=left + 50))
         headers = {header_names.CARRIER_KEY: carrier.encode_timeline(timeline)}

@@ -23,8 +23,10 @@ from ttft_otel.tracing.roles import identity
 from ttft_otel.tracing.settings import Settings
 
 
-def test_parts(client: FakeClient, records: testing.MemorySender) -> None:
-    """Tokenizer and processor are parts of preprocess; the way back has three parts of its own."""
+@pytest.mark.parametrize("drafts", [False, True])
+def test_parts(client: FakeClient, records: testing.MemorySender, drafts: bool) -> None:
+    """Tokenizer and processor are parts of preprocess; the way back has parts of its own."""
+    client.server.plan = ServerPlan(drafts=drafts)
     asyncio.run(client.call_server())
     ttft = records.kept[0].ttft
     assert ttft is not None
@@ -33,7 +35,7 @@ def test_parts(client: FakeClient, records: testing.MemorySender) -> None:
     assert parts == {
         "tokenize": 100,
         "multimodal": 50,
-        "collect": 44,
+        **({"draft": 20, "collect": 20} if drafts else {"collect": 44}),
         "transport": 46,
         "detokenize": 4,
     }

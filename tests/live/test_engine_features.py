@@ -122,11 +122,18 @@ def test_each_feature_closes(features: LiveDeployment, kind: str) -> None:
 
 
 def test_drafts_are_used(features: LiveDeployment) -> None:
-    """The server really drafts: what repeats itself is answered by several tokens a step."""
+    """The server really drafts, several tokens a step; on the V1 runner the first token waits for it."""
     before = sum_metric(features, "vllm:spec_decode_num_drafts_total")
-    for kind in ("drafts", "drafts plain"):
-        features.send_request(features.front_url, **KINDS[kind])
+    trace = os.urandom(16).hex()
+    for kind in ("drafts plain", "drafts"):
+        features.send_request(features.front_url, headers=make_parent_header(trace), **KINDS[kind])
+    spans = features.wait_for_trace(
+        trace, lambda got: sum(span["name"] == "ttft" for span in got) == 2
+    )
 
+    by_id = {span["span_id"]: span["name"] for span in spans}
+    above = [by_id[span["parent_id"]] for span in spans if span["name"] == "draft"]
+    assert above == ["output"] * 2
     assert sum_metric(features, "vllm:spec_decode_num_drafts_total") > before
 
 

@@ -26,9 +26,9 @@ def build_connector_hooks(
     """Hooks of both factories, and of the methods of what they create."""
     steps = worker.open_steps
     move_encodings = Hook(
-        before=worker.stamp_transfer_start, after=worker.record_encodings, ready=steps
+        before=worker.stamp_interval_start, after=worker.record_encodings, ready=steps
     )
-    move_blocks = Hook(before=worker.stamp_transfer_start, after=worker.record_blocks, ready=steps)
+    move_blocks = Hook(before=worker.stamp_interval_start, after=worker.record_blocks, ready=steps)
     ec_methods = {
         "transfer.wait": Hook(after=core.record_ec_wait),
         "transfer.place": Hook(after=core.note_allocated),

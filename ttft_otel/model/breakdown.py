@@ -43,6 +43,7 @@ class EngineStep(msgspec.Struct, gc=False):
     pairs: the worker's intervals (code, start, end). taken: the worker began with the step, by the host's
     clock. launched: it had queued the first interval's work for the device; 0 where the work began at once.
     sent: the engine core sent it to the workers, 0 unknown; `taken` where both are one process.
+    draft_start, draft_end: of a drafter that ran before the output was ready.
     """
 
     pairs: list[tuple[int, int, int]]
@@ -51,6 +52,8 @@ class EngineStep(msgspec.Struct, gc=False):
     taken: int = 0
     launched: int = 0
     sent: int = 0
+    draft_start: int = 0
+    draft_end: int = 0
 
 
 class Marks(msgspec.Struct, gc=False):

@@ -304,7 +304,7 @@ UNATTRIBUTED: Final = "unattributed"
 STAGE_PARTS: Final[dict[str, tuple[str, ...]]] = {
     "preprocess": ("media", "tokenize", "multimodal"),
     "dispatch": ("turnaround", "schedule", "previous_step", "ipc", "prepare"),
-    "output": ("collect", "transport", "detokenize"),
+    "output": ("draft", "collect", "transport", "detokenize"),
 }
 
 # Why a scheduling step left a waiting request out, in the order of EngineDetails.reasons. Only

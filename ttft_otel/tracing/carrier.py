@@ -34,6 +34,8 @@ CODE_CLOCK: Final = 0
 CODE_TAKEN: Final = -1
 # Before it: (CODE_SENT, when the engine core sent the step, by its host's clock, 0).
 CODE_SENT: Final = -2
+# No stage, but a part of `output`: (CODE_DRAFT, start, end) of the drafter, before that.
+CODE_DRAFT: Final = -3
 # Beside breakdown.LOST_*: the answer left before the encoder had ended; its interval ends there.
 ENCODER_UNFINISHED: Final = 64
 # Methods that request_arrival.py adds to the engine core, called through vLLM's utility channel: in
@@ -224,7 +226,10 @@ def _decode_step(record: tuple[int, ...]) -> EngineStep:
         _, taken, launched = pairs.pop()
     if pairs and pairs[-1][0] == CODE_SENT:
         _, sent, _ = pairs.pop()
-    return EngineStep(pairs, record[RECORD_SAMPLED], record[RECORD_FLAGS], taken, launched, sent)
+    step = EngineStep(pairs, record[RECORD_SAMPLED], record[RECORD_FLAGS], taken, launched, sent)
+    if pairs and pairs[-1][0] == CODE_DRAFT:
+        _, step.draft_start, step.draft_end = pairs.pop()
+    return step
 
 
 def _decode_clock(record: tuple[int, ...]) -> tuple[int, int]:

@@ -134,6 +134,8 @@ def _shift_core_marks(marks: Marks, offset: int) -> None:
             step.taken and step.taken - offset,
             step.launched and step.launched - offset,
             step.sent and step.sent - offset,
+            step.draft_start and step.draft_start - offset,
+            step.draft_end and step.draft_end - offset,
         )
         for step in marks.steps
     ]

@@ -201,11 +201,12 @@ def fail_trace(trace: RequestTrace, end: int, marks: str = "") -> breakdown.Brea
 
 def _add_engine_parts(trace: RequestTrace, marks: breakdown.Marks) -> None:
     # The last step is the one whose output the first token came with.
-    sampled = marks.steps[-1].sampled if marks.steps else 0
+    step = marks.steps[-1] if marks.steps else breakdown.EngineStep([])
     if marks.foreign or not trace.context.sampled:  # metrics count no parts
         return
     for name, start, end in (
-        ("collect", sampled, marks.entered),
+        ("draft", step.draft_start, step.draft_end),
+        ("collect", step.draft_end or step.sampled, marks.entered),
         ("transport", marks.entered, marks.received),
         ("detokenize", marks.received, marks.output),
     ):

@@ -203,7 +203,8 @@ class AcceleratedRunnerV1(AcceleratedRunner):
     def sample_tokens(self, grammar_output: Any = None) -> Any:
         """R1:4304; R1:4364 drafts, R1:4467 books, R1:4509 saves, R1:4549 starts the copy."""
         self._sample()
-        self.run_drafter()
+        if self.work.drafter_us:
+            self.propose_draft_token_ids()
         self.device.host.work(self.work.bookkeeping_us)
         if not self.asynchronous:  # R1:7195, a copy on the main stream and a wait for it
             self.device.main.queue_work(COPY_US)
@@ -217,6 +218,10 @@ class AcceleratedRunnerV1(AcceleratedRunner):
     def _sample(self) -> None:
         """R1:3437."""
         self.run_sampler()
+
+    def propose_draft_token_ids(self) -> None:
+        """R1:4748."""
+        self.run_drafter()
 
 
 class AcceleratedEncoderRunner:

@@ -2,7 +2,7 @@
 """Fake model runners with the method names of vLLM's V1 and V2, wrapped by the real hooks.
 
 Their work takes known times on a still clock: encoder 300, save 40, preparation 20, forward 1000,
-logits 5, sampler 7 microseconds.
+logits 5, sampler 7, drafter 60 microseconds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from hooks.process import wrap_ec_connector, wrap_methods
 from ttft_otel.testing import FakeClock
 
 ENCODER_US, SAVE_US, PREPARE_US, FORWARD_US, LOGITS_US, SAMPLER_US = 300, 40, 20, 1000, 5, 7
+DRAFTER_US = 60
 EMPTY = SimpleNamespace(req_ids=[])  # vLLM shares one empty output between all its steps
 
 
@@ -112,10 +113,17 @@ class RunnerV1(FakeRunner):
     def sample_tokens(self) -> Any:
         """The second call of a step."""
         self._sample()
+        self.clock.tick(LOGITS_US)
+        if self.speculative_config is not None:
+            self.propose_draft_token_ids()
         return self.make_output()
 
     def _sample(self) -> None:
         self.clock.tick(SAMPLER_US)
+
+    def propose_draft_token_ids(self) -> None:
+        """The drafter."""
+        self.clock.tick(DRAFTER_US)
 
 
 class FakeEncoderRunner:
@@ -171,6 +179,7 @@ def wrap_runner_methods(
         "worker.encoder": "_execute_mm_encoder",
         "worker.forward": "_model_forward",
         "worker.sample": "_sample",
+        "worker.draft": "propose_draft_token_ids",
     }
     for owner, method_by_target in (
         (v1, steps | inner),

@@ -13,6 +13,7 @@ import pytest
 from hooks.fakes import drop_taken
 from hooks.process import HOOKS, PATCHER, WORKER, put_back_classes
 from hooks.worker.runners import (
+    DRAFTER_US,
     EMPTY,
     ENCODER_US,
     FORWARD_US,
@@ -21,6 +22,7 @@ from hooks.worker.runners import (
     SAMPLER_US,
     SAVE_US,
     PendingOutput,
+    RunnerV1,
     connect_ec,
     make_scheduler_output,
     wrap_runner_classes,
@@ -78,6 +80,19 @@ def test_runner_of_another_package(
     assert (f"{__name__}.test_runner_of_another_package.<locals>.Own has an" in caplog.text) == (
         calls == "own"
     )
+
+
+def test_drafter(make_runner: RunnerMaker) -> None:
+    """V1's drafter is part of what follows the sampler; V2's runs once the output has gone."""
+    runner = make_runner()
+    runner.speculative_config = object()
+    record = run_step(runner, make_scheduler_output({"a": 10}))._ttft_record
+    begin = record[carrier.RECORD_SAMPLED] + LOGITS_US
+    entries = [record[at : at + 3] for at in range(carrier.RECORD_INTERVALS, len(record), 3)]
+
+    drafts = [entry for entry in entries if entry[0] == carrier.CODE_DRAFT]
+    is_v1 = isinstance(runner, RunnerV1)
+    assert drafts == [(carrier.CODE_DRAFT, begin, begin + DRAFTER_US)] * is_v1
 
 
 def test_marked(make_runner: RunnerMaker) -> None:

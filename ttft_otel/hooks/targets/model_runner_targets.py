@@ -91,6 +91,16 @@ WORKER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         drop_when=VLLM_EMITS_IT,
     ),
     PatchTarget(
+        # V1 drafts before its output is ready, V2 after it has gone.
+        name="worker.draft",
+        process="worker",
+        places=(TargetPlace(_V1, "GPUModelRunner.propose_draft_token_ids"),),
+        marks="output: the drafter, with speculative decoding",
+        why="runner internals have no events",
+        drop_when=VLLM_EMITS_IT,
+        part=True,
+    ),
+    PatchTarget(
         # execute_model() has returned None: the forward is queued, and sampling follows here.
         name="worker.tokens",
         process="worker",

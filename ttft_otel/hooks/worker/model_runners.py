@@ -55,6 +55,8 @@ class StepStamps(msgspec.Struct, eq=False):
     awaited: int = -1
     #: sample_tokens() has run.
     tokens: bool = False
+    #: Indices of the drafter's start and end.
+    draft: tuple[int, int] | None = None
     #: When the worker took the step, and the engine core sent it, by the host's clock.
     taken: int = 0
     sent: int = 0
@@ -155,6 +157,9 @@ class WorkerTracer:
                 before=self.stamp_forward_start, after=self.record_forward, ready=steps
             ),
             "worker.sample": Hook(after=self.stamp_sampled, ready=steps),
+            "worker.draft": Hook(
+                before=self.stamp_interval_start, after=self.record_draft, ready=steps
+            ),
             "worker.tokens": Hook(after=self.bind_step, ready=steps),
             "worker.output": Hook(
                 before=self.observe_step, after=self.resolve_output, ready=self.bound_steps
@@ -241,6 +246,11 @@ class WorkerTracer:
         """After the sampler: the end of `sample`."""
         self.open_steps[0].sampled = self.open_steps[0].take_stamp()
 
+    def record_draft(self, begin: int | None, result: Any, *args: Any, **kwargs: Any) -> None:
+        """After V1's drafter, which runs before the output is ready; V2's runs after that."""
+        if begin is not None and self.open_steps:
+            self.open_steps[0].draft = begin, self.open_steps[0].take_stamp()
+
     def bind_step(self, _: None, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         """After sample_tokens(): attach the step to its output, because the next step may start first."""
         step = self.open_steps.pop()
@@ -249,9 +259,6 @@ class WorkerTracer:
             return
         step.awaited = step.sampled  # V2 starts the copy before its drafter
         if hasattr(runner, "_model_forward"):  # V1 after it, and after the saves that wait for it
-            drafter = getattr(runner, "speculative_config", runner)
-            if drafter is not None and hasattr(result, "get_output"):
-                step.take_stamp()
             step.awaited = -1
         self._attach_step(result, step)
 
@@ -319,6 +326,9 @@ class WorkerTracer:
                 continue
             seen_codes.add(code)
             flat += (code, begin, end)
+        if step.draft is not None:
+            begin, end = (placement.places[index] for index in step.draft)
+            flat += (carrier.CODE_DRAFT, begin, end) if begin and end else ()
         flat += (carrier.CODE_SENT, step.sent, 0)
         if step.clock.kind == clock.CLOCK_HOST:
             flat += (carrier.CODE_TAKEN, step.taken, 0)
@@ -364,8 +374,8 @@ class WorkerTracer:
 
     # Connectors, on the worker's side: loads and saves inside a step.
 
-    def stamp_transfer_start(self, *args: Any, **kwargs: Any) -> int:
-        """Before a load or a save: index of the stamp."""
+    def stamp_interval_start(self, *args: Any, **kwargs: Any) -> int:
+        """Before a load, a save or the drafter: index of the stamp."""
         return self.open_steps[0].take_stamp()
 
     def stamp_flush_start(self, *args: Any, **kwargs: Any) -> int | None:
