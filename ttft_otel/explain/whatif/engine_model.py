@@ -39,7 +39,7 @@ class EngineLimits:
     shares_blocks: bool = False  #: requests share some, nobody knows how many: then all have enough
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class QueuedPrompt:
     """One request at one engine. Times are microseconds of the simulation."""
 
@@ -92,6 +92,7 @@ class Step:
     decodes: int  #: requests that generate one token
     tokens: int = 0  #: of both together
     pairs: int = 0  #: of tokens that attention compares
+    contexts: int = 0  #: tokens that its decodes read
     items: int = 0  #: media items to encode
     completed: list[QueuedPrompt] = field(default_factory=list)  #: prompts whose last part this is
 
@@ -308,6 +309,9 @@ class EngineModel:
         left = self.limits.max_batched_tokens - self.decoding
         has_room = self.memory.make_room(number, self._incomplete, left, self._preempt)
         step = Step(number, now, [], self.decoding, self.decoding)
+        step.contexts = self.kv_tokens
+        if self._incomplete is not None:
+            step.contexts -= self._incomplete.context + self._incomplete.computed
         left = self.limits.max_batched_tokens - self.decoding
         if self._incomplete is not None and left > 0:
             left -= self._take_chunk(step, self._incomplete, left)

@@ -1,36 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learn from a recorded window how long an engine's steps take. Pure; needs numpy.
 
-Input: EngineVisits of replay_facts.py. Output: StepTimes, by which engine_model.py runs its steps.
+Input: EngineVisits of replay_facts.py, and their steps' work by step_work.py. Output: StepTimes, by which
+engine_model.py runs its steps.
 
-A forward pass takes a + b * tokens of the step + d * attention pairs of its prompts. What `prefill.compute`
-measures is the whole step's, and `ttft.prefill.step_tokens` has all of its tokens, so that each traced
-prompt is a sample. Least squares with non-negative coefficients, relative errors, and Huber's weights: a
-step that something else has delayed must not bend the line. What the line leaves over is drawn from samples
-of the same part of the window: what slows a machine down lasts for a while.
+A forward pass takes what the columns of WORK cost, and more for tokens beyond a knee: up to it, reading the
+weights decides. Least squares with non-negative coefficients, relative errors, and Huber's weights: a step
+that something else has delayed must not bend the line. Each instance has a speed, which is no part of the
+line. What these leave over is drawn from samples of the same part of the window: what slows a machine down
+lasts for a while. Times in which an engine's process did not run at all are kept as such.
 """
 
 from __future__ import annotations
 
 import random
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, Final
+from math import exp, hypot
+from statistics import median_low
+from typing import Final
 
 import numpy
 
 from ttft_otel.explain.whatif.engine_model import Step, StepLength
 from ttft_otel.explain.whatif.replay_facts import EngineVisit
+from ttft_otel.explain.whatif.step_work import Array, WorkSamples, collect_work
 
-Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
-
+# Tokens of a step; the one with which the line fits best. 0: a straight line.
+KNEES: Final = (0, 64, 128, 256, 512)
+MIN_GAIN: Final = 0.98  # of the straight line's error; a knee that gains less is none
 ERROR_FLOOR_US: Final = 500.0  # below it, relative errors of short steps would count for nothing
 # In standard deviations: 95 % as good as least squares where errors are normal.
 HUBER: Final = 1.345
-ROUNDS: Final = 12  # of reweighting; the weights have settled by then
+ROUNDS: Final = 8  # of reweighting; the weights have settled by then
 MAX_RATIO: Final = 3.0  # of a measured step to the line; what is beyond it counts as this
+MIN_PAUSE_US: Final = 100_000  # beyond MAX_RATIO times a step's length
 # Of `dispatch` and `sample`: MAX_RATIO times that is the most that counts.
 USUAL_SHARE: Final = 0.95
 NEAR_SAMPLES: Final = 8  # of the same part of the window, from which a step's noise is drawn
@@ -41,66 +47,84 @@ MAX_WAKE_US: Final = 2000  # of an engine that is idle; a longer wait has anothe
 WAKE_SHARE: Final = 0.05  # the shortest waits are those of prompts that found an idle engine
 # Under async scheduling most of `dispatch` is the rest of another step.
 ASYNC_LEAD_SHARE: Final = 0.1
+# What the line itself may be wrong by, as standard deviations over replays: all steps by a common factor, and
+# those beyond what was seen by a power of how far beyond they are.
+COMMON_ERROR: Final = 0.03
+STRETCH: Final = 0.15
+
+Pauses = Sequence[tuple[int, int]]
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """How long steps take."""
+    """How long the steps of one engine take."""
 
-    forward: tuple[float, float, float]  #: microseconds per pass, token and attention pair
+    forward: tuple[
+        float, ...
+    ]  #: microseconds for each column of WORK, and for a token beyond the knee
+    knee: int
+    seen: tuple[float, float]  #: most tokens of a step, and most that its decodes have read
     encoder: tuple[float, float]  #: per run, and media item
     moments: Sequence[int]  #: when the samples were taken, in order
     ratios: Sequence[float]  #: their passes, relative to the line
-    leads: Sequence[int]  #: their `dispatch`
-    samplings: Sequence[int]  #: their `sample`
+    leads: Sequence[float]  #: their `dispatch`
+    samplings: Sequence[float]  #: their `sample`
     gap_us: int  #: from the sampled token to the next schedule()
     wake_us: int  #: from an arrival at an idle engine to its first schedule()
-    decode_factor: float = 1.0  #: of passes without a prompt
     speed: float = 1.0  #: how much slower than the line this instance is
     pace: float = 1.0  #: times as fast as the recorded window the simulation's clock runs
+    pauses: Pauses = ()  #: begin and end of each, by the simulation's clock
+    stretch: float = 0.0  #: of this replay, see STRETCH
     chance: random.Random | None = None  #: None for steps of mean length, without noise
 
     def measure_step(self, step: Step) -> StepLength:
         """The length of a step that has been composed."""
-        base, per_token, per_pair = self.forward
-        us = base + per_token * step.tokens + per_pair * step.pairs
-        if not step.parts:
-            us *= self.decode_factor
-        near = self._find_near(round(step.scheduled * self.pace))
-        us *= self.speed * self._draw(self.ratios, near, 1.0)
+        prompt, decode, per_token, per_pair, per_context, rounded = self.forward
+        us = prompt if step.parts else decode
+        us += per_token * step.tokens + per_pair * step.pairs + per_context * step.contexts
+        us += rounded * hypot(step.tokens, self.knee)
+        if self.stretch:
+            us *= max(step.tokens / self.seen[0], step.contexts / self.seen[1], 1.0) ** self.stretch
+        at = self._find_sample(round(step.scheduled * self.pace))
+        lead, forward = round(self.leads[at]), round(us * self.speed * self.ratios[at])
         encoder = self.encoder[0] + self.encoder[1] * step.items if step.items else 0.0
-        return StepLength(
-            lead=round(self._draw(self.leads, near, 0)),
-            encoder=round(encoder),
-            forward=round(us),
-            sample=round(self._draw(self.samplings, near, 0)),
-            gap=self.gap_us,
+        for begin, end in self.pauses:
+            if begin < step.scheduled + lead + forward and step.scheduled < end:
+                forward += end - max(begin, step.scheduled)
+        return StepLength(lead, round(encoder), forward, round(self.samplings[at]), self.gap_us)
+
+    def _find_sample(self, moment: int) -> int:
+        """The position of one of the samples that were taken nearest to `moment`."""
+        count = len(self.moments)
+        first = max(
+            min(bisect_left(self.moments, moment) - NEAR_SAMPLES // 2, count - NEAR_SAMPLES), 0
         )
-
-    def _find_near(self, moment: int) -> range:
-        """Positions of the samples that were taken nearest to `moment`."""
-        first = bisect_left(self.moments, moment) - NEAR_SAMPLES // 2
-        first = max(min(first, len(self.moments) - NEAR_SAMPLES), 0)
-        return range(first, min(first + NEAR_SAMPLES, len(self.moments)))
-
-    def _draw(self, values: Sequence[float], near: range, default: float) -> float:
-        if not values:
-            return default
-        # The mean, because queues grow with it; a median would leave out what sometimes takes long.
         if self.chance is None:
-            return sum(values[at] for at in near) / len(near)
-        return values[self.chance.choice(near)]
+            return first
+        return first + int(self.chance.random() * min(NEAR_SAMPLES, count))
+
+    def take_means(self) -> StepTimes:
+        """The same steps without noise: for each sample the mean of those from which one would be drawn.
+
+        The mean, because queues grow with it; a median would leave out what sometimes takes long.
+        """
+        ratios, leads, samplings = (
+            [
+                sum(some[at : at + NEAR_SAMPLES]) / len(some[at : at + NEAR_SAMPLES])
+                for at in range(len(some))
+            ]
+            for some in (self.ratios, self.leads, self.samplings)
+        )
+        return replace(self, ratios=ratios, leads=leads, samplings=samplings, chance=None)
 
     def build_undisturbed(self) -> StepTimes:
         """The same steps as they would be if nothing but their work had made them longer."""
-        if not self.ratios:
-            return self
         return replace(
             self,
             moments=[0],
             ratios=[float(numpy.quantile(self.ratios, QUIET_SHARE))],
-            leads=[int(numpy.median(self.leads))],
-            samplings=[int(numpy.median(self.samplings))],
+            leads=[float(numpy.median(self.leads))],
+            samplings=[float(numpy.median(self.samplings))],
         )
 
 
@@ -109,73 +133,193 @@ class StepFit:
     """What was learned of the engines of one role."""
 
     times: StepTimes
+    instances: Sequence[str]  #: of each sample in `times`
     speeds: Mapping[str, float]  #: by instance
-    seen_tokens: tuple[int, int]  #: fewest and most tokens of a step
-    error: float  #: median relative error of the line
-    knows_gap: bool  #: whether prompts of several chunks show the time between two steps
-    samples: int = 0
-    seen_items: int = 0
-    tokens_vary: bool = True
+    pauses: Mapping[str, Pauses]  #: by instance
+    expected: Array  #: microseconds of each sample's passes
     #: By how much steps differ from what their work takes, on average, relative.
     unexplained: float = 0.0
+    common: float = 1.0  #: times as long as the line says all steps of this replay are
+    stretch: float = 0.0  #: see STRETCH
 
     def build_times(
         self, instance: str, chance: random.Random | None, pace: float = 1.0
     ) -> StepTimes:
-        """The step times of one instance; one that was not recorded is as fast as the others."""
-        speed = self.speeds.get(instance, 1.0)
-        return replace(self.times, speed=speed, pace=pace, chance=chance)
+        """The step times of one instance; one that was not recorded is as fast as most others."""
+        own = [at for at, each in enumerate(self.instances) if each == instance]
+        own = own if len(own) >= NEAR_SAMPLES else list(range(len(self.instances)))
+        times = replace(
+            self.times,
+            moments=[self.times.moments[at] for at in own],
+            ratios=[self.times.ratios[at] for at in own],
+            leads=[self.times.leads[at] for at in own],
+            samplings=[self.times.samplings[at] for at in own],
+            speed=self.speeds.get(instance, 1.0) * self.common,
+            pace=pace,
+            pauses=[
+                (round(begin / pace), round(begin / pace) + end - begin)
+                for begin, end in self.pauses.get(instance, ())
+            ],
+            stretch=self.stretch,
+            chance=chance,
+        )
+        return times if chance is not None else times.take_means()
 
 
-def fit_steps(visits: Sequence[EngineVisit], is_async: bool) -> StepFit:
-    """Learn from the visits at engines of one role; there is at least one."""
-    visits = sorted(visits, key=lambda each: each.arrived)
-    prefills = [each for each in visits if each.stages.get("prefill.compute")]
-    rows = numpy.array([_list_work(each) for each in prefills], dtype=numpy.float64).reshape(-1, 3)
-    lengths = numpy.array([each.stages["prefill.compute"] for each in prefills], numpy.float64)
-    forward = _fit_line(rows, lengths)
-    expected = numpy.maximum(rows @ numpy.array(forward), 1.0)
+class StepSamples:
+    """What a window's visits at engines of one role tell of their steps, for fit_steps().
+
+    budgets: tokens that a step takes, by instance. knows_gap: prompts of several chunks show the time between
+    two steps. seen_tokens: fewest and most of a step.
+    """
+
+    def __init__(
+        self, visits: Sequence[EngineVisit], is_async: bool, budgets: Mapping[str, int]
+    ) -> None:
+        visits = sorted(visits, key=lambda each: each.arrived)
+        prefills = [each for each in visits if each.stages.get("prefill.compute")]
+        self.visits = prefills or visits
+        self.samplings = _clip_rare([each.stages.get("sample", 0) for each in self.visits])
+        gap, self.knows_gap = _find_gap(visits, self.samplings)
+        between = float(numpy.median(self.samplings))
+        leads = _clip_rare([_find_lead(each, gap + round(between)) for each in self.visits])
+        if is_async:
+            # The host works while another step runs.
+            lowest = sorted(leads)[: max(1, round(len(leads) * ASYNC_LEAD_SHARE))]
+            leads = [round(sum(lowest) / len(lowest))] * len(leads)
+            gap, self.knows_gap = 0, True
+        else:
+            between += gap + float(numpy.median(leads))
+        self.leads, self.gap_us, self.wake_us = leads, gap, _find_wake(visits)
+        self.encoder = _fit_encoder(visits)
+        self.seen_items = max((each.step_items for each in visits), default=0)
+        sizes = [each.step_tokens // each.chunks for each in prefills] or [0]
+        self.seen_tokens = min(sizes), max(sizes)
+        self.tokens_vary = max(sizes) > 1.5 * max(min(sizes), 1)
+        self.work = collect_work(prefills, budgets, between)
+        self.pauses: dict[str, list[tuple[int, int]]] = {}
+        self.is_paused = numpy.zeros(len(prefills), bool)
+        self.fit = _fit_samples(self, KNEES)
+        if prefills:
+            self.pauses, self.is_paused = _find_pauses(prefills, self.fit.expected, between)
+            self.fit = _fit_samples(self, KNEES)
+
+
+def fit_steps(samples: StepSamples, chance: random.Random | None = None) -> StepFit:
+    """Learn from all samples, or from a bootstrap draw of them."""
+    if chance is None:
+        return samples.fit
+    fit = _fit_samples(samples, (samples.fit.times.knee,), chance)
+    return replace(fit, common=exp(chance.gauss(0, COMMON_ERROR)), stretch=chance.gauss(0, STRETCH))
+
+
+def _fit_samples(
+    samples: StepSamples, knees: Sequence[int], chance: random.Random | None = None
+) -> StepFit:
+    work, count = samples.work, len(samples.visits)
+    drawn = _draw(range(count), chance)
+    names = [samples.visits[at].instance for at in drawn]
+    if not len(work.lengths):
+        times = _build_times(samples, drawn, (0.0,) * 6, 0, numpy.ones(len(drawn)))
+        return StepFit(times, names, {}, {}, work.lengths)
+    chosen = numpy.array([*drawn, *_draw(range(count, len(work.lengths)), chance)], int)
+    owners, lengths = numpy.array(work.instances)[chosen], work.lengths[chosen]
+    speeds = numpy.ones(len(chosen))
+    by_instance = dict.fromkeys(work.instances, 1.0)
+    if len(by_instance) > 1:
+        # By the line of one of them alone: others' slowness, which comes with more work, must not bend it.
+        usual = max(by_instance, key=lambda each: int((owners == each).sum()))
+        known = _fit_passes(work, chosen[owners == usual], lengths[owners == usual], knees)
+        by_instance = _find_speeds(by_instance, owners, lengths / known.expect(work, chosen))
+        speeds = numpy.array([by_instance[each] for each in owners])
+    passes = _fit_passes(work, chosen, lengths / speeds, knees)
+    expected = (passes.expect(work, chosen) * speeds)[: len(drawn)]
     # One number by itself says nothing of single chunks, so those of several count with their mean.
-    ratios = numpy.clip(lengths / expected, 1 / MAX_RATIO, MAX_RATIO)
-    sampled = prefills or visits
-    samplings = _clip_rare([each.stages.get("sample", 0) for each in sampled])
-    gap, knows_gap = _find_gap(visits, samplings)
-    turn = gap + round(float(numpy.median(samplings)))
-    leads = _clip_rare([_find_lead(each, turn) for each in sampled])
-    if is_async:
-        lowest = sorted(leads)[: max(1, round(len(leads) * ASYNC_LEAD_SHARE))]
-        leads = [round(sum(lowest) / len(lowest))] * len(leads)
-    sizes = [each.step_tokens // each.chunks for each in prefills] or [0]
-    return StepFit(
-        times=StepTimes(
-            forward=forward,
-            encoder=_fit_encoder(visits),
-            moments=[each.arrived for each in sampled],
-            ratios=ratios.tolist(),
-            leads=leads,
-            samplings=samplings,
-            gap_us=0 if is_async else gap,
-            wake_us=_find_wake(visits),
-        ),
-        speeds=_find_speeds(prefills, ratios),
-        seen_tokens=(min(sizes), max(sizes)),
-        error=float(numpy.median(numpy.abs(ratios - 1))) if len(ratios) else 0.0,
-        knows_gap=knows_gap or is_async,
-        samples=len(prefills),
-        seen_items=max((each.step_items for each in visits), default=0),
-        tokens_vary=max(sizes) > 1.5 * max(min(sizes), 1),
-        unexplained=_find_unexplained(lengths, expected, leads, samplings) if prefills else 0.0,
+    ratios = numpy.clip(lengths[: len(drawn)] / expected, 1 / MAX_RATIO, MAX_RATIO)
+    is_paused = samples.is_paused[drawn]
+    ratios[is_paused] = 1.0
+    times = _build_times(samples, drawn, passes.costs, passes.knee, ratios)
+    others = numpy.array(times.leads) + numpy.array(times.samplings)
+    whole = (lengths[: len(drawn)] + others) / (expected + numpy.median(others))
+    whole = numpy.clip(whole[~is_paused], 1 / MAX_RATIO, MAX_RATIO)
+    unexplained = numpy.mean(numpy.abs(whole / numpy.median(whole) - 1)) if len(whole) else 0.0
+    return StepFit(times, names, by_instance, samples.pauses, expected, float(unexplained))
+
+
+def _draw(some: range, chance: random.Random | None) -> list[int]:
+    """A bootstrap draw in order; all of them without `chance`."""
+    return sorted(chance.choices(some, k=len(some))) if chance is not None and some else list(some)
+
+
+def _build_times(
+    samples: StepSamples,
+    drawn: Sequence[int],
+    forward: tuple[float, ...],
+    knee: int,
+    ratios: Array,
+) -> StepTimes:
+    work = samples.work.work[: len(samples.visits)]
+    seen = float((work[:, 4] / work[:, 0]).max()) if len(work) else 0.0
+    usual = float(numpy.median(samples.leads))
+    is_paused = [*samples.is_paused, *[False] * (len(samples.visits) - len(samples.is_paused))]
+    return StepTimes(
+        forward=forward,
+        knee=knee,
+        seen=(max(samples.seen_tokens[1], 1), max(seen, 1.0)),
+        encoder=samples.encoder,
+        moments=[samples.visits[at].arrived for at in drawn],
+        ratios=ratios.tolist(),
+        leads=[usual if is_paused[at] else samples.leads[at] for at in drawn],
+        samplings=[samples.samplings[at] for at in drawn],
+        gap_us=samples.gap_us,
+        wake_us=samples.wake_us,
     )
 
 
-def _find_unexplained(
-    lengths: Array, expected: Array, leads: Sequence[int], samplings: Sequence[int]
-) -> float:
-    """The mean distance of measured steps from what their work takes, as a share of that."""
-    usual = float(numpy.median(leads) + numpy.median(samplings))
-    whole = lengths + numpy.array(leads) + numpy.array(samplings)
-    ratios = numpy.clip(whole / (expected + usual), 1 / MAX_RATIO, MAX_RATIO)
-    return float(numpy.mean(numpy.abs(ratios / numpy.median(ratios) - 1)))
+@dataclass(frozen=True, slots=True)
+class _PassCosts:
+    """The line: its knee, and the costs of the columns."""
+
+    knee: int
+    costs: tuple[float, ...]
+
+    def expect(self, work: WorkSamples, chosen: Array) -> Array:
+        """The lengths of the chosen samples."""
+        lengths: Array = _list_rows(work, chosen, self.knee) @ numpy.array(self.costs)
+        return numpy.maximum(lengths, 1.0)
+
+
+def _list_rows(work: WorkSamples, chosen: Array, knee: int) -> Array:
+    rounded = work.sum_rounded(knee)[chosen] if knee else numpy.zeros(len(chosen))
+    return numpy.column_stack([work.work[chosen], rounded])
+
+
+def _fit_passes(
+    work: WorkSamples, chosen: Array, lengths: Array, knees: Sequence[int]
+) -> _PassCosts:
+    """The line of the chosen samples, with that of `knees` by which it fits best."""
+    fits: list[tuple[float, _PassCosts]] = []
+    is_prompt = chosen < len(work.spans)
+    for knee in knees:
+        costs = _fit_line(_list_rows(work, chosen, knee), lengths)
+        if is_prompt.all():
+            costs = (costs[0], costs[0], *costs[2:])  # no answer tells of passes without a prompt
+        passes = _PassCosts(knee, costs)
+        off = numpy.minimum(numpy.abs(lengths / passes.expect(work, chosen) - 1), 1.0)
+        error = float(off[is_prompt].mean())
+        fits.append((error if is_prompt.all() else error * float(off[~is_prompt].mean()), passes))
+    best = min(fits, key=lambda each: each[0])
+    return (best if best[0] < MIN_GAIN * fits[0][0] else fits[0])[1]
+
+
+def _find_speeds(names: Iterable[str], owners: Array, ratios: Array) -> dict[str, float]:
+    """How much slower than the line each instance is, of its samples' `ratios`; most are as fast as that."""
+    found = {
+        name: float(numpy.median(ratios[owners == name])) if (owners == name).any() else 1.0
+        for name in names
+    }
+    usual = median_low(found.values())
+    return {name: speed / usual for name, speed in found.items()}
 
 
 def _clip_rare(values: Sequence[int]) -> list[int]:
@@ -191,16 +335,48 @@ def _clip_rare(values: Sequence[int]) -> list[int]:
     return [min(each, highest) for each in values]
 
 
-def _list_work(visit: EngineVisit) -> tuple[int, int, int]:
-    """Passes, tokens and attention pairs of the steps of one prompt; of others' prompts no pairs."""
-    pairs = (2 * visit.cached + visit.computed + 1) * visit.computed // 2
-    return visit.chunks, max(visit.step_tokens, visit.computed), pairs
+def _find_pauses(
+    visits: Sequence[EngineVisit], expected: Array, between_us: float
+) -> tuple[dict[str, list[tuple[int, int]]], Array]:
+    """When an engine's process did not run, by instance, and which visits' own steps were longer by that.
+
+    Told by steps that took far longer than their work, and by requests that waited so long for a step's end.
+    """
+    found: dict[str, list[tuple[int, int]]] = {}
+    is_paused = numpy.zeros(len(visits), bool)
+    chunks = numpy.array([each.chunks for each in visits])
+    usual = expected + between_us * chunks
+    longest = MAX_RATIO * float((usual / chunks).max()) + MIN_PAUSE_US
+    for at, each in enumerate(visits):
+        spent = sum(each.stages.get(name, 0) for name in ("dispatch", "prefill.compute", "sample"))
+        waited = each.reasons.get("in_step", 0)
+        if spent > MAX_RATIO * usual[at] + MIN_PAUSE_US:
+            is_paused[at] = True
+            found.setdefault(each.instance, []).append(
+                (each.sampled - round(spent - usual[at]), each.sampled)
+            )
+        elif waited > longest:
+            found.setdefault(each.instance, []).append((each.arrived, each.arrived + waited))
+    for name, pauses in found.items():
+        ends = sorted(each.sampled for each in visits if each.instance == name)
+        # While other prompts are completed the process runs, whatever held this one up.
+        merged: list[tuple[int, int]] = []
+        for begin, end in sorted(pauses):
+            if merged and begin <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(merged[-1][1], end)
+            else:
+                merged.append((begin, end))
+        found[name] = [
+            (begin, end)
+            for begin, end in merged
+            if bisect_left(ends, end - (end - begin) // 10)
+            == bisect_left(ends, begin + (end - begin) // 10)
+        ]
+    return found, is_paused
 
 
-def _fit_line(rows: Array, lengths: Array) -> tuple[float, float, float]:
-    """Non-negative coefficients of the columns of `rows`; zeros where there are no rows."""
-    if not len(rows):
-        return (0.0, 0.0, 0.0)
+def _fit_line(rows: Array, lengths: Array) -> tuple[float, ...]:
+    """Non-negative coefficients of the columns of `rows`."""
     weights = 1 / (lengths + ERROR_FLOOR_US)
     found = numpy.zeros(rows.shape[1])
     for _ in range(ROUNDS):
@@ -211,19 +387,25 @@ def _fit_line(rows: Array, lengths: Array) -> tuple[float, float, float]:
         spread = max(float(numpy.median(off)) * 1.4826, 1e-4)
         weights = numpy.sqrt(numpy.minimum(1.0, HUBER * spread / numpy.maximum(off, 1e-9)))
         weights = weights / expected
-    return (float(found[0]), float(found[1]), float(found[2]))
+    return tuple(float(each) for each in found)
 
 
 def _solve_positive(rows: Array, values: Array) -> Array:
-    """Least squares without negative coefficients: the best of the subsets that have none."""
-    count, best, lowest = rows.shape[1], numpy.zeros(rows.shape[1]), float("inf")
-    for size in range(1, count + 1):
-        for some in combinations(range(count), size):
-            part, *_ = numpy.linalg.lstsq(rows[:, some], values, rcond=None)
-            error = float(((rows[:, some] @ part - values) ** 2).sum())
-            if (part >= 0).all() and error < lowest * (1 - 1e-9):
-                best, lowest = numpy.zeros(count), error
-                best[list(some)] = part
+    """Least squares without negative coefficients: the best of the subsets of columns that have none."""
+    sizes = numpy.sqrt((rows**2).sum(axis=0))
+    used = numpy.flatnonzero(sizes > 0)
+    scaled = rows[:, used] / sizes[used]
+    # A little more than the products themselves: two columns may be the same.
+    products = scaled.T @ scaled + 1e-9 * numpy.eye(len(used))
+    wanted = scaled.T @ values
+    best, highest = numpy.zeros(rows.shape[1]), 0.0
+    for size in range(1, len(used) + 1):
+        for some in map(list, combinations(range(len(used)), size)):
+            part = numpy.linalg.solve(products[numpy.ix_(some, some)], wanted[some])
+            gain = float(part @ wanted[some])  # by which it lowers the squared error
+            if gain > highest * (1 + 1e-9) and (part >= 0).all():
+                best, highest = numpy.zeros(rows.shape[1]), gain
+                best[used[some]] = part / sizes[used[some]]
     return best
 
 
@@ -274,13 +456,3 @@ def _find_wake(visits: Sequence[EngineVisit]) -> int:
         each.stages.get("prefill.queue", 0) + each.stages.get("encoder.queue", 0) for each in visits
     )
     return min(waits[int(len(waits) * WAKE_SHARE)], MAX_WAKE_US)
-
-
-def _find_speeds(prefills: Sequence[EngineVisit], ratios: Array) -> dict[str, float]:
-    """How much slower than the common line each instance is."""
-    by_instance: dict[str, list[float]] = {}
-    for visit, ratio in zip(prefills, ratios, strict=True):
-        by_instance.setdefault(visit.instance, []).append(float(ratio))
-    # Noise is drawn around the common line's median, which is taken off here.
-    middle = float(numpy.median(ratios)) if len(ratios) else 1.0
-    return {name: float(numpy.median(some)) / middle for name, some in by_instance.items()}

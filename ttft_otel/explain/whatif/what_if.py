@@ -17,8 +17,8 @@ from ttft_otel.explain.whatif import what_if_figures, window_check
 from ttft_otel.explain.whatif.engine_model import BLOCK_TOKENS, EngineLimits
 from ttft_otel.explain.whatif.fleet_model import FleetModel, FleetPlan, PlannedEngines
 from ttft_otel.explain.whatif.planned_change import PlannedChange
-from ttft_otel.explain.whatif.replay_facts import EngineVisit, Recording, ReplayRequest
-from ttft_otel.explain.whatif.step_fit import StepFit, fit_steps
+from ttft_otel.explain.whatif.replay_facts import Recording, ReplayRequest
+from ttft_otel.explain.whatif.step_fit import StepSamples, fit_steps
 from ttft_otel.explain.whatif.what_if_figures import (
     TOKEN_TIME,
     TTFT,
@@ -29,7 +29,7 @@ from ttft_otel.explain.whatif.what_if_figures import (
 )
 from ttft_otel.model.names import keys
 
-DECODE_ROUNDS: Final = 3  # of fitting the decode steps to known answers
+PLAIN_EVERY: Final = 2  # so-manieth repetition also replays the unchanged window
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +59,9 @@ class Fleet:
     encoder_names: tuple[str, ...]
     outputs: tuple[int, ...]  #: tokens of each answer, 0 where that is not known
     policy: str
-    decode_factor: float = 1.0
+    samples: StepSamples  #: of the main engines' steps
+    encoder_samples: StepSamples | None
     is_undisturbed: bool = False  #: steps take what their work takes
-
-    @property
-    def main_visits(self) -> list[EngineVisit]:
-        """One visit for each request."""
-        return [each.main for each in self.requests]
-
-    @property
-    def encode_visits(self) -> list[EngineVisit]:
-        """Those at encoder instances."""
-        return [visit for each in self.requests for visit in each.encodes]
 
 
 def _read_limits(settings: Mapping[str, int], given: PlannedChange) -> EngineLimits:
@@ -102,15 +93,14 @@ def predict_change(
     limits = {name: _read_limits(known, given) for name, known in recording.settings.items()}
     window_check.check_window(recording, limits)
     window_check.check_sizes(recording.requests, limits)
-    fleet = _learn_answers(_settle_memory(build_fleet(recording, limits)))
-    fit = fit_steps(fleet.main_visits, is_async(fleet))
-    window_check.check_change(recording, fit, change)
+    fleet, plain = _learn_fleet(build_fleet(recording, limits))
+    fit = fit_steps(fleet.samples)
+    window_check.check_change(recording, fleet.samples, change)
     # Without noise: what is refused does not depend on chance.
-    plain, other = (replay(fleet, each, None, 0) for each in (PlannedChange(), change))
-    window_check.check_replay(recording, plain)
+    other = replay(fleet, change, None, 0)
     warnings = window_check.check_memory(plain, other)
     warnings += window_check.check_outcome(plain, other, fit)
-    notes = window_check.list_notes(fleet.requests, fit, change, fleet.policy)
+    notes = window_check.list_notes(fleet.requests, fleet.samples, change, fleet.policy)
     notes += window_check.list_memory_notes(plain, other)
     timed = what_if_figures.list_timed(fleet.requests)
     replays, changed = [collect(plain, timed)], [collect(other, timed)]
@@ -118,7 +108,8 @@ def predict_change(
     draws = random.Random(seed)
     for number in range(1, repetitions):
         chance = random.Random(draws.random())
-        replays.append(collect(replay(fleet, PlannedChange(), chance, number), timed))
+        if number % PLAIN_EVERY == 0:
+            replays.append(collect(replay(fleet, PlannedChange(), chance, number), timed))
         changed.append(collect(replay(fleet, change, chance, number), timed))
         track(1)
     undisturbed = None
@@ -164,72 +155,53 @@ def collect(model: FleetModel, timed: Sequence[int]) -> dict[str, Array]:
     return what_if_figures.add_replayed(columns, model, timed)
 
 
-def _settle_memory(fleet: Fleet) -> Fleet:
-    """The fleet, whose KV cache is left out where requests share it. Raises CannotTellError."""
-    if not any(each.kv_tokens for each in fleet.limits.values()):
-        return fleet
-    plain = replay(_learn_answers(fleet), PlannedChange(), None, 0)
-    if not window_check.shares_blocks(fleet.requests, plain):
-        return fleet
-    limits = {name: replace(each, shares_blocks=True) for name, each in fleet.limits.items()}
-    return replace(fleet, limits=limits)
+def _learn_fleet(fleet: Fleet) -> tuple[Fleet, FleetModel]:
+    """The fleet with the length of each answer, and its replay. Raises CannotTellError.
+
+    A length that spans do not tell follows from how long the answer ran. The KV cache is left out where
+    requests share it.
+    """
+    learned = fleet
+    plain = replay(fleet, PlannedChange(), None, 0)
+    if not all(fleet.outputs):
+        steps = [each.prompt.decode_steps if each.prompt else 0 for each in plain.replayed]
+        outputs = [count or step + 1 for count, step in zip(fleet.outputs, steps, strict=True)]
+        learned = replace(fleet, outputs=tuple(outputs))
+        plain = replay(learned, PlannedChange(), None, 0)
+    if any(each.kv_tokens and not each.shares_blocks for each in fleet.limits.values()):
+        if window_check.shares_blocks(fleet.requests, plain):
+            limits = {
+                name: replace(each, shares_blocks=True) for name, each in fleet.limits.items()
+            }
+            return _learn_fleet(replace(fleet, limits=limits))
+    return learned, plain
 
 
 def build_fleet(recording: Recording, limits: dict[str, EngineLimits]) -> Fleet:
     """The recorded fleet, of which answers' lengths are known as far as spans have them."""
     requests = recording.requests
-    encoders = sorted({visit.instance for each in requests for visit in each.encodes})
+    encodes = [visit for each in requests for visit in each.encodes]
     policies = [each.policy for each in requests if each.policy]
+    budgets = {name: each.max_batched_tokens for name, each in limits.items()}
+    is_async = any(each.async_scheduling for each in limits.values())
     return Fleet(
         requests=requests,
         limits=limits,
-        encoder_names=tuple(encoders),
+        encoder_names=tuple(sorted({each.instance for each in encodes})),
         outputs=tuple(each.main.output_tokens for each in requests),
         policy=max(set(policies), key=policies.count) if policies else "round_robin",
+        samples=StepSamples([each.main for each in requests], is_async, budgets),
+        encoder_samples=StepSamples(encodes, False, {}) if encodes else None,
     )
-
-
-def is_async(fleet: Fleet) -> bool:
-    """Whether the main engines compose a step while another one runs."""
-    return any(each.async_scheduling for each in fleet.limits.values())
-
-
-def _learn_answers(fleet: Fleet) -> Fleet:
-    """Derive how many tokens each answer had: from how long it ran, by replaying that.
-
-    Where spans have the lengths, or the time between two tokens, the length of decode steps is fitted to
-    these instead.
-    """
-    known = [each > 0 for each in fleet.outputs]
-    timed_only = replace(fleet, outputs=tuple(0 for _ in fleet.outputs))
-    factor = 1.0
-    for _ in range(DECODE_ROUNDS if any(known) else 1):
-        timed_only = replace(timed_only, decode_factor=factor)
-        model = replay(timed_only, PlannedChange(), None, 0)
-        steps = [each.prompt.decode_steps if each.prompt else 0 for each in model.replayed]
-        generated = sum(count - 1 for count in fleet.outputs if count > 0)
-        seen = sum(step for step, is_known in zip(steps, known, strict=True) if is_known)
-        # As many steps as there were tokens have to fit into the recorded times.
-        if generated > 0 and seen > 0:
-            factor *= seen / generated
-    outputs = [count or step + 1 for count, step in zip(fleet.outputs, steps, strict=True)]
-    learned = replace(fleet, outputs=tuple(outputs), decode_factor=factor if any(known) else 1.0)
-    # Better than from whole answers, whose ends are seen late: from the time between two tokens.
-    timed = what_if_figures.list_timed(fleet.requests)
-    for _ in range(DECODE_ROUNDS if timed else 0):
-        model = replay(learned, PlannedChange(), None, 0)
-        factor = learned.decode_factor * what_if_figures.compare_mean(fleet.requests, model, timed)
-        learned = replace(learned, decode_factor=factor)
-    return learned
 
 
 def replay(
     fleet: Fleet, change: PlannedChange, chance: random.Random | None, seed: int
 ) -> FleetModel:
-    """One replay with `change`. chance: draws the requests to learn from, and noise; None for neither."""
-    main = fit_steps(_draw_visits(fleet.main_visits, chance), is_async(fleet))
-    times = main.times.build_undisturbed() if fleet.is_undisturbed else main.times
-    main = replace(main, times=replace(times, decode_factor=fleet.decode_factor))
+    """One replay with `change`. chance: draws the samples to learn from, and noise; None for neither."""
+    main = fit_steps(fleet.samples, chance)
+    if fleet.is_undisturbed:
+        main = replace(main, times=main.times.build_undisturbed(), instances=[""])
     like = next(iter(fleet.limits.values()))
     added = {f"+{number}": like for number in range(1, change.instances + 1)}
     engines = {
@@ -237,9 +209,8 @@ def replay(
         for name, limits in (fleet.limits | added).items()
     }
     encoders: PlannedEngines = {}
-    if fleet.encoder_names:
-        fit = fit_steps(_draw_visits(fleet.encode_visits, chance), False)
-        encoders = _plan_encoders(fleet, fit, change, chance)
+    if fleet.encoder_samples is not None:
+        encoders = _plan_encoders(fleet, fleet.encoder_samples, change, chance)
     is_moved = change.instances or change.policy
     plan = FleetPlan(
         engines=engines,
@@ -254,21 +225,17 @@ def replay(
 
 
 def _plan_encoders(
-    fleet: Fleet, fit: StepFit, change: PlannedChange, chance: random.Random | None
+    fleet: Fleet, samples: StepSamples, change: PlannedChange, chance: random.Random | None
 ) -> PlannedEngines:
     """Encoder engines: a step takes as many items as the window's largest one had, if any had to wait."""
-    is_full = any(each.reasons.get("encoder_budget") for each in fleet.encode_visits)
-    limits = EngineLimits(1 << 20, 1 << 20, max_items=fit.seen_items if is_full else 0)
+    fit = fit_steps(samples, chance)
+    is_full = any(each.reasons.get("encoder_budget") for each in samples.visits)
+    limits = EngineLimits(1 << 20, 1 << 20, max_items=samples.seen_items if is_full else 0)
     added = [f"+{number}" for number in range(1, change.encoders + 1)]
     return {
         name: (limits, fit.build_times(name, chance, change.rate))
         for name in (*fleet.encoder_names, *added)
     }
-
-
-def _draw_visits(visits: list[EngineVisit], chance: random.Random | None) -> list[EngineVisit]:
-    """A bootstrap draw of `visits`; all of them without `chance`."""
-    return visits if chance is None else chance.choices(visits, k=len(visits))
 
 
 def _change_limits(limits: EngineLimits, change: PlannedChange) -> EngineLimits:

@@ -17,8 +17,9 @@ from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.explain.whatif.fleet_model import BLIND_POLICIES, FleetModel
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import RANK_MARK, Recording, ReplayRequest
-from ttft_otel.explain.whatif.step_fit import StepFit
+from ttft_otel.explain.whatif.step_fit import StepFit, StepSamples
 from ttft_otel.explain.window.request_facts import CannotTellError
+from ttft_otel.explain.window.unseen_work import compare_others
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 
@@ -29,10 +30,9 @@ NOTABLE_WAIT: Final = 0.02  # share of all waiting that is for what is not model
 MODELLED_REASONS: Final = frozenset(
     {"in_step", "max_num_seqs", "token_budget", "encoder_budget", "kv_blocks"}
 )
+MAX_UNMODELLED: Final = 0.1  # of all TTFTs, likewise
 MAX_DRAIN: Final = 0.15  # of the window's length, from its last arrival to its last first token
 MAX_GROWTH: Final = 2.0  # of the TTFT, from the first half of the window to its last quarter
-MAX_UNSEEN: Final = 1.5  # of the tokens of others in a step, as recorded to as replayed
-FEW_TOKENS: Final = 4.0
 MAX_EXTRAPOLATION: Final = 4.0  # beyond the concurrency, or the step, that was recorded
 NOTABLE_EXTRAPOLATION: Final = 1.1
 MAX_ERROR: Final = 0.5  # of p50 and p95 of the window itself
@@ -81,7 +81,7 @@ def check_window(recording: Recording, limits: Mapping[str, EngineLimits]) -> No
                 f"them); name them with {' and '.join(missing)}"
             )
     _check_answers(requests)
-    _check_growth([(each.start, each.ttft_us) for each in requests], "the recorded window")
+    _check_load(requests)
 
 
 def _check_answers(requests: Sequence[ReplayRequest]) -> None:
@@ -93,21 +93,42 @@ def _check_answers(requests: Sequence[ReplayRequest]) -> None:
         )
 
 
-def _check_growth(points: Sequence[tuple[int, int]], what: str) -> None:
-    """Refuse a queue that grows to the end. points: (start, TTFT), in the order of arrival."""
+def is_growing(points: Sequence[tuple[int, int]]) -> bool:
+    """Whether a queue grows to the end. points: (start, TTFT), in the order of arrival."""
     start, end = points[0][0], points[-1][0]
     drain = max(begun + ttft for begun, ttft in points) - end
     half, quarter = len(points) // 2, len(points) // 4
     early = sum(ttft for _, ttft in points[:half]) / half
     late = sum(ttft for _, ttft in points[-quarter:]) / quarter
-    if drain > MAX_DRAIN * (end - start) and late > MAX_GROWTH * early:
+    return drain > MAX_DRAIN * (end - start) and late > MAX_GROWTH * early
+
+
+def _check_load(requests: Sequence[ReplayRequest]) -> None:
+    """Refuse windows that lack requests which loaded the engines, and those that waited for what is not modelled."""
+    others = compare_others([each.main for each in requests])
+    if others is not None and others.is_partial:
         raise CannotTellError(
-            f"in {what} more requests arrive than are served: the queue grows until the last one, so "
-            "that a TTFT tells how long the window is and not what a request would wait"
+            f"recorded steps have {others.recorded:.0f} tokens of other requests, the recorded requests "
+            f"account for {others.expected:.0f}: not all requests are traced (OTEL_TRACES_SAMPLER), so that "
+            "the load is not known"
+        )
+    named, other, waited = _sum_unmodelled(requests)
+    if other > MAX_UNMODELLED * sum(each.ttft_us for each in requests):
+        raise CannotTellError(
+            f"{other / waited:.0%} of all waiting is for reasons that are not modelled ({named})"
         )
 
 
-def check_change(recording: Recording, fit: StepFit, change: PlannedChange) -> None:
+def _sum_unmodelled(requests: Sequence[ReplayRequest]) -> tuple[str, int, int]:
+    """Reasons of waiting that are not modelled, their sum, and that of all waiting; microseconds."""
+    waited = Counter[str]()
+    for each in requests:
+        waited.update(each.main.reasons)
+    others = sorted(set(waited) - MODELLED_REASONS)
+    return ", ".join(others), sum(waited[each] for each in others), max(waited.total(), 1)
+
+
+def check_change(recording: Recording, samples: StepSamples, change: PlannedChange) -> None:
     """Refuse changes of which the window's traces say nothing."""
     if change.policy in BLIND_POLICIES:
         raise CannotTellError(
@@ -128,9 +149,9 @@ def check_change(recording: Recording, fit: StepFit, change: PlannedChange) -> N
         )
     if change.instances or change.policy:
         _check_models(recording.requests)
-    if change.max_batched_tokens and not fit.tokens_vary:
+    if change.max_batched_tokens and not samples.tokens_vary:
         raise CannotTellError(
-            f"all recorded steps have {fit.seen_tokens[0]} to {fit.seen_tokens[1]} tokens: what a token "
+            f"all recorded steps have {samples.seen_tokens[0]} to {samples.seen_tokens[1]} tokens: what a token "
             "more costs cannot be told"
         )
 
@@ -148,31 +169,19 @@ def _check_models(requests: Sequence[ReplayRequest]) -> None:
             )
 
 
-def check_replay(recording: Recording, model: FleetModel) -> None:
-    """Refuse where the steps had more work than the recorded requests bring: sampling hides load."""
-    chunks = sum(each.main.chunks for each in recording.requests)
-    sized = [each for each in recording.requests if each.main.step_tokens]
-    others = sum(each.main.step_tokens - each.main.own_tokens for each in sized) / max(chunks, 1)
-    prompts = [each.prompt for each in model.replayed if each.prompt is not None]
-    replayed = sum(each.step_tokens - each.tokens for each in prompts)
-    expected = replayed / max(sum(each.chunks for each in prompts), 1)
-    if others > MAX_UNSEEN * expected + FEW_TOKENS:
-        raise CannotTellError(
-            f"recorded steps have {others:.0f} tokens of other requests, those of the recorded requests "
-            f"alone {expected:.0f}: not all requests are traced (OTEL_TRACES_SAMPLER), so that the load is "
-            "not known"
-        )
-
-
 def check_outcome(plain: FleetModel, other: FleetModel, fit: StepFit) -> list[str]:
     """Refuse predictions far from what was seen; returns warnings of those that leave it."""
-    _check_growth([(each.start, each.ttft_us) for each in other.replayed], "the prediction")
+    if is_growing([(each.start, each.ttft_us) for each in other.replayed]):
+        raise CannotTellError(
+            "in the prediction more requests arrive than are served: the queue grows until the last one, so "
+            "that a TTFT tells how long the window is and not what a request would wait"
+        )
     warnings: list[str] = []
     running = max(each.peak_running for each in other.engines)
     seen = max(each.peak_running for each in plain.engines)
     _check_reach("requests run at once", running, seen, warnings)
     step = max(each.peak_step for each in other.engines)
-    seen_step = max(fit.seen_tokens[1], *(each.peak_step for each in plain.engines))
+    seen_step = max(round(fit.times.seen[0]), *(each.peak_step for each in plain.engines))
     _check_reach("tokens are in a step", step, seen_step, warnings)
     if is_disturbed(fit):
         warnings.append(
@@ -207,7 +216,7 @@ def check_errors(errors: Sequence[float]) -> None:
 
 
 def list_notes(
-    requests: Sequence[ReplayRequest], fit: StepFit, change: PlannedChange, policy: str
+    requests: Sequence[ReplayRequest], samples: StepSamples, change: PlannedChange, policy: str
 ) -> list[str]:
     """What the answer assumes, as sentences."""
     notes = ["Outside of the engines everything takes as long as it did."]
@@ -216,7 +225,7 @@ def list_notes(
             "Traces do not tell the lengths of answers: they are derived from how long requests held "
             "their place."
         )
-    if not fit.knows_gap:
+    if not samples.knows_gap:
         notes.append(
             "No prompt had several chunks: the time between two steps is not known and taken as 0."
         )
@@ -231,14 +240,10 @@ def list_notes(
         notes.append("A prompt has as many cached tokens at every instance as it had where it was.")
     if change.cache_hit:
         notes.append("The additional cached tokens are the same share of each prompt.")
-    waited = Counter[str]()
-    for each in requests:
-        waited.update(each.main.reasons)
-    other = sum(us for reason, us in waited.items() if reason not in MODELLED_REASONS)
-    if other > NOTABLE_WAIT * max(waited.total(), 1):
-        named = ", ".join(sorted(set(waited) - MODELLED_REASONS))
+    named, other, waited = _sum_unmodelled(requests)
+    if other > NOTABLE_WAIT * waited:
         notes.append(
-            f"{other / waited.total():.0%} of all waiting is for reasons that are not modelled ({named})."
+            f"{other / waited:.0%} of all waiting is for reasons that are not modelled ({named})."
         )
     notes.append("Engines are taken as idle when the window begins.")
     return notes

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the steps of recorded requests had to do, and how long they took: samples for step_fit.py. Pure.
+
+Input: EngineVisits. A traced prompt is a sample: `prefill.compute` is its steps' whole length, and
+`ttft.prefill.step_tokens` has all of their tokens. An answer whose time per token is known is one, too. What
+requests beside it add to its steps, contexts that decodes read among them, follows from when they ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy
+
+from ttft_otel.explain.whatif.replay_facts import EngineVisit
+
+Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
+
+# Passes with a prompt, passes without one, their tokens, token pairs that prompts' attention compares, tokens that
+# decodes read.
+WORK: Final = ("prompt", "decode", "token", "pair", "context")
+MAX_ANSWERS: Final = 400  # that are samples, of each instance, evenly over the window
+MIN_STEPS: Final = 8  # of them
+
+
+@dataclass(frozen=True, slots=True)
+class WorkSamples:
+    """Samples of the engines of one role: prompts in the order of the visits, then answers.
+
+    work: a row of WORK for each. spans: of each prompt its full steps, their tokens, and those of its last
+    step. shares: of each answer, which part of each prompt's steps was among its own. decodes: tokens of a step
+    without prompts, likewise.
+    """
+
+    work: Array
+    lengths: Array  #: microseconds of all passes
+    instances: tuple[str, ...]
+    spans: Array
+    shares: Array
+    decodes: Array
+
+    def sum_rounded(self, knee: int) -> Array:
+        """Of each sample, hypot(tokens, knee) of its steps: flat below the knee, and then their tokens."""
+        full, size, last = self.spans.T
+        prompts = full * numpy.hypot(size, knee) + numpy.hypot(last, knee)
+        passes, decodes = self.work[len(prompts) :, 1], self.decodes
+        return numpy.concatenate(
+            [prompts, self.shares @ prompts + passes * numpy.hypot(decodes, knee)]
+        )
+
+
+def collect_work(
+    visits: Sequence[EngineVisit], budgets: Mapping[str, int], between_us: float
+) -> WorkSamples:
+    """The samples of `visits`, which have prompts. budgets: tokens of a step, by instance.
+
+    between_us: what lies between two passes and is not a part of them.
+    """
+    count = len(visits)
+    work, spans = numpy.zeros((count, len(WORK))), numpy.zeros((count, 3))
+    lengths = [float(each.stages["prefill.compute"]) for each in visits]
+    rows, names, shares, decodes = [], [each.instance for each in visits], [], []
+    for name in dict.fromkeys(names):
+        at = numpy.array([number for number, each in enumerate(names) if each == name])
+        some = _Neighbours([visits[number] for number in at], budgets.get(name, 0))
+        work[at], spans[at] = some.list_prompts(), some.spans
+        for number in some.list_answers():
+            row, share, decoded = some.measure_answer(number)
+            decodes.append(decoded)
+            rows.append(row)
+            names.append(name)
+            shares.append(numpy.zeros(count))
+            shares[-1][at] = share
+            lengths.append(
+                max(some.left[number] - some.ended[number] - row[:2].sum() * between_us, 0)
+            )
+    return WorkSamples(
+        numpy.array([*work, *rows]).reshape(-1, len(WORK)),
+        numpy.array(lengths),
+        tuple(names),
+        spans,
+        numpy.array(shares).reshape(len(rows), count),
+        numpy.array(decodes),
+    )
+
+
+class _Neighbours:
+    """The visits at one engine, as columns."""
+
+    def __init__(self, visits: Sequence[EngineVisit], budget: int) -> None:
+        def read(name: str) -> Array:
+            return numpy.array([float(getattr(each, name)) for each in visits])
+
+        self.computed, self.cached, self.chunks = read("computed"), read("cached"), read("chunks")
+        self.tokens = numpy.maximum(read("step_tokens"), self.computed)
+        self.pairs = (2 * self.cached + self.computed + 1) * self.computed / 2
+        self.ended = read("sampled")
+        sample = numpy.array([each.stages.get("sample", 0) for each in visits])
+        compute = numpy.array([each.stages["prefill.compute"] for each in visits])
+        self.begun, self.computed_at = self.ended - sample - compute, self.ended - sample
+        answers, token_us = read("output_tokens"), read("token_us")
+        self.is_timed = (token_us > 0) & (answers > MIN_STEPS) & (read("preemptions") == 0)
+        usual = float(numpy.median(token_us[self.is_timed])) if self.is_timed.any() else 0.0
+        self.left = self.ended + numpy.maximum(read("answer_us"), 0)
+        guessed = (self.left - self.ended) / usual if usual else numpy.zeros(len(visits))
+        self.steps = numpy.where(answers > 0, numpy.maximum(answers - 1, 0), guessed)
+        known = (token_us > 0) & (answers > 0)
+        self.left = numpy.where(known, self.ended + token_us * self.steps, self.left)
+        self.spans = self._list_spans(budget)
+
+    def _list_spans(self, budget: int) -> Array:
+        full, last = self.chunks - 1, self.tokens - (self.chunks - 1) * budget
+        is_full = (0 < last) & (last <= max(budget, 0))
+        mean = self.tokens / self.chunks
+        return numpy.stack(
+            [full, numpy.where(is_full, budget, mean), numpy.where(is_full, last, mean)], axis=1
+        )
+
+    def _read_contexts(self, at: float) -> Array:
+        """Tokens that each has in its context at a moment, whether it decodes then or not."""
+        part = (at - self.ended) / numpy.maximum(self.left - self.ended, 1)
+        return self.cached + self.computed + numpy.clip(part, 0, 1) * self.steps
+
+    def list_prompts(self) -> Array:
+        """The rows of the prompts."""
+        contexts = []
+        for at in (self.begun + self.computed_at) / 2:
+            decoding = (self.ended <= at) & (at < self.left)
+            contexts.append(float(self._read_contexts(at)[decoding].sum()))
+        no = numpy.zeros(len(self.chunks))
+        return numpy.stack(
+            [self.chunks, no, self.tokens, self.pairs, self.chunks * numpy.array(contexts)], axis=1
+        )
+
+    def list_answers(self) -> list[int]:
+        """The numbers of those whose answers are samples."""
+        timed = numpy.flatnonzero(self.is_timed)
+        return [int(each) for each in timed[:: max(1, -(-len(timed) // MAX_ANSWERS))]]
+
+    def measure_answer(self, number: int) -> tuple[Array, Array, float]:
+        """An answer's row, which part of each prompt's steps it was in, and decodes of a step."""
+        begin, end = self.ended[number], self.left[number]
+        low, high = numpy.maximum(self.ended, begin), numpy.minimum(self.left, end)
+        part = numpy.clip((high - low) / numpy.maximum(self.left - self.ended, 1), 0, 1)
+        decoded = part * self.steps
+        # In the middle of what they share; the contexts grow evenly.
+        middle = ((low + high) / 2 - self.ended) / numpy.maximum(self.left - self.ended, 1)
+        contexts = self.cached + self.computed + numpy.clip(middle, 0, 1) * self.steps
+        shared = numpy.minimum(self.computed_at, end) - numpy.maximum(self.begun, begin)
+        part = numpy.clip(shared / numpy.maximum(self.computed_at - self.begun, 1), 0, 1)
+        # Several prompts of a step count as one pass.
+        share = part * numpy.minimum(self.computed / self.tokens, 1)
+        passes = min(float((share * self.chunks).sum()), self.steps[number])
+        row = [
+            passes,
+            self.steps[number] - passes,
+            decoded.sum() + (part * self.computed).sum(),
+            (part * self.pairs).sum(),
+            (decoded * contexts).sum(),
+        ]
+        return numpy.array(row), share, float(decoded.sum() / self.steps[number])
