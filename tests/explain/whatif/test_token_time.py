@@ -37,7 +37,7 @@ def test_token_time() -> None:
 
     assert [each.recorded for each in answer.token_time[::2]] == pytest.approx(before, rel=0.001)
     assert [each.predicted for each in answer.token_time[::2]] == pytest.approx(truth, rel=0.05)
-    assert answer.token_time[2].change == pytest.approx(truth[1] / before[1] - 1, abs=0.05)
+    assert 1 + answer.token_time[2].change == pytest.approx(truth[1] / before[1], rel=0.05)
     assert truth[1] > 1.1 * before[1], "a price that is none would test nothing"
     assert max(abs(each) for each in answer.token_errors) < 0.05
     # Without the spans' word nothing is said.

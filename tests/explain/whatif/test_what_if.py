@@ -28,7 +28,8 @@ from tests.explain.whatif.scheduler_truth import (
 from ttft_otel.explain.whatif.engine_model import EngineLimits, Step
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import ReplayRequest
-from ttft_otel.explain.whatif.step_fit import fit_steps
+from ttft_otel.explain.whatif.step_fit import StepSamples, fit_steps
+from ttft_otel.explain.whatif.step_work import WORK
 from ttft_otel.explain.whatif.what_if_figures import TTFT
 from ttft_otel.explain.window.request_facts import CannotTellError
 
@@ -160,11 +161,12 @@ def test_fit() -> None:
     for number in range(0, len(visits), 10):
         late = {**visits[number].stages, "prefill.compute": 900_000}
         visits[number] = replace(visits[number], stages=late)
-    fit = fit_steps(visits, False)
+    samples = StepSamples(visits, False, {"chat-1": SMALL.max_batched_tokens})
+    fit = fit_steps(samples)
 
-    assert fit.times.forward[0] == pytest.approx(BASE_US, rel=0.05)
-    assert fit.times.forward[1] == pytest.approx(TOKEN_US, rel=0.05)
-    assert fit.times.gap_us == pytest.approx(GAP_US, abs=5) and fit.knows_gap
+    assert fit.times.forward[WORK.index("prompt")] == pytest.approx(BASE_US, rel=0.05)
+    assert fit.times.forward[WORK.index("token")] == pytest.approx(TOKEN_US, rel=0.05)
+    assert fit.times.gap_us == pytest.approx(GAP_US, abs=5) and samples.knows_gap
     assert fit.speeds == {"chat-1": pytest.approx(1.0)}
 
 
@@ -178,7 +180,7 @@ def test_slow_period() -> None:
         else each
         for each in visits
     ]
-    times = fit_steps(slow, False).times
+    times = fit_steps(StepSamples(slow, False, {})).build_times("chat-1", None)
     early, late = (
         times.measure_step(Step(1, middle + shift, [], 0, tokens=100)).forward
         for shift in (-1_000_000, 1_000_000)

@@ -14,7 +14,7 @@ from tests.explain.whatif.scheduler_truth import BASE_US, draw_arrivals
 from ttft_otel.explain.whatif import window_check
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import Recording
-from ttft_otel.explain.whatif.step_fit import fit_steps
+from ttft_otel.explain.whatif.step_fit import StepSamples
 from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.model.names import keys
 
@@ -108,26 +108,26 @@ def spread_requests(recording: Recording, models: str, routers: str = "") -> Rec
 def test_two_models(window: Recording) -> None:
     """An instance serves one model: requests for two are moved nowhere, those for one are."""
     more = PlannedChange(instances=1)
-    fit = fit_steps([each.main for each in window.requests], False)
+    samples = StepSamples([each.main for each in window.requests], False, {})
     with pytest.raises(CannotTellError, match="'a' and 'b'.*--model"):
-        window_check.check_change(spread_requests(window, "ab"), fit, more)
+        window_check.check_change(spread_requests(window, "ab"), samples, more)
     # At a higher rate each stays where it is.
-    window_check.check_change(spread_requests(window, "ab"), fit, PlannedChange(rate=1.1))
-    window_check.check_change(spread_requests(window, "aa"), fit, more)
+    window_check.check_change(spread_requests(window, "ab"), samples, PlannedChange(rate=1.1))
+    window_check.check_change(spread_requests(window, "aa"), samples, more)
     # An adapter has a name of its own, and the same instance.
     adapted = [
         replace(each, model="adapter" if number % 3 else "a")
         for number, each in enumerate(window.requests)
     ]
-    window_check.check_change(replace(window, requests=tuple(adapted)), fit, more)
+    window_check.check_change(replace(window, requests=tuple(adapted)), samples, more)
 
 
 def test_two_routers(window: Recording) -> None:
     """Each router knows its own requests only; that the replay has one router is told."""
     for routers, is_told in (("ab", True), ("aa", False)):
         requests = spread_requests(window, "mm", routers).requests
-        fit = fit_steps([each.main for each in requests], False)
-        notes = window_check.list_notes(requests, fit, PlannedChange(instances=1), "ttft")
+        samples = StepSamples([each.main for each in requests], False, {})
+        notes = window_check.list_notes(requests, samples, PlannedChange(instances=1), "ttft")
         assert any("came through 2 routers" in note for note in notes) == is_told
 
 

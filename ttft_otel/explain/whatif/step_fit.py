@@ -205,12 +205,19 @@ class StepSamples:
             self.fit = _fit_samples(self, KNEES)
 
 
-def fit_steps(samples: StepSamples, chance: random.Random | None = None) -> StepFit:
-    """Learn from all samples, or from a bootstrap draw of them."""
+def fit_steps(
+    samples: StepSamples,
+    chance: random.Random | None = None,
+    misfit: tuple[float, float] = (0.0, 0.0),
+) -> StepFit:
+    """Learn from all samples, or from a bootstrap draw of them.
+
+    misfit: what the line is taken to be wrong by, in units of COMMON_ERROR and STRETCH.
+    """
     if chance is None:
         return samples.fit
     fit = _fit_samples(samples, (samples.fit.times.knee,), chance)
-    return replace(fit, common=exp(chance.gauss(0, COMMON_ERROR)), stretch=chance.gauss(0, STRETCH))
+    return replace(fit, common=exp(COMMON_ERROR * misfit[0]), stretch=STRETCH * misfit[1])
 
 
 def _fit_samples(
@@ -416,7 +423,8 @@ def _fit_encoder(visits: Sequence[EngineVisit]) -> tuple[float, float]:
         return (0.0, 0.0)
     rows = numpy.array([[1, each.step_items, 0] for each in encoded], dtype=numpy.float64)
     lengths = numpy.array([each.stages["encoder.compute"] for each in encoded], numpy.float64)
-    return _fit_line(rows, lengths)[:2]
+    run, item, _ = _fit_line(rows, lengths)
+    return run, item
 
 
 def _find_gap(visits: Sequence[EngineVisit], samplings: Sequence[int]) -> tuple[int, bool]:

@@ -18,8 +18,8 @@ from ttft_otel.explain.whatif.replay_facts import EngineVisit
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 
-# Passes with a prompt, passes without one, their tokens, token pairs that prompts' attention compares, tokens that
-# decodes read.
+# Passes with a prompt, passes without one, their tokens, token pairs that prompts' attention compares, and
+# tokens that decodes read.
 WORK: Final = ("prompt", "decode", "token", "pair", "context")
 MAX_ANSWERS: Final = 400  # that are samples, of each instance, evenly over the window
 MIN_STEPS: Final = 8  # of them
@@ -27,19 +27,14 @@ MIN_STEPS: Final = 8  # of them
 
 @dataclass(frozen=True, slots=True)
 class WorkSamples:
-    """Samples of the engines of one role: prompts in the order of the visits, then answers.
+    """Samples of the engines of one role: prompts in the order of the visits, then answers."""
 
-    work: a row of WORK for each. spans: of each prompt its full steps, their tokens, and those of its last
-    step. shares: of each answer, which part of each prompt's steps was among its own. decodes: tokens of a step
-    without prompts, likewise.
-    """
-
-    work: Array
-    lengths: Array  #: microseconds of all passes
+    work: Array  #: a row of WORK for each
+    lengths: Array  #: microseconds of all its passes
     instances: tuple[str, ...]
-    spans: Array
-    shares: Array
-    decodes: Array
+    spans: Array  #: of each prompt its full steps, their tokens, and those of its last step
+    shares: Array  #: of each answer, which part of each prompt's steps was among its own
+    decodes: Array  #: of each answer, tokens of a step without prompts
 
     def sum_rounded(self, knee: int) -> Array:
         """Of each sample, hypot(tokens, knee) of its steps: flat below the knee, and then their tokens."""
@@ -118,10 +113,11 @@ class _Neighbours:
             [full, numpy.where(is_full, budget, mean), numpy.where(is_full, last, mean)], axis=1
         )
 
-    def _read_contexts(self, at: float) -> Array:
-        """Tokens that each has in its context at a moment, whether it decodes then or not."""
+    def _read_contexts(self, at: float | Array) -> Array:
+        """Tokens in the context of each at a moment, or at one for each, whether it decodes then or not."""
         part = (at - self.ended) / numpy.maximum(self.left - self.ended, 1)
-        return self.cached + self.computed + numpy.clip(part, 0, 1) * self.steps
+        contexts: Array = self.cached + self.computed + numpy.clip(part, 0, 1) * self.steps
+        return contexts
 
     def list_prompts(self) -> Array:
         """The rows of the prompts."""
@@ -145,9 +141,8 @@ class _Neighbours:
         low, high = numpy.maximum(self.ended, begin), numpy.minimum(self.left, end)
         part = numpy.clip((high - low) / numpy.maximum(self.left - self.ended, 1), 0, 1)
         decoded = part * self.steps
-        # In the middle of what they share; the contexts grow evenly.
-        middle = ((low + high) / 2 - self.ended) / numpy.maximum(self.left - self.ended, 1)
-        contexts = self.cached + self.computed + numpy.clip(middle, 0, 1) * self.steps
+        # In the middle of what they share; contexts grow evenly.
+        contexts = self._read_contexts((low + high) / 2)
         shared = numpy.minimum(self.computed_at, end) - numpy.maximum(self.begun, begin)
         part = numpy.clip(shared / numpy.maximum(self.computed_at - self.begun, 1), 0, 1)
         # Several prompts of a step count as one pass.

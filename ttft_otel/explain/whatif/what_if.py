@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Final
 
 from ttft_otel.explain.whatif import what_if_figures, window_check
@@ -106,11 +107,14 @@ def predict_change(
     replays, changed = [collect(plain, timed)], [collect(other, timed)]
     track(1)
     draws = random.Random(seed)
-    for number in range(1, repetitions):
+    # Evenly over their distribution, so that few replays have no chance to be all on one side.
+    levels = [NormalDist().inv_cdf(number / repetitions) for number in range(1, repetitions)]
+    misfits = zip(levels, draws.sample(levels, len(levels)), strict=True)
+    for number, misfit in enumerate(misfits, 1):
         chance = random.Random(draws.random())
         if number % PLAIN_EVERY == 0:
             replays.append(collect(replay(fleet, PlannedChange(), chance, number), timed))
-        changed.append(collect(replay(fleet, change, chance, number), timed))
+        changed.append(collect(replay(fleet, change, chance, number, misfit), timed))
         track(1)
     undisturbed = None
     if window_check.is_disturbed(fit):
@@ -196,10 +200,14 @@ def build_fleet(recording: Recording, limits: dict[str, EngineLimits]) -> Fleet:
 
 
 def replay(
-    fleet: Fleet, change: PlannedChange, chance: random.Random | None, seed: int
+    fleet: Fleet,
+    change: PlannedChange,
+    chance: random.Random | None,
+    seed: int,
+    misfit: tuple[float, float] = (0.0, 0.0),
 ) -> FleetModel:
     """One replay with `change`. chance: draws the samples to learn from, and noise; None for neither."""
-    main = fit_steps(fleet.samples, chance)
+    main = fit_steps(fleet.samples, chance, misfit)
     if fleet.is_undisturbed:
         main = replace(main, times=main.times.build_undisturbed(), instances=[""])
     like = next(iter(fleet.limits.values()))

@@ -112,17 +112,6 @@ def list_timed(requests: Sequence[ReplayRequest]) -> list[int]:
     return timed if len(timed) >= MIN_TIMED else []
 
 
-def compare_mean(
-    requests: Sequence[ReplayRequest], model: FleetModel, timed: Sequence[int]
-) -> float:
-    """The mean recorded time per output token, as a multiple of the replayed one."""
-    replayed = add_replayed({}, model, timed)
-    if TOKEN_TIME not in replayed:
-        return 1.0
-    recorded = add_recorded({}, requests, timed)
-    return float(recorded[TOKEN_TIME].mean() / max(replayed[TOKEN_TIME].mean(), 1.0))
-
-
 def add_recorded(
     columns: dict[str, Array], requests: Sequence[ReplayRequest], timed: Sequence[int]
 ) -> dict[str, Array]:

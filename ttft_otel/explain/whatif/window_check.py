@@ -104,7 +104,7 @@ def is_growing(points: Sequence[tuple[int, int]]) -> bool:
 
 
 def _check_load(requests: Sequence[ReplayRequest]) -> None:
-    """Refuse windows that lack requests which loaded the engines, and those that waited for what is not modelled."""
+    """Refuse windows of which not all load is known, and those that waited for what is not modelled."""
     others = compare_others([each.main for each in requests])
     if others is not None and others.is_partial:
         raise CannotTellError(
@@ -151,8 +151,8 @@ def check_change(recording: Recording, samples: StepSamples, change: PlannedChan
         _check_models(recording.requests)
     if change.max_batched_tokens and not samples.tokens_vary:
         raise CannotTellError(
-            f"all recorded steps have {samples.seen_tokens[0]} to {samples.seen_tokens[1]} tokens: what a token "
-            "more costs cannot be told"
+            f"all recorded steps have {samples.seen_tokens[0]} to {samples.seen_tokens[1]} tokens: what a "
+            "token more costs cannot be told"
         )
 
 
