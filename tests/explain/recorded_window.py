@@ -3,11 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
 
-from tests.explain.whatif.scheduler_truth import STREAM_US, Arrival, Served, run_scheduler
+from tests.explain.whatif.scheduler_truth import (
+    LINEAR,
+    STREAM_US,
+    Arrival,
+    Device,
+    Served,
+    run_scheduler,
+)
 from ttft_otel.explain.whatif import what_if
 from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.explain.whatif.planned_change import PlannedChange
@@ -21,14 +29,17 @@ REPETITIONS = 4
 
 
 def record(
-    arrivals: list[Arrival], limits: EngineLimits, *, tells_answers: bool = False
+    arrivals: list[Arrival],
+    limits: EngineLimits,
+    *,
+    tells_answers: bool = False,
+    devices: Sequence[Device] = (LINEAR,),
 ) -> Recording:
-    """The window as traces would tell it."""
+    """The window as traces would tell it; requests take turns at engines with these devices."""
+    served = serve(arrivals, limits, devices)
     found = [
-        build_request(number, each, one, tells_answers)
-        for number, (each, one) in enumerate(
-            zip(arrivals, run_scheduler(arrivals, limits), strict=True)
-        )
+        build_request(number, each, one, f"chat-{1 + number % len(devices)}", tells_answers)
+        for number, (each, one) in enumerate(zip(arrivals, served, strict=True))
     ]
     reported = {
         keys.ENGINE_MAX_SEQS: limits.max_num_seqs,
@@ -36,11 +47,24 @@ def record(
         keys.ENGINE_ASYNC: int(limits.async_scheduling),
         **({keys.ENGINE_KV_TOKENS: limits.kv_tokens} if limits.kv_tokens else {}),
     }
-    return Recording(tuple(found), {"chat-1": reported}, roles=frozenset({"mono"}))
+    settings = {f"chat-{1 + number}": reported for number in range(len(devices))}
+    return Recording(tuple(found), settings, roles=frozenset({"mono"}))
+
+
+def serve(
+    arrivals: Sequence[Arrival], limits: EngineLimits, devices: Sequence[Device] = (LINEAR,)
+) -> list[Served]:
+    """What becomes of requests that take turns at engines with these devices."""
+    count = len(devices)
+    parts = [
+        run_scheduler(arrivals[number::count], limits, device)
+        for number, device in enumerate(devices)
+    ]
+    return [parts[number % count][number // count] for number in range(len(arrivals))]
 
 
 def build_request(
-    number: int, arrival: Arrival, one: Served, tells_answers: bool = False
+    number: int, arrival: Arrival, one: Served, instance: str, tells_answers: bool = False
 ) -> ReplayRequest:
     stages = {
         "prefill.queue": one.queue,
@@ -50,7 +74,7 @@ def build_request(
         "sample": 0,
     }
     visit = EngineVisit(
-        instance="chat-1",
+        instance=instance,
         role="mono",
         arrived=arrival.at_us,
         computed=arrival.tokens,
@@ -62,7 +86,11 @@ def build_request(
         output_tokens=arrival.answer if tells_answers else 0,
         token_us=(one.end - one.first_token) // (arrival.answer - 1) if tells_answers else 0,
         preemptions=one.preemptions,
-        reasons={"kv_blocks": one.blocked, "in_step": one.queue - one.blocked},
+        reasons={
+            "in_step": one.in_step,
+            "kv_blocks": one.blocked,
+            "max_num_seqs": one.queue - one.in_step - one.blocked,
+        },
         answer_us=one.end - one.first_token,
         after_us=STREAM_US,
     )
@@ -70,15 +98,25 @@ def build_request(
     return ReplayRequest(f"r{number}", arrival.at_us - BEFORE_US, visit, whole)
 
 
-def find_truth(arrivals: list[Arrival], limits: EngineLimits) -> Any:
+def find_truth(
+    arrivals: list[Arrival],
+    limits: EngineLimits,
+    devices: Sequence[Device] = (LINEAR,),
+    shares: Sequence[float] = (0.5, 0.95),
+) -> Any:
     """p50 and p95 of the TTFT that vLLM's Scheduler gives."""
     ttfts = [
         BEFORE_US + one.first_token - each.at_us + STREAM_US
-        for each, one in zip(arrivals, run_scheduler(arrivals, limits), strict=True)
+        for each, one in zip(arrivals, serve(arrivals, limits, devices), strict=True)
     ]
-    return numpy.quantile(ttfts, [0.5, 0.95])
+    return numpy.quantile(ttfts, shares)
 
 
-def predict(recording: Recording, change: PlannedChange, given: PlannedChange | None = None) -> Any:
-    answer = what_if.predict_change(recording, change, given or PlannedChange(), REPETITIONS)
+def predict(
+    recording: Recording,
+    change: PlannedChange,
+    given: PlannedChange | None = None,
+    repetitions: int = REPETITIONS,
+) -> Any:
+    answer = what_if.predict_change(recording, change, given or PlannedChange(), repetitions)
     return answer, [each.predicted for each in answer.figures[TTFT][:2]]

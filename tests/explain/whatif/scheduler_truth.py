@@ -20,6 +20,30 @@ STREAM_US = 200  # from a sampled token to the client
 
 
 @dataclass(frozen=True)
+class Device:
+    """How long a step takes: reading the weights or computing the tokens, and reading contexts."""
+
+    base_us: float = BASE_US  #: of each step
+    floor_us: float = 0  #: reading the weights takes so long, while tokens are computed
+    token_us: float = TOKEN_US
+    context_us: float = 0  #: for each token that decodes read
+    speed: float = 1  #: how many times as long all of that takes
+    pauses: tuple[tuple[int, int], ...] = ()  #: begin and end, in which the process does not run
+
+    def find_end(self, begun: int, tokens: int, contexts: int) -> int:
+        """When a step ends."""
+        work = (self.floor_us**4 + (self.token_us * tokens) ** 4) ** 0.25
+        end = begun + round(self.speed * (self.base_us + work + self.context_us * contexts))
+        for begin, until in self.pauses:
+            if begin < end and begun < until:
+                end += until - max(begin, begun)
+        return end
+
+
+LINEAR = Device()
+
+
+@dataclass(frozen=True)
 class Arrival:
     """A request to come."""
 
@@ -30,9 +54,13 @@ class Arrival:
 
 @dataclass
 class Served:
-    """What became of it; end: of its last step; blocked: that it waited for KV blocks."""
+    """What became of it.
+
+    in_step: until the first schedule() call. end: of its last step. blocked: that it waited for KV blocks.
+    """
 
     queue: int = -1
+    in_step: int = 0
     dispatch: int = 0
     chunks: int = 0
     step_tokens: int = 0
@@ -47,13 +75,17 @@ class Served:
 
 
 def draw_arrivals(
-    seed: int, count: int = 120, mean_gap_us: int = 25_000, answer: tuple[int, int] = (1, 40)
+    seed: int,
+    count: int = 120,
+    mean_gap_us: int = 25_000,
+    answer: tuple[int, int] = (1, 40),
+    sigma: float = 1.2,
 ) -> list[Arrival]:
     """Poisson arrivals of prompts with log-normal lengths."""
     chance, at, arrivals = random.Random(seed), 0, []
     for _ in range(count):
         at += round(chance.expovariate(1 / mean_gap_us))
-        tokens = round(min(chance.lognormvariate(4.5, 1.2), 1500)) + 1
+        tokens = round(min(chance.lognormvariate(4.5, sigma), 1500)) + 1
         arrivals.append(Arrival(at, tokens, chance.randint(*answer)))
     return arrivals
 
@@ -83,14 +115,18 @@ def build_driver(limits: EngineLimits) -> Any:
             real.WrappedScheduler = plain
 
 
-def run_scheduler(arrivals: Sequence[Arrival], limits: EngineLimits) -> tuple[Served, ...]:
+def run_scheduler(
+    arrivals: Sequence[Arrival], limits: EngineLimits, device: Device = LINEAR
+) -> tuple[Served, ...]:
     """What vLLM's Scheduler makes of `arrivals`; the same every time, so several tests share a run."""
-    return _run_scheduler(tuple(arrivals), limits)
+    return _run_scheduler(tuple(arrivals), limits, device)
 
 
 @functools.cache
-def _run_scheduler(arrivals: tuple[Arrival, ...], limits: EngineLimits) -> tuple[Served, ...]:
-    """Run it, in steps of BASE_US and TOKEN_US a token.
+def _run_scheduler(
+    arrivals: tuple[Arrival, ...], limits: EngineLimits, device: Device
+) -> tuple[Served, ...]:
+    """Run it, in steps as long as the device needs.
 
     The loop is that of vLLM's engine core: without async scheduling one step at a time, with it two of
     which one runs; where nothing can be scheduled beside a step, its end is waited for.
@@ -107,6 +143,7 @@ def _run_scheduler(arrivals: tuple[Arrival, ...], limits: EngineLimits) -> tuple
             number, arrival = coming.pop(0)
             built = driver.build(str(number), arrival.tokens, arrival.answer, traced=False)
             scheduler.add_request(built)
+            served[number].in_step = now - arrival.at_us
         for request in blocked:
             served[int(request.request_id)].blocked += now - looked
         output = scheduler.schedule()
@@ -115,10 +152,14 @@ def _run_scheduler(arrivals: tuple[Arrival, ...], limits: EngineLimits) -> tuple
             served[int(each)].preemptions += 1
         if output.total_num_scheduled_tokens:
             steps += 1
-            length = BASE_US + TOKEN_US * output.total_num_scheduled_tokens
             begun = max(now, device_free)
-            device_free = begun + length
             ids, requests = list(output.num_scheduled_tokens), scheduler.requests
+            read = sum(
+                requests[each].num_computed_tokens
+                for each in ids
+                if requests[each].num_output_tokens
+            )
+            device_free = device.find_end(begun, output.total_num_scheduled_tokens, read)
             # vLLM counts them as computed as soon as they are scheduled.
             whole = [
                 requests[each].num_computed_tokens >= requests[each].num_tokens for each in ids

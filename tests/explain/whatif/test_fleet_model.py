@@ -29,7 +29,18 @@ ITEM_US, STEP_US = 100 * MS, 20 * MS
 
 def make_times(forward_us: int, item_us: int) -> StepTimes:
     """Steps of one length, and of one for each item."""
-    return StepTimes((forward_us, 0, 0), (0, item_us), [], [], [], [], gap_us=0, wake_us=0)
+    return StepTimes(
+        forward=(forward_us, forward_us, 0, 0, 0, 0),
+        knee=0,
+        seen=(1, 1),
+        encoder=(0, item_us),
+        moments=[0],
+        ratios=[1.0],
+        leads=[0],
+        samplings=[0],
+        gap_us=0,
+        wake_us=0,
+    )
 
 
 def make_visit(instance: str, role: str, arrived: int, **fields: Any) -> EngineVisit:

@@ -99,8 +99,8 @@ def build_figure(
     other = [float(numpy.quantile(each.get(name, nothing), share)) for each in changed]
     replayed, predicted = float(numpy.median(plain)), float(numpy.median(other))
     low, high = find_interval(other, LEVEL)
-    # What the model misses unchanged it may miss changed, in proportion where the figure grows.
-    miss = abs(replayed - truth) * max(1.0, predicted / replayed if replayed else 1.0)
+    # What the model misses unchanged it misses changed in proportion: it is a part of the engine's stages.
+    miss = abs(replayed - truth) * (predicted / replayed if replayed else 1.0)
     return PredictedFigure(
         truth, replayed, predicted, max(float(low) - miss, 0.0), float(high) + miss
     )
