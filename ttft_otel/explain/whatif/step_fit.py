@@ -59,9 +59,8 @@ Pauses = Sequence[tuple[int, int]]
 class StepTimes:
     """How long the steps of one engine take."""
 
-    forward: tuple[
-        float, ...
-    ]  #: microseconds for each column of WORK, and for a token beyond the knee
+    #: Microseconds for each column of WORK, and for hypot(tokens, knee).
+    forward: tuple[float, ...]
     knee: int
     seen: tuple[float, float]  #: most tokens of a step, and most that its decodes have read
     encoder: tuple[float, float]  #: per run, and media item
@@ -96,9 +95,8 @@ class StepTimes:
     def _find_sample(self, moment: int) -> int:
         """The position of one of the samples that were taken nearest to `moment`."""
         count = len(self.moments)
-        first = max(
-            min(bisect_left(self.moments, moment) - NEAR_SAMPLES // 2, count - NEAR_SAMPLES), 0
-        )
+        middle = bisect_left(self.moments, moment)
+        first = max(min(middle - NEAR_SAMPLES // 2, count - NEAR_SAMPLES), 0)
         if self.chance is None:
             return first
         return first + int(self.chance.random() * min(NEAR_SAMPLES, count))
