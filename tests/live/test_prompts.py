@@ -36,10 +36,9 @@ PIECES = (
     "Hello", " world", "\n", "\n\n", "  ", "\t", "\r\n", "don't", "12345", "a" * 50, "",
     "é", "e\u0301", "\u200b", "\u2028", "日本語", "العربية", "😀👩‍👩‍👧", "🇩🇪",
     *("<|im_end|>", "<|im_start|>", "<|image_pa", "<|endoftext|>", "{{ x }}", "{% if %}"),
-    "x-anthropic-billing-header: cch=1\nrest",
 )  # fmt: skip
 SIDES = ((1, 1), (28, 28), (30, 57), (500, 300), (1024, 768), (3, 400), (2000, 1500))
-ROLES = ("user", "user", "assistant", "tool", "developer", "system")
+ROLES = ("user", "user", "assistant", "tool", "system")
 # Prints all that it gets: what the tiny model's own template leaves out differs too.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m | tojson }}{% if m['content'] is not string %}"
@@ -145,11 +144,6 @@ class RandomRequests:
         """The path and the body of a random request."""
         chat = self.happens(0.7)
         body = self.make_chat() if chat else self.make_completion()
-        # a picture's placeholder cut off is a 500 of vLLM's own
-        if self.happens(0.3) and "image_url" not in json.dumps(body):
-            body["truncate_prompt_tokens"] = self.random.choice((-1, 1, 5, 20, 50))
-            if self.happens(0.6):
-                body["truncation_side"] = self.random.choice(("left", "right"))
         common = {"model": "tiny", "max_tokens": 1, "return_token_ids": True}
         return CHAT if chat else COMPLETION, json.dumps({**common, **body}).encode()
 

@@ -202,7 +202,7 @@ async def test_no_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
     [
         {"prompt": [*range(1, 11)]},
         {"prompt": [[1, 2, 3, 4, 5], [6, 7]]},
-        {"prompt": [*range(1, 11)], "truncate_prompt_tokens": 6, "cache_salt": "s"},
+        {"prompt": [*range(1, 11)], "cache_salt": "s"},
     ],
 )
 async def test_ids_need_no_tokenizer(

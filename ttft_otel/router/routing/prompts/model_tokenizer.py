@@ -7,7 +7,6 @@ engine's. Only the child process (tokenizer_child.py) imports this.
 
 from __future__ import annotations
 
-import inspect
 import json
 from array import array
 from collections import OrderedDict
@@ -40,7 +39,8 @@ _ENGINE_ONLY_MODELS: Final = (
     "kimi_k3",
     "kimi_audio",
 )
-_RESERVED_NAMES: Final = frozenset(("chat_template", "tokenize", "tools", "conversation", "self"))
+# Of apply_chat_template(), which takes the variables of the template beside them.
+_RESERVED_NAMES: Final = ("chat_template", "tokenize", "tools", "conversation", "self")
 MIN_PIECE_CHARS: Final = 2048  # minimum characters per piece
 MAX_CACHE_BYTES: Final = 64 << 20  # bytes of cached token ids
 ENTRY_OVERHEAD_BYTES: Final = 200  # bytes per cached piece besides its ids
@@ -68,9 +68,8 @@ class ModelTokenizer:
         # Nobody would read its warnings: the child's stderr is /dev/null.
         transformers.utils.logging.set_verbosity_error()
         config, _ = transformers.PretrainedConfig.get_config_dict(source)
-        # vLLM's default for generation: truncation keeps the end of a prompt.
         self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-            source, truncation_side="left", trust_remote_code=False
+            source, trust_remote_code=False
         )
         tekken = transformers.utils.cached_file(
             source, "tekken.json", _raise_exceptions_for_missing_entries=False
@@ -81,13 +80,6 @@ class ModelTokenizer:
         processor, self._template = placeholders.load_processor(source, self._tokenizer, config)
         self._counter = placeholders.PlaceholderCounter(processor, config)
         self._encoder = TextEncoder(self._tokenizer, self._find_template(None) or "")
-        # vLLM lets a request set the parameters of `apply_chat_template` itself.
-        self._template_parameters = frozenset(
-            each.name
-            for owner in (self._tokenizer, transformers.PreTrainedTokenizerBase)
-            for each in inspect.signature(owner.apply_chat_template).parameters.values()
-            if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-        )
 
     def read_body(self, question: TokenizeQuestion) -> TokenizeAnswer:
         """The prompt of the body in `question`. Raises UnreadablePrompt, or KeyError and the like."""
@@ -97,6 +89,9 @@ class ModelTokenizer:
             body = json.loads(question.body)
         if not isinstance(body, dict):
             raise UnreadablePrompt("refused")
+        # The engine's own business: the router has no need of prompts that were cut.
+        if body.get("truncate_prompt_tokens") is not None:
+            raise UnreadablePrompt("unsupported")
         read = self._read_chat if question.path == "chat" else self._read_completion
         return read(body, question)
 
@@ -162,18 +157,12 @@ class ModelTokenizer:
             chat_messages.iterates_parts(template),
             self._counter.get_placeholder_text,
         )
-        if '"developer"' not in template and "'developer'" not in template:
-            if any(message["role"] == "developer" for message in conversation):
-                conversation = chat_messages.merge_system_messages(conversation)
-        accepted_names = (
-            self._template_parameters | chat_messages.list_template_variables(template)
-        ) - _RESERVED_NAMES
         text = self._tokenizer.apply_chat_template(
             conversation=conversation,
             tools=variables.get("tools", tools),
             chat_template=template,
             tokenize=False,
-            **{name: value for name, value in variables.items() if name in accepted_names},
+            **{name: value for name, value in variables.items() if name not in _RESERVED_NAMES},
         )
         return text, items
 
@@ -193,51 +182,26 @@ class ModelTokenizer:
         max_prompt_tokens: int,
         add_special: bool,
     ) -> tuple[array[int], int]:
-        """Token ids truncated as the request asks, and how many came from the cache.
+        """Token ids, and how many came from the cache.
 
         add_special: add the special tokens at both ends, unless the request says otherwise.
         """
         add_special = body.get("add_special_tokens", add_special)
-        max_tokens, side = body.get("truncate_prompt_tokens"), body.get("truncation_side")
-        # -1 is vLLM's word for "as much as the model takes".
-        if max_tokens is not None and max_tokens < 0:
-            if not max_prompt_tokens:
-                raise UnreadablePrompt("unsupported")
-            max_tokens = max_prompt_tokens - 1 if _count_output_tokens(body) else max_prompt_tokens
         cached = 0
         if not isinstance(prompt, str):
             ids = array("I", prompt)
         elif self._encoder is None:
             raise UnreadablePrompt("load")
         else:
-            _check_length(prompt, max_prompt_tokens, max_tokens is not None)
-            if max_tokens and side is None:
-                ids = self._encoder.encode_truncated(prompt, add_special, max_tokens)
-            else:
-                ids, cached = self._encoder.encode_text(prompt, add_special)
+            if len(prompt) > MAX_PROMPT_CHARS:
+                raise UnreadablePrompt("unsupported")
+            # It exceeds the model's limit however it is tokenized.
+            if 0 < max_prompt_tokens * MAX_CHARS_PER_TOKEN < len(prompt):
+                raise UnreadablePrompt("refused")
+            ids, cached = self._encoder.encode_text(prompt, add_special)
         if not len(ids):
             raise UnreadablePrompt("refused")
-        if max_tokens is None or max_tokens >= len(ids):
-            return ids, cached
-        # vLLM keeps the end of a prompt unless the request says otherwise.
-        return (ids[:max_tokens] if side == "right" else ids[len(ids) - max_tokens :]), cached
-
-
-def _check_length(text: str, max_prompt_tokens: int, is_truncated: bool) -> None:
-    """Raise UnreadablePrompt if `text` exceeds the model's limit however it is tokenized (0: unknown)."""
-    is_too_long = 0 < max_prompt_tokens * MAX_CHARS_PER_TOKEN < len(text)
-    if len(text) > MAX_PROMPT_CHARS or is_too_long and is_truncated:
-        raise UnreadablePrompt("unsupported")
-    if is_too_long:
-        raise UnreadablePrompt("refused")
-
-
-def _count_output_tokens(body: dict[str, Any]) -> int:
-    """The output tokens requested; completions default to 16, as in OpenAI's API."""
-    requested = body.get("max_completion_tokens")
-    if requested is None:
-        requested = body.get("max_tokens", 16 if "prompt" in body else None)
-    return requested or 0
+        return ids, cached
 
 
 def _compute_blocks(
@@ -288,13 +252,6 @@ class TextEncoder:
             cached_count += piece_cached
         return ids, cached_count
 
-    def encode_truncated(self, text: str, add_special: bool, max_tokens: int) -> array[int]:
-        """Token ids of `text`, truncated by the tokenizer to `max_tokens`, special tokens included."""
-        ids = self._tokenize_slowly(text, add_special, truncation=True, max_length=max_tokens)
-        if self._fast_backend is not None:
-            self._fast_backend.no_truncation()  # the setting would persist
-        return ids
-
     def _encode_piece(self, text: str, add_special: bool) -> tuple[array[int], int]:
         # A keyed digest, so that a text has two entries: with special tokens and without.
         key = blake2b(text.encode(), digest_size=16, key=b"+" if add_special else b"").digest()
@@ -318,13 +275,12 @@ class TextEncoder:
         (encoding,) = self._fast_backend.encode_batch_fast([text], add_special_tokens=add_special)
         return array("I", encoding.ids)
 
-    def _tokenize_slowly(self, text: str, add_special: bool, **options: Any) -> array[int]:
+    def _tokenize_slowly(self, text: str, add_special: bool) -> array[int]:
         encoding = self._tokenizer(
             text,
             add_special_tokens=add_special,
             return_attention_mask=False,
             return_token_type_ids=False,
-            **options,
         )
         return array("I", encoding["input_ids"])
 

@@ -26,8 +26,6 @@ MAX_KNOWN_ITEMS: Final = 4096  # items whose count is cached
 # Models for which vLLM frames the placeholder with vision tokens if the template takes plain text;
 # others have the bare placeholder.
 _FRAMED_MODEL_TYPES: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-_ROTATED_ORIENTATIONS: Final = (5, 6, 7, 8)  # EXIF orientations that swap width and height
-_ORIENTATION_TAG: Final = 0x0112
 
 
 class PlaceholderSpan(NamedTuple):
@@ -142,7 +140,10 @@ def _digest_text(text: str) -> str:
 
 
 def read_dimensions(url: str) -> tuple[int, int] | None:
-    """Height and width of the image in a data: `url`, without decoding its pixels; None for others."""
+    """Height and width of the image in a data: `url`, without decoding its pixels; None for others.
+
+    Of a photograph that is turned by its header they are exchanged: its placeholders are as many.
+    """
     if not url.startswith("data:"):
         return None
     try:
@@ -150,14 +151,9 @@ def read_dimensions(url: str) -> tuple[int, int] | None:
 
         with Image.open(BytesIO(base64.b64decode(url.partition(",")[2]))) as picture:
             width, height = picture.size
-            # Only if the header has it: for a PNG, getexif() would read through all pixels.
-            turned = (
-                "exif" in picture.info
-                and picture.getexif().get(_ORIENTATION_TAG) in _ROTATED_ORIENTATIONS
-            )
     except Exception:  # noqa: BLE001 - malformed images are rejected by the engine
         return None
-    return (width, height) if turned else (height, width)
+    return height, width
 
 
 def expand_placeholders(
