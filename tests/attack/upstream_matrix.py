@@ -22,7 +22,7 @@ from ttft_otel.model.names import keys
 from ttft_otel.model.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.types import Instance
-from ttft_otel.router.upstream import retry
+from ttft_otel.router.upstream import failures
 
 LEGS: Final = (ENCODE, PREFILL, DECODE, PREFILL_DECODE, MONO)
 FORMS: Final = ("stream", "plain")
@@ -77,7 +77,7 @@ async def run_cells(cells: Iterable[FaultCell]) -> dict[FaultCell, FaultOutcome]
             return cell, await run_cell(cell)
 
     # on a busy machine an old connection that was closed is noticed later
-    with mock.patch.object(retry, "RACE_WINDOW_US", 10_000_000):
+    with mock.patch.object(failures, "RACE_WINDOW_US", 10_000_000):
         outcomes = dict(await asyncio.gather(*map(run_bounded, cells)))
         # A busy machine can stand still for longer than the time-out: what was merely slow is asked again,
         # one at a time. Where the router is wrong it stays wrong.

@@ -19,7 +19,7 @@ from router.fake_instances import FakeInstance, InstancePlan
 
 from lab import chart
 from lab.kube_cluster import KubeCluster
-from ttft_otel.router.discovery import kubernetes_api
+from ttft_otel.router.discovery import kubernetes_source
 
 pytestmark = pytest.mark.full
 
@@ -47,9 +47,9 @@ def account(
     folder = cluster.write_account_folder(namespace, ACCOUNT, tmp_path / "account")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT_HTTPS", str(cluster.port))
-    find_cluster = kubernetes_api.find_cluster
+    find_cluster = kubernetes_source.find_cluster
     monkeypatch.setattr(
-        kubernetes_api, "find_cluster", lambda api_url="": find_cluster(api_url, folder)
+        kubernetes_source, "find_cluster", lambda api_url="": find_cluster(api_url, folder)
     )
     return folder
 

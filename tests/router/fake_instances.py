@@ -30,7 +30,7 @@ from ttft_otel.router.control.uvicorn_server import build_uvicorn_config
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
-from ttft_otel.router.recent_reports import RecentReports
+from ttft_otel.router.proxy.exchange_reporter import RecentReports
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.upstream.health_monitor import HealthMonitor
 from ttft_otel.router.upstream.instance_pool import InstancePool

@@ -8,8 +8,7 @@ import random
 from ttft_otel.model import stages
 from ttft_otel.model.timing import ServerTiming
 from ttft_otel.router.disagg.encoders import select_critical_attempts
-from ttft_otel.router.stage_partition import partition_timeline
-from ttft_otel.router.timeline import Attempt, PromptLookup, RequestTimeline
+from ttft_otel.router.timeline import Attempt, PromptLookup, RequestTimeline, partition_timeline
 from ttft_otel.router.types import Instance
 
 

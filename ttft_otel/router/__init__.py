@@ -13,6 +13,6 @@ routing/   policies, prompt readers and prefix sources that choose an instance
 discovery/ instances that DNS or a Kubernetes API names
 upstream/  pool of instances with health and circuit breakers, HTTP client with retries
 
-exchange.py records what happens to a request; timeline.py holds its times and stage_partition.py makes
+exchange.py records what happens to a request; timeline.py holds its times and records.py makes
 stages of them; records.py makes spans and /ttft_report of both. types.py and errors.py are used by all.
 """

@@ -15,8 +15,7 @@ import msgspec
 
 from ttft_otel.model.endpoints import RESPONSES_PATH
 from ttft_otel.model.names import keys
-from ttft_otel.router.stage_partition import find_failed_stage
-from ttft_otel.router.timeline import Attempt, RequestTimeline
+from ttft_otel.router.timeline import Attempt, RequestTimeline, find_failed_stage
 from ttft_otel.router.types import HeaderList
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.context import TraceContext

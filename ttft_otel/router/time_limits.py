@@ -1,15 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wait for something for a limited time; every room of the router that waits in a loop uses it.
+"""Wait for something for a limited time, and end what many wait for; all of the router uses it.
 
-Not asyncio.wait_for: in Python 3.10 and 3.11 it swallows a cancellation that comes as the awaited thing
-ends, and a loop that should have been cancelled goes on for ever.
+wait_at_most() is not asyncio.wait_for: in Python 3.10 and 3.11 it swallows a cancellation that comes as
+the awaited thing ends, and a loop that should have been cancelled goes on for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from operator import methodcaller
+from typing import Any, Final, Generic, TypeVar
+
+_EARLY_S: Final = 0.001  # an event loop's timer may fire that much early
+
+
+WaiterType = TypeVar("WaiterType")
+
+
+class DeadlineQueue(Generic[WaiterType]):
+    """Calls `end`, by default its `time_out()`, with each waiter that was watched for `timeout_s` seconds.
+
+    One timer serves all waiters, because a timer for each would cost every request more than all the
+    rest of its bookkeeping.
+    """
+
+    def __init__(
+        self, timeout_s: float, end: Callable[[Any], None] = methodcaller("time_out")
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._end = end
+        # Dicts keep the order of insertion, and all wait equally long: the first one is due first.
+        self._watched_since_s: dict[WaiterType, float] = {}  # the oldest first
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __iter__(self) -> Iterator[WaiterType]:
+        return iter(self._watched_since_s)
+
+    def watch(self, waiter: WaiterType) -> None:
+        """Let the time of `waiter` begin, unless it has begun already."""
+        if waiter not in self._watched_since_s:
+            self._watched_since_s[waiter] = time.monotonic()
+            if self._timer is None:
+                self._start_timer(self.timeout_s)
+
+    def forget(self, waiter: WaiterType) -> None:
+        """What `waiter` waited for is here; idempotent."""
+        self._watched_since_s.pop(waiter, None)
+
+    def _start_timer(self, delay_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._end_overdue)
+
+    def _end_overdue(self) -> None:
+        self._timer = None
+        overdue_since_s = time.monotonic() - self.timeout_s + _EARLY_S
+        overdue = []
+        for waiter, since_s in self._watched_since_s.items():
+            if since_s > overdue_since_s:
+                self._start_timer(since_s - overdue_since_s + _EARLY_S)
+                break
+            overdue.append(waiter)
+        for waiter in overdue:
+            # Two loops: `end` may watch or forget waiters of this very queue.
+            self.forget(waiter)
+        for waiter in overdue:
+            self._end(waiter)
+
 
 Result = TypeVar("Result")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ttft_otel.router.disagg.prefill_answer import PrefillToken, parse_prefill_answer
+from ttft_otel.router.disagg.stream_splice import PrefillToken, parse_prefill_answer
 
 BOTH_LEGS = ("prefill", "decode")
 USAGE = {"prompt_tokens": 10, "total_tokens": 11, "completion_tokens": 1}

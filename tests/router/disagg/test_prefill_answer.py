@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.router.disagg.prefill_answers import BOTH_LEGS, build_prefill_answer, build_token
-from ttft_otel.router.disagg.prefill_answer import (
+from ttft_otel.router.disagg.request_plan import LegPlan
+from ttft_otel.router.disagg.stream_splice import (
     PrefillToken,
     parse_kv_params,
     parse_prefill_answer,
 )
-from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.types import MODE_STRIP
 
 

@@ -8,9 +8,14 @@ from collections.abc import AsyncGenerator, Mapping
 
 import pytest
 
-from ttft_otel.router.discovery.discovery import Discovery, Findings, end_tasks
+from ttft_otel.router.discovery.discovery import (
+    Discovery,
+    Findings,
+    SourceAddress,
+    end_tasks,
+    parse_source_address,
+)
 from ttft_otel.router.discovery.found_instances import FoundInstances
-from ttft_otel.router.discovery.source_address import SourceAddress, parse_source_address
 from ttft_otel.router.errors import SourceUnreachable
 from ttft_otel.router.upstream.instance_pool import InstancePool
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from router.discovery.slice_server import build_endpoint, build_slice
+from ttft_otel.router.discovery.discovery import parse_source_address
 from ttft_otel.router.discovery.kubernetes_source import read_slices
-from ttft_otel.router.discovery.source_address import parse_source_address
 
 ANY = parse_source_address("k8s://default/app=vllm")
 

@@ -20,8 +20,8 @@ from router.discovery.slice_server import (
 )
 from router.fake_instances import FakeInstance, InstancePlan
 from ttft_otel.model.names import metric_names
-from ttft_otel.router.discovery import kubernetes_api
-from ttft_otel.router.discovery.kubernetes_api import ClusterAccess, KubernetesApi, find_cluster
+from ttft_otel.router.discovery import kubernetes_source
+from ttft_otel.router.discovery.kubernetes_source import ClusterAccess, KubernetesApi, find_cluster
 from ttft_otel.router.errors import SourceUnreachable
 
 SOURCE = "k8s://default/app=vllm"
@@ -218,4 +218,4 @@ def test_a_pod_knows_its_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     access = find_cluster(folder=tmp_path)
     assert access.url == "https://[fd00::1]:6443"
     assert (access.token_file, access.ca_file) == (tmp_path / "token", tmp_path / "ca.crt")
-    assert kubernetes_api.find_cluster("http://127.0.0.1:8001/").url == "http://127.0.0.1:8001"
+    assert kubernetes_source.find_cluster("http://127.0.0.1:8001/").url == "http://127.0.0.1:8001"

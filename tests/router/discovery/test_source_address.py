@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from ttft_otel.commands.router.command import command
-from ttft_otel.router.discovery.source_address import SourceAddress, parse_source_address
+from ttft_otel.router.discovery.discovery import SourceAddress, parse_source_address
 
 
 def test_parsed() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from router import fake_instances, raw_http
 from ttft_otel.router.exchange import Exchange
-from ttft_otel.router.recent_reports import RecentReports
+from ttft_otel.router.proxy.exchange_reporter import RecentReports
 from ttft_otel.router.timeline import Attempt
 
 MAX_REPORTS = 200

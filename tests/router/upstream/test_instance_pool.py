@@ -13,14 +13,14 @@ from router.fake_instances import InstancePlan, run_routed_instances, wait_until
 from ttft_otel.model.names import keys
 from ttft_otel.router import types
 from ttft_otel.router.timeline import Attempt
-from ttft_otel.router.upstream import retry
+from ttft_otel.router.upstream import failures
 from ttft_otel.router.upstream.instance_pool import InstancePool
 
 
 @pytest.fixture(autouse=True)
 def _remove_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pauses between attempts are as short as they can be."""
-    monkeypatch.setattr(retry, "FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(failures, "FIRST_BACKOFF_S", 0.0)
 
 
 def get_state(
@@ -187,7 +187,7 @@ async def test_retries_are_a_share_of_requests() -> None:
             for _ in range(100):
                 assert (await router.post_chat())[0] == 503
             retried = len(a.received) + len(b.received) - 100
-            assert retry.MAX_SAVED_RETRIES <= retried <= retry.MAX_SAVED_RETRIES + 10
+            assert failures.MAX_SAVED_RETRIES <= retried <= failures.MAX_SAVED_RETRIES + 10
         async with fake_instances.run_router([a.url, b.url], budget=0.0) as router:
             before = len(a.received) + len(b.received)
             assert (await router.post_chat())[0] == 503

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from ttft_otel.router.workers import private_folder
+from ttft_otel.router.workers import worker_socket
 
 # A supervisor that waits, with the child that it has forked.
 RUNNING = """
 import os, sys, time
-from ttft_otel.router.workers.private_folder import make_private_folder
+from ttft_otel.router.workers.worker_socket import make_private_folder
 folder = make_private_folder()
 (folder / "worker-0.sock").touch()
 child = os.fork()
@@ -35,7 +35,7 @@ time.sleep(600)
 def test_the_folder_is_private(monkeypatch: pytest.MonkeyPatch, runtime_folder: str) -> None:
     """Nobody else may enter it, and a socket's path in it is short enough."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime_folder)
-    folder = private_folder.make_private_folder()
+    folder = worker_socket.make_private_folder()
     try:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert all(stat.S_IMODE(each.stat().st_mode) == 0o600 for each in folder.iterdir())
@@ -54,15 +54,15 @@ def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_orphans_leave_nothing(parent: Path) -> None:
     """Each removes what is its own, and the last one the folder."""
-    folder = private_folder.make_private_folder()
+    folder = worker_socket.make_private_folder()
     for name in ("worker-0.sock", "worker-0.metrics", "worker-1.metrics"):
         (folder / name).touch()
 
-    private_folder.leave_folder(folder, 0)
+    worker_socket.leave_folder(folder, 0)
     names = sorted(each.name for each in folder.iterdir())
-    assert names == [private_folder.LOCK_NAME, "worker-1.metrics"]
+    assert names == [worker_socket.LOCK_NAME, "worker-1.metrics"]
 
-    private_folder.leave_folder(folder, 1)
+    worker_socket.leave_folder(folder, 1)
     assert not [*parent.iterdir()]
 
 
@@ -73,21 +73,21 @@ def test_what_killed_routers_left(parent: Path) -> None:
     with process.stdout:
         name, child = process.stdout.readline().split()
     old = Path(name)
-    unknown = parent / f"{private_folder.FOLDER_PREFIX}of-another-release"
+    unknown = parent / f"{worker_socket.FOLDER_PREFIX}of-another-release"
     unknown.mkdir()
-    (parent / f"{private_folder.FOLDER_PREFIX}link").symlink_to(parent)
+    (parent / f"{worker_socket.FOLDER_PREFIX}link").symlink_to(parent)
     try:
-        private_folder.sweep_folders(parent)
+        worker_socket.sweep_folders(parent)
         assert old.exists()
         process.kill()
         process.wait()
-        private_folder.sweep_folders(parent)
+        worker_socket.sweep_folders(parent)
         assert (old / "worker-0.sock").exists()  # its worker still runs
     finally:
         process.kill()
         os.kill(int(child), signal.SIGKILL)
     for _ in range(600):
-        private_folder.sweep_folders(parent)
+        worker_socket.sweep_folders(parent)
         if not old.exists():
             break
         time.sleep(0.05)  # until the kernel has let go of the lock

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -12,14 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ttft_otel.commands.router import (
-    access_options,
-    discovery_options,
-    router_options,
-    routing_options,
-    shared_state_options,
-)
-from ttft_otel.commands.router.config_reloader import ConfigReloader
+from ttft_otel.commands.router import router_options, routing_options
 from ttft_otel.commands.router.router_options import RouterOptions, declare_option
 from ttft_otel.model.names import env_names
 from ttft_otel.router import types
@@ -30,8 +24,8 @@ from ttft_otel.router.discovery.discovery import Discovery
 from ttft_otel.router.discovery.found_instances import FoundInstances
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
-from ttft_otel.router.recent_reports import MAX_REPORTS, RecentReports
-from ttft_otel.router.upstream import health_monitor, instance_pool, retry
+from ttft_otel.router.proxy.exchange_reporter import MAX_REPORTS, RecentReports
+from ttft_otel.router.upstream import failures, health_monitor, instance_pool
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import handoff, settings
 
@@ -120,7 +114,7 @@ Where a request's time went:
     type=click.IntRange(min=1),
     help="Number of recent requests that /ttft_report can show.",
 )
-@access_options.add_access_options(declare_option)
+@router_options.add_access_options(declare_option)
 @declare_option(
     "--health-interval",
     default=health_monitor.PROBE_INTERVAL_S,
@@ -129,13 +123,13 @@ Where a request's time went:
 )
 @declare_option(
     "--retries",
-    default=retry.MAX_RETRIES,
+    default=failures.MAX_RETRIES,
     type=click.IntRange(0, 10),
     help="Retries per request on other instances, before its first response byte.",
 )
 @declare_option(
     "--retry-budget",
-    default=retry.RETRY_BUDGET_RATIO,
+    default=failures.RETRY_BUDGET_RATIO,
     type=click.FloatRange(0, 1),
     help="Retries allowed, as a share of all calls to instances.",
 )
@@ -177,8 +171,8 @@ Where a request's time went:
 @declare_option(
     "--admin-token", default="", metavar="TOKEN", help="Bearer token that /instances requires."
 )
-@discovery_options.add_discovery_options(declare_option)
-@shared_state_options.add_shared_state_options(declare_option)
+@router_options.add_discovery_options(declare_option)
+@router_options.add_shared_state_options(declare_option)
 @router_options.add_limit_options(declare_option)
 @routing_options.add_routing_options(declare_option)
 @click.pass_context
@@ -273,10 +267,10 @@ def build_router(
     discovery = None
     if options.discover:
         found = FoundInstances(pool, configured)
-        discovery = discovery_options.build_discovery(
+        discovery = router_options.build_discovery(
             options.discover, options.discover_interval, options.kubernetes_api, found
         )
-    store = shared_state_options.build_lone_link(options, pool, routing)
+    store = router_options.build_lone_link(options, pool, routing)
     app = control.build_app(
         endpoint,
         handoff.get_counts,
@@ -321,3 +315,63 @@ async def _run_background(
 
 def _do_nothing() -> None:
     """Stand in for stopping the control plane's instrumentation where tracing is off."""
+
+
+log: Final = logging.getLogger("ttft_otel")
+
+
+class ConfigReloader:
+    """Handles SIGHUP: apply new instances and API keys, or log why the configuration is invalid."""
+
+    def __init__(
+        self, ctx: click.Context, current_options: RouterOptions, app: control.RouterApp
+    ) -> None:
+        self.ctx, self.current_options, self.app = ctx, current_options, app
+
+    def __call__(self) -> None:
+        """Reload the configuration; runs on the event loop and takes milliseconds."""
+        try:
+            # All is checked before anything is applied: a wrong file leaves the router as it is.
+            new_options = router_options.reread_options(self.ctx)
+            self._apply_options(new_options)
+        except click.ClickException as error:
+            # Whoever sent the signal gets no answer: the counter and the log line are all there is.
+            self.app.metrics.reloads["failed"] += 1
+            log.error(
+                "ttft-otel: configuration reload failed, keeping the current one: %s",
+                error.format_message(),
+            )
+
+    def _apply_options(self, new_options: RouterOptions) -> None:
+        upstream = self.app.endpoint.upstream
+        instances_by_leg = new_options.build_instances()
+        found = self.app.found
+        # Those that sources name stay.
+        if found is not None:
+            try:
+                added, removed = found.set_configured(instances_by_leg)
+            except ValueError as error:
+                raise click.UsageError(str(error)) from error
+        # Only within the same legs: which flow serves a request depends on the legs there are.
+        elif set(instances_by_leg) == set(upstream.pool.list_legs()):
+            added, removed = upstream.pool.replace_instances(instances_by_leg)
+        else:
+            before, after = ", ".join(upstream.pool.list_legs()), ", ".join(instances_by_leg)
+            raise click.UsageError(
+                f"it would change the legs from {before} to {after}; restart the router for that"
+            )
+        # After the instances, which may be refused: then the old keys stay valid, too.
+        self.app.admission.set_client_keys(new_options.api_key)
+        self.app.metrics.reloads["ok"] += 1
+        log.warning(
+            "ttft-otel: configuration reloaded: added %s; removed %s",
+            ", ".join(added) or "nothing",
+            ", ".join(removed) or "nothing",
+        )
+        # Compared with the options of the start, which are still
+        # in force: every reload repeats this.
+        if needs_restart := router_options.list_fixed_changes(self.current_options, new_options):
+            log.warning(
+                "ttft-otel: configuration reload: restart the router to apply the new %s",
+                ", ".join(needs_restart),
+            )

@@ -7,10 +7,12 @@ Precedence is flag, environment variable, file, default: click's own order, in w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import parse_qsl, urlsplit
 
 import click
 import yaml
@@ -22,10 +24,25 @@ from ttft_otel.commands.router.routing_options import (
     check_unused_options,
 )
 from ttft_otel.http.head_checks import is_loopback
+from ttft_otel.model.names import env_names
 from ttft_otel.model.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
 from ttft_otel.router import types
+from ttft_otel.router.discovery.discovery import (
+    DNS_SCHEME,
+    Discovery,
+    InstanceSource,
+    SourceAddress,
+    parse_source_address,
+)
+from ttft_otel.router.discovery.found_instances import FoundInstances
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.types import Instance, parse_instance_url
+
+if TYPE_CHECKING:
+    from ttft_otel.router.routing.routing_service import RoutingService
+    from ttft_otel.router.shared_state.store_link import StoreLink, StoreSettings
+    from ttft_otel.router.upstream.instance_pool import InstancePool
+    from ttft_otel.router.workers.worker import WorkerLink
 
 ENV_PREFIX: Final = "TTFT_OTEL_ROUTER_"
 # Key of the context's `meta` under which the command line is kept.
@@ -294,3 +311,226 @@ def take_limits(given: Mapping[str, Any]) -> tuple[RouterLimits, dict[str, Any]]
     names = {each.name for each in fields(RouterLimits)}
     limits = RouterLimits(**{name: given[name] for name in names})
     return limits, {name: value for name, value in given.items() if name not in names}
+
+
+def add_access_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
+    """Add the flags to a command."""
+    return add_options(
+        declare_option(
+            # Repeatable: while one key replaces another (SIGHUP applies it), both have to be valid.
+            "--api-key",
+            multiple=True,
+            callback=check_keys,
+            metavar="KEY",
+            help="A key that clients may send; repeatable. Without one, Authorization is passed on.",
+        ),
+        declare_option(
+            # Its own flag: nobody should open a port to the network by forgetting a key.
+            "--insecure",
+            is_flag=True,
+            help="Serve whoever reaches --host, without a key.",
+        ),
+        declare_option(
+            # One key for all instances; clients' keys never reach an
+            # instance where the router checks them.
+            "--upstream-key",
+            default="",
+            metavar="KEY",
+            help="API key that the router sends to instances.",
+        ),
+        declare_option(
+            "--trust-trace-headers",
+            is_flag=True,
+            # The second is the variable that vLLM's processes read: one setting for a deployment.
+            envvar=["TTFT_OTEL_ROUTER_TRUST_TRACE_HEADERS", env_names.TTFT_OTEL_TRUST_SAMPLED],
+            help="Honour the caller's sampled flag; by default only its trace ID is used.",
+        ),
+        declare_option(
+            # Without it browsers keep answers from pages of other origins.
+            "--cors-origin",
+            multiple=True,
+            metavar="ORIGIN",
+            help="An origin whose web pages may call the router, like https://chat.example; repeatable.",
+        ),
+        declare_option(
+            # On loopback only its own names are answered to: any page can have a name that resolves there.
+            "--allowed-host",
+            multiple=True,
+            metavar="NAME",
+            help="A name that Host may have besides localhost and addresses; repeatable. Not on loopback, "
+            "without it: any.",
+        ),
+    )
+
+
+def check_keys(_: click.Context, __: click.Parameter, keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `keys`. Raises BadParameter for an empty one: an unset variable would disable the check."""
+    # Blanks at the ends are lost in an HTTP header, so such a key could never match.
+    if not all(key and key == key.strip() for key in keys):
+        raise click.BadParameter("a key is empty or has blanks around it; leave it out or set it.")
+    return keys
+
+
+DISCOVER_INTERVAL_S: Final = 5.0  # seconds between two questions to DNS; the TTL of cluster DNS
+
+
+def add_discovery_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
+    """Add the flags to a command."""
+    return add_options(
+        declare_option(
+            "--discover",
+            multiple=True,
+            callback=check_sources,
+            metavar="SOURCE",
+            help="dns://SERVICE:PORT or k8s://NAMESPACE/SELECTOR, with ?role=ROLE; repeatable.",
+        ),
+        declare_option(
+            "--discover-interval",
+            default=DISCOVER_INTERVAL_S,
+            type=click.FloatRange(0.05),
+            help="Seconds between two questions to DNS, and until a source that failed is asked again.",
+        ),
+        declare_option(
+            "--kubernetes-api",
+            default="",
+            metavar="URL",
+            help="API server for k8s://, like that of `kubectl proxy`; by default the pod's own.",
+        ),
+    )
+
+
+def check_sources(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `texts`. Raises BadParameter for one that names no source."""
+    for each in texts:
+        try:
+            parse_source_address(each)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+    return texts
+
+
+def build_discovery(
+    texts: Sequence[str], interval_s: float, api_url: str, found: FoundInstances
+) -> Discovery:
+    """Build the discovery of all sources. Raises UsageError for k8s:// outside a cluster."""
+    addresses = [parse_source_address(each) for each in dict.fromkeys(texts)]
+    try:
+        sources = [_build_source(each, interval_s, api_url) for each in addresses]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    return Discovery(sources, found, interval_s)
+
+
+def _build_source(address: SourceAddress, interval_s: float, api_url: str) -> InstanceSource:
+    # Each kind is imported where it is used: dnspython costs a router without it 50 ms.
+    if address.scheme == DNS_SCHEME:
+        from ttft_otel.router.discovery.dns_source import DnsSource
+
+        return DnsSource(address, interval_s)
+    from ttft_otel.router.discovery.kubernetes_source import (
+        KubernetesApi,
+        KubernetesSource,
+        find_cluster,
+    )
+
+    api = KubernetesApi(find_cluster(api_url), address.place, address.selector)
+    return KubernetesSource(address, api)
+
+
+DEFAULT_PREFIX: Final = "ttft-otel"
+# What a URL of the client may say; everything else could turn off checks and time-outs.
+FILE_OPTIONS: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+
+
+def add_shared_state_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
+    """Add the flags to a command."""
+    return add_options(
+        declare_option(
+            "--shared-state",
+            default="",
+            callback=check_store_url,
+            metavar="URL",
+            help="redis://[USER@]HOST[:PORT][/DATABASE] of a Valkey or Redis, or rediss:// for TLS, through "
+            "which replicas share load and circuit breakers.",
+        ),
+        declare_option(
+            "--shared-state-password-file",
+            default="",
+            metavar="FILE",
+            help="The password for it; read anew at each connection.",
+        ),
+        declare_option(
+            "--shared-state-prefix",
+            default=DEFAULT_PREFIX,
+            metavar="NAME",
+            help="What its keys begin with: one name for all replicas, another one for each deployment.",
+        ),
+    )
+
+
+def check_store_url(_: click.Context, __: click.Parameter, text: str) -> str:
+    """Return `text`. Raises BadParameter if it names no store, or no file that can be read."""
+    if not text:
+        return text
+    try:
+        parts = urlsplit(text)
+        is_right = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        is_right = False
+    # The text is not shown: it may have a password.
+    database = parts.path.strip("/") if is_right else ""
+    if not is_right or parts.scheme not in ("redis", "rediss") or not (database or "0").isdecimal():
+        raise click.BadParameter(
+            "write redis://[USER@]HOST[:PORT][/DATABASE], or rediss:// for TLS."
+        )
+    for name, path in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in FILE_OPTIONS or parts.scheme != "rediss":
+            raise click.BadParameter(
+                f"after the question mark only {', '.join(FILE_OPTIONS)} may stand, with rediss://."
+            )
+        if not os.access(path, os.R_OK):
+            raise click.BadParameter(f"{name}: {path} cannot be read.")
+    return text
+
+
+def build_settings(options: RouterOptions) -> StoreSettings | None:
+    """What the flags say, None without --shared-state. Raises UsageError, with the remedy."""
+    password_file, prefix = options.shared_state_password_file, options.shared_state_prefix
+    if not options.shared_state:
+        if password_file or prefix != DEFAULT_PREFIX:
+            raise click.UsageError(
+                "--shared-state-password-file and --shared-state-prefix need --shared-state."
+            )
+        return None
+    if password_file and not os.access(password_file, os.R_OK):
+        raise click.UsageError(f"--shared-state-password-file: {password_file} cannot be read.")
+    # The client costs a router without it 100 ms.
+    from ttft_otel.router.shared_state.store_link import StoreSettings
+
+    return StoreSettings(options.shared_state, password_file, prefix)
+
+
+def build_lone_link(
+    options: RouterOptions, pool: InstancePool, routing: RoutingService
+) -> StoreLink | None:
+    """What joins a router without --workers to the store; None without it. Raises UsageError."""
+    settings = build_settings(options)
+    # Workers have one each (worker_processes.py); here it is only checked.
+    if settings is None or options.workers > 1:
+        return None
+    from ttft_otel.router.shared_state import store_link
+
+    return store_link.build_lone_link(settings, pool, routing)
+
+
+def build_worker_link(options: RouterOptions, link: WorkerLink) -> StoreLink | None:
+    """What joins one of several workers to the store; None without it. Raises UsageError."""
+    settings = build_settings(options)
+    if settings is None:
+        return None
+    from ttft_otel.router.shared_state.store_link import StoreLink
+
+    loads = link.loads
+    made = StoreLink(settings, link.pool, loads.own, loads.remote, link.slot.replica)
+    link.app.metrics.collect_shared_state = made.collect_metrics
+    return made

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import click
 
-from ttft_otel.commands.router import router_options, shared_state_options
+from ttft_otel.commands.router import router_options
 from ttft_otel.commands.router.router_options import RouterOptions
 from ttft_otel.router.routing.prefixes import DEFAULT_BLOCK_SIZE, MAX_HISTORY_BLOCKS
 from ttft_otel.router.workers.supervisor import WorkerSlot, WorkerSupervisor, reserve_port
@@ -34,7 +34,7 @@ class WorkerProcesses:
 
     def run_worker(self, slot: WorkerSlot) -> None:
         """Be a worker, until a signal ends it."""
-        build = functools.partial(shared_state_options.build_worker_link, self.options)
+        build = functools.partial(router_options.build_worker_link, self.options)
         self.serve(self.options, functools.partial(run_worker_server, slot, build))
 
     def run_index(self, folder: Path, lifeline_fd: int) -> None:

@@ -2,7 +2,7 @@
 """Serve a request by a prefill and then a decode instance; endpoint.py asks.
 
 The prefill token may go to the client at once, and the prefill instance's KV blocks go to the decode
-instance. Blocks that no decode instance fetches are always released (kv_release.py).
+instance. Blocks that no decode instance fetches are always released (decode_leg.py).
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from typing import Final
 from msgspec.structs import replace
 
 from ttft_otel.model.stages import DECODE, PREFILL
-from ttft_otel.router.disagg import decode_leg, prefill_answer, stream_splice
-from ttft_otel.router.disagg.decode_leg import DecodeLeg, DisaggregatedRequest
-from ttft_otel.router.disagg.kv_release import KvReleases
-from ttft_otel.router.disagg.prefill_answer import PrefillToken
+from ttft_otel.router.disagg import decode_leg, stream_splice
+from ttft_otel.router.disagg.decode_leg import DecodeLeg, DisaggregatedRequest, KvReleases
 from ttft_otel.router.disagg.request_plan import LegPlan
-from ttft_otel.router.disagg.stream_splice import StreamSplicer
+from ttft_otel.router.disagg.stream_splice import PrefillToken, StreamSplicer
 from ttft_otel.router.errors import UpstreamRefused
 from ttft_otel.router.types import MODE_OFF, HeaderList
 from ttft_otel.router.upstream import http_headers
@@ -84,12 +82,12 @@ class PrefillDecodeFlow:
         """
         plan = job.plan
         if plan.mode == MODE_OFF:
-            job.unfetched_kv_params = prefill_answer.parse_kv_params(data)
+            job.unfetched_kv_params = stream_splice.parse_kv_params(data)
             return None
-        first_token = prefill_answer.parse_prefill_answer(data, plan.is_chat)
+        first_token = stream_splice.parse_prefill_answer(data, plan.is_chat)
         # Not vLLM's form: the decode instance answers all of it, with the blocks if the answer names them.
         if first_token is None:
-            job.unfetched_kv_params = prefill_answer.parse_kv_params(data)
+            job.unfetched_kv_params = stream_splice.parse_kv_params(data)
             plan.turn_off("answer")
             return None
         job.unfetched_kv_params = first_token.kv_params

@@ -18,8 +18,7 @@ import dns.rdatatype
 import dns.resolver
 
 from ttft_otel.model.stages import PREFILL_DECODE
-from ttft_otel.router.discovery.discovery import Findings, write_url
-from ttft_otel.router.discovery.source_address import SourceAddress
+from ttft_otel.router.discovery.discovery import Findings, SourceAddress, write_url
 from ttft_otel.router.errors import SourceUnreachable
 
 QUERY_TIMEOUT_S: Final = 5.0  # seconds for one name, all nameservers and search domains together

@@ -7,15 +7,194 @@ The control plane copies a Service's labels to its slices, so a label of the Ser
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from contextlib import aclosing
+import os
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote, urlencode
+
+import msgspec
 
 from ttft_otel.model.stages import PREFILL_DECODE
-from ttft_otel.router.discovery.discovery import Findings, write_url
-from ttft_otel.router.discovery.kubernetes_api import KubernetesApi
-from ttft_otel.router.discovery.source_address import ROLES_BY_WORD, SourceAddress
-from ttft_otel.router.errors import WatchExpired
+from ttft_otel.router.discovery.discovery import ROLES_BY_WORD, Findings, SourceAddress, write_url
+from ttft_otel.router.errors import SourceUnreachable, WatchExpired
+from ttft_otel.router.time_limits import wait_at_most
+from ttft_otel.router.types import JSON_ERRORS
+from ttft_otel.router.upstream.instance_answer import InstanceAnswer
+from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient, read_at_most
+
+# Where kubelet mounts a pod's token and the cluster's CA.
+ACCOUNT_FOLDER: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+WATCH_S: Final = 60  # seconds for which one watch runs; then it goes on from where it was
+SILENCE_S: Final = 15.0  # seconds beyond that until a connection that says nothing is given up
+LIST_TIMEOUT_S: Final = 30.0  # seconds for a list
+MAX_LIST_BYTES: Final = 33_554_432  # bytes of a list; 10,000 endpoints have about 5 MB
+MAX_EVENT_BYTES: Final = 4_194_304  # bytes of one slice; etcd takes 1.5 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterAccess:
+    """Where the API server is, and who we are there.
+
+    token_file, ca_file: of the service account; None for `kubectl proxy`, which has rights of its own.
+    """
+
+    url: str
+    token_file: Path | None = None
+    ca_file: Path | None = None
+
+    def read_headers(self) -> dict[str, str]:
+        """Read the token anew: kubelet replaces it within an hour. Raises SourceUnreachable."""
+        if self.token_file is None:
+            return {}
+        try:
+            return {"Authorization": f"Bearer {self.token_file.read_text('ascii').strip()}"}
+        except (OSError, UnicodeDecodeError) as error:
+            raise SourceUnreachable(f"no token of a service account: {error}") from error
+
+
+def find_cluster(api_url: str = "", folder: Path = ACCOUNT_FOLDER) -> ClusterAccess:
+    """The API server at `api_url`; where that is empty, the one of the pod that we run in.
+
+    Raises ValueError, with the remedy, outside a pod.
+    """
+    if api_url:
+        return ClusterAccess(api_url.rstrip("/"))
+    # Set in every container of a cluster.
+    host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
+    port = os.environ.get("KUBERNETES_SERVICE_PORT_HTTPS", "443")
+    if not host:
+        raise ValueError(
+            "k8s:// needs a pod with a service account, or --kubernetes-api URL, as `kubectl proxy` gives it"
+        )
+    shown_host = f"[{host}]" if ":" in host else host
+    return ClusterAccess(f"https://{shown_host}:{port}", folder / "token", folder / "ca.crt")
+
+
+class KubernetesApi:
+    """The EndpointSlices of a namespace that match a label selector.
+
+    watch_s: seconds for which one watch runs.
+    """
+
+    def __init__(
+        self, access: ClusterAccess, namespace: str, selector: str, watch_s: int = WATCH_S
+    ) -> None:
+        self.access = access
+        self.selector = selector
+        self.watch_s = watch_s
+        self._url = (
+            f"{access.url}/apis/discovery.k8s.io/v1/namespaces/{quote(namespace)}/endpointslices"
+        )
+        self._queries: QueryClient | None = None
+
+    async def open(self) -> None:
+        """Make the client. Raises SourceUnreachable for a CA that cannot be read."""
+        try:
+            # The cluster's own CA has signed the API server's certificate, no public one.
+            context = (
+                ssl.create_default_context(cafile=str(self.access.ca_file))
+                if self.access.ca_file is not None
+                else None
+            )
+        except (OSError, ssl.SSLError) as error:
+            raise SourceUnreachable(f"no CA of the API server: {error}") from error
+        # None are the system's CAs: for https:// in --kubernetes-api.
+        self._queries = QueryClient(tls=context)
+
+    async def close(self) -> None:
+        """Close the client; idempotent."""
+        if self._queries is not None:
+            await self._queries.close()
+
+    async def list_slices(self) -> tuple[list[dict[str, Any]], str]:
+        """All slices, and the version of the list, from which a watch goes on.
+
+        Raises SourceUnreachable.
+        """
+        async with self._open_answer({}) as answer:
+            body = await wait_at_most(read_at_most(answer, MAX_LIST_BYTES), LIST_TIMEOUT_S)
+        try:
+            listed = msgspec.json.decode(body)
+            return listed.get("items") or [], str(listed["metadata"]["resourceVersion"])
+        except (*JSON_ERRORS, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise SourceUnreachable(f"its list cannot be read: {error!r}") from error
+
+    async def watch_slices(self, version: str) -> AsyncGenerator[dict[str, Any], None]:
+        """Events since `version`, until the API server ends the watch, which is normal.
+
+        Raises WatchExpired when the version is too old, and SourceUnreachable.
+        """
+        # The server ends the watch, so that one which died unnoticed cannot last.
+        query = {
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(self.watch_s),
+        }
+        async with self._open_answer(query) as answer:
+            # Silent beyond the watch's end: the connection is dead.
+            async for line in split_lines(answer, self.watch_s + SILENCE_S):
+                try:
+                    event = msgspec.json.decode(line)
+                    body = event["object"]
+                    kind = event["type"]
+                except (*JSON_ERRORS, KeyError, TypeError) as error:
+                    raise SourceUnreachable(f"its event cannot be read: {error!r}") from error
+                # Status 200 was sent when the watch began, so an error is an event: mostly 410.
+                if kind == "ERROR":
+                    raise build_error(int(body.get("code", 0)), str(body.get("message", "")))
+                yield event
+
+    @asynccontextmanager
+    async def _open_answer(self, query: dict[str, str]) -> AsyncIterator[InstanceAnswer]:
+        assert self._queries is not None, "open() first"
+        parameters = urlencode({"labelSelector": self.selector, **query})
+        headers = self.access.read_headers()
+        try:
+            async with AsyncExitStack() as stack:
+                opening = self._queries.open_answer(f"{self._url}?{parameters}", headers=headers)
+                answer = await wait_at_most(stack.enter_async_context(opening), LIST_TIMEOUT_S)
+                if answer.status != 200:
+                    reason = await wait_at_most(answer.readany(), LIST_TIMEOUT_S)
+                    raise build_error(answer.status, reason[:500].decode())
+                yield answer
+        except asyncio.TimeoutError as error:
+            raise SourceUnreachable(f"{self.access.url} does not answer") from error
+        except (*QUERY_ERRORS, UnicodeDecodeError) as error:
+            raise SourceUnreachable(
+                f"{self.access.url}: {error or type(error).__name__}"
+            ) from error
+
+
+def build_error(status: int, message: str) -> SourceUnreachable | WatchExpired:
+    """What a refusal of the API server means for us."""
+    # Gone: etcd does not keep old versions.
+    if status == 410:
+        return WatchExpired(message)
+    if status in (401, 403):
+        message = f"{message[:300]}; the service account needs list and watch of endpointslices"
+    return SourceUnreachable(f"the API server answered {status}: {message[:400]}")
+
+
+async def split_lines(answer: InstanceAnswer, silence_s: float) -> AsyncIterator[bytes]:
+    """Lines of a stream. Raises TimeoutError when nothing comes for `silence_s` seconds."""
+    rest = bytearray()
+    while chunk := await wait_at_most(answer.readany(), silence_s):
+        rest += chunk
+        # Looked for in the chunk: a long event would be searched again with each one.
+        if b"\n" in chunk:
+            *lines, tail = bytes(rest).split(b"\n")
+            rest = bytearray(tail)
+            for line in lines:
+                if line.strip():
+                    yield line
+        if len(rest) > MAX_EVENT_BYTES:
+            raise SourceUnreachable(f"an event of more than {MAX_EVENT_BYTES} bytes")
+
 
 PAUSE_S: Final = 0.5  # seconds between two watches, for a server that ends each at once
 

@@ -16,7 +16,7 @@ from ttft_otel.model.names import header_names
 from ttft_otel.router.exchange import AnswerReader, Exchange
 from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter
-from ttft_otel.router.stage_partition import partition_timeline
+from ttft_otel.router.timeline import partition_timeline
 from ttft_otel.router.types import AsgiScope, AsgiSend, HeaderList
 from ttft_otel.tracing import clock
 

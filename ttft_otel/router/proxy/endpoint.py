@@ -30,11 +30,9 @@ from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.admission import AdmissionGate
-from ttft_otel.router.proxy.body_budget import BodyBudget, ClientBody
-from ttft_otel.router.proxy.client_request import DisconnectWatch, read_body
+from ttft_otel.router.proxy.client_request import BodyBudget, ClientBody, DisconnectWatch, read_body
 from ttft_otel.router.proxy.client_stream import AnswerOutput, ClientStream, find_output
-from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter
-from ttft_otel.router.recent_reports import RecentReports
+from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter, RecentReports
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import RequestTimeline
 from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend

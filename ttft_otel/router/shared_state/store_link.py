@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joins one process of a router to the other replicas, through a Valkey or Redis that all of them reach.
 
-commands/router/shared_state_options.py builds it. Each process has one key with all that it has under way
+commands/router/router_options.py builds it. Each process has one key with all that it has under way
 (snapshots.py), which expires by itself. Who writes its key says so on a channel, and who hears that reads the
 key: one pipeline writes and reads at once. Nothing of a request waits for any of this.
 """

@@ -16,7 +16,7 @@ import aiohttp
 from yarl import URL
 
 from ttft_otel.router import lost_hosts
-from ttft_otel.router.deadlines import DeadlineQueue
+from ttft_otel.router.time_limits import DeadlineQueue
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.instance_connection import PIECE_BYTES, InstanceConnection
@@ -154,7 +154,7 @@ class ConnectionPool:
         try:
             lease = await self._connector.connect(origin.request, [], self._timeout)
         except asyncio.TimeoutError as error:
-            # As aiohttp's session would raise it: retry.py knows then that nothing was sent.
+            # As aiohttp's session would raise it: failures.py knows then that nothing was sent.
             raise aiohttp.ConnectionTimeoutError(
                 f"Connection timeout to host {origin.host}"
             ) from error

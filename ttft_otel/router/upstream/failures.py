@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose fault a failed attempt is, and what the client gets for it; docs/reference/router-failures.md.
+"""Whose fault a failed attempt is, what the client gets for it, and whether it is retried.
 
+A request that crashes an engine must not be sent to the next one. It is retried only if nothing of it was
+sent, if the server responded 502, 503 or 504, or if a kept-alive connection broke so soon that the server
+must have closed it before. Calls to encoders only fill a cache: any failure is retried once.
 upstream_client.py, response_relay.py and health_monitor.py ask about exceptions of aiohttp, and
 instance_pool.py logs how they are described.
 """
@@ -9,11 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import random
 from typing import Final
 
 import aiohttp
 
+from ttft_otel.model.stages import ENCODE
 from ttft_otel.router.errors import FirstByteTimeout, InvalidAnswer, UpstreamUnavailable
+from ttft_otel.router.timeline import Attempt
 
 # What an instance's answer can end in. asyncio.TimeoutError is no OSError before Python 3.11.
 UPSTREAM_ERRORS: Final = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
@@ -64,3 +70,58 @@ def build_unavailable_error(leg: str, error: BaseException) -> UpstreamUnavailab
     # The texts of aiohttp's errors name addresses; those of ours do not.
     reason = error if isinstance(error, InvalidAnswer | FirstByteTimeout) else type(error).__name__
     return UpstreamUnavailable(status, f"The {f'{leg} ' if leg else ''}instance failed: {reason}.")
+
+
+MAX_RETRIES: Final = 2  # of one request, beyond the first attempt
+MAX_ENCODER_RETRIES: Final = 1  # of an encoder's call
+MAX_RACE_RETRIES: Final = 1  # of a request, after connections that broke
+RETRY_BUDGET_RATIO: Final = 0.2  # retries per request that the budget allows in the long run
+MAX_SAVED_RETRIES: Final = 20.0  # limit of saved retries, and the number at start
+FIRST_BACKOFF_S: Final = 0.025  # seconds: the longest first wait, doubled each time
+RACE_WINDOW_US: Final = 100_000  # microseconds
+UNAVAILABLE_STATUSES: Final = frozenset({502, 503, 504})
+
+
+class RetryBudget:
+    """Limits retries to the share `ratio` of requests, so that failing instances are not overloaded."""
+
+    def __init__(self, ratio: float = RETRY_BUDGET_RATIO) -> None:
+        self.ratio = ratio
+        self.available_retries = MAX_SAVED_RETRIES if ratio else 0.0
+
+    def record_request(self) -> None:
+        """Add the share of one request to the budget."""
+        if self.available_retries < MAX_SAVED_RETRIES:
+            self.available_retries += self.ratio
+
+    def try_spend(self) -> bool:
+        """Take one retry from the budget; False if there is none left."""
+        if self.available_retries < 1:
+            return False
+        self.available_retries -= 1
+        return True
+
+
+def choose_backoff_s(number: int) -> float:
+    """Seconds to wait before retry `number` (from 1): exponential back-off with full jitter."""
+    return random.uniform(0, FIRST_BACKOFF_S * 2 ** (number - 1))
+
+
+def is_retryable_status(leg: str, status: int) -> bool:
+    """Whether a response with `status` should be retried on another instance of `leg`."""
+    return status in UNAVAILABLE_STATUSES or (leg == ENCODE and status >= 500)
+
+
+def is_unsent_error(error: BaseException) -> bool:
+    """Whether `error` shows that no connection was made, so the instance read nothing."""
+    return isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
+
+
+def is_idle_close_race(attempt: Attempt, error: BaseException) -> bool:
+    """Whether the server closed an idle connection just as `attempt` was sent, judging by `error`."""
+    is_disconnect = isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError))
+    return (
+        is_disconnect
+        and not attempt.is_new_connection
+        and attempt.ended_us - attempt.sent_us < RACE_WINDOW_US
+    )

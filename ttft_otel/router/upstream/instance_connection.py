@@ -183,7 +183,7 @@ class InstanceConnection(asyncio.Protocol):
         self._lease.close()
         if answer is None:
             return
-        # Before a head: on a connection that was used before, retry.py may take this for a race.
+        # Before a head: on a connection that was used before, failures.py may take this for a race.
         if not answer.status:
             answer.fail(
                 aiohttp.ClientOSError(*exc.args)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Generic, ParamSpec
 
 from ttft_otel.model.stages import ANSWERING_ROLES, DECODE, ENCODE, PREFILL, PREFILLING_ROLES
-from ttft_otel.router.deadlines import DeadlineQueue
+from ttft_otel.router.time_limits import DeadlineQueue
 from ttft_otel.router.timeline import CANCELLED, Attempt, AttemptListener
 from ttft_otel.router.types import Instance
 

@@ -16,7 +16,7 @@ from ttft_otel.router import types
 from ttft_otel.router.errors import UpstreamUnavailable
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.timeline import Attempt
-from ttft_otel.router.upstream import failures, retry
+from ttft_otel.router.upstream import failures
 from ttft_otel.router.upstream.connection_pool import ConnectionPool
 from ttft_otel.router.upstream.first_byte_wait import FirstByteWait
 from ttft_otel.router.upstream.health_monitor import HealthMonitor
@@ -72,8 +72,8 @@ class UpstreamClient:
         self,
         pool: InstancePool,
         chooser: Chooser,
-        max_retries: int = retry.MAX_RETRIES,
-        budget_ratio: float = retry.RETRY_BUDGET_RATIO,
+        max_retries: int = failures.MAX_RETRIES,
+        budget_ratio: float = failures.RETRY_BUDGET_RATIO,
         health_monitor: HealthMonitor | None = None,
         limits: RouterLimits | None = None,
     ) -> None:
@@ -81,7 +81,7 @@ class UpstreamClient:
         self.limits = limits or RouterLimits()
         self.chooser = chooser
         self.max_retries = max_retries
-        self.retry_budget = retry.RetryBudget(budget_ratio)
+        self.retry_budget = failures.RetryBudget(budget_ratio)
         self.health_monitor = health_monitor or HealthMonitor(self.pool)
         self.retry_counts: dict[str, int] = {}
         self._queries: QueryClient | None = None
@@ -131,7 +131,7 @@ class UpstreamClient:
         trace: context.TraceContext,
         attempts: list[Attempt],
     ) -> InstanceAnswer:
-        """Send the request of one leg, retrying where retry.py allows it; fills `attempts`.
+        """Send the request of one leg, retrying where failures.py allows it; fills `attempts`.
 
         The caller closes the response and calls `pool.record_ended` for every attempt.
         Raises UpstreamUnavailable, SloUnreachable.
@@ -152,7 +152,7 @@ class UpstreamClient:
                 if not candidates:
                     raise failures.build_unavailable_error(request.leg, error) from error
             else:
-                if not retry.is_retryable_status(request.leg, response.status):
+                if not failures.is_retryable_status(request.leg, response.status):
                     return response
                 candidates = self._record_refusal(request, attempts)
                 if not candidates:
@@ -175,8 +175,8 @@ class UpstreamClient:
         """Record a failed connection of the last attempt. Returns candidates for a retry, () for none."""
         attempt = attempts[-1]
         attempt.record_lost(type(error).__name__)
-        is_unsent = retry.is_unsent_error(error)
-        is_race = retry.is_idle_close_race(attempt, error)
+        is_unsent = failures.is_unsent_error(error)
+        is_race = failures.is_idle_close_race(attempt, error)
         if not is_race and failures.is_instance_failure(error):
             self.pool.record_failure(attempt.instance, failures.describe_error(error), is_unsent)
         if failures.is_resource_shortage(error):
@@ -185,7 +185,7 @@ class UpstreamClient:
         if is_race:
             # Nothing was read, and it says nothing about the instance: it may be used again, once.
             return self._take_retry(
-                request, candidates or (attempt.instance,), attempts, retry.MAX_RACE_RETRIES
+                request, candidates or (attempt.instance,), attempts, failures.MAX_RACE_RETRIES
             )
         if not (is_unsent or request.leg == ENCODE):
             return ()
@@ -196,7 +196,7 @@ class UpstreamClient:
     ) -> tuple[types.Instance, ...]:
         """Record a retryable status of the last attempt. Returns candidates for a retry, () for none."""
         attempt = attempts[-1]
-        if attempt.status in retry.UNAVAILABLE_STATUSES:  # any other may be the client's fault
+        if attempt.status in failures.UNAVAILABLE_STATUSES:  # any other may be the client's fault
             self.pool.record_failure(attempt.instance, f"it responded with status {attempt.status}")
         if request.single_use:
             return ()
@@ -215,7 +215,7 @@ class UpstreamClient:
     ) -> tuple[types.Instance, ...]:
         """The others, if after its last attempt this request and the budget still have a retry."""
         if request.leg == ENCODE:
-            max_retries = min(max_retries, retry.MAX_ENCODER_RETRIES)
+            max_retries = min(max_retries, failures.MAX_ENCODER_RETRIES)
         if (
             not candidates
             or sum(attempt.is_lost for attempt in attempts[:-1]) >= max_retries
@@ -231,7 +231,7 @@ class UpstreamClient:
         # Before the pause, in which the instance has no work of this request.
         self.pool.record_ended(attempt)
         try:
-            await asyncio.sleep(retry.choose_backoff_s(attempt.number))
+            await asyncio.sleep(failures.choose_backoff_s(attempt.number))
         finally:
             attempt.record_resumed()
 

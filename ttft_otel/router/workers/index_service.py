@@ -19,7 +19,7 @@ import uvloop
 
 from ttft_otel.model.stages import MONO
 from ttft_otel.router.control.uvicorn_server import raise_file_limit
-from ttft_otel.router.routing.prefixes.index_frames import (
+from ttft_otel.router.routing.prefixes.shared_index_source import (
     Depths,
     FrameSplitter,
     Lookup,

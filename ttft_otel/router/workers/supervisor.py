@@ -24,8 +24,8 @@ from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any, Final
 
-from ttft_otel.router.workers.private_folder import make_private_folder
 from ttft_otel.router.workers.shared_memory import SharedMemory
+from ttft_otel.router.workers.worker_socket import make_private_folder
 
 WATCHED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 # Beyond the drain timeout: for cancelled responses to end and the last records to leave.

@@ -25,7 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ttft_otel.model.names import metric_names
 from ttft_otel.router.control.admin import apply_order
 from ttft_otel.router.control.app import RouterApp
-from ttft_otel.router.control.routing_metrics import build_counter
+from ttft_otel.router.control.router_metrics import build_counter
 from ttft_otel.router.control.uvicorn_server import DrainingServer, ServerPlan, run_router_server
 from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.routing.prefixes.shared_index_source import SharedIndexSource
@@ -35,9 +35,8 @@ from ttft_otel.router.workers import messages
 from ttft_otel.router.workers.index_service import build_index_path
 from ttft_otel.router.workers.load_link import LoadLink
 from ttft_otel.router.workers.metrics_files import MetricsFiles
-from ttft_otel.router.workers.private_folder import leave_folder
 from ttft_otel.router.workers.supervisor import WorkerSlot, bind_shared_port
-from ttft_otel.router.workers.worker_socket import WorkerSocket
+from ttft_otel.router.workers.worker_socket import WorkerSocket, leave_folder
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.guard import Guard
 

@@ -20,7 +20,7 @@ from lab.fake_vllm.kv_publisher import FakePublisher, run_publisher
 from lab.fake_vllm.prefix_cache import FakeEngine
 from router.fake_instances import wait_until
 from ttft_otel.model.names import metric_names
-from ttft_otel.router.control.routing_metrics import collect_cache_metrics
+from ttft_otel.router.control.router_metrics import collect_cache_metrics
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource, kv_events_source

@@ -18,10 +18,13 @@ from lab.fake_vllm.prefix_cache import FakeEngine
 from router.fake_instances import wait_until
 from router.routing.prefixes.test_kv_subscription import build_fleet
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
-from ttft_otel.router.routing.prefixes import index_frames, shared_index_source
-from ttft_otel.router.routing.prefixes.index_frames import FrameSplitter
+from ttft_otel.router.routing.prefixes import shared_index_source
 from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
-from ttft_otel.router.routing.prefixes.shared_index_source import IndexChannel, SharedIndexSource
+from ttft_otel.router.routing.prefixes.shared_index_source import (
+    FrameSplitter,
+    IndexChannel,
+    SharedIndexSource,
+)
 from ttft_otel.router.routing.prompts.prompt_reader import Prompt
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import QueryClient
@@ -234,21 +237,23 @@ async def test_a_confused_worker(path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 1000])
 def test_frames_in_pieces(size: int) -> None:
     """Messages are whole, however they arrive."""
-    messages = [index_frames.Depths(number, {"u": number}) for number in range(5)]
-    data = b"".join(map(index_frames.frame_message, messages))
+    messages = [shared_index_source.Depths(number, {"u": number}) for number in range(5)]
+    data = b"".join(map(shared_index_source.frame_message, messages))
     splitter, found = FrameSplitter(), []
     for begin in range(0, len(data), size):
         found += splitter.split_frames(data[begin : begin + size])
 
-    assert [index_frames.owner_decoder.decode(each) for each in found] == messages
+    assert [shared_index_source.owner_decoder.decode(each) for each in found] == messages
 
 
 def test_a_very_long_prompt() -> None:
     """Of more blocks than a message may have, the first are asked for: prefixes match from the beginning."""
-    keys = tuple(range(1, index_frames.MAX_ASKED_BLOCKS + 10))
+    keys = tuple(range(1, shared_index_source.MAX_ASKED_BLOCKS + 10))
 
-    asked = index_frames.unpack_keys(index_frames.pack_keys(keys))
+    asked = shared_index_source.unpack_keys(shared_index_source.pack_keys(keys))
 
-    assert tuple(asked) == keys[: index_frames.MAX_ASKED_BLOCKS]
-    frame = index_frames.frame_message(index_frames.Lookup(1, index_frames.pack_keys(keys)))
-    assert len(frame) < index_frames.MAX_FRAME_BYTES
+    assert tuple(asked) == keys[: shared_index_source.MAX_ASKED_BLOCKS]
+    frame = shared_index_source.frame_message(
+        shared_index_source.Lookup(1, shared_index_source.pack_keys(keys))
+    )
+    assert len(frame) < shared_index_source.MAX_FRAME_BYTES

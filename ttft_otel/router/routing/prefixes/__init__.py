@@ -3,7 +3,7 @@
 
 prefix_source.py is their base, and estimates from the prompts sent. kv_events_source.py follows the KV events
 that vLLM publishes, by zmq_sockets.py, event_feed.py, kv_event_parser.py and block_ledger.py; with --workers
-one process does so, and shared_index_source.py asks it (index_frames.py).
+one process does so, and shared_index_source.py asks it (shared_index_source.py).
 """
 
 from __future__ import annotations
