@@ -88,15 +88,6 @@ class TransferParamsTooLarge(ValueError):
     """The parameters of one request exceed the limits, though no single response does."""
 
 
-# No error for the client: the request goes on with its media in it.
-class MediaRequired(Exception):
-    """The request must keep its media items; `reason` is a word for the span."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
 class UnreadablePrompt(Exception):
     """A prompt cannot be read; `reason` is one word, for metrics.
 

@@ -68,8 +68,6 @@ class Exchange(msgspec.Struct):
     # how the first token travelled, and why not otherwise
     first_token_outcome: tuple[str, str] = ("", "")
     first_token_mismatch: bool = False  # D's first token was not P's
-    # with --encode-once: why the prefill leg got media; "": it got none
-    encode_once_reason: str | None = None
     handover_timeline: RequestTimeline | None = None  # from P's token to D's next
 
     @property
@@ -109,10 +107,6 @@ class Exchange(msgspec.Struct):
     def record_model_listed(self) -> None:
         """Record that an instance lists the model."""
         self.is_model_listed = True
-
-    def record_encode_once(self, reason: str) -> None:
-        """Record why media were not replaced by references, `reason` "" if they were."""
-        self.encode_once_reason = reason
 
     def record_first_token_mode(self, mode: str, reason: str) -> None:
         """Record the first-token `mode`, and the `reason` if it is not the configured one."""

@@ -124,10 +124,6 @@ def _describe_first_token(exchange: Exchange) -> Attributes:
         attributes[keys.FIRST_TOKEN] = mode
     if reason:
         attributes[keys.FIRST_TOKEN_REASON] = reason
-    if exchange.encode_once_reason is not None:
-        attributes[keys.ENCODE_ONCE] = not exchange.encode_once_reason
-        if exchange.encode_once_reason:
-            attributes[keys.ENCODE_ONCE_REASON] = exchange.encode_once_reason
     for chain in exchange.timeline.critical_path:
         load_entry = chain[-1].load_entry if chain else None
         if load_entry is None or load_entry.predicted_ttft_s is None or chain[-1].leg == ENCODE:

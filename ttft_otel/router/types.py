@@ -72,7 +72,7 @@ class Instance:
     model_cards: tuple[dict[str, Any], ...] = ()  # `data` of its /v1/models
     max_model_len: int = 0  # the smallest context of these models, in tokens; 0 if unknown
     attempt_results: Counter[str] = field(default_factory=Counter)
-    # Media items encoded again although an encoder had encoded them (encode_once.py).
+    # Media items encoded again although an encoder had encoded them (encoders.py).
     recomputed_items: int = 0
 
     def record_model_cards(self, model_cards: tuple[dict[str, Any], ...]) -> None:

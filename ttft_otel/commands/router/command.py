@@ -92,11 +92,6 @@ Where a request's time went:
     help="How the prefill instance's first token reaches the client; see docs/router.md.",
 )
 @declare_option(
-    "--encode-once",
-    is_flag=True,
-    help="Send prefill instances references to encodings, not the media; see docs/router.md.",
-)
-@declare_option(
     # Loopback, because there is no key by default: check_exposure() guards every other address.
     "--host",
     default="127.0.0.1",
@@ -262,7 +257,6 @@ def build_router(
         options.limits,
         options.first_token,
         admission,
-        options.encode_once,
     )
     discovery = None
     if options.discover:

@@ -63,7 +63,6 @@ class RouterOptions(RoutingOptions):
     decode: tuple[str, ...]
     backend: tuple[str, ...]
     first_token: str
-    encode_once: bool
     host: str
     port: int
     insecure: bool

@@ -82,8 +82,6 @@ PREDICTION_ERROR_MS: Final = "ttft.prediction_error_ms"
 FIRST_TOKEN: Final = "ttft.first_token"
 FIRST_TOKEN_REASON: Final = "ttft.first_token_reason"
 FIRST_TOKEN_MISMATCH: Final = "ttft.first_token_mismatch"
-ENCODE_ONCE: Final = "ttft.encode_once"
-ENCODE_ONCE_REASON: Final = "ttft.encode_once_reason"
 HANDOVER_STAGE: Final = "ttft.handover.stage"
 HANDOVER_TOTAL_US: Final = "ttft.handover.total_us"
 

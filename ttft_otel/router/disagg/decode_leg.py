@@ -114,7 +114,6 @@ class DisaggregatedRequest(msgspec.Struct):
         """Drop what was kept for sending: the decode instance answers, which may take minutes."""
         self.request = replace(self.request, body=b"")
         self.plan.fields = {}
-        self.plan.media_references = None
         self.plan.ec_params = b""
         self.on_sent()
 

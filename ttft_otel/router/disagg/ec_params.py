@@ -50,17 +50,14 @@ class TransferParams:
     consumer of vLLM 0.32 reads them (they are written in ec_connector/utils.py and nowhere read).
     """
 
-    __slots__ = ("_entries", "_size_bytes", "hashes_by_item")
+    __slots__ = ("_entries", "_size_bytes")
 
     def __init__(self) -> None:
-        self.hashes_by_item: dict[
-            bytes, tuple[str, ...]
-        ] = {}  # of each item that an encoder was asked for
         self._entries: dict[str, bytes] = {}
         self._size_bytes = 0  # bytes
 
-    def add_answer(self, data: bytes, item: bytes = b"") -> None:
-        """Add the parameters in `data`, the response for `item`; it may have none.
+    def add_answer(self, data: bytes) -> None:
+        """Add the parameters in `data`, an encoder's answer; it may have none.
 
         Raises InvalidAnswer, and TransferParamsTooLarge, which a request with very many items can
         cause too.
@@ -69,14 +66,12 @@ class TransferParams:
         encoding announces the item without an address (vLLM 0.32, ec_connector/cpu/scheduler,
         request_finished), and another encoder's entry may have one.
         """
-        self.hashes_by_item[item] = ()
         params = _decode(_answer_decoder, data, _NO_OBJECT_MESSAGE).ec_transfer_params
         if bytes(params) == b"null":
             return
         entries = _decode(_entries_decoder, params, _NO_OBJECT_MESSAGE)
         if len(entries) > MAX_ENTRIES:
             raise InvalidAnswer(f"its {EC_PARAMS_FIELD} have more than {MAX_ENTRIES} entries")
-        self.hashes_by_item[item] = tuple(entries)
         for mm_hash, raw in entries.items():
             entry = bytes(raw)
             if entry == b"null":
@@ -93,10 +88,6 @@ class TransferParams:
                     f"{EC_PARAMS_FIELD} of one request exceed {MAX_PARAMS_BYTES} bytes or "
                     f"{MAX_ENTRIES} entries"
                 )
-
-    def get_entry(self, mm_hash: str) -> bytes:
-        """The entry of `mm_hash` as a JSON object; "{}" if there is none."""
-        return self._entries.get(mm_hash, b"{}")
 
     def to_json(self) -> bytes:
         """All entries as one JSON object; b"" if there are none."""

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call encoders for all media items of a request concurrently; endpoint.py asks.
 
-Each item is one call of upstream_client.py."""
+Each item is one call of upstream_client.py. What an instance encoded again is logged here, too.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
 from msgspec.structs import replace
 
-from ttft_otel.model import stages
+from ttft_otel.model import stages, timing
 from ttft_otel.model.endpoints import CHAT_PATH
 from ttft_otel.router import types
 from ttft_otel.router.disagg import request_body
@@ -29,7 +32,7 @@ from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailabl
 from ttft_otel.router.upstream.first_byte_wait import FirstByteWait
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.upstream_client import UpstreamClient, record_server_timing
-from ttft_otel.tracing import context
+from ttft_otel.tracing import clock, context
 
 # Half of --max-items by default: one request must not occupy all encoders.
 MAX_CONCURRENT_CALLS: Final = 64  # calls of one request in flight
@@ -122,7 +125,7 @@ async def _encode_item(
             # The next leg waits for the end of this answer, so that is the end of this one.
             attempts[-1].record_whole_answer()
             if response.status < 400:
-                transfer_params.add_answer(answer, request.media_item)
+                transfer_params.add_answer(answer)
             break
         except asyncio.CancelledError:
             if attempts:
@@ -199,3 +202,53 @@ def add_ec_params(
         return replace(request, media_encoded=True)
     body_bytes = splice_params(request.body, params) if params else request.body
     return replace(request, body=body_bytes, media_encoded=True)
+
+
+LOG_INTERVAL_US: Final = 60_000_000  # microseconds: at most one line in that time
+MAX_LOGGED_INSTANCES: Final = 4  # instances in one line, those with the most items
+log: Final = logging.getLogger("ttft_otel")
+
+
+class RecomputedMediaLog:
+    """The items counted since the last log line."""
+
+    def __init__(self) -> None:
+        self._items_by_url: Counter[str] = Counter()  # by the instance's URL
+        self._request_count = 0
+        self._logged_us: int | None = None
+
+    def record_attempt(self, attempt: Attempt) -> None:
+        """Count items that the instance of `attempt` encoded again; usually none."""
+        # Instances that are not traced, or have no encoder cache, report nothing.
+        if not timing.may_count_media(attempt.timing_header):
+            return
+        server_timing = attempt.read_server_timing()
+        if server_timing is None or server_timing.ec is None or not server_timing.ec.recomputed:
+            return
+        ec = server_timing.ec
+        instance = attempt.instance
+        instance.recomputed_items += ec.recomputed
+        self._items_by_url[instance.url] += ec.recomputed
+        self._request_count += 1
+        now_us = clock.now_us()
+        if self._logged_us is None or now_us - self._logged_us >= LOG_INTERVAL_US:
+            self._logged_us = now_us
+            self._log_recomputed()
+
+    def _log_recomputed(self) -> None:
+        most_common = self._items_by_url.most_common(MAX_LOGGED_INSTANCES)
+        instances = ", ".join(f"{url} ({number})" for url, number in most_common)
+        other_count = len(self._items_by_url) - len(most_common)
+        log.warning(
+            "ttft-otel: media items encoded again although an encoder had encoded them: %d, in %d"
+            " requests since the last such line, by %s%s. Possible causes: encoder responses without"
+            " ec_transfer_params, different EC connectors on encoder and consumer, an EC port of the"
+            " encoder that the consumer cannot reach, or a cache (ec_cpu_bytes) too small for the"
+            " requests in flight. What to check: docs/router.md, 'Encoder-cache parameters'.",
+            self._items_by_url.total(),
+            self._request_count,
+            instances,
+            f" and {other_count} more" if other_count else "",
+        )
+        self._items_by_url.clear()
+        self._request_count = 0

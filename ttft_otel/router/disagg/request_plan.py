@@ -83,8 +83,6 @@ class LegPlan(msgspec.Struct):
     stop_strings: tuple[str, ...] = ()
     include_usage: bool = False
     ec_params: bytes = b""  # what encoders announced, a JSON object
-    # Of the prefill body, where encodings stand for the media.
-    media_references: Raw | None = None
 
     def turn_off(self, reason: str) -> None:
         """Relay the decode response as a whole, without the prefill token before it, for this `reason`."""
@@ -104,8 +102,6 @@ class LegPlan(msgspec.Struct):
             own_fields["seed"] = self.seed
         if self.ec_params:
             own_fields["ec_transfer_params"] = Raw(self.ec_params)
-        if self.media_references is not None:
-            own_fields["messages"] = self.media_references
         return _encode_json({**_omit_fields(self.fields, _OVERRIDDEN_FIELDS), **own_fields})
 
     def build_decode_body(self, kv_params: Raw | None) -> bytes:

@@ -21,7 +21,6 @@ from ttft_otel.router import types
 from ttft_otel.router.disagg import encoders, request_body, request_media, request_plan
 from ttft_otel.router.disagg.decode_leg import DisaggregatedRequest
 from ttft_otel.router.disagg.ec_params import TransferParams
-from ttft_otel.router.disagg.encode_once import RecomputedMediaLog, omit_media
 from ttft_otel.router.disagg.encoders import add_ec_params, select_critical_attempts
 from ttft_otel.router.disagg.prefill_decode import PrefillDecodeFlow
 from ttft_otel.router.disagg.request_body import BodyParser
@@ -61,7 +60,6 @@ class ProxyEndpoint:
         limits: RouterLimits | None = None,
         first_token: str = types.MODE_STRIP,
         admission: AdmissionGate | None = None,
-        encode_once: bool = False,
     ) -> None:
         self.upstream = upstream
         self.routing = routing
@@ -76,10 +74,9 @@ class ProxyEndpoint:
         self.reporter = (
             ExchangeReporter(send_record, self.reports, settings.metrics) if send_record else None
         )
-        self.recomputed_media = RecomputedMediaLog()
+        self.recomputed_media = encoders.RecomputedMediaLog()
         self.first_token_mode = first_token
         self.prefill_decode = PrefillDecodeFlow(upstream)
-        self.encode_once = encode_once
 
     @property
     def answering_leg(self) -> str:
@@ -241,11 +238,6 @@ class ProxyEndpoint:
             # Before the encoders, whose work would be lost with a request that is refused then.
             self.routing.check_slo(request, encoder_requests)
             transfer_params = await self._encode_media(encoder_requests, exchange)
-            if self.encode_once:
-                request, reason = await self.body_parser.run_on(
-                    parsed_body, omit_media, request, leg_plan, exchange.path, transfer_params
-                )
-                exchange.record_encode_once(reason)
             request = add_ec_params(request, leg_plan, transfer_params.to_json())
         return leg_plan, request
 
