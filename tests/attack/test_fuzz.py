@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What parses the bytes of strangers, with mutations of tests/attack/corpus, with a file for what broke it.
+
+Each parser raises its own error or none, and what it says does not depend on where the bytes were cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import uvicorn
+from hypothesis import given
+from hypothesis import strategies as some
+from router.disagg.prefill_answers import BOTH_LEGS, build_token
+from router.proxy.test_endpoint_fuzz import repeatable_examples
+from uvicorn.server import ServerState
+
+from ttft_otel.http.bounded_connection import BoundedConnection
+from ttft_otel.http.head_checks import CallerRules, HeadLimits
+from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.router.disagg.request_plan import LegPlan
+from ttft_otel.router.disagg.stream_splice import StreamSplicer, render_first_events
+from ttft_otel.router.routing.prefixes.kv_event_parser import (
+    BlocksStored,
+    MalformedEvents,
+    decode_extra_keys,
+    iterate_kv_events,
+)
+from ttft_otel.router.types import MODE_STRIP
+from ttft_otel.tracing.context import start_context
+from ttft_otel.tracing.settings import Settings
+
+CORPUS: Final = Path(__file__).parent / "corpus"
+EXAMPLES: Final = (
+    pytest.param(150, id="some"),
+    pytest.param(50_000, id="50000", marks=(pytest.mark.full, pytest.mark.timeout(7200))),
+)
+MAX_BYTES: Final = 4096
+TURNS: Final = 80  # of the event loop, for some requests that are pipelined
+# W3C Trace Context, section 3.2, once more and in another way than in context.py.
+TRACEPARENT: Final = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
+LIMITS: Final = HeadLimits(max_target=200, max_headers=20, max_header_bytes=1000)
+
+
+class FakeTransport(asyncio.Transport):
+    """A connection whose other end is `written`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_closed = False
+
+    def write(self, data: Any) -> None:
+        """Keep it."""
+        self.written += bytes(data)
+
+    def is_closing(self) -> bool:
+        """Whether it was closed."""
+        return self.is_closed
+
+    def close(self) -> None:
+        """Note it."""
+        self.is_closed = True
+
+    write_eof = abort = close
+
+    def pause_reading(self) -> None:
+        """All of it is here."""
+
+    resume_reading = pause_reading
+
+
+def parse_requests(parts: Sequence[bytes]) -> tuple[bool, list[Any]]:
+    """Whether the connection was refused, and each request's target and body, as an application sees them."""
+    requests: list[Any] = []
+
+    async def note_request(scope: Any, receive: Any, send: Any) -> None:
+        body, message = b"", await receive()
+        while message["type"] == "http.request":
+            body += message["body"]
+            if not message["more_body"]:
+                break
+            message = await receive()
+        requests.append((scope["method"], scope["raw_path"], message["type"], body))
+        head = {"type": "http.response.start", "status": 200, "headers": []}
+        await send(head)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def feed() -> bool:
+        config = uvicorn.Config(note_request, lifespan="off", log_config=None)
+        config.load()
+        state = ServerState()
+        connection = BoundedConnection(
+            config=config,
+            server_state=state,
+            app_state={},
+            head_limits=LIMITS,
+            callers=CallerRules("127.0.0.1"),
+        )
+        transport = FakeTransport()
+        connection.connection_made(transport)
+        # One after the other, so that no answer comes in between, however they were cut.
+        for part in parts:
+            connection.data_received(part)
+        is_refused = connection.is_refused
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        connection.connection_lost(None)
+        while state.tasks:
+            await asyncio.gather(*state.tasks)
+        assert not transport.written or transport.written.startswith(b"HTTP/1.1 ")
+        return is_refused
+
+    return asyncio.run(feed()), requests
+
+
+def check_http(parts: Sequence[bytes]) -> None:
+    """Heads and chunked bodies. Limits count bytes of a part: what is near them is not compared."""
+    found = parse_requests(parts)
+    whole = b"".join(parts)
+    if len(whole) < 600 and whole.count(b":") < 10:
+        assert found == parse_requests([whole])
+
+
+def check_sse(parts: Sequence[bytes]) -> None:
+    """A decode instance's stream behind a prefill instance's token."""
+    for is_chat in (True, False):
+        token, plan = build_token(chat=is_chat), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=is_chat)
+        spliced = []
+        for each in (parts, [b"".join(parts)]):
+            splicer = StreamSplicer(token, plan, render_first_events(token, plan))
+            spliced.append(b"".join(map(splicer.splice_chunk, each)) + splicer.flush_rest())
+        assert spliced[0] == spliced[1]
+
+
+def check_traceparent(parts: Sequence[bytes]) -> None:
+    """A trace is continued exactly if its header is one."""
+    text = b"".join(parts).decode("latin-1")
+    made = start_context(text, text, Settings(on=True))
+    fields = text.strip().split("-", 4)
+    is_good = (
+        len(text) <= 128
+        and TRACEPARENT.fullmatch("-".join(fields[:4])) is not None
+        and (len(fields) == 4 or (fields[0] != "00" and "\n" not in fields[4]))
+    )
+    assert bool(made.parent_id) == is_good
+    assert TRACEPARENT.fullmatch(made.format_traceparent()) and made.tracestate in (text, "")
+
+
+def check_otlp(parts: Sequence[bytes]) -> None:
+    """Exports in protobuf and JSON, decoded and as chunks alike."""
+    data = b"".join(parts)
+    for as_json in (False, True):
+        try:
+            batch = otlp_decoder.chunk_export(data, as_json)
+        except otlp_decoder.OtlpDecodeError:
+            continue
+        decoded = otlp_decoder.decode_export(data, as_json)
+        assert len(decoded.spans) == decoded.accepted == batch.accepted
+        assert sum(chunk.span_count for chunk in batch.chunks) == batch.accepted
+
+
+def check_kv_events(parts: Sequence[bytes]) -> None:
+    """A message of an instance."""
+    try:
+        for event in iterate_kv_events(b"".join(parts)):
+            if isinstance(event, BlocksStored):
+                for raw in event.extra_keys or ():
+                    decode_extra_keys(raw)
+    except MalformedEvents:
+        pass
+
+
+CHECKS: Final[Mapping[str, Callable[[Sequence[bytes]], None]]] = {
+    "head": check_http,
+    "chunked": check_http,
+    "sse": check_sse,
+    "traceparent": check_traceparent,
+    "otlp": check_otlp,
+    "kv_events": check_kv_events,
+}
+
+
+def read_corpus(target: str) -> list[bytes]:
+    """The files of this parser."""
+    return [path.read_bytes() for path in sorted((CORPUS / target).iterdir())]
+
+
+@some.composite
+def mutate(draw: some.DrawFn, target: str) -> list[bytes]:
+    """A file of the corpus with some changes, cut into parts."""
+    seeds = read_corpus(target)
+    data = bytearray(draw(some.sampled_from(seeds)))
+    for _ in range(draw(some.integers(0, 4))):
+        at = draw(some.integers(0, len(data)))
+        end = at + draw(some.integers(0, 12))
+        change = draw(some.sampled_from(["put", "cut", "flip", "repeat", "join"]))
+        if change == "put":
+            data[at:end] = draw(some.binary(max_size=8))
+        elif change == "cut":
+            del data[at:end]
+        elif change == "flip" and at < len(data):
+            data[at] ^= 1 << draw(some.integers(0, 7))
+        elif change == "repeat":
+            data[at:at] = data[at:end] * draw(some.sampled_from([1, 2, 30, 300]))
+        elif change == "join":
+            other = draw(some.sampled_from(seeds))
+            data[at:] = other[draw(some.integers(0, len(other))) :]
+        del data[MAX_BYTES:]
+    cuts = sorted(draw(some.lists(some.integers(0, len(data)), max_size=4)))
+    return [bytes(data[a:b]) for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+
+
+@pytest.mark.parametrize("number", EXAMPLES)
+@pytest.mark.parametrize("target", CHECKS)
+def test_mutations(target: str, number: int) -> None:
+    """Whatever becomes of the files."""
+
+    @repeatable_examples(number, 1)
+    @given(mutate(target))
+    def check(parts: list[bytes]) -> None:
+        CHECKS[target](parts)
+
+    check()
+
+
+@pytest.mark.parametrize("target", CHECKS)
+def test_corpus(target: str) -> None:
+    """Each file as it is, cut after each of its first bytes."""
+    files = read_corpus(target)
+    assert len(files) >= 4
+    for data in files:
+        for at in range(min(len(data), 64)):
+            CHECKS[target]([data[:at], data[at:]])
+
+
+@repeatable_examples(150, 1)
+@given(some.lists(some.binary(min_size=1, max_size=40), max_size=6), some.data())
+def test_chunks_are_their_body(chunks: list[bytes], data: some.DataObject) -> None:
+    """The control: a right body in chunks arrives, wherever it is cut."""
+    head = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    encoded = b"".join(b"%x;e=1\r\n%b\r\n" % (len(each), each) for each in chunks)
+    whole = head + encoded + b"0\r\n\r\n"
+    at = data.draw(some.integers(0, len(whole)))
+    is_refused, requests = parse_requests([whole[:at], whole[at:]])
+    assert not is_refused
+    assert requests == [("POST", b"/v1/x", "http.request", b"".join(chunks))]
