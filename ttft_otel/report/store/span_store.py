@@ -64,6 +64,7 @@ class SpanStore:
         self.max_bytes = max_bytes
         self.counts: Counter[str] = Counter()
         self.last_error = ""
+        self._clock_offset_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self._open_database()
         self._queue: Queue[QueuedBatch | None] = Queue(MAX_WAITING_BATCHES)
         self._closed = False
@@ -210,8 +211,7 @@ class SpanStore:
         outcomes: list[InsertOutcome] = []
 
         def write_chunks() -> int:
-            # Wall clock: ages are compared across restarts.
-            inserter = ChunkInserter(self._connection, time.time_ns() // 1_000_000)
+            inserter = ChunkInserter(self._connection, self._read_clock_ms())
             outcomes.extend(inserter.insert_chunks(chunks))
             span_rows.write_requests(self._connection, inserter.list_touched())
             # Deletes as many spans as are stored, so that those of removed traces do not pile up.
@@ -240,7 +240,14 @@ class SpanStore:
         return is_left
 
     def _compute_oldest_ms(self) -> int:
-        return time.time_ns() // 1_000_000 - int(self.max_age_hours * 3600e3)
+        return self._read_clock_ms() - int(self.max_age_hours * 3600e3)
+
+    def _read_clock_ms(self) -> int:
+        """The wall clock of the start, and what has passed since: ages are compared across restarts.
+
+        A clock that is set meanwhile would make all that is stored too old at once.
+        """
+        return (time.clock_gettime_ns(time.CLOCK_BOOTTIME) + self._clock_offset_ns) // 1_000_000
 
     def _evict_and_purge(self) -> int:
         evicted = retention.evict_traces(
