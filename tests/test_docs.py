@@ -228,6 +228,20 @@ def test_flags() -> None:
     assert shown == {*cli.SUBCOMMANDS, "limits"}
 
 
+def test_promises() -> None:
+    """Every promise of the security page names its tests, which exist; each file of attacks is there."""
+    page = (ROOT / "docs" / "security.md").read_text("utf-8")
+    section = read_section(page, "Promises, and the tests that hold them")
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    named = [set(re.findall(r"`(\S+?\.py)`", row)) for row in rows]
+    tests = ROOT / "tests"
+    attacks = {f"attack/{path.name}" for path in (tests / "attack").glob("test_*.py")}
+
+    assert len(rows) > 10 and all(named)
+    assert [name for names in named for name in names if not (tests / name).is_file()] == []
+    assert attacks <= set().union(*named)
+
+
 def test_refusal_reasons() -> None:
     """Every reason of a refusal, the label of its metric, is explained with its status."""
     explained = {
