@@ -26,7 +26,7 @@ from ttft_otel.bench.request_factory import draw_data_url
 from ttft_otel.commands import main as cli
 
 ROOT = Path(__file__).parents[1]
-EXTRAS: Final = ("router", "tokenize", "serve", "bench", "explain")
+EXTRAS: Final = ("router", "tokenize", "serve", "bench", "explain", "mcp")
 # The extra that a folder's modules may need; every other module must import without any.
 EXTRA_OF_FOLDER: Final = {
     "http": "serve",  # uvicorn, which `router` has, too

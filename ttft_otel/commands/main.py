@@ -45,6 +45,9 @@ SUBCOMMANDS: Final[dict[str, Subcommand]] = {
         "Predict the TTFT with other settings.",
         "whatif",
     ),
+    "mcp": Subcommand(
+        "ttft_otel.commands.mcp_server", "mcp", "Offer these answers to an agent, read-only."
+    ),
     "router": Subcommand(
         "ttft_otel.commands.router.command", "router", "Route requests to vLLM servers, traced."
     ),
