@@ -215,14 +215,16 @@ def test_dead(tmp_path: Path, fails: tuple[str, str], says: str) -> None:
         ServerScript(first_token_ms=[5.0], token_count=1, failures=dict.fromkeys(each, 503))
         for each in fails
     )
-    file = tmp_path / "a.json"
+    files = tmp_path / "a.json", tmp_path / "a.html"
     with run_scripted_server(one) as a, run_scripted_server(other) as b:
         words = "--concurrency 1 --requests 2 --repeat 2"
-        shown = invoke_bench("--ab", a.url, b.url, words, "--output", file).output
+        out = ("--output", files[0], "--html", files[1])
+        shown = invoke_bench("--ab", a.url, b.url, words, *out).output
 
-    found = validate_document(json.loads(file.read_text("utf-8")))
+    found = validate_document(json.loads(files[0].read_text("utf-8")))
     assert (found["comparison"], found["uncompared"]) == (None, says)
     assert f"No comparison: {says}" in " ".join(shown.split())
+    assert f"No comparison: {says}" in files[1].read_text("utf-8")
 
 
 @pytest.mark.slow

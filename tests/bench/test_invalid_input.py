@@ -147,10 +147,11 @@ def test_steering() -> None:
     assert not {"\x1b", "\x07"} & set(result.output)
 
 
-def test_nowhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--output", "--html"])
+def test_nowhere(tmp_path: Path, flag: str) -> None:
     """Results that could not be written are known before the load, not after it."""
     with run_scripted_server(ServerScript()) as server:
-        result = invoke_bench("--url", server.url, "--rate 1 --output", tmp_path / "no" / "file")
+        result = invoke_bench("--url", server.url, "--rate 1", flag, tmp_path / "no" / "file")
         notes = server.fetch_notes()
 
     assert result.exit_code == 2 and "cannot be written" in result.output

@@ -17,7 +17,7 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from ttft_otel.bench import multi_round, request_factory, terminal_report, trace_replay
+from ttft_otel.bench import html_report, multi_round, request_factory, terminal_report, trace_replay
 from ttft_otel.bench.bench_session import BenchSide, InterruptCounter, check_plan, run_plan
 from ttft_otel.bench.comparison import compare_targets, list_load_differences
 from ttft_otel.bench.http_exchange import BenchTarget
@@ -226,6 +226,7 @@ OUTPUT_OPTIONS: Final = (
     ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
     click.option("--output", type=RESULT_FILE, help="Also write the JSON to this file."),
+    click.option("--html", type=RESULT_FILE, help="Also write an HTML page with charts."),
 )
 
 
@@ -464,7 +465,7 @@ def _parse_slo_limits(limit_texts: Sequence[str]) -> dict[str, float]:
 
 def _describe_load(options: dict[str, Any]) -> dict[str, Any]:
     """The flags of the load, for the result; without headers, which may contain an API key."""
-    omitted = ("headers", "as_json", "output", "url", "ab")
+    omitted = ("headers", "as_json", "output", "html", "url", "ab")
     load = {key: value for key, value in options.items() if key not in omitted}
     return load | {"file": options["file"] and options["file"].name, "slos": list(options["slos"])}
 
@@ -480,13 +481,14 @@ def _compare_sides(results: Any) -> None:
 
 def _check_writable(options: dict[str, Any]) -> None:
     """Check that result files can be written, before the load is sent. Raises UsageError."""
-    file = options["output"]
-    if file and not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise click.UsageError(f"--output: {file} cannot be written; is its folder there?")
+    for name in ("output", "html"):
+        file = options[name]
+        if file and not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise click.UsageError(f"--{name}: {file} cannot be written; is its folder there?")
 
 
 def _write_results(results: Any, options: dict[str, Any]) -> None:
-    """Print the results, then write the file, because a disk may be full. Raises ClickException."""
+    """Print the results, then write files, because a disk may be full. Raises ClickException."""
     if options["as_json"]:
         click.echo(json.dumps(results, indent=2, ensure_ascii=False))
     else:
@@ -495,6 +497,8 @@ def _write_results(results: Any, options: dict[str, Any]) -> None:
         if options["output"]:
             text = json.dumps(results, ensure_ascii=False) + "\n"
             options["output"].write_text(text, encoding="utf-8")
+        if options["html"]:
+            options["html"].write_text(html_report.render_page(results), encoding="utf-8")
     except OSError as error:
         raise click.ClickException(f"{error.filename}: {error.strerror}") from error
 
