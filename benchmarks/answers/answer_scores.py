@@ -123,7 +123,7 @@ def judge_window(
         if question == "diff":
             if not window.has_before:
                 continue
-            answer = stored.ask("diff", "--a", first, "--b", last)
+            answer = stored.ask("diff", "--a", first, "--b", last, *grouped)
             verdict, said = judge_diff(answer, window.truth)
         else:
             slo = ("--slo", f"{stored.slo_ms:.1f}") if question == "slo" else ()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ import click
 from ttft_otel.commands import source_options
 from ttft_otel.commands.command_options import write_whole
 from ttft_otel.explain.diff import difference_text, release_gate
+from ttft_otel.explain.diff.change_cause import ChangeAnswer, ComparedSide, compare_sides
 from ttft_otel.explain.diff.release_gate import Condition, Verdict
-from ttft_otel.explain.diff.stage_difference import Difference, compare_windows
-from ttft_otel.explain.window.lost_requests import LostRequests, count_lost
-from ttft_otel.explain.window.request_facts import CannotTellError, RequestFacts, build_facts
+from ttft_otel.explain.window.lost_requests import count_lost
+from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence, build_facts
 from ttft_otel.explain.window.window_reading import WindowReading, read_window
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.breakdown_source import BreakdownSource
@@ -29,7 +28,7 @@ from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.show.terminal import remove_controls
 from ttft_otel.report.store.database_schema import StoreError
 from ttft_otel.report.time_window import WINDOW_HELP, filter_window
-from ttft_otel.report.window_sample import LOST, Coverage
+from ttft_otel.report.window_sample import LOST
 
 
 def _read_conditions(context: Any, option: Any, texts: tuple[str, ...]) -> list[Condition]:
@@ -77,6 +76,13 @@ Examples:
     type=click.Path(path_type=Path, dir_okay=False, writable=True),
     help="With --fail-if: also write JUnit's XML to this file.",
 )
+@click.option(
+    "--group-by",
+    metavar="ATTRIBUTE",
+    default="",
+    help="Without --by: an attribute that separates requests, whose shares are told.",
+)
+@click.option("--verbose", is_flag=True, help="Also every stage, and all that was looked at.")
 @click.option("--markdown", is_flag=True, help="Markdown instead of text.")
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
 @source_options.add_source_options
@@ -88,12 +94,16 @@ def diff(
     model: str,
     conditions: list[Condition],
     junit: Path | None,
+    group_by: str,
+    verbose: bool,
     markdown: bool,
     as_json: bool,
     source: SourceChoice,
 ) -> None:
     """Say which stages changed between A and B, by how much, and what is only a changed mix."""
     # Without --by both windows have times already: a third one could only contradict them.
+    if by and group_by:
+        raise click.UsageError("--by and --group-by exclude each other")
     if since and not by:
         raise click.UsageError("--since goes with --by; without it --a and --b are the windows")
     if junit and not conditions:
@@ -104,8 +114,8 @@ def diff(
     with source_options.report_refusals(CannotTellError, as_json=as_json, exit_code=cannot_tell):
         try:
             with breakdown_source.open_source(source) as opened:
-                sides = _load_sides(opened, a, b, by, since, model)
-            difference = _compare_sides(*sides)
+                sides = _load_sides(opened, a, b, by, since, model, group_by)
+            answer = compare_sides(*sides)
         except (CannotTellError, StoreError) as error:
             verdicts = release_gate.refuse_all(conditions, remove_controls(str(error)))
             _write_verdicts(verdicts, junit)
@@ -116,7 +126,7 @@ def diff(
         conditions, sides[0].facts, sides[1].facts, (sides[0].lost_share, sides[1].lost_share)
     )
     _write_verdicts(verdicts, junit)
-    _print_answer(difference, verdicts, as_json, markdown)
+    _print_answer(answer, verdicts, as_json, markdown, verbose)
     if verdicts:
         outcome = release_gate.find_outcome(verdicts)
         click.get_current_context().exit(release_gate.EXIT_CODES[outcome])
@@ -131,54 +141,42 @@ def _write_verdicts(verdicts: Sequence[Verdict], junit: Path | None) -> None:
 
 
 def _print_answer(
-    difference: Difference, verdicts: Sequence[Verdict], as_json: bool, markdown: bool
+    answer: ChangeAnswer, verdicts: Sequence[Verdict], as_json: bool, markdown: bool, verbose: bool
 ) -> None:
     # The form is a contract: tests compare it with docs/diff.schema.json.
     if as_json:
-        described = difference_text.describe_difference(difference)
+        described = difference_text.describe_answer(answer)
         gate = {"gate": release_gate.describe_gate(verdicts)} if verdicts else {}
         click.echo(json.dumps({**described, **gate}, indent=2))
     elif markdown:
-        sentences = difference_text.list_sentences(difference)
+        sentences = difference_text.list_sentences(answer, verbose=True)
         click.echo(release_gate.build_markdown(verdicts, sentences), nl=False)
     else:
         for line in release_gate.list_lines(verdicts):
             click.echo(remove_controls(line))
-        difference_text.print_difference(difference)
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedSide:
-    """The requests of one side, oldest first, those that have no first token, and what was read."""
-
-    facts: list[RequestFacts]
-    lost: LostRequests
-    coverage: Coverage
-
-    @property
-    def lost_share(self) -> float:
-        """Of its requests, those without a first token."""
-        served = sum(each.weight for each in self.facts)
-        return self.lost.total / (self.lost.total + served)
+        difference_text.print_answer(answer, verbose)
 
 
 def _load_sides(
-    opened: BreakdownSource, a: str, b: str, by: str, since: str, model: str
+    opened: BreakdownSource, a: str, b: str, by: str, since: str, model: str, group_by: str
 ) -> tuple[ComparedSide, ComparedSide]:
     """A and B. Raises CannotTellError, StoreError."""
     if not by:
         first, second = (
-            _build_side(read_window(opened, filter_window(each, model, 0), label=f"reading {each}"))
+            _build_side(
+                read_window(
+                    opened, filter_window(each, model, 0), 0, group_by, label=f"reading {each}"
+                )
+            )
             for each in (a, b)
         )
         return first, second
     # One read for both sides: a request is told apart by its value, not by its time.
     reading = read_window(opened, filter_window(since, model, 0), group_by=by)
-    facts = [each.facts for each in reading.evidence]
-    found = [_choose_side(each.group, a, b) for each in facts]
+    found = [_choose_side(each.facts.group, a, b) for each in reading.evidence]
     # One value without requests is left to compare_windows(), which says how many it needs.
     if not {*found} & {"A", "B"}:
-        raise CannotTellError(_describe_values(facts, by))
+        raise CannotTellError(_describe_values(reading.evidence, by))
     if both := found.count("AB"):
         click.echo(f"{both} requests have both values of {by}: they are left out", err=True)
     places = [
@@ -188,7 +186,7 @@ def _load_sides(
     weight = reading.coverage.counts[LOST] / max(len(reading.failed), 1)
     first, second = (
         ComparedSide(
-            [each for each, side in zip(facts, found, strict=True) if side == name],
+            [each for each, side in zip(reading.evidence, found, strict=True) if side == name],
             count_lost(
                 [
                     each.request
@@ -205,7 +203,7 @@ def _load_sides(
 
 
 def _build_side(reading: WindowReading) -> ComparedSide:
-    return ComparedSide([each.facts for each in reading.evidence], reading.lost, reading.coverage)
+    return ComparedSide(reading.evidence, reading.lost, reading.coverage)
 
 
 def _choose_side(group: str, a: str, b: str) -> str:
@@ -218,24 +216,10 @@ def _choose_side(group: str, a: str, b: str) -> str:
     return "".join(name for name, value in (("A", a), ("B", b)) if value in values)
 
 
-def _compare_sides(a: ComparedSide, b: ComparedSide) -> Difference:
-    """Compare them. Raises CannotTellError, which also says who has no first token."""
-    try:
-        found = compare_windows(a.facts, b.facts)
-    except CannotTellError as error:
-        lost = " ".join(
-            f"In {name} {side.lost.sentence}."
-            for name, side in (("A", a), ("B", b))
-            if side.lost.total
-        )
-        raise CannotTellError(f"{error}. {lost}" if lost else str(error)) from error
-    return replace(found, lost_a=a.lost, lost_b=b.lost, coverage=(a.coverage, b.coverage))
-
-
-def _describe_values(requests: Sequence[RequestFacts], by: str) -> str:
+def _describe_values(requests: Sequence[RequestEvidence], by: str) -> str:
     """An error text: which values of the attribute there are."""
     # Mostly a typing error in the value: those that exist help more than "not found".
-    values = sorted({value for each in requests for value in each.group.split(", ") if value})
+    values = sorted({value for each in requests for value in each.facts.group.split(", ") if value})
     if not values:
         return f"no stored request has the attribute {by}"
     return f"no request has one of these values; {by} is one of: {', '.join(values[:20])}"

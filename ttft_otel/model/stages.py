@@ -174,7 +174,7 @@ STAGES: Final[tuple[Stage, ...]] = (
         rule_group="engine_host",
         replayed="modelled",
         lost_with="compute",
-        injected_at=("schedule", "dispatch"),
+        injected_at=("dispatch",),
         ends_as="dispatch",
         service_of=("encode", "prefill"),
     ),

@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 from ttft_otel.explain.diff import stage_difference
-from ttft_otel.explain.diff.difference_text import list_sentences
+from ttft_otel.explain.diff.difference_text import list_notes
 from ttft_otel.explain.diff.stage_difference import (
     MIN_REQUESTS,
     MIX,
@@ -214,4 +214,4 @@ def test_clock_errors(error_us: int, is_told: bool) -> None:
         make_window(1), [replace(each, clock_error_us=error_us) for each in slower]
     )
     assert [change.name for change in found.named] == ["prefill.queue"]
-    assert ("40.0 ms off" in " ".join(list_sentences(found))) == is_told
+    assert ("40.0 ms off" in " ".join(list_notes(found))) == is_told

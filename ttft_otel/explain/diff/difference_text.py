@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Difference as sentences and a table for the terminal, and as JSON for commands/diff.py."""
+"""A ChangeAnswer as sentences and a table for the terminal, and as JSON for commands/diff.py."""
 
 from __future__ import annotations
 
@@ -10,20 +10,32 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ttft_otel.explain.diff.change_cause import ChangeAnswer
 from ttft_otel.explain.diff.stage_difference import LEVEL, MIX, Change, Difference
+from ttft_otel.explain.explain.cause_choice import Cause
 from ttft_otel.explain.window.lost_requests import describe_lost
 from ttft_otel.explain.window.window_reading import describe_coverage, describe_reading
 from ttft_otel.report.show.terminal import format_short, remove_controls, round_ms
 
+SMALL = 0.02  # of A's mean TTFT; a smaller change is no headline
+MAX_LINES = 6
+MAX_STAGES = 2  # of the changed ones, without --verbose
+MAX_OUTCOMES = 3  # likewise
 
-def describe_difference(difference: Difference) -> dict[str, Any]:
-    """The JSON of a difference; times in milliseconds, moments in ISO 8601."""
+
+def describe_answer(answer: ChangeAnswer) -> dict[str, Any]:
+    """The JSON of an answer; times in milliseconds, moments in ISO 8601."""
+    difference = answer.difference
     return {
         "answered": True,
         "coverage": {
-            side: describe_coverage(each)
-            for side, each in zip("ab", difference.coverage, strict=False)
+            side: describe_coverage(each) for side, each in zip("ab", answer.coverage, strict=True)
         },
+        "cause": _describe_cause(answer),
+        "outcomes": [
+            {"name": each.name, "a": round(each.before, 4), "b": round(each.now, 4)}
+            for each in answer.outcomes
+        ],
         "requests": {"a": difference.requests_a, "b": difference.requests_b},
         "shared": difference.shared,
         "clock_error_ms": round_ms(difference.clock_error_us),
@@ -45,6 +57,20 @@ def describe_difference(difference: Difference) -> dict[str, Any]:
     }
 
 
+def _describe_cause(answer: ChangeAnswer) -> dict[str, Any]:
+    cause, chosen, remedy = answer.cause, answer.cause.chosen, answer.remedy
+    shares = ("share", "low", "high")
+    return {
+        "kind": cause.kind,
+        "subject": chosen.subject if chosen else "",
+        "sentence": cause.sentence,
+        "confidence": cause.confidence,
+        **({each: round(getattr(chosen, each), 4) for each in shares} if chosen else {}),
+        "figures": dict(chosen.figures) if chosen else {},
+        "remedy": remedy.describe(chosen.subject) if remedy and chosen else None,
+    }
+
+
 def describe_change(change: Change) -> dict[str, Any]:
     """One change; `since` only where it began inside of B."""
     parts = ("a", "b", "change", "low", "high")
@@ -57,38 +83,77 @@ def describe_change(change: Change) -> dict[str, Any]:
     return described
 
 
-def list_sentences(difference: Difference) -> list[str]:
-    """What changed, the largest first; one sentence that says so where nothing did."""
-    named = difference.named
-    sentences = [_describe_in_words(change) for change in named]
+def list_sentences(answer: ChangeAnswer, verbose: bool = False) -> list[str]:
+    """The cause and what was read, by how much, whose, when and what to do.
+
+    verbose: also what is not more than SMALL of the TTFT, and notes.
+    """
+    difference, cause = answer.difference, answer.cause
+    title = cause.kind.replace("_", " ").capitalize()
+    read = " ".join(
+        f"{name}: {describe_reading(coverage)}"
+        for name, coverage in zip("AB", answer.coverage, strict=True)
+    )
+    sentences = [f"{title}: {cause.sentence}{_describe_share(cause)}. {read}"]
+    ttft = difference.ttft
+    sentences.append(
+        f"TTFT mean {format_short(ttft.a_us)} → {format_short(ttft.b_us)}, "
+        f"p50 {format_signed(difference.p50.change_us)}, "
+        f"p95 {format_signed(difference.p95.change_us)} "
+        f"({difference.requests_a} → {difference.requests_b} requests)."
+    )
+    sentences += {each.sampling: None for each in answer.coverage if each.sampling}
+    least = 0.0 if verbose else SMALL * ttft.a_us
+    large = [change for change in difference.named if abs(change.change_us) >= least]
+    sentences += [_describe_in_words(change) for change in large[: None if verbose else MAX_STAGES]]
     # Said in words: an empty list could be taken for a comparison that failed.
-    if not named:
-        sentences = [
-            "Nothing changed that chance does not explain "
-            f"({difference.requests_a} and {difference.requests_b} requests)."
-        ]
-    elif difference.unmatched_share:
+    if not large:
+        sentences.append("Nothing changed that chance does not explain.")
+    sentences += list_notes(difference)
+    notable = [each.sentence for each in answer.outcomes if each.is_notable]
+    if notable:
         sentences.append(
-            f"{difference.unmatched_share:.0%} of B's requests are of a kind that A has too few of; "
-            "they count as mix."
+            f"Of the requests: {', '.join(notable[: None if verbose else MAX_OUTCOMES])}."
         )
-    error_us = difference.clock_error_us
-    if any(abs(change.change_us) <= error_us for change in named):
-        sentences.append(
-            f"Boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off "
-            "(ttft.clock_error_us): a change of that size may be another stage's."
-        )
+    if answer.bursts is not None:
+        sentences.append(answer.bursts.sentence)
+    if answer.remedy is not None and cause.chosen is not None:
+        advice = answer.remedy.describe(cause.chosen.subject)
+        sentences.append(f"Try: {advice} Price: {answer.remedy.price}")
+    return [remove_controls(each) for each in (sentences if verbose else sentences[:MAX_LINES])]
+
+
+def _describe_share(cause: Cause) -> str:
+    if cause.chosen is None:
+        return ""
+    share = min(max(cause.chosen.share, 0.0), 1.0)
+    return f"; {share:.0%} of the change (confidence {cause.confidence})"
+
+
+def list_notes(difference: Difference) -> list[str]:
+    """What limits the comparison."""
+    sentences = [
+        f"Not compared: in {name} {lost.sentence}."
+        for name, lost in (("A", difference.lost_a), ("B", difference.lost_b))
+        if lost.total
+    ]
     if difference.shared:
         sentences.append(
             f"{difference.shared} requests are in both A and B: what changed looks smaller than it is. "
             "End A where B begins."
         )
-    sentences += [
-        f"Not compared: in {name} {lost.sentence}."
-        for name, lost in (("A", difference.lost_a), ("B", difference.lost_b))
-        if lost.total
-    ]
-    return [remove_controls(each) for each in sentences]
+    if difference.named and difference.unmatched_share:
+        sentences.append(
+            f"{difference.unmatched_share:.0%} of B's requests are of a kind that A has too few of; "
+            "they count as mix."
+        )
+    error_us = difference.clock_error_us
+    if any(abs(change.change_us) <= error_us for change in difference.named):
+        sentences.append(
+            f"Boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off "
+            "(ttft.clock_error_us): a change of that size may be another stage's."
+        )
+    return sentences
 
 
 def _describe_in_words(change: Change) -> str:
@@ -112,28 +177,23 @@ def _describe_in_words(change: Change) -> str:
     return f"{sentence}."
 
 
-def print_difference(difference: Difference) -> None:
-    """Print sentences, then every stage."""
+def print_answer(answer: ChangeAnswer, verbose: bool) -> None:
+    """Print sentences, and with `verbose` every stage."""
+    difference = answer.difference
+    ttft = difference.ttft
     # Rich's highlighting would colour the digits in what is already styled.
     console = Console(highlight=False)
-    ttft = difference.ttft
-    console.print(
-        Text(
-            f"TTFT mean {format_short(ttft.a_us)} → {format_short(ttft.b_us)}, "
-            f"p50 {format_signed(difference.p50.change_us)}, "
-            f"p95 {format_signed(difference.p95.change_us)} "
-            f"({difference.requests_a} → {difference.requests_b} requests)",
-            style="bold",
-        )
-    )
-    for name, coverage in zip("AB", difference.coverage, strict=False):
-        console.print(Text(f"{name}: {describe_reading(coverage)}"), soft_wrap=True)
-    for sentence in list_sentences(difference):
-        # Not wrapped by rich: in a pipe, a sentence stays on one line for grep.
+    first, *rest = list_sentences(answer, verbose)
+    # Not wrapped by rich: in a pipe, a sentence stays on one line for grep.
+    console.print(Text(first, style="bold"), soft_wrap=True)
+    for sentence in rest:
         console.print(Text(f"• {sentence}"), soft_wrap=True)
+    if not verbose:
+        console.print(Text("more: --verbose", style="dim"))
+        return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("mean", no_wrap=True)
-    for word in ("A", "B", "B - A, like requests", f"{LEVEL:.0%} interval of all together"):
+    for word in ("A", "B", "B - A, alike", f"{LEVEL:.0%} interval"):
         table.add_column(word, justify="right")
     for change in (*difference.stages, difference.mix, ttft):
         # The mix is a difference only: neither window has a mean of it.
@@ -147,7 +207,9 @@ def print_difference(difference: Difference) -> None:
             style="" if change.named else "dim",
         )
     console.print(table)
-    console.print(Text("stages + mix = ttft, of the means", style="dim"))
+    console.print(
+        Text("stages + mix = ttft, of the means; intervals hold all together", style="dim")
+    )
 
 
 def format_signed(us: float) -> str:

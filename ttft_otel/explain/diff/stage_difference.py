@@ -35,7 +35,6 @@ from ttft_otel.model.statistics import (
     find_interval,
     find_joint_intervals,
 )
-from ttft_otel.report.window_sample import Coverage
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 
@@ -89,7 +88,6 @@ class Difference:
     #: Those without a first token, which are in neither.
     lost_a: LostRequests = field(default_factory=LostRequests)
     lost_b: LostRequests = field(default_factory=LostRequests)  #: likewise
-    coverage: tuple[Coverage, ...] = ()  #: what was read of A and of B
     clock_error_us: int = 0  #: by how much the boundaries of stages may be off
 
     @property

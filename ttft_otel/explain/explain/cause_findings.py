@@ -96,18 +96,15 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
         )
         for side in (late, typical)
     )
-    side_weights = [numpy.array([each.facts.weight for each in side]) for side in (late, typical)]
-    means_late, means_typical = (
-        numpy.average(matrix, axis=0, weights=weights)
-        for matrix, weights in zip((matrix_late, matrix_typical), side_weights, strict=True)
-    )
     chance = numpy.random.default_rng(seed)
     # In this order: the draws come from one sequence of chance.
     drawn_late, drawn_typical = (
-        average_draws(matrix, draw_weights(chance, len(side), RESAMPLES) * weights)
-        for side, matrix, weights in zip(
-            (late, typical), (matrix_late, matrix_typical), side_weights, strict=True
+        average_draws(
+            matrix,
+            draw_weights(chance, len(side), RESAMPLES)
+            * numpy.array([each.facts.weight for each in side]),
         )
+        for side, matrix in ((late, matrix_late), (typical, matrix_typical))
     )
     drawn = drawn_late - drawn_typical
     total = drawn.sum(1)
@@ -122,8 +119,8 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
     parts = [
         StagePart(
             name,
-            float(means_late[index]),
-            float(means_typical[index]),
+            float(drawn_late[0, index]),
+            float(drawn_typical[0, index]),
             float(shares[0, index]),
             float(low[index]),
             float(high[index]),

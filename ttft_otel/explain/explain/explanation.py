@@ -7,8 +7,9 @@ explanation_text.py prints it, commands/explain.py asks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Final
 
 from ttft_otel.explain.explain.cause_choice import (
@@ -29,6 +30,7 @@ from ttft_otel.explain.window.late_requests import UNUSUAL_RANK, ComparedRequest
 from ttft_otel.explain.window.lost_requests import LostRequests
 from ttft_otel.explain.window.request_facts import RequestEvidence
 from ttft_otel.model.stages import WAIT_REASONS
+from ttft_otel.report.show.terminal import format_short
 from ttft_otel.report.window_sample import Coverage
 
 # Draws of the bootstrap in which the largest stage is the largest one.
@@ -46,6 +48,18 @@ class Bursts:
     count: int
     first_ns: int
     last_ns: int
+
+    @property
+    def sentence(self) -> str:
+        """When, and how often."""
+        first, last = (
+            f"{datetime.fromtimestamp(each / 1e9).astimezone():%H:%M:%S}"
+            for each in (self.first_ns, self.last_ns)
+        )
+        if self.count == 1:
+            return f"When: all of them from {first} to {last}."
+        every = format_short((self.last_ns - self.first_ns) / 1000 / (self.count - 1))
+        return f"When: in {self.count} bursts, one in {every}, from {first} to {last}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +130,7 @@ def explain_requests(
         slo=divide_lateness(compared, slo_us) if slo_us else {},
         p50_us=compute_ttft(compared.window, 0.5),
         p99_us=compute_ttft(compared.window, 0.99),
-        bursts=find_bursts(compared),
+        bursts=find_bursts(compared.late, compared.everyone),
         lost=lost or LostRequests(),
     )
 
@@ -131,10 +145,10 @@ def _rate_stage(difference: LateDifference) -> str:
     return MEDIUM if found == HIGH and not is_sure else found
 
 
-def find_bursts(compared: ComparedRequests) -> Bursts:
+def find_bursts(late: Iterable[RequestEvidence], everyone: Iterable[RequestEvidence]) -> Bursts:
     """When the late requests began: how many bursts, and from when to when."""
-    starts = sorted(each.facts.start_ns for each in compared.late)
-    times = [each.facts.start_ns for each in compared.everyone]
+    starts = sorted(each.facts.start_ns for each in late)
+    times = [each.facts.start_ns for each in everyone]
     gap = BURST_GAP * (max(times) - min(times))
     pairs = zip(starts, starts[1:], strict=False)
     return Bursts(1 + sum(after - before > gap for before, after in pairs), starts[0], starts[-1])

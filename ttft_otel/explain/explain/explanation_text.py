@@ -121,7 +121,7 @@ def _list_short(explanation: Explanation) -> Iterator[str]:
         len(explanation.difference.compared.late) > 1
         and explanation.cause.kind != cause_kinds.NOTHING
     ):
-        yield _describe_when(explanation)
+        yield explanation.bursts.sentence
     if explanation.holding is not None and explanation.holding.holders:
         yield _describe_holders_in_words(explanation.holding)
     remedy = explanation.remedy
@@ -149,17 +149,6 @@ def _describe_stage(explanation: Explanation) -> str:
     reasons = describe_reasons(explanation.difference.reasons)
     reported = f"; reason {reasons}" if reasons else ""
     return f"{sentence}{reported} (confidence {explanation.stage_confidence})."
-
-
-def _describe_when(explanation: Explanation) -> str:
-    bursts = explanation.bursts
-    first, last = (
-        f"{datetime.fromtimestamp(each / 1e9).astimezone():%H:%M:%S}"
-        for each in (bursts.first_ns, bursts.last_ns)
-    )
-    if bursts.count == 1:
-        return f"When: all of them from {first} to {last}."
-    return f"When: in {bursts.count} bursts, from {first} to {last}."
 
 
 def _list_details(explanation: Explanation) -> Iterator[str]:

@@ -81,7 +81,7 @@ def split_window(window: Sequence[RequestEvidence], slo_us: int = 0) -> Compared
             f"{count_requests(late)} of {whole} requests were late: too few others to say what is "
             "usual. Compare with a better time: ttft-otel diff"
         )
-    return ComparedRequests(late, _take_middle(others), window)
+    return ComparedRequests(late, take_middle(others), window)
 
 
 def _take_slowest(ordered: list[RequestEvidence], count: float) -> list[RequestEvidence]:
@@ -120,10 +120,10 @@ def _compare_like(
     """One request and its like, which have `words` in common."""
     like.sort(key=lambda each: (each.facts.ttft_us, each.trace_id))
     faster = sum(each.facts.ttft_us < request.facts.ttft_us for each in like)
-    return ComparedRequests([request], _take_middle(like), like, words, faster / len(like))
+    return ComparedRequests([request], take_middle(like), like, words, faster / len(like))
 
 
-def _take_middle(ordered: Sequence[RequestEvidence]) -> Sequence[RequestEvidence]:
+def take_middle(ordered: Sequence[RequestEvidence]) -> Sequence[RequestEvidence]:
     """The middle half of requests that are sorted by TTFT."""
     return ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
 

@@ -25,7 +25,12 @@ class LostRequests:
     total: int = 0
     left: int = 0  #: of these the client gave up
     died: Mapping[str, int] = field(default_factory=dict)  #: by the stage they were in
-    median_us: float = 0.0  #: how long they took
+    lengths_us: tuple[int, ...] = ()  #: how long those that were read took
+
+    @property
+    def median_us(self) -> float:
+        """How long they took."""
+        return float(median(self.lengths_us)) if self.lengths_us else 0.0
 
     @property
     def sentence(self) -> str:
@@ -54,7 +59,7 @@ def count_lost(lost: Sequence[Request], weight: float = 1.0) -> LostRequests:
         total=round(weight * len(lost)),
         left=round(weight * sum(each.error in keys.CLIENT_LEFT_ERRORS for each in lost)),
         died={stage: round(weight * count) for stage, count in died.items()},
-        median_us=median(each.ttft_us for each in lost) if lost else 0.0,
+        lengths_us=tuple(each.ttft_us for each in lost),
     )
 
 

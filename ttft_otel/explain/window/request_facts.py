@@ -199,8 +199,8 @@ def assign_strata(
 ) -> tuple[list[Hashable], list[Hashable]]:
     """The stratum of each request of `a` and of `b`, in their order.
 
-    A stratum is a model, a kind of request, a size of prompt (to a factor of two) and a share of cached
-    tokens. Where either window has too few of one, the cached share is left out, then the size; what is
+    A stratum is a model, a kind of request and a size of prompt (to a factor of two); not the share that
+    is cached, which is an outcome. Where either window has too few of one, the size is left out; what is
     still left joins the stratum of its model and kind that is nearest in size. Windows without a common
     model are two models compared, or one under two names: then it does not count.
     """
@@ -209,7 +209,7 @@ def assign_strata(
     found_b: list[Hashable] = [UNMATCHED] * len(b)
     left_a, left_b = list(range(len(a))), list(range(len(b)))
     # From fine to coarse: whoever finds enough of its like early is compared most closely.
-    for detail in (3, 2, 1):
+    for detail in (2, 1):
         labels_a = {index: describe_request(a[index], detail, by_model) for index in left_a}
         labels_b = {index: describe_request(b[index], detail, by_model) for index in left_b}
         count_a, count_b = Counter(labels_a.values()), Counter(labels_b.values())

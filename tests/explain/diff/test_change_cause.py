@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two windows that differ in one thing: `diff` says which, and a window like the other one has no cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.explain.sample_windows import SECOND_NS, make_window
+from ttft_otel.explain import cause_kinds
+from ttft_otel.explain.diff.change_cause import ChangeAnswer, ComparedSide, compare_sides
+from ttft_otel.explain.diff.difference_text import MAX_LINES, list_sentences
+from ttft_otel.explain.window.lost_requests import LostRequests
+from ttft_otel.explain.window.request_facts import RequestEvidence
+from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED, Coverage
+
+Window = list[RequestEvidence]
+
+
+def change_some(
+    window: Window,
+    affects: Callable[[int, RequestEvidence], bool],
+    factor: float = 1.0,
+    wait_us: int = 0,
+    cached: int = 100,
+) -> Window:
+    """The window with longer steps, a longer queue or other hits of the requests that `affects` takes."""
+    found = []
+    for number, each in enumerate(window):
+        if affects(number, each):
+            facts = each.facts
+            compute = round(facts.stages["prefill.compute"] * factor)
+            queue = facts.stages["prefill.queue"] + wait_us
+            stages = {**facts.stages, "prefill.compute": compute, "prefill.queue": queue}
+            facts = replace(facts, stages=stages, cached=cached)
+            each = replace(each, facts=facts, work=replace(each.work, compute_us=compute))
+        found.append(each)
+    return found
+
+
+def move(window: Window, instance: str, affects: Callable[[int], bool]) -> Window:
+    """The window with so many of its requests at one instance."""
+    return [
+        replace(
+            each,
+            work=replace(each.work, instance=instance),
+            instances=dict.fromkeys(each.instances, instance),
+        )
+        if affects(number)
+        else each
+        for number, each in enumerate(window)
+    ]
+
+
+def compare(a: Window, b: Window, lost: LostRequests | None = None) -> ChangeAnswer:
+    counts = dict.fromkeys((LATE, OTHER, LOST, REFUSED), 100)
+    coverage = Coverage(counts, counts, 0, SECOND_NS, 2 * SECOND_NS)
+    return compare_sides(
+        ComparedSide(a, LostRequests(), coverage), ComparedSide(b, lost or LostRequests(), coverage)
+    )
+
+
+def is_second(_: int, each: RequestEvidence) -> bool:
+    return each.work.instance == "chat-1"
+
+
+def everybody(*_: object) -> bool:
+    return True
+
+
+def make_shifted() -> tuple[Window, Window]:
+    """Simpson: chat-1 is slow, has most of the requests afterwards, and both are faster than before."""
+    a = move(make_window(), "chat-0", lambda number: number % 10 != 1)
+    b = move(make_window(seed=2), "chat-1", lambda number: number % 10 != 2)
+    return change_some(a, is_second, 3.0), change_some(
+        change_some(b, is_second, 3.0), everybody, 0.95
+    )
+
+
+def make_lost() -> tuple[Window, Window]:
+    """chat-1 serves nothing from the 150th request on, and the others wait."""
+    b = move(make_window(seed=2), "chat-0", lambda number: number >= 150)
+    return make_window(), change_some(b, lambda number, _: number >= 150, wait_us=60_000)
+
+
+def make_busy() -> tuple[Window, Window]:
+    """The same requests in a third of the time."""
+    b = [
+        replace(each, facts=replace(each.facts, start_ns=each.facts.start_ns - number * 2 * SECOND_NS // 3))
+        for number, each in enumerate(make_window(seed=2))
+    ]  # fmt: skip
+    return make_window(), change_some(b, everybody, wait_us=60_000)
+
+
+def make_larger() -> tuple[Window, Window]:
+    """Every second prompt is eight times as long, and takes so long."""
+    b = change_some(make_window(seed=2), lambda number, _: number % 2 == 0, 8.0)
+    return make_window(), [
+        replace(
+            each,
+            facts=replace(each.facts, tokens=8 * each.facts.tokens),
+            work=replace(each.work, step_tokens=8 * each.work.step_tokens),
+        )
+        if number % 2 == 0
+        else each
+        for number, each in enumerate(b)
+    ]
+
+
+def make_cold() -> tuple[Window, Window]:
+    """Most of a prompt was in the cache, and is not from the 100th request on: four times the work."""
+    warm = change_some(make_window(), everybody, cached=480)
+    b = change_some(make_window(seed=2), lambda number, _: number < 100, cached=480)
+    return warm, [
+        replace(
+            replace(each, work=replace(each.work, step_tokens=4 * each.work.step_tokens)),
+            facts=replace(each.facts, cached=0),
+        )
+        if number >= 100
+        else each
+        for number, each in enumerate(
+            change_some(b, lambda number, _: number >= 100, 4.0, cached=0)
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("windows", "kind", "words"),
+    [
+        (
+            lambda: (make_window(), change_some(make_window(seed=2), lambda at, _: at >= 150, 4.0)),
+            cause_kinds.SLOW_FLEET,
+            " times as long as before for the same work since ",
+        ),
+        (
+            lambda: (make_window(), change_some(make_window(seed=2), is_second, 2.0)),
+            cause_kinds.SLOW_INSTANCE,
+            "steps of chat-1 take ",
+        ),
+        (make_shifted, cause_kinds.INSTANCE_SHIFT, "other instances served them (chat-1: 10% to 9"),
+        (make_lost, cause_kinds.LOST_INSTANCE, "chat-1 served no more requests since "),
+        (make_busy, cause_kinds.LOAD_INCREASE, "3.01 requests came in a second, 1 before"),
+        (make_larger, cause_kinds.MIX_CHANGE, "other requests came: mean prompt "),
+        (make_cold, cause_kinds.COLD_PREFIX_CACHE, "prefix-cache hits fell from 6"),
+        (lambda: (make_window(), make_window(seed=2)), cause_kinds.NOTHING, "B is no later than A"),
+        (
+            lambda: (change_some(make_window(), everybody, 2.0), make_window(seed=2)),
+            cause_kinds.NOTHING,
+            "B is no later than A",
+        ),
+    ],
+)
+def test_cause(windows: Callable[[], tuple[Window, Window]], kind: str, words: str) -> None:
+    """The cause is the first sentence, with its figures, in an answer of six lines."""
+    answer = compare(*windows())
+    sentences = list_sentences(answer)
+    assert answer.cause.kind == kind, sentences
+    assert words in sentences[0] and len(sentences) <= MAX_LINES
+    assert " A: 400 requests from " in sentences[0]
+
+
+def test_lost_first() -> None:
+    """Where a tenth is lost, what the others say is no answer: percentiles are bounded with the lost ones."""
+    lost = LostRequests(total=40, left=40, lengths_us=(5_000_000,) * 20)
+    answer = compare(make_window(), make_window(seed=2), lost)
+    assert answer.cause.kind == cause_kinds.LOST_REQUESTS and answer.remedy is None
+    assert "40 of B's 340 requests ended without a first token" in answer.cause.sentence
+    assert "p95 at least 5.00 s" in answer.cause.sentence
