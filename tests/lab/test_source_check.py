@@ -212,7 +212,7 @@ def test_class_of_field_gone(tree: Path) -> None:
     ]
 
     assert {each.place.why for each in lost} == {"there is no such class"}
-    assert len(lost) == 3
+    assert len(lost) == 4
 
 
 @pytest.mark.parametrize("content", [{}, {"__init__.py": ""}, {"v1/__init__.py": ""}])
