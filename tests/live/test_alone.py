@@ -198,9 +198,27 @@ def test_two_workers_of_one_engine(
         found = [once(words) for words in (40, 600, 40, 600)]
         assert all(each[stages.UNATTRIBUTED] == 0 for each in found), found
         assert all(("pipeline" in each) == ("pipeline" in places) for each in found), found
+        _check_parts(bench)
         # Long ones: two workers on two cores are far apart from one request to the next.
         for place, stage in places.items():
             check_stage(bench, Injection(place, 800, 100), stage, once)
+
+
+def _check_parts(bench: LiveDeployment) -> None:
+    """The parts of dispatch add up to it; a delay before the step is sent is in the first of them."""
+    trace, delay_us = make_trace_id(), 300_000
+    with bench.control.inject_delay("schedule", delay_us / 1000):
+        bench.send_request(bench.front_url, max_tokens=1, headers=make_parent_header(trace))
+    spans = bench.wait_for_trace(trace, lambda got: any(span["name"] == "ttft" for span in got))
+    ttft = next(span["attributes"] for span in spans if span["name"] == "ttft")
+    parts = {
+        span["attributes"][keys.PART]: (span["end_ns"] - span["start_ns"]) // 1000
+        for span in spans
+        if span["attributes"].get(keys.PART) in stages.STAGE_PARTS["dispatch"]
+    }
+    dispatch = ttft[keys.name_stage_attribute("dispatch")]
+    assert sum(parts.values()) == dispatch, (parts, dispatch)
+    assert delay_us <= parts["schedule"] < 2 * delay_us, parts
 
 
 def _check_one_trace_per_rank(bench: LiveDeployment, ranks: set[int]) -> None:

@@ -174,7 +174,7 @@ STAGES: Final[tuple[Stage, ...]] = (
         rule_group="engine_host",
         replayed="modelled",
         lost_with="compute",
-        injected_at=("dispatch",),
+        injected_at=("schedule", "dispatch"),
         ends_as="dispatch",
         service_of=("encode", "prefill"),
     ),

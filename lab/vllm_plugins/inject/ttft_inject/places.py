@@ -80,6 +80,9 @@ INJECTION_POINTS = (
     InjectionPoint("ipc", "vllm.v1.serial_utils", "MsgpackEncoder", "encode", is_new_request),
     InjectionPoint("queue", "vllm.v1.core.kv_cache_manager", "KVCacheManager", "allocate_slots"),
     InjectionPoint(
+        "schedule", "vllm.v1.executor.multiproc_executor", "MultiprocExecutor", "execute_model"
+    ),
+    InjectionPoint(
         "dispatch", "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_prepare_inputs"
     ),
     InjectionPoint(
@@ -126,8 +129,8 @@ FILE_CONNECTOR_PLACES = {
 # All places of the points above and of the patches below, in the order in which a request passes.
 PLACES = (
     "receive", "media", "tokenize", "multimodal", "ipc", "ec_wait", "ec_asked", "queue",
-    "kv_wait", "dispatch", "pipeline", "ec_load", "encoder", "ec_save", "ec_copy", "kv_load", "forward",
-    "sample", "output", "egress",
+    "kv_wait", "schedule", "dispatch", "pipeline", "ec_load", "encoder", "ec_save", "ec_copy", "kv_load",
+    "forward", "sample", "output", "egress",
 )  # fmt: skip
 
 
