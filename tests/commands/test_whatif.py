@@ -65,6 +65,18 @@ def test_text(database: Path) -> None:
     assert "prefill.queue" in result.output and "`round_robin`" in result.output
 
 
+def test_autotune(database: Path) -> None:
+    """The plan, its flags and in how many replays it holds; the same in words."""
+    words = ["--autotune", "ttft_p95=120", "--rate", "1.1x"]
+    reported = WHATIF.read_json(database, *words)
+    plan = reported["autotune"]
+    assert plan["held"] >= 0.9 * plan["replays"] and reported["change"]["rate"] == 1.1
+    assert reported["ttft"]["p95"]["predicted_ms"] <= 120
+    result = WHATIF.run(database, *words)
+    assert f"plans that holds ttft_p95 <= 120 ms: {plan['instances']} instance" in result.output
+    assert all(flag in result.output for flag in plan["flags"])
+
+
 def test_nothing_changed(database: Path) -> None:
     """Without an option it says how well the model knows the window."""
     result = WHATIF.run(database)
@@ -82,6 +94,9 @@ def test_nothing_changed(database: Path) -> None:
         (["--instances", "+99999999999"], "up to +1000"),
         (["--encoders", "+1" + "0" * 5000], "up to +1000"),
         (["--cache-hit", "20"], "write +20%"),
+        (["--autotune", "p99=500"], "write ttft_p99=500,tpot_p99=50"),
+        (["--autotune", "ttft_p99=500", "--instances", "+1"], "leave them out"),
+        (["--autotune", "tpot_p99=5"], "do not tell the time per output token"),
         (["--since", "1999-01-01..1999-01-02"], "50 are needed"),
         (["--model", "other"], "50 are needed"),
         (["--since", "nonsense"], "is not a time"),

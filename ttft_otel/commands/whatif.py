@@ -14,7 +14,8 @@ import click
 
 from ttft_otel.commands import source_options
 from ttft_otel.commands.command_options import OptionDecorator
-from ttft_otel.explain.whatif import what_if, what_if_text
+from ttft_otel.explain.whatif import plan_search, what_if, what_if_text
+from ttft_otel.explain.whatif.plan_search import Targets
 from ttft_otel.explain.whatif.planned_change import (
     PlannedChange,
     parse_more,
@@ -59,6 +60,7 @@ Examples:
   ttft-otel whatif --max-num-batched-tokens 8192 --since 14:00..14:30
   ttft-otel whatif --rate 1.5x --cache-hit +20% --json
   ttft-otel whatif --instances +1 --routing-logic ttft --tempo http://127.0.0.1:3200
+  ttft-otel whatif --autotune ttft_p99=500,tpot_p99=50    the cheapest that holds both
   ttft-otel whatif                                        how well it knows the window itself
 """
 )
@@ -92,6 +94,12 @@ Examples:
     parse_rate,
     "The KV cache holds so many times as much: 2x for --kv-cache-dtype fp8.",
 )
+@_declare_change(
+    "--autotune",
+    "TARGETS",
+    plan_search.parse_targets,
+    "Search the cheapest instances and settings that hold targets in ms: ttft_p99=500,tpot_p99=50.",
+)
 @click.option("--since", metavar="WINDOW", default="1h..", show_default=True, help=WINDOW_HELP)
 @click.option("--model", default="", help="Only requests for this model.")
 @click.option(
@@ -119,6 +127,7 @@ def whatif(
     recorded_max_num_seqs: int | None,
     recorded_max_num_batched_tokens: int | None,
     repetitions: int,
+    autotune: Targets | None,
     as_json: bool,
     source: SourceChoice,
     **changes: Any,
@@ -127,6 +136,8 @@ def whatif(
     # The other options are named after PlannedChange's fields.
     given = {name: value for name, value in changes.items() if value is not None}
     change = PlannedChange(**given)
+    if autotune and (change.instances or change.max_num_seqs or change.max_batched_tokens):
+        raise click.UsageError("--autotune searches instances and settings: leave them out")
     recorded = PlannedChange(
         max_num_seqs=recorded_max_num_seqs or 0,
         max_batched_tokens=recorded_max_num_batched_tokens or 0,
@@ -135,11 +146,21 @@ def whatif(
         with breakdown_source.open_source(source) as opened:
             wanted = filter_window(since, model, MAX_REQUESTS)
             recording, coverage = record_window(opened, wanted, f"reading {since}")
-        with track_replays(repetitions) as track:
-            answer = what_if.predict_change(recording, change, recorded, repetitions, track=track)
+        if autotune:
+            with track_replays(plan_search.count_replays(repetitions)) as track:
+                learned = what_if.learn_fleet(recording, recorded)
+                found = plan_search.search_plan(learned, autotune, change, repetitions, track)
+            described, answer = what_if_text.describe_found(found), found.answer
+        else:
+            with track_replays(repetitions) as track:
+                answer = what_if.predict_change(
+                    recording, change, recorded, repetitions, track=track
+                )
+            described = what_if_text.describe_answer(answer)
     if as_json:
-        described = what_if_text.describe_answer(answer)
         click.echo(json.dumps({**described, "coverage": describe_coverage(coverage)}, indent=2))
-    else:
-        click.echo(describe_reading(coverage))
-        what_if_text.print_answer(answer)
+        return
+    click.echo(describe_reading(coverage))
+    if autotune:
+        click.echo(what_if_text.name_found(found))
+    what_if_text.print_answer(answer)

@@ -69,12 +69,12 @@ def test_disturbed_window() -> None:
     """Steps that something else made longer are told, and the intervals reach to what is without it."""
     arrivals = draw_arrivals(11, 300, 40_000, (5, 25))
     recording, change = record(arrivals, SMALL), PlannedChange(max_num_seqs=5)
-    calm, _ = predict(recording, change)
+    calm, _ = predict(recording, change, repetitions=10)
     late = [
         delay_visit(each, 60_000) if number % 15 == 0 else each
         for number, each in enumerate(recording.requests)
     ]
-    disturbed, _ = predict(replace(recording, requests=tuple(late)), change)
+    disturbed, _ = predict(replace(recording, requests=tuple(late)), change, repetitions=10)
 
     assert calm.unexplained < 0.02 and not any("explain" in each for each in calm.warnings)
     assert disturbed.unexplained > 0.05

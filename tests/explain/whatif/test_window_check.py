@@ -13,7 +13,7 @@ from tests.explain.recorded_window import SMALL, predict, record
 from tests.explain.whatif.scheduler_truth import BASE_US, draw_arrivals
 from ttft_otel.explain.whatif import window_check
 from ttft_otel.explain.whatif.planned_change import PlannedChange
-from ttft_otel.explain.whatif.replay_facts import Recording
+from ttft_otel.explain.whatif.replay_facts import Recording, ReplayRequest
 from ttft_otel.explain.whatif.step_fit import StepSamples
 from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.model.names import keys
@@ -56,6 +56,11 @@ REFUSALS: dict[str, tuple[Callable[[Recording], Recording], PlannedChange, str]]
         lambda w: change_main(w, answer_us=-1),
         PlannedChange(rate=1.1),
         "how long they decoded",
+    ),
+    "adapters": (
+        lambda w: change_main(w, reasons={"lora": 9000, "in_step": 900}),
+        PlannedChange(rate=1.1),
+        r"91% of all waiting is for reasons that are not modelled \(lora\)",
     ),
     "blocks": (
         lambda w: change_main(w, reasons={"kv_blocks": 9000}),
@@ -109,17 +114,25 @@ def test_two_models(window: Recording) -> None:
     """An instance serves one model: requests for two are moved nowhere, those for one are."""
     more = PlannedChange(instances=1)
     samples = StepSamples([each.main for each in window.requests], False, {})
+
+    def check(requests: tuple[ReplayRequest, ...], change: PlannedChange = more) -> None:
+        limits = dict.fromkeys((each.main.instance for each in requests), SMALL)
+        window_check.check_change(requests, limits, samples, change)
+
     with pytest.raises(CannotTellError, match="'a' and 'b'.*--model"):
-        window_check.check_change(spread_requests(window, "ab"), samples, more)
+        check(spread_requests(window, "ab").requests)
     # At a higher rate each stays where it is.
-    window_check.check_change(spread_requests(window, "ab"), samples, PlannedChange(rate=1.1))
-    window_check.check_change(spread_requests(window, "aa"), samples, more)
+    check(spread_requests(window, "ab").requests, PlannedChange(rate=1.1))
+    check(spread_requests(window, "aa").requests)
     # An adapter has a name of its own, and the same instance.
-    adapted = [
-        replace(each, model="adapter" if number % 3 else "a")
-        for number, each in enumerate(window.requests)
-    ]
-    window_check.check_change(replace(window, requests=tuple(adapted)), samples, more)
+    check(
+        tuple(
+            replace(each, model="adapter" if number % 3 else "a")
+            for number, each in enumerate(window.requests)
+        )
+    )
+    with pytest.raises(CannotTellError, match="none would be left"):
+        check(window.requests, PlannedChange(instances=-1))
 
 
 def test_two_routers(window: Recording) -> None:

@@ -17,7 +17,7 @@ MAX_MORE: Final = 1000  # servers; each is an engine of the model
 class PlannedChange:
     """What is changed; a field with its default leaves things as they were."""
 
-    instances: int = 0  #: how many more
+    instances: int = 0  #: how many more; below 0 the last ones are gone
     encoders: int = 0  #: how many more
     max_num_seqs: int = 0
     max_batched_tokens: int = 0

@@ -42,13 +42,12 @@ USUAL_SHARE: Final = 0.95
 NEAR_SAMPLES: Final = 8  # of the same part of the window, from which a step's noise is drawn
 # Prompts with several chunks that are needed to know the gap between two steps.
 MIN_CHUNKED: Final = 5
-QUIET_SHARE: Final = 0.25  # of all steps, which are shorter than an undisturbed one
 MAX_WAKE_US: Final = 2000  # of an engine that is idle; a longer wait has another cause
 WAKE_SHARE: Final = 0.05  # the shortest waits are those of prompts that found an idle engine
 # Under async scheduling most of `dispatch` is the rest of another step.
 ASYNC_LEAD_SHARE: Final = 0.1
-# What the line itself may be wrong by, as standard deviations over replays: all steps by a common factor, and
-# those beyond what was seen by a power of how far beyond they are.
+# What the line may be wrong by, as standard deviations over replays: all steps by a common factor, or by what
+# their work does not explain, if that is more; those beyond what was seen by a power of how far beyond.
 COMMON_ERROR: Final = 0.03
 STRETCH: Final = 0.15
 
@@ -114,16 +113,6 @@ class StepTimes:
             for some in (self.ratios, self.leads, self.samplings)
         )
         return replace(self, ratios=ratios, leads=leads, samplings=samplings, chance=None)
-
-    def build_undisturbed(self) -> StepTimes:
-        """The same steps as they would be if nothing but their work had made them longer."""
-        return replace(
-            self,
-            moments=[0],
-            ratios=[float(numpy.quantile(self.ratios, QUIET_SHARE))],
-            leads=[float(numpy.median(self.leads))],
-            samplings=[float(numpy.median(self.samplings))],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +204,8 @@ def fit_steps(
     if chance is None:
         return samples.fit
     fit = _fit_samples(samples, (samples.fit.times.knee,), chance)
-    return replace(fit, common=exp(COMMON_ERROR * misfit[0]), stretch=STRETCH * misfit[1])
+    error = max(COMMON_ERROR, samples.fit.unexplained)
+    return replace(fit, common=exp(error * misfit[0]), stretch=STRETCH * misfit[1])
 
 
 def _fit_samples(

@@ -49,6 +49,7 @@ class Prediction:
     token_time: tuple[PredictedFigure, ...] = ()  #: one for each of QUANTILES, () where unknown
     token_errors: tuple[float, ...] = ()  #: relative, of the replay
     unexplained: float = 0.0  #: as in StepFit
+    changed: Sequence[Mapping[str, Array]] = ()  #: of each replay with the change, lengths by stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,15 @@ class Fleet:
     policy: str
     samples: StepSamples  #: of the main engines' steps
     encoder_samples: StepSamples | None
-    is_undisturbed: bool = False  #: steps take what their work takes
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedFleet:
+    """A recorded fleet of which all is known that a replay needs."""
+
+    fleet: Fleet
+    plain: FleetModel  #: the unchanged window, replayed without noise
+    timed: Sequence[int]  #: requests whose time per output token is known
 
 
 def _read_limits(settings: Mapping[str, int], given: PlannedChange) -> EngineLimits:
@@ -91,20 +100,44 @@ def predict_change(
     each with its own noise and its own draw of the requests from which the steps' times are learned.
     track: called with 1 after each replay.
     """
+    return predict_fleet(learn_fleet(recording, given), change, repetitions, seed, track)
+
+
+def learn_fleet(recording: Recording, given: PlannedChange) -> LearnedFleet:
+    """What is known of the recorded fleet. Raises CannotTellError."""
     limits = {name: _read_limits(known, given) for name, known in recording.settings.items()}
     window_check.check_window(recording, limits)
     window_check.check_sizes(recording.requests, limits)
-    fleet, plain = _learn_fleet(build_fleet(recording, limits))
-    fit = fit_steps(fleet.samples)
-    window_check.check_change(recording, fleet.samples, change)
-    # Without noise: what is refused does not depend on chance.
-    other = replay(fleet, change, None, 0)
-    warnings = window_check.check_memory(plain, other)
-    warnings += window_check.check_outcome(plain, other, fit)
+    fleet, plain = _learn_answers(build_fleet(recording, limits))
+    return LearnedFleet(fleet, plain, what_if_figures.list_timed(fleet.requests))
+
+
+def replay_plainly(learned: LearnedFleet, change: PlannedChange) -> tuple[FleetModel, list[str]]:
+    """A replay with `change` and no noise, and warnings. Raises CannotTellError.
+
+    What is refused does not depend on chance.
+    """
+    fleet = learned.fleet
+    window_check.check_change(fleet.requests, fleet.limits, fleet.samples, change)
+    model = replay(fleet, change, None, 0)
+    warnings = window_check.check_memory(learned.plain, model)
+    warnings += window_check.check_outcome(learned.plain, model, fleet.samples.fit)
+    return model, warnings
+
+
+def predict_fleet(
+    learned: LearnedFleet,
+    change: PlannedChange,
+    repetitions: int,
+    seed: int = 0,
+    track: Callable[[int], None] = lambda _: None,
+) -> Prediction:
+    """As predict_change(), of a fleet that has been learned."""
+    fleet, timed = learned.fleet, learned.timed
+    other, warnings = replay_plainly(learned, change)
     notes = window_check.list_notes(fleet.requests, fleet.samples, change, fleet.policy)
-    notes += window_check.list_memory_notes(plain, other)
-    timed = what_if_figures.list_timed(fleet.requests)
-    replays, changed = [collect(plain, timed)], [collect(other, timed)]
+    notes += window_check.list_memory_notes(learned.plain, other)
+    replays, changed = [collect(learned.plain, timed)], [collect(other, timed)]
     track(1)
     draws = random.Random(seed)
     # Evenly over their distribution, so that few replays have no chance to be all on one side.
@@ -116,12 +149,9 @@ def predict_change(
             replays.append(collect(replay(fleet, PlannedChange(), chance, number), timed))
         changed.append(collect(replay(fleet, change, chance, number, misfit), timed))
         track(1)
-    undisturbed = None
-    if window_check.is_disturbed(fit):
-        undisturbed = collect(replay(replace(fleet, is_undisturbed=True), change, None, 0), timed)
     recorded = collect_stages([each.stages for each in fleet.requests])
     recorded = what_if_figures.add_recorded(recorded, fleet.requests, timed)
-    figures = build_figures(recorded, replays, changed, undisturbed)
+    figures = build_figures(recorded, replays, changed)
     errors = _compute_errors(figures)
     window_check.check_errors(errors[TTFT])
     tokens = figures.pop(TOKEN_TIME, ())
@@ -130,7 +160,7 @@ def predict_change(
         tokens = ()
     return Prediction(
         requests=len(fleet.requests),
-        instances=len(limits),
+        instances=len(fleet.limits),
         change=change,
         figures=figures,
         errors=errors[TTFT],
@@ -138,7 +168,8 @@ def predict_change(
         warnings=tuple(warnings),
         token_time=tokens,
         token_errors=errors[TOKEN_TIME] if tokens else (),
-        unexplained=fit.unexplained,
+        unexplained=fleet.samples.fit.unexplained,
+        changed=changed,
     )
 
 
@@ -159,7 +190,7 @@ def collect(model: FleetModel, timed: Sequence[int]) -> dict[str, Array]:
     return what_if_figures.add_replayed(columns, model, timed)
 
 
-def _learn_fleet(fleet: Fleet) -> tuple[Fleet, FleetModel]:
+def _learn_answers(fleet: Fleet) -> tuple[Fleet, FleetModel]:
     """The fleet with the length of each answer, and its replay. Raises CannotTellError.
 
     A length that spans do not tell follows from how long the answer ran. The KV cache is left out where
@@ -177,7 +208,7 @@ def _learn_fleet(fleet: Fleet) -> tuple[Fleet, FleetModel]:
             limits = {
                 name: replace(each, shares_blocks=True) for name, each in fleet.limits.items()
             }
-            return _learn_fleet(replace(fleet, limits=limits))
+            return _learn_answers(replace(fleet, limits=limits))
     return learned, plain
 
 
@@ -208,13 +239,12 @@ def replay(
 ) -> FleetModel:
     """One replay with `change`. chance: draws the samples to learn from, and noise; None for neither."""
     main = fit_steps(fleet.samples, chance, misfit)
-    if fleet.is_undisturbed:
-        main = replace(main, times=main.times.build_undisturbed(), instances=[""])
     like = next(iter(fleet.limits.values()))
     added = {f"+{number}": like for number in range(1, change.instances + 1)}
+    kept = list((fleet.limits | added).items())[: len(fleet.limits) + change.instances]
     engines = {
         name: (_change_limits(limits, change), main.build_times(name, chance, change.rate))
-        for name, limits in (fleet.limits | added).items()
+        for name, limits in kept
     }
     encoders: PlannedEngines = {}
     if fleet.encoder_samples is not None:

@@ -8,7 +8,7 @@ single tokens that came late are not told apart.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy
@@ -35,9 +35,7 @@ class PredictedFigure:
     recorded: float
     replayed: float
     predicted: float
-    #: The interval of the prediction, widened by the error of the replay, and by what steps took longer than
-    #: their work explains.
-    low: float
+    low: float  #: the interval of the prediction, widened by the error of the replay
     high: float
 
     @property
@@ -57,32 +55,13 @@ def build_figures(
     recorded: Mapping[str, Array],
     replays: Sequence[Mapping[str, Array]],
     changed: Sequence[Mapping[str, Array]],
-    undisturbed: Mapping[str, Array] | None = None,
 ) -> dict[str, tuple[PredictedFigure, ...]]:
-    """Quantiles of all stages that were recorded or are predicted.
-
-    undisturbed: as predicted if nothing but their work made steps longer; None where nothing else did.
-    """
+    """Quantiles of all stages that were recorded or are predicted."""
     stages = dict.fromkeys([*recorded, *(name for each in changed for name in each)])
-    figures: dict[str, tuple[PredictedFigure, ...]] = {}
-    for name in stages:
-        some = [build_figure(name, share, recorded, replays, changed) for share in QUANTILES]
-        if undisturbed is not None and name in undisturbed:
-            some = [
-                _widen_figure(each, float(numpy.quantile(undisturbed[name], share)))
-                for each, share in zip(some, QUANTILES, strict=True)
-            ]
-        figures[name] = tuple(some)
-    return figures
-
-
-def _widen_figure(figure: PredictedFigure, undisturbed: float) -> PredictedFigure:
-    """The figure with an interval that reaches to its `undisturbed` value, and as far to the other side."""
-    if undisturbed <= 0 or figure.predicted <= 0:
-        return figure
-    mirrored = figure.predicted**2 / undisturbed
-    low, high = min(figure.low, undisturbed, mirrored), max(figure.high, undisturbed, mirrored)
-    return replace(figure, low=low, high=high)
+    return {
+        name: tuple(build_figure(name, share, recorded, replays, changed) for share in QUANTILES)
+        for name in stages
+    }
 
 
 def build_figure(

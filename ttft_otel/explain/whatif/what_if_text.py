@@ -10,6 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ttft_otel.explain.whatif.plan_search import (
+    FoundPlan,
+    describe_plan,
+    describe_targets,
+    list_flags,
+)
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.what_if import Prediction
 from ttft_otel.explain.whatif.what_if_figures import LEVEL, QUANTILES, TTFT, PredictedFigure
@@ -75,7 +81,7 @@ def describe_change(change: PlannedChange) -> dict[str, Any]:
 
 def _name_change(change: PlannedChange) -> str:
     words = {
-        "instances": "+{} instances",
+        "instances": "{:+} instances",
         "encoders": "+{} encoders",
         "max_num_seqs": "max-num-seqs {}",
         "max_num_batched_tokens": "max-num-batched-tokens {}",
@@ -88,6 +94,31 @@ def _name_change(change: PlannedChange) -> str:
     if change.cache_hit:
         parts.append(f"{change.cache_hit:+.0%} of prompt tokens cached")
     return ", ".join(parts) or "nothing changed"
+
+
+def describe_found(found: FoundPlan) -> dict[str, Any]:
+    """The JSON of a plan that was searched: its answer, and what was found."""
+    change = found.answer.change
+    return {
+        **describe_answer(found.answer),
+        "autotune": {
+            "targets": describe_targets(found.targets),
+            "instances": found.answer.instances + change.instances,
+            "flags": list_flags(change),
+            "held": found.held,
+            "replays": len(found.answer.changed),
+            "tried": found.tried,
+        },
+    }
+
+
+def name_found(found: FoundPlan) -> str:
+    """A plan that was searched in words, and how sure it is."""
+    plan = describe_plan(found.answer.change, found.answer.instances)
+    return (
+        f"The cheapest of {found.tried} plans that holds {describe_targets(found.targets)}: {plan}. "
+        f"It does in {found.held} of {len(found.answer.changed)} replays."
+    )
 
 
 def print_answer(answer: Prediction) -> None:

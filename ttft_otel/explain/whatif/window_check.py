@@ -21,7 +21,6 @@ from ttft_otel.explain.whatif.step_fit import StepFit, StepSamples
 from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.explain.window.unseen_work import compare_others
 from ttft_otel.model import stages
-from ttft_otel.model.names import keys
 
 MIN_REQUESTS: Final = 50
 MAX_FAILED: Final = 0.05  # share of requests that loaded the engines and have no breakdown
@@ -128,27 +127,30 @@ def _sum_unmodelled(requests: Sequence[ReplayRequest]) -> tuple[str, int, int]:
     return ", ".join(others), sum(waited[each] for each in others), max(waited.total(), 1)
 
 
-def check_change(recording: Recording, samples: StepSamples, change: PlannedChange) -> None:
+def check_change(
+    requests: Sequence[ReplayRequest],
+    limits: Mapping[str, EngineLimits],
+    samples: StepSamples,
+    change: PlannedChange,
+) -> None:
     """Refuse changes of which the window's traces say nothing."""
     if change.policy in BLIND_POLICIES:
         raise CannotTellError(
             f"--routing-logic {change.policy} decides by what prompts share or by sessions, which traces "
             "do not tell"
         )
-    if change.kv_cache != 1 and not any(
-        each.get(keys.ENGINE_KV_TOKENS) for each in recording.settings.values()
-    ):
+    if change.kv_cache != 1 and not any(each.kv_tokens for each in limits.values()):
         raise CannotTellError("the spans do not tell the size of the KV cache")
-    if change.encoders and not any(each.encodes for each in recording.requests):
+    if change.encoders and not any(each.encodes for each in requests):
         raise CannotTellError("no request of the window was at an encoder instance")
-    if (change.instances or change.policy) and any(
-        RANK_MARK in each for each in recording.settings
-    ):
+    if len(limits) + change.instances < 1:
+        raise CannotTellError(f"the window has {len(limits)} instances: none would be left")
+    if (change.instances or change.policy) and any(RANK_MARK in each for each in limits):
         raise CannotTellError(
             "instances have several data-parallel engines, among which vLLM chooses; that is not modelled"
         )
     if change.instances or change.policy:
-        _check_models(recording.requests)
+        _check_models(requests)
     if change.max_batched_tokens and not samples.tokens_vary:
         raise CannotTellError(
             f"all recorded steps have {samples.seen_tokens[0]} to {samples.seen_tokens[1]} tokens: what a "
@@ -183,18 +185,13 @@ def check_outcome(plain: FleetModel, other: FleetModel, fit: StepFit) -> list[st
     step = max(each.peak_step for each in other.engines)
     seen_step = max(round(fit.times.seen[0]), *(each.peak_step for each in plain.engines))
     _check_reach("tokens are in a step", step, seen_step, warnings)
-    if is_disturbed(fit):
+    if fit.unexplained > NOTABLE_UNEXPLAINED:
         warnings.append(
             f"the window's own steps vary by {fit.unexplained:.0%} that their work does not explain: "
             "something else used the machine, or no line fits their costs. The intervals reach as far as "
             "that would change the figures"
         )
     return warnings
-
-
-def is_disturbed(fit: StepFit) -> bool:
-    """Whether the steps' lengths are far from what their work takes."""
-    return fit.unexplained > NOTABLE_UNEXPLAINED
 
 
 def _check_reach(what: str, value: int, seen: int, warnings: list[str]) -> None:

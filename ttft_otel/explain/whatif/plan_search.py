@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Search the cheapest plan that holds targets, for `whatif --autotune`. Pure; needs numpy.
+
+Input: a LearnedFleet of what_if.py and Targets. Output: a FoundPlan for commands/whatif.py. The cheapest
+has the fewest instances, then the fewest changed settings. One replay without noise tells which plans may do;
+the first of these that holds in most replays with noise is the answer.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy
+
+from ttft_otel.explain.whatif.planned_change import PlannedChange
+from ttft_otel.explain.whatif.what_if import (
+    LearnedFleet,
+    Prediction,
+    collect,
+    predict_fleet,
+    replay_plainly,
+)
+from ttft_otel.explain.whatif.what_if_figures import LEVEL, TOKEN_TIME, TTFT, Array
+from ttft_otel.explain.window.request_facts import CannotTellError
+
+MAX_MORE: Final = 4  # instances
+MAX_REPLAYS: Final = 60  # without noise
+MAX_CHECKED: Final = 4  # plans that are replayed with noise
+# Of max_num_seqs and max_num_batched_tokens, fewer changes first; what-if refuses what is further away.
+FACTORS: Final = (
+    *((1, 1), (2, 1), (0.5, 1), (4, 1), (1, 2), (1, 0.5), (1, 4)),
+    *((2, 2), (2, 0.5), (0.5, 2), (0.5, 0.5)),
+)
+NAMES: Final = {TTFT: "ttft", TOKEN_TIME: "tpot"}
+
+TARGET_PATTERN: Final = re.compile(r"(ttft|tpot)_p(50|95|99)=(\d+(?:\.\d+)?)")
+
+Targets = Mapping[tuple[str, float], float]  # by figure and quantile, milliseconds
+
+
+def parse_targets(text: str) -> Targets:
+    """`ttft_p99=500,tpot_p99=50`. Raises ValueError with a sentence."""
+    found = [TARGET_PATTERN.fullmatch(each.strip()) for each in text.split(",")]
+    names = {short: name for name, short in NAMES.items()}
+    targets = {
+        (names[each[1]], int(each[2]) / 100): float(each[3]) for each in found if each is not None
+    }
+    if None in found or not all(targets.values()):
+        raise ValueError(f"{text!r} is not a target: write ttft_p99=500,tpot_p99=50 (milliseconds)")
+    return targets
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPlan:
+    """The cheapest plan that holds the targets."""
+
+    targets: Targets
+    answer: Prediction
+    held: int  #: of the answer's replays
+    tried: int  #: plans
+
+
+def describe_targets(targets: Targets) -> str:
+    """`ttft_p99 <= 500 ms`, and so on."""
+    return ", ".join(
+        f"{NAMES[name]}_p{100 * share:g} <= {limit:g} ms"
+        for (name, share), limit in targets.items()
+    )
+
+
+class _PlanSearch:
+    """What plans give without noise; each is replayed once. nearest: to the targets, of all."""
+
+    def __init__(
+        self,
+        learned: LearnedFleet,
+        targets: Targets,
+        base: PlannedChange,
+        track: Callable[[int], None],
+    ) -> None:
+        self.learned = learned
+        self.targets = targets
+        self.base = base
+        self.excesses: dict[PlannedChange, float] = {}
+        self.recorded = len(learned.fleet.limits)
+        self._track = track
+
+    def measure(self, columns: Mapping[str, Array]) -> float:
+        """The largest figure as a multiple of its target: up to 1 they are held."""
+        return max(
+            float(numpy.quantile(columns[name], share)) / (1000 * limit)
+            for (name, share), limit in self.targets.items()
+        )
+
+    def list_holding(self, count: int) -> Iterator[PlannedChange]:
+        """The plans with so many instances that may hold the targets, the cheapest first."""
+        limits = next(iter(self.learned.fleet.limits.values()))
+        for places, tokens in FACTORS:
+            change = replace(
+                self.base,
+                instances=count - self.recorded,
+                max_num_seqs=round(places * limits.max_num_seqs) if places != 1 else 0,
+                max_batched_tokens=round(tokens * limits.max_batched_tokens) if tokens != 1 else 0,
+            )
+            if change not in self.excesses and len(self.excesses) < MAX_REPLAYS:
+                self._track(1)
+                try:
+                    model, _ = replay_plainly(self.learned, change)
+                    self.excesses[change] = self.measure(collect(model, self.learned.timed))
+                except CannotTellError:
+                    self.excesses[change] = float("inf")
+            if self.excesses.get(change, 2.0) <= 1:
+                yield change
+
+
+def count_replays(repetitions: int) -> int:
+    """The most that search_plan() makes."""
+    return MAX_REPLAYS + MAX_CHECKED * repetitions
+
+
+def search_plan(
+    learned: LearnedFleet,
+    targets: Targets,
+    base: PlannedChange,
+    repetitions: int,
+    track: Callable[[int], None] = lambda _: None,
+) -> FoundPlan:
+    """The cheapest plan. Raises CannotTellError where none holds the targets.
+
+    base: what changes in any case, such as the rate. track: called with 1 after each replay, at most
+    count_replays() times.
+    """
+    if any(name == TOKEN_TIME for name, _ in targets) and not learned.timed:
+        raise CannotTellError("the spans do not tell the time per output token")
+    search = _PlanSearch(learned, targets, base, track)
+    counts = range(1, search.recorded + MAX_MORE + 1)
+    # More instances are never worse: the first that may do is found by halving.
+    first = bisect_left(counts, True, key=lambda count: any(search.list_holding(count)))
+    checked = 0
+    for change in (each for count in counts[first:] for each in search.list_holding(count)):
+        answer = predict_fleet(learned, change, repetitions, track=track)
+        held = sum(search.measure(each) <= 1 for each in answer.changed)
+        if held >= LEVEL * len(answer.changed):
+            return FoundPlan(targets, answer, held, len(search.excesses))
+        checked += 1
+        if checked == MAX_CHECKED:
+            break
+    nearest = min(search.excesses, key=lambda each: search.excesses[each])
+    raise CannotTellError(
+        f"none of {len(search.excesses)} plans with up to {counts[-1]} instances holds "
+        f"{describe_targets(targets)} in {LEVEL:.0%} of its replays; the nearest is "
+        f"{describe_plan(nearest, search.recorded)}, at {search.excesses[nearest]:.0%} of the target"
+    )
+
+
+def describe_plan(change: PlannedChange, recorded: int) -> str:
+    """`3 instances with --max-num-seqs 64`. recorded: instances of the window."""
+    count, flags = recorded + change.instances, " ".join(list_flags(change))
+    return f"{count} instance{'s' * (count > 1)}" + (f" with {flags}" if flags else "")
+
+
+def list_flags(change: PlannedChange) -> list[str]:
+    """The flags of `vllm serve`."""
+    return [
+        f"{flag} {value}"
+        for flag, value in (
+            ("--max-num-seqs", change.max_num_seqs),
+            ("--max-num-batched-tokens", change.max_batched_tokens),
+        )
+        if value
+    ]
