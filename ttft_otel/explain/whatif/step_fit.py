@@ -13,12 +13,12 @@ lasts for a while. Times in which an engine's process did not run at all are kep
 
 from __future__ import annotations
 
+import math
 import random
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import exp, hypot
 from statistics import median_low
 from typing import Final
 
@@ -59,7 +59,7 @@ class StepTimes:
     """How long the steps of one engine take."""
 
     #: Microseconds for each column of WORK, and for hypot(tokens, knee).
-    forward: tuple[float, ...]
+    forward: Sequence[float]
     knee: int
     seen: tuple[float, float]  #: most tokens of a step, and most that its decodes have read
     encoder: tuple[float, float]  #: per run, and media item
@@ -80,7 +80,7 @@ class StepTimes:
         prompt, decode, per_token, per_pair, per_context, rounded = self.forward
         us = prompt if step.parts else decode
         us += per_token * step.tokens + per_pair * step.pairs + per_context * step.contexts
-        us += rounded * hypot(step.tokens, self.knee)
+        us += rounded * math.hypot(step.tokens, self.knee)
         if self.stretch:
             us *= max(step.tokens / self.seen[0], step.contexts / self.seen[1], 1.0) ** self.stretch
         at = self._find_sample(round(step.scheduled * self.pace))
@@ -205,7 +205,7 @@ def fit_steps(
         return samples.fit
     fit = _fit_samples(samples, (samples.fit.times.knee,), chance)
     error = max(COMMON_ERROR, samples.fit.unexplained)
-    return replace(fit, common=exp(error * misfit[0]), stretch=STRETCH * misfit[1])
+    return replace(fit, common=math.exp(error * misfit[0]), stretch=STRETCH * misfit[1])
 
 
 def _fit_samples(
@@ -215,7 +215,7 @@ def _fit_samples(
     drawn = _draw(range(count), chance)
     names = [samples.visits[at].instance for at in drawn]
     if not len(work.lengths):
-        times = _build_times(samples, drawn, (0.0,) * 6, 0, numpy.ones(len(drawn)))
+        times = _build_times(samples, drawn, [0.0] * 6, 0, numpy.ones(len(drawn)))
         return StepFit(times, names, {}, {}, work.lengths)
     chosen = numpy.array([*drawn, *_draw(range(count, len(work.lengths)), chance)], int)
     owners, lengths = numpy.array(work.instances)[chosen], work.lengths[chosen]
@@ -224,16 +224,17 @@ def _fit_samples(
     if len(by_instance) > 1:
         # By the line of one of them alone: others' slowness, which comes with more work, must not bend it.
         usual = max(by_instance, key=lambda each: int((owners == each).sum()))
-        known = _fit_passes(work, chosen[owners == usual], lengths[owners == usual], knees)
-        by_instance = _find_speeds(by_instance, owners, lengths / known.expect(work, chosen))
+        knee, costs = _fit_passes(work, chosen[owners == usual], lengths[owners == usual], knees)
+        ratios = lengths / numpy.maximum(work.list_rows(knee)[chosen] @ costs, 1.0)
+        by_instance = _find_speeds(by_instance, owners, ratios)
         speeds = numpy.array([by_instance[each] for each in owners])
-    passes = _fit_passes(work, chosen, lengths / speeds, knees)
-    expected = (passes.expect(work, chosen) * speeds)[: len(drawn)]
+    knee, costs = _fit_passes(work, chosen, lengths / speeds, knees)
+    expected = numpy.maximum(work.list_rows(knee)[chosen] @ costs * speeds, 1.0)[: len(drawn)]
     # One number by itself says nothing of single chunks, so those of several count with their mean.
     ratios = numpy.clip(lengths[: len(drawn)] / expected, 1 / MAX_RATIO, MAX_RATIO)
     is_paused = samples.is_paused[drawn]
     ratios[is_paused] = 1.0
-    times = _build_times(samples, drawn, passes.costs, passes.knee, ratios)
+    times = _build_times(samples, drawn, costs.tolist(), knee, ratios)
     others = numpy.array(times.leads) + numpy.array(times.samplings)
     whole = (lengths[: len(drawn)] + others) / (expected + numpy.median(others))
     whole = numpy.clip(whole[~is_paused], 1 / MAX_RATIO, MAX_RATIO)
@@ -249,7 +250,7 @@ def _draw(some: range, chance: random.Random | None) -> list[int]:
 def _build_times(
     samples: StepSamples,
     drawn: Sequence[int],
-    forward: tuple[float, ...],
+    forward: list[float],
     knee: int,
     ratios: Array,
 ) -> StepTimes:
@@ -271,40 +272,23 @@ def _build_times(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _PassCosts:
-    """The line: its knee, and the costs of the columns."""
-
-    knee: int
-    costs: tuple[float, ...]
-
-    def expect(self, work: WorkSamples, chosen: Array) -> Array:
-        """The lengths of the chosen samples."""
-        lengths: Array = _list_rows(work, chosen, self.knee) @ numpy.array(self.costs)
-        return numpy.maximum(lengths, 1.0)
-
-
-def _list_rows(work: WorkSamples, chosen: Array, knee: int) -> Array:
-    rounded = work.sum_rounded(knee)[chosen] if knee else numpy.zeros(len(chosen))
-    return numpy.column_stack([work.work[chosen], rounded])
-
-
 def _fit_passes(
     work: WorkSamples, chosen: Array, lengths: Array, knees: Sequence[int]
-) -> _PassCosts:
-    """The line of the chosen samples, with that of `knees` by which it fits best."""
-    fits: list[tuple[float, _PassCosts]] = []
+) -> tuple[int, Array]:
+    """The line of the chosen samples: that of `knees` with which it fits best, and the costs."""
+    fits: list[tuple[float, int, Array]] = []
     is_prompt = chosen < len(work.spans)
     for knee in knees:
-        costs = _fit_line(_list_rows(work, chosen, knee), lengths)
+        rows = work.list_rows(knee)[chosen]
+        costs = _fit_line(rows, lengths)
         if is_prompt.all():
-            costs = (costs[0], costs[0], *costs[2:])  # no answer tells of passes without a prompt
-        passes = _PassCosts(knee, costs)
-        off = numpy.minimum(numpy.abs(lengths / passes.expect(work, chosen) - 1), 1.0)
-        error = float(off[is_prompt].mean())
-        fits.append((error if is_prompt.all() else error * float(off[~is_prompt].mean()), passes))
+            costs[1] = costs[0]  # no answer tells of passes without a prompt
+        off = numpy.minimum(numpy.abs(lengths / numpy.maximum(rows @ costs, 1.0) - 1), 1.0)
+        groups = (off[is_prompt], off[~is_prompt])
+        error = math.prod(float(each.mean()) for each in groups if len(each))
+        fits.append((error, knee, costs))
     best = min(fits, key=lambda each: each[0])
-    return (best if best[0] < MIN_GAIN * fits[0][0] else fits[0])[1]
+    return (best if best[0] < MIN_GAIN * fits[0][0] else fits[0])[1:]
 
 
 def _find_speeds(names: Iterable[str], owners: Array, ratios: Array) -> dict[str, float]:
@@ -317,17 +301,16 @@ def _find_speeds(names: Iterable[str], owners: Array, ratios: Array) -> dict[str
     return {name: speed / usual for name, speed in found.items()}
 
 
-def _clip_rare(values: Sequence[int]) -> list[int]:
+def _clip_rare(values: Sequence[int]) -> list[float]:
     """The values; what is far above nearly all of them counts as less.
 
     A machine that stops for once delays one of a thousand steps, and one of a hundred requests: drawn for
     every so-manieth step, it would count ten times.
     """
-    ordered = sorted(values)
-    if not ordered:
-        return []
-    highest = round(MAX_RATIO * ordered[int(len(ordered) * USUAL_SHARE)])
-    return [min(each, highest) for each in values]
+    clipped: list[float] = numpy.minimum(
+        values, MAX_RATIO * numpy.quantile(values, USUAL_SHARE)
+    ).tolist()
+    return clipped
 
 
 def _find_pauses(
@@ -370,7 +353,7 @@ def _find_pauses(
     return found, is_paused
 
 
-def _fit_line(rows: Array, lengths: Array) -> tuple[float, ...]:
+def _fit_line(rows: Array, lengths: Array) -> Array:
     """Non-negative coefficients of the columns of `rows`."""
     weights = 1 / (lengths + ERROR_FLOOR_US)
     found = numpy.zeros(rows.shape[1])
@@ -382,7 +365,7 @@ def _fit_line(rows: Array, lengths: Array) -> tuple[float, ...]:
         spread = max(float(numpy.median(off)) * 1.4826, 1e-4)
         weights = numpy.sqrt(numpy.minimum(1.0, HUBER * spread / numpy.maximum(off, 1e-9)))
         weights = weights / expected
-    return tuple(float(each) for each in found)
+    return found
 
 
 def _solve_positive(rows: Array, values: Array) -> Array:
@@ -409,13 +392,13 @@ def _fit_encoder(visits: Sequence[EngineVisit]) -> tuple[float, float]:
     encoded = [each for each in visits if each.step_items and each.stages.get("encoder.compute")]
     if not encoded:
         return (0.0, 0.0)
-    rows = numpy.array([[1, each.step_items, 0] for each in encoded], dtype=numpy.float64)
+    rows = numpy.array([[1, each.step_items] for each in encoded], dtype=numpy.float64)
     lengths = numpy.array([each.stages["encoder.compute"] for each in encoded], numpy.float64)
-    run, item, _ = _fit_line(rows, lengths)
+    run, item = _fit_line(rows, lengths).tolist()
     return run, item
 
 
-def _find_gap(visits: Sequence[EngineVisit], samplings: Sequence[int]) -> tuple[int, bool]:
+def _find_gap(visits: Sequence[EngineVisit], samplings: Sequence[float]) -> tuple[int, bool]:
     """Microseconds from a sampled token to the next schedule(), and whether the window shows them.
 
     Between two chunks of a prompt that no step left out lie the sampling of the first, the gap, and the

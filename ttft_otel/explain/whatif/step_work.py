@@ -36,14 +36,15 @@ class WorkSamples:
     shares: Array  #: of each answer, which part of each prompt's steps was among its own
     decodes: Array  #: of each answer, tokens of a step without prompts
 
-    def sum_rounded(self, knee: int) -> Array:
-        """Of each sample, hypot(tokens, knee) of its steps: flat below the knee, and then their tokens."""
-        full, size, last = self.spans.T
-        prompts = full * numpy.hypot(size, knee) + numpy.hypot(last, knee)
-        passes, decodes = self.work[len(prompts) :, 1], self.decodes
-        return numpy.concatenate(
-            [prompts, self.shares @ prompts + passes * numpy.hypot(decodes, knee)]
-        )
+    def list_rows(self, knee: int) -> Array:
+        """`work`, and hypot(tokens, knee) of all steps, which is flat below the knee; 0 without one."""
+        rounded = numpy.zeros(len(self.work))
+        if knee:
+            full, size, last = self.spans.T
+            prompts = full * numpy.hypot(size, knee) + numpy.hypot(last, knee)
+            alone = self.work[len(prompts) :, 1] * numpy.hypot(self.decodes, knee)
+            rounded = numpy.concatenate([prompts, self.shares @ prompts + alone])
+        return numpy.column_stack([self.work, rounded])
 
 
 def collect_work(
@@ -59,7 +60,7 @@ def collect_work(
     rows, names, shares, decodes = [], [each.instance for each in visits], [], []
     for name in dict.fromkeys(names):
         at = numpy.array([number for number, each in enumerate(names) if each == name])
-        some = _Neighbours([visits[number] for number in at], budgets.get(name, 0))
+        some = Neighbours([visits[number] for number in at], budgets.get(name, 0))
         work[at], spans[at] = some.list_prompts(), some.spans
         for number in some.list_answers():
             row, share, decoded = some.measure_answer(number)
@@ -81,10 +82,10 @@ def collect_work(
     )
 
 
-class _Neighbours:
-    """The visits at one engine, as columns."""
+class Neighbours:
+    """The visits at one engine, all of which have prompts, as columns."""
 
-    def __init__(self, visits: Sequence[EngineVisit], budget: int) -> None:
+    def __init__(self, visits: Sequence[EngineVisit], budget: int = 0) -> None:
         def read(name: str) -> Array:
             return numpy.array([float(getattr(each, name)) for each in visits])
 
@@ -95,6 +96,7 @@ class _Neighbours:
         sample = numpy.array([each.stages.get("sample", 0) for each in visits])
         compute = numpy.array([each.stages["prefill.compute"] for each in visits])
         self.begun, self.computed_at = self.ended - sample - compute, self.ended - sample
+        self.middle = (self.begun + self.computed_at) / 2
         answers, token_us = read("output_tokens"), read("token_us")
         self.is_timed = (token_us > 0) & (answers > MIN_STEPS) & (read("preemptions") == 0)
         usual = float(numpy.median(token_us[self.is_timed])) if self.is_timed.any() else 0.0
@@ -119,12 +121,21 @@ class _Neighbours:
         contexts: Array = self.cached + self.computed + numpy.clip(part, 0, 1) * self.steps
         return contexts
 
+    def find_decoding(self, at: float) -> Any:
+        """Which of them decode at a moment: those that had their first token and have not left."""
+        return (self.ended <= at) & (at < self.left)
+
+    def share_prompts(self, begin: float, end: float) -> Array:
+        """Which part of its time each prompt was computed between two moments."""
+        shared = numpy.minimum(self.computed_at, end) - numpy.maximum(self.begun, begin)
+        part: Array = shared / numpy.maximum(self.computed_at - self.begun, 1)
+        return numpy.clip(part, 0, 1)
+
     def list_prompts(self) -> Array:
         """The rows of the prompts."""
-        contexts = []
-        for at in (self.begun + self.computed_at) / 2:
-            decoding = (self.ended <= at) & (at < self.left)
-            contexts.append(float(self._read_contexts(at)[decoding].sum()))
+        contexts = [
+            float(self._read_contexts(at)[self.find_decoding(at)].sum()) for at in self.middle
+        ]
         no = numpy.zeros(len(self.chunks))
         return numpy.stack(
             [self.chunks, no, self.tokens, self.pairs, self.chunks * numpy.array(contexts)], axis=1
@@ -143,8 +154,7 @@ class _Neighbours:
         decoded = part * self.steps
         # In the middle of what they share; contexts grow evenly.
         contexts = self._read_contexts((low + high) / 2)
-        shared = numpy.minimum(self.computed_at, end) - numpy.maximum(self.begun, begin)
-        part = numpy.clip(shared / numpy.maximum(self.computed_at - self.begun, 1), 0, 1)
+        part = self.share_prompts(begin, end)
         # Several prompts of a step count as one pass.
         share = part * numpy.minimum(self.computed / self.tokens, 1)
         passes = min(float((share * self.chunks).sum()), self.steps[number])

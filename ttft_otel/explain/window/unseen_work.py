@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy
 
 from ttft_otel.explain.whatif.replay_facts import EngineVisit
-
-Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
+from ttft_otel.explain.whatif.step_work import Array, Neighbours
 
 MAX_UNSEEN: Final = 1.5  # of the tokens of others in a step, as recorded to as accounted for
 FEW_TOKENS: Final = 4.0
@@ -62,38 +61,15 @@ def compare_others(
 
 def _sum_instance(some: Sequence[tuple[EngineVisit, float]], every: int) -> Array:
     """Chunks of every so-manieth prompt, the tokens of others with them, and those accounted for."""
-    columns = numpy.array(
-        [
-            (
-                visit.sampled - visit.stages.get("sample", 0) - visit.stages["prefill.compute"],
-                visit.sampled - visit.stages.get("sample", 0),
-                visit.sampled + visit.answer_us,
-                visit.computed,
-                weight,
-            )
-            for visit, weight in some
-        ],
-        numpy.float64,
-    )
-    begun, ended, left, computed, weights = columns.T
-    sums = numpy.zeros(3)
+    near = Neighbours([visit for visit, _ in some])
+    weights, sums = numpy.array([weight for _, weight in some]), numpy.zeros(3)
     for at in range(0, len(some), every):
         visit, weight = some[at]
         if visit.step_tokens < visit.own_tokens or not visit.own_tokens:
             continue
-        # At a random moment of its computing: one decodes if it had its first token and has not left.
-        middle = (begun[at] + ended[at]) / 2
-        decoding = weights[(ended <= middle) & (middle < left)].sum()
-        shared = numpy.minimum(ended[at], ended) - numpy.maximum(begun[at], begun)
-        parts = (
-            numpy.clip(shared / numpy.maximum(ended - begun, 1.0), 0.0, 1.0) * computed * weights
-        )
-        others = parts.sum() - parts[at]
-        sums += weight * numpy.array(
-            [
-                visit.chunks,
-                visit.step_tokens - visit.own_tokens,
-                visit.chunks * decoding + others,
-            ]
-        )
+        decoding = weights[near.find_decoding(near.middle[at])].sum()
+        parts = near.share_prompts(near.begun[at], near.computed_at[at]) * near.computed * weights
+        recorded = visit.step_tokens - visit.own_tokens
+        expected = visit.chunks * decoding + parts.sum() - parts[at]
+        sums += weight * numpy.array([visit.chunks, recorded, expected])
     return sums
