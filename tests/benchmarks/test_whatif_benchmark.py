@@ -4,10 +4,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
+import pytest
+
+from benchmarks import whatif_known
 from benchmarks.whatif import build_figures
 from benchmarks.whatif_changes import Outcome
+from benchmarks.whatif_known import Judged
 from benchmarks.whatif_servers import BLOCK_TOKENS, build_request, plan_load
+from ttft_otel.explain.whatif.planned_change import PlannedChange
 
 
 def make_outcome(predicted: list[float], repeated: float = 1.0) -> Outcome:
@@ -67,3 +74,27 @@ def test_load() -> None:
     assert planned == plan_load(200, 80)
     assert {-(-each.tokens // 512) for each in planned} == {1, 2, 3, 4}
     assert all(a.at_s <= b.at_s for a, b in zip(planned, planned[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("missed", "changed"),
+    [
+        ("", {}),
+        ("p95_error", {"errors": [0.0, 0.08, 0.0]}),
+        ("inside", {"inside": [True, False, True]}),
+        ("silent_misses", {"errors": [0.0, 0.0, 0.4]}),
+        ("token_time_error", {"token_errors": [0.0, 0.2, 0.0]}),
+    ],
+)
+def test_known_figures(missed: str, changed: dict[str, Any]) -> None:
+    """Against a known engine each goal is missed by answers that are wrong in its way alone."""
+    right = Judged("rate", errors=[0.0] * 3, inside=[True] * 3, token_errors=[0.0] * 3)
+    figures = whatif_known.build_figures([replace(right, **changed)])
+    assert [name for name, each in figures.items() if not each["met"]] == [missed] * bool(missed)
+
+
+def test_known_window() -> None:
+    """The engine's own account of a window adds up, and an unchanged one is predicted as it was."""
+    window = replace(whatif_known.WINDOWS["usual"], count=120, changes=(PlannedChange(),))
+    (judged,) = whatif_known.judge_window("usual", window, 3, 4)
+    assert not judged.refusal and max(map(abs, judged.errors)) < 0.15
