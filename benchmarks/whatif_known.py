@@ -42,7 +42,7 @@ STOPS: Final = tuple((begin * 10**6, begin * 10**6 + 1_500_000) for begin in (15
 
 
 @dataclass(frozen=True)
-class KnownWindow:
+class ChangedWindow:
     """Requests that come by chance, the engines that take turns, and changes to predict."""
 
     engines: tuple[EngineSettings, ...]
@@ -58,8 +58,8 @@ class KnownWindow:
 FASTER: Final = PlannedChange(rate=1.5)
 MORE: Final = PlannedChange(instances=1)
 WINDOWS: Final = {
-    "usual": KnownWindow((PLAIN,), 6.0, (PlannedChange(), FASTER, MORE)),
-    "settings": KnownWindow(
+    "usual": ChangedWindow((PLAIN,), 6.0, (PlannedChange(), FASTER, MORE)),
+    "settings": ChangedWindow(
         (PLAIN,),
         6.0,
         (
@@ -68,28 +68,28 @@ WINDOWS: Final = {
             PlannedChange(cache_hit=0.2),
         ),
     ),
-    "few_places": KnownWindow(
+    "few_places": ChangedWindow(
         (replace(PLAIN, max_num_seqs=8),), 4.0, (PlannedChange(max_num_seqs=32), MORE)
     ),
-    "small_budget": KnownWindow(
+    "small_budget": ChangedWindow(
         (replace(PLAIN, max_num_batched_tokens=512),),
         5.5,
         (PlannedChange(max_batched_tokens=2048), PlannedChange(max_batched_tokens=1024)),
         median=700,
     ),
-    "slow_instance": KnownWindow((PLAIN, PLAIN, SLOW), 12.0, (PlannedChange(), FASTER, MORE)),
-    "long_contexts": KnownWindow(
+    "slow_instance": ChangedWindow((PLAIN, PLAIN, SLOW), 12.0, (PlannedChange(), FASTER, MORE)),
+    "long_contexts": ChangedWindow(
         (PLAIN,),
         0.7,
         (FASTER, MORE, PlannedChange(max_num_seqs=8)),
         *(7000, 0.4, 30_000, 500, 400),
     ),
-    "few_blocks": KnownWindow(
+    "few_blocks": ChangedWindow(
         (FEW_BLOCKS,), 4.0, (MORE, PlannedChange(kv_cache=2.0)), median=500, longest=4000
     ),
-    "heavy_tail": KnownWindow((PLAIN,), 3.2, (FASTER, MORE), *(150, 1.6, 30_000)),
-    "overload": KnownWindow((PLAIN,), 16.0, (MORE, PlannedChange(instances=2)), median=600),
-    "stops": KnownWindow(
+    "heavy_tail": ChangedWindow((PLAIN,), 3.2, (FASTER, MORE), *(150, 1.6, 30_000)),
+    "overload": ChangedWindow((PLAIN,), 16.0, (MORE, PlannedChange(instances=2)), median=600),
+    "stops": ChangedWindow(
         (replace(PLAIN, stops=STOPS),),
         6.0,
         (PlannedChange(rate=1.3), PlannedChange(max_batched_tokens=1024)),
@@ -116,7 +116,7 @@ class Judged:
     warnings: int = 0
 
 
-def draw_jobs(window: KnownWindow, seed: int) -> list[Job]:
+def draw_jobs(window: ChangedWindow, seed: int) -> list[Job]:
     """The requests of a window, by the order of their arrival."""
     chance, at, jobs = numpy.random.default_rng(seed), 0.0, []
     for name in range(window.count):
@@ -210,7 +210,7 @@ def measure_token_time(job: Job) -> float:
     return (job.ended - job.first) / (job.answer - 1)
 
 
-def judge_window(name: str, window: KnownWindow, seed: int, repetitions: int) -> list[Judged]:
+def judge_window(name: str, window: ChangedWindow, seed: int, repetitions: int) -> list[Judged]:
     """Predict each of the window's changes, and compare."""
     jobs = draw_jobs(window, seed)
     recording = record(serve(jobs, window.engines, seed), window.engines)
