@@ -69,6 +69,49 @@ async def test_who_never_reads() -> None:
         reading.cancel()
 
 
+@pytest.mark.parametrize("mood", ["stall", "slow"])
+async def test_an_instance_that_falls_silent(mood: str) -> None:
+    """Its stream is cut after --idle-timeout and counts against it; one that pauses shortly goes on."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"GET"):
+                    writer.write(raw_http.encode_head(200, len(raw_http.MODELS_BODY)))
+                    writer.write(raw_http.MODELS_BODY)
+                    continue
+                await reader.readexactly(len(STREAM_BODY))
+                writer.write(raw_http.encode_head(200, None))
+                for _ in range(6):
+                    writer.write(raw_http.encode_chunk(raw_http.EVENT_BYTES))
+                    await asyncio.sleep(0.6)
+                if mood == "stall":
+                    await reader.read()
+                writer.write(b"0\r\n\r\n")
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        flags = ("--backend", url, "--idle-timeout", "1")
+        async with (
+            raw_http.run_router_process(*flags) as router,
+            connect(router.url) as (reader, writer),
+        ):
+            writer.write(raw_http.encode_request("ok", STREAM_BODY))
+            text = b""
+            while not text.endswith(b"0\r\n\r\n") and (
+                part := await asyncio.wait_for(reader.read(4096), 20)
+            ):
+                text += part
+            assert text.count(b"word") == 6
+            assert text.endswith(b"0\r\n\r\n") == (mood == "slow")
+
+
 @contextlib.contextmanager
 def enter_small_group() -> Iterator[None]:
     """Processes that are started meanwhile have little memory."""

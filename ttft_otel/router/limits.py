@@ -78,6 +78,13 @@ class RouterLimits:
         "504; a stream that has begun is cut",
         minimum=0,
     )
+    # As long as the first byte may take: a request that is preempted computes its prompt anew.
+    idle_timeout: float = declare_limit(
+        600.0,
+        "Seconds, at most twice as many, without a byte of an answer that has begun; 0: any time.",
+        "what came, cut",
+        minimum=0,
+    )
     max_answer_header_bytes: int = declare_limit(
         65_536, "Bytes of one header of an instance's answer.", "502", minimum=1024
     )

@@ -104,7 +104,8 @@ class DrainingServer(uvicorn.Server):
 
     def _check_memory(self) -> None:
         share = self._memory.measure_share()
-        is_short = share > MAX_USED_SHARE
+        # Short until some is free, so that it is not said each second.
+        is_short = share > MAX_USED_SHARE - 0.05 * self.admission.is_memory_short
         if is_short and not self.admission.is_memory_short:
             log.warning(
                 "ttft-otel: %.0f %% of this container's %d MiB are used: requests are refused while "

@@ -49,6 +49,7 @@ class ConnectionPool:
         connect_timeout_s: Seconds to connect.
         total_timeout_s: Seconds for a whole answer, 0 for any time.
         max_header_bytes: Bytes of one header of an answer.
+        idle_timeout_s: Seconds without a byte of an answer that has begun, 0 for any time.
     """
 
     def __init__(
@@ -58,11 +59,17 @@ class ConnectionPool:
         connect_timeout_s: float,
         total_timeout_s: float,
         max_header_bytes: int,
+        idle_timeout_s: float = 0.0,
     ) -> None:
         self._connector = connector
         self._max_header_bytes = max_header_bytes
         self._origins: dict[str, InstanceOrigin] = {}
         self._idle_since: DeadlineQueue[InstanceConnection] = DeadlineQueue(keepalive_s)
+        self._watched = (
+            DeadlineQueue[InstanceConnection](idle_timeout_s, self._check_progress)
+            if idle_timeout_s
+            else None
+        )
         self._total_timeout_s = total_timeout_s
         # `connect` bounds all of it, the name's lookup too, `sock_connect` the connection itself.
         self._timeout = aiohttp.ClientTimeout(
@@ -165,7 +172,16 @@ class ConnectionPool:
             origin.idle.append(connection)
             self._idle_since.watch(connection)
 
-        return InstanceConnection(lease, origin.request, self._max_header_bytes, keep)
+        return InstanceConnection(
+            lease, origin.request, self._max_header_bytes, keep, self._watched
+        )
+
+    def _check_progress(self, connection: InstanceConnection) -> None:
+        """Called once in the time-out for each open connection, so that parts and answers cost no timer."""
+        if connection.has_stalled():
+            connection.end_stalled()
+        elif self._watched is not None:
+            self._watched.watch(connection)
 
 
 def _encode_head(

@@ -15,6 +15,7 @@ import aiohttp
 import httptools
 from aiohttp.connector import Connection
 
+from ttft_otel.router.time_limits import DeadlineQueue
 from ttft_otel.router.types import HeaderList
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 
@@ -33,7 +34,7 @@ class InstanceConnection(asyncio.Protocol):
     """Takes over the transport of `lease`, which stays acquired until the connection is closed.
 
     request: for errors. max_header_bytes: of one header. keep: called with the connection when its answer
-    is complete and another request may use it.
+    is complete and another request may use it. watched: has it while it is open, None without --idle-timeout.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class InstanceConnection(asyncio.Protocol):
         request: aiohttp.ClientRequest,
         max_header_bytes: int,
         keep: Callable[[InstanceConnection], None],
+        watched: DeadlineQueue[InstanceConnection] | None = None,
     ) -> None:
         assert lease.protocol is not None and lease.transport is not None
         self._lease = lease
@@ -58,7 +60,11 @@ class InstanceConnection(asyncio.Protocol):
         self._interim_heads = 0  # of this answer
         self._interim_bytes = 0
         self._is_complete = self._keeps_alive = False
-        self._is_sending = self._is_full = False
+        self._is_sending = self._is_full = self._is_paused = False
+        self._reads = self._reads_before = 0  # until now, and at the last has_stalled()
+        self._watched = watched
+        if watched is not None:
+            watched.watch(self)
         self._sender: asyncio.Future[None] | None = None  # waits until more can be written
         # The parser finds its callbacks when it is made: a part of the body costs a call of C.
         self._body_parts: list[bytes] = []
@@ -119,11 +125,13 @@ class InstanceConnection(asyncio.Protocol):
 
     def pause_reading(self) -> None:
         """Read nothing until `resume_reading`."""
+        self._is_paused = True
         if not self.transport.is_closing():
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
         """Read on."""
+        self._is_paused = False
         if not self.transport.is_closing():
             self.transport.resume_reading()
 
@@ -133,14 +141,35 @@ class InstanceConnection(asyncio.Protocol):
         self._answer = None
         self._wake_sender()
         self._parser = None  # which refers to this object
+        self._forget()
         if self.transport.get_write_buffer_size():
             self.transport.abort()  # it may be that nobody reads the rest of the request
         else:
             self.transport.close()
         self._lease.close()
 
+    def _forget(self) -> None:
+        if self._watched is not None:
+            self._watched.forget(self)
+
     def time_out(self) -> None:
         """It was not used for too long."""
+        self.close()
+
+    def has_stalled(self) -> bool:
+        """Whether nothing has come since the last call, though an answer has begun and its client reads."""
+        is_silent, self._reads_before = self._reads == self._reads_before, self._reads
+        return (
+            is_silent
+            and not self._is_paused
+            and self._answer is not None
+            and self._answer.status > 0
+        )
+
+    def end_stalled(self) -> None:
+        """Fail the answer."""
+        if self._answer is not None:
+            self._answer.fail(aiohttp.ClientPayloadError("nothing came of it for --idle-timeout"))
         self.close()
 
     # Events of the socket.
@@ -152,6 +181,7 @@ class InstanceConnection(asyncio.Protocol):
         if answer is None or parser is None:
             self.close()  # nobody asked
             return
+        self._reads += 1
         self._idle_bytes += len(data)
         had_head = bool(answer.status)
         try:
@@ -179,6 +209,7 @@ class InstanceConnection(asyncio.Protocol):
         answer, self._answer = self._answer, None
         self._wake_sender()
         self._parser = None
+        self._forget()
         self._opener.connection_lost(exc)
         self._lease.close()
         if answer is None:

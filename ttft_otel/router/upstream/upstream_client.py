@@ -99,6 +99,7 @@ class UpstreamClient:
             CONNECT_TIMEOUT_S,
             self.limits.total_timeout,
             self.limits.max_answer_header_bytes,
+            self.limits.idle_timeout,
         )
         await self.health_monitor.start(self._queries)
         await self.chooser.start(self._queries)
