@@ -7,9 +7,7 @@ The server of `small` has a cache that is so small that prompts evict each other
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import time
 from collections.abc import Iterator
 from time import monotonic
 from typing import Any
@@ -17,13 +15,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lab import local_deployment
-from lab.local_servers import LocalServer
-from tests.live.bench import LiveDeployment, make_parent_header, make_trace_id, read_metric
+from tests.live.bench import LiveDeployment
 from tests.live.server_plans import BLOCK_TOKENS
-from tests.live.test_routing import list_attribute_values
-from ttft_otel.model.endpoints import COMPLETIONS_PATH
-from ttft_otel.model.names import env_names, keys, metric_names, span_names
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource
@@ -34,9 +27,6 @@ from ttft_otel.router.upstream.query_client import QueryClient
 pytestmark = pytest.mark.timeout(900)
 
 PROMPTS = 40
-ASKED_PROMPTS = 48  # at most, until enough of them are answered in time
-ANSWERED_PROMPTS = 7
-SETTLE_S = 2.5  # workers write their numbers once a second
 
 
 class CacheComparer:
@@ -137,67 +127,3 @@ def test_index_is_the_engines_cache(small: LiveDeployment) -> None:
     assert sum(expected > 0 for expected, _ in pairs) > 10
     assert counts["removed"] > 10 and counts["cleared"] == 1
     assert not {"gaps", "lost", "malformed", "orphans", "restarts"} & counts.keys()
-
-
-@pytest.fixture
-def workers(small: LiveDeployment) -> Iterator[LocalServer]:
-    """A router of two workers, whose index of KV events a third process keeps."""
-    sink = {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: small.fleet.get_url("receiver")}
-    flags = ("--workers", "2", "--routing-logic", "prefix", "--prefix-index", "kv-events")
-    command = local_deployment.build_router_command({"mono": [small.front_url]}, sink, *flags)
-    with LocalServer(command) as router:
-        yield router
-
-
-def count_lookups(router: LocalServer, result: str = "") -> float:
-    """Lookups that the workers have asked for, those with this result alone if one is given."""
-    wanted = f'{{result="{result}"' if result else ""
-    return sum(read_metric(router.url, f"{metric_names.ROUTER_INDEX_LOOKUPS}_total{wanted}"))
-
-
-def count_stored(router: LocalServer) -> float:
-    """Blocks that the index of the workers has been told of."""
-    return sum(read_metric(router.url, f'{metric_names.ROUTER_KV_EVENTS}_total{{.*event="stored"'))
-
-
-def store_prompt(small: LiveDeployment, router: LocalServer, asked: dict[str, Any]) -> None:
-    """Send a prompt past the router, and wait until the router's index has heard of its blocks."""
-    wanted = count_stored(router) + len(asked["extra"]["prompt"]) // BLOCK_TOKENS
-    assert small.send_request(small.front_url, **asked).status == 200
-    end = monotonic() + 30
-    while count_stored(router) < wanted:  # workers are told once a second
-        assert monotonic() < end
-        time.sleep(0.1)
-
-
-def test_workers_ask_one_index(small: LiveDeployment, workers: LocalServer) -> None:
-    """Of prompts that no worker has sent they expect to be cached what the engine then finds in its cache."""
-    chance = random.Random(time.time_ns())
-    pairs: list[tuple[int | None, int]] = []
-    asked: dict[str, Any] = {"path": COMPLETIONS_PATH, "max_tokens": 1}
-    # The first time it may have heard of others only: it begins with what the engine has told before.
-    asked["extra"] = {"prompt": [chance.randrange(10, 200) for _ in range(2 * BLOCK_TOKENS)]}
-    store_prompt(small, workers, asked)
-    while len(pairs) < ASKED_PROMPTS and count_lookups(workers, "answered") < ANSWERED_PROMPTS:
-        tokens = [chance.randrange(10, 200) for _ in range((1 + len(pairs) % 4) * BLOCK_TOKENS + 5)]
-        asked["extra"] = {"prompt": tokens}
-        store_prompt(small, workers, asked)
-        trace = make_trace_id()
-        headers = make_parent_header(trace)
-        assert small.send_request(workers.url, headers=headers, **asked).status == 200
-        spans = small.wait_for_trace(
-            trace, lambda found: sum(each["name"] == span_names.TTFT for each in found) == 2
-        )
-        expected = list_attribute_values(spans, "router.route", keys.ROUTE_CACHED_TOKENS)
-        (found,) = list_attribute_values(spans, span_names.TTFT, keys.CACHED_TOKENS)
-        # Nothing is expected where the lookup was late.
-        pairs.append((json.loads(expected[0])[0] if expected else None, found))
-
-    time.sleep(SETTLE_S)
-    answered = count_lookups(workers, "answered")
-    assert [found for _, found in pairs] == [
-        (1 + number % 4) * BLOCK_TOKENS for number in range(len(pairs))
-    ]
-    # A lookup that is late on a busy machine is decided without the index.
-    assert len([pair for pair in pairs if pair[0] != pair[1]]) <= len(pairs) - answered, pairs
-    assert answered >= ANSWERED_PROMPTS

@@ -53,12 +53,24 @@ class ScriptedReader:
         return Prompt(tokens, (), tuple(range(start, start + tokens // block_size)), items)
 
 
-class ScriptedSource:
-    """A source that looks up `cached_by_url` after `delay_s` seconds; None: the estimate is used."""
+class ScriptedIndex(SentHistory):
+    """Finds `cached_by_url`; None: what was sent."""
 
-    def __init__(self, delay_s: float = 0.0, cached_by_url: dict[str, int] | None = None) -> None:
-        self.delay_s, self.cached_by_url = delay_s, cached_by_url
-        self.index = SentHistory(BLOCK_TOKENS, 10_000)
+    cached_by_url: dict[str, int] | None = None
+
+    def match_blocks(self, block_keys: Sequence[int], urls: Sequence[str]) -> list[int]:
+        """The scripted result in blocks."""
+        if self.cached_by_url is None:
+            return super().match_blocks(block_keys, urls)
+        return [self.cached_by_url.get(url, 0) // BLOCK_TOKENS for url in urls]
+
+
+class ScriptedSource:
+    """A source with a ScriptedIndex."""
+
+    def __init__(self, cached_by_url: dict[str, int] | None = None) -> None:
+        self.index = ScriptedIndex(BLOCK_TOKENS, 10_000)
+        self.index.cached_by_url = cached_by_url
         self.sync_count = 0
 
     async def start(self, queries: QueryClient, pool: InstancePool) -> None:
@@ -70,17 +82,6 @@ class ScriptedSource:
     def sync_instances(self) -> None:
         """Count the call."""
         self.sync_count += 1
-
-    async def look_up(
-        self, model: str, prompt: Prompt, urls: Sequence[str]
-    ) -> dict[str, int] | None:
-        """The scripted result."""
-        await asyncio.sleep(self.delay_s)
-        return self.cached_by_url
-
-    def describe_problem(self) -> str:
-        """None."""
-        return ""
 
     def describe_instances(self) -> dict[str, Any]:
         """Nothing is known of instances."""

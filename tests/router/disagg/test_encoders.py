@@ -15,7 +15,7 @@ from commands.router.test_router_options import INSTANCE_URL, read_options
 from router import fake_instances, fake_pair
 from router.control.test_admin import open_admin
 from router.fake_instances import TRACEPARENT, InstancePlan
-from router.scripted_knowledge import ScriptedReader, ScriptedSource, build_routing_factory
+from router.scripted_knowledge import ScriptedReader, build_routing_factory
 from ttft_otel.model import timing
 from ttft_otel.model.names import keys, metric_names
 from ttft_otel.model.stages import ENCODE
@@ -83,7 +83,7 @@ def run_fleet(apart: bool, *encoders: InstancePlan, **more: Any) -> Any:
 @pytest.mark.parametrize("apart", [False, True], ids=["E+PD", "E+P+D"])
 async def test_prompts_are_read_before_encoders_are_asked(apart: bool) -> None:
     """`router.tokenize` and `router.lookup` come before the encode leg, once, and the sum closes."""
-    routing = build_routing_factory("ttft", ScriptedReader(0.2), ScriptedSource(0.1))
+    routing = build_routing_factory("ttft", ScriptedReader(0.2))
     plan = InstancePlan({"encoder.compute": 50})
     async with run_fleet(apart, plan, routing=routing) as (router, *_):
         body = fake_instances.build_chat("a", "b") | {"tokens": 800, "max_tokens": 4}
@@ -101,7 +101,7 @@ async def test_prompts_are_read_before_encoders_are_asked(apart: bool) -> None:
         ]
         assert order.count("router.tokenize") == order.count("router.lookup") == 1
         assert 200_000 <= ttft.stages["router.tokenize"] < 300_000
-        assert 100_000 <= ttft.stages["router.lookup"] < 200_000
+        assert ttft.stages["router.lookup"] < 50_000
         assert ttft.stages["encode.encoder.compute"] >= 50_000
         assert sum(ttft.stages.values()) + ttft.unattributed == ttft.end - ttft.start
         assert told is not None

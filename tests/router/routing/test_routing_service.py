@@ -190,10 +190,8 @@ async def test_a_new_policy_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_delays_are_where_they_were() -> None:
-    """A reader that takes 300 ms is `router.tokenize`, a source that takes 500 is `router.lookup`."""
-    routing = scripted_knowledge.build_routing_factory(
-        "ttft", ScriptedReader(0.3), ScriptedSource(0.5)
-    )
+    """A reader that takes 300 ms is `router.tokenize`, the look-up `router.lookup`."""
+    routing = scripted_knowledge.build_routing_factory("ttft", ScriptedReader(0.3))
     async with fake_instances.run_routed_instances(
         [InstancePlan({"prefill.compute": 20})], routing=routing
     ) as (router, one):
@@ -204,7 +202,7 @@ async def test_delays_are_where_they_were() -> None:
         assert record.ttft is not None
         stages = record.ttft.stages
         assert 300_000 <= stages["router.tokenize"] < 450_000
-        assert 500_000 <= stages["router.lookup"] < 650_000
+        assert stages["router.lookup"] < 150_000
         assert stages["router.route"] < 150_000
         length = record.ttft.end - record.ttft.start
         assert sum(stages.values()) + record.ttft.unattributed == length
@@ -213,24 +211,19 @@ async def test_delays_are_where_they_were() -> None:
 
 
 async def test_a_client_that_leaves_in_between() -> None:
-    """Who leaves while its prompt is read died in `router.tokenize`; or in `router.lookup`."""
-    for reader, source, stage in (
-        (ScriptedReader(5), ScriptedSource(), "router.tokenize"),
-        (ScriptedReader(), ScriptedSource(5), "router.lookup"),
-    ):
-        async with fake_instances.run_routed_instances(
-            routing=scripted_knowledge.build_routing_factory("ttft", reader, source)
-        ) as (router, one):
-            task = asyncio.create_task(
-                router.post_body(COMPLETIONS_PATH, build_completion(), **TRACED_HEADERS)
-            )
-            await fake_instances.wait_until(lambda: router.app.admission.requests_under_way == 1)
-            await asyncio.sleep(0.15)
-            task.cancel()
-            (record,) = await router.wait_for_records(1)
-            assert record.ttft is not None and record.ttft.died == stage
-            assert record.ttft.stages[stage] > 50_000
-            assert not one.received
+    """Who leaves while its prompt is read died in `router.tokenize`."""
+    routing = scripted_knowledge.build_routing_factory("ttft", ScriptedReader(5))
+    async with fake_instances.run_routed_instances(routing=routing) as (router, one):
+        task = asyncio.create_task(
+            router.post_body(COMPLETIONS_PATH, build_completion(), **TRACED_HEADERS)
+        )
+        await fake_instances.wait_until(lambda: router.app.admission.requests_under_way == 1)
+        await asyncio.sleep(0.15)
+        task.cancel()
+        (record,) = await router.wait_for_records(1)
+        assert record.ttft is not None and record.ttft.died == "router.tokenize"
+        assert record.ttft.stages["router.tokenize"] > 50_000
+        assert not one.received
 
 
 async def test_the_choice_is_told() -> None:
@@ -282,12 +275,12 @@ async def test_a_lookup_that_fails_loses_no_request(monkeypatch: pytest.MonkeyPa
     """An error in reading or looking up is caught and counted; the request is routed by its bytes."""
     monkeypatch.setenv("TTFT_OTEL_GUARD", "keep")
 
-    class FailingSource(ScriptedSource):
-        async def look_up(self, *_: Any) -> dict[str, int] | None:
+    class FailingReader(ScriptedReader):
+        async def read_prompt(self, *_: Any) -> Any:
             raise RuntimeError("broken")
 
     async with fake_instances.run_routed_instances(
-        routing=scripted_knowledge.build_routing_factory("ttft", None, FailingSource())
+        routing=scripted_knowledge.build_routing_factory("ttft", FailingReader())
     ) as (router, one):
         before = guard.error_counts["router.look"]
         assert (await router.post_body(COMPLETIONS_PATH, build_completion()))[0] == 200

@@ -19,7 +19,6 @@ import yaml
 
 from ttft_otel.commands.command_options import Command, OptionDeclarer, add_options
 from ttft_otel.commands.router.routing_options import (
-    PROMPT_POLICIES,
     RoutingOptions,
     check_unused_options,
 )
@@ -100,12 +99,6 @@ class RouterOptions(RoutingOptions):
     def takes_newcomers(self) -> bool:
         """Whether instances may come and go while the router runs, so that there may be none yet."""
         return bool(self.discover)
-
-    @property
-    def has_index_service(self) -> bool:
-        """Whether one process keeps the index of KV events for all workers."""
-        reads_prompts = self.routing_logic in PROMPT_POLICIES
-        return self.workers > 1 and reads_prompts and self.prefix_index == "kv-events"
 
     def build_instances(self) -> dict[str, tuple[Instance, ...]]:
         """The configured instances by leg. Raises UsageError, with the remedy.

@@ -102,11 +102,6 @@ class RoutingOptions:
             pool, policy_name, options, window_s, *knowledge, encoders_policy=encoders_policy
         )
 
-    @property
-    def has_index_service(self) -> bool:
-        """Whether one process keeps the index of KV events for several routers."""
-        return False
-
     def _choose_encoder_policy(self, has_encoders: bool) -> str:
         """The policy of the encode leg; `ttft` needs item sizes, which only prompt readers count."""
         policy_name, flag = self.encoder_routing_logic, "--encoder-routing-logic ttft"
@@ -123,7 +118,6 @@ class RoutingOptions:
             return build_source(
                 self.prefix_index,
                 kv_endpoints=self.kv_events_endpoint,
-                uses_index_service=self.has_index_service,
             )
         except ValueError as error:
             raise click.UsageError(str(error)) from error

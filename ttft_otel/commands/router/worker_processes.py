@@ -7,14 +7,12 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import click
 
 from ttft_otel.commands.router import router_options
 from ttft_otel.commands.router.router_options import RouterOptions
-from ttft_otel.router.routing.prefixes import DEFAULT_BLOCK_SIZE, MAX_HISTORY_BLOCKS
 from ttft_otel.router.workers.supervisor import WorkerSlot, WorkerSupervisor, reserve_port
 from ttft_otel.router.workers.worker import run_worker_server
 
@@ -36,18 +34,6 @@ class WorkerProcesses:
         """Be a worker, until a signal ends it."""
         build = functools.partial(router_options.build_worker_link, self.options)
         self.serve(self.options, functools.partial(run_worker_server, slot, build))
-
-    def run_index(self, folder: Path, lifeline_fd: int) -> None:
-        """Keep the index of KV events for all workers, until they and their supervisor are gone."""
-        # Not needed where prefixes come from elsewhere, and it needs ZMQ.
-        from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
-        from ttft_otel.router.workers.index_service import run_index_service
-
-        endpoints = self.options.kv_events_endpoint
-        source = functools.partial(
-            KvEventsSource, DEFAULT_BLOCK_SIZE, MAX_HISTORY_BLOCKS, endpoints
-        )
-        run_index_service(source, folder, lifeline_fd)
 
     def reload_options(self) -> None:
         """Read the configuration again for workers that start later; those that run do so themselves."""
@@ -93,7 +79,6 @@ def _build_supervisor(processes: WorkerProcesses) -> WorkerSupervisor:
             processes.run_worker,
             options.drain_timeout,
             processes.reload_options,
-            processes.run_index if options.has_index_service else None,
         )
     except OSError as error:
         text = "--workers needs a folder for its sockets: make room there, or set XDG_RUNTIME_DIR"

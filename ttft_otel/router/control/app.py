@@ -185,10 +185,6 @@ def _add_health_routes(app: FastAPI, endpoint: ProxyEndpoint, discovery: Discove
         body: dict[str, Any] = {"status": "ready" if is_ready else "not ready", "legs": states}
         if missing_legs:
             body["reason"] = f"there is no instance yet for {' and '.join(missing_legs)}"
-        source = endpoint.routing.prefix_source
-        # Requests are served all the same, by estimates: no reason not to be ready.
-        if source is not None and (problem := source.describe_problem()):
-            body["prefix_index"] = problem
         if discovery is not None:
             body["discovery"] = discovery.describe_sources()
         # Said while requests still pass: balancers have --drain-delay to notice.

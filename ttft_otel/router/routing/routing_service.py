@@ -8,7 +8,7 @@ and the decode leg chooses by requests in flight.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
@@ -243,14 +243,10 @@ class RoutingService:
         if prompt is None or not prompt.tokens:
             return request
         urls = [each.url for each in self.pool.get(self.prefilling_leg)]
-        cached_by_url: Mapping[str, int] | None = None
-        if self.prefix_source is not None:
-            cached_by_url = await self.prefix_source.look_up(request.model, prompt, urls)
-        if cached_by_url is None:
-            depths = index.match_blocks(prompt.block_keys, urls)
-            cached_by_url = {
-                url: depth * index.block_size for url, depth in zip(urls, depths, strict=True)
-            }
+        depths = index.match_blocks(prompt.block_keys, urls)
+        cached_by_url = {
+            url: depth * index.block_size for url, depth in zip(urls, depths, strict=True)
+        }
         return replace(
             request,
             prompt_tokens=prompt.tokens,

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parent of the workers: starts them, replaces those that die, passes signals on; serves nothing.
 
-With an index of KV events it runs the process that has it for all of them, too (index_service.py).
-
 commands/router/worker_processes.py gives it the function that a worker runs. It forks before there is an
 event loop or a thread, so that a successor needs milliseconds, not the seconds that imports take.
 """
@@ -97,8 +95,6 @@ class WorkerSupervisor:
         run_worker: What each process does, given its slot.
         drain_timeout_s: Seconds that workers have to end after SIGTERM.
         reload: Called at SIGHUP, so that workers that start later have the new configuration.
-        run_index: What the process does that has the index of KV events, given folder and lifeline; None
-            where there is no such index.
     """
 
     def __init__(
@@ -107,9 +103,7 @@ class WorkerSupervisor:
         run_worker: Callable[[WorkerSlot], None],
         drain_timeout_s: float,
         reload: Callable[[], None],
-        run_index: Callable[[Path, int], None] | None = None,
     ) -> None:
-        self.run_index = run_index
         self.run_worker = run_worker
         self.drain_timeout_s = drain_timeout_s
         self.reload = reload
@@ -118,7 +112,6 @@ class WorkerSupervisor:
         # Before the first fork: successors have it, too.
         self._shared = SharedMemory(count)
         self._states = [ChildProcess() for _ in range(count)]
-        self._index_process = ChildProcess()
         # Not spawn: a worker would import everything again, and share no memory.
         self._context = multiprocessing.get_context("fork")
         # Nobody writes to it: its end of file tells workers that this process is gone.
@@ -132,7 +125,6 @@ class WorkerSupervisor:
         # Blocked, they are taken one after the other by sigtimedwait: no handler interrupts a fork.
         signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED_SIGNALS)
         try:
-            self._start_index()
             for number in range(len(self._states)):
                 self._start_worker(number)
             while not self._kill_at_s or self._list_running():
@@ -143,10 +135,9 @@ class WorkerSupervisor:
                 self._kill_hung()
                 self._restart_due()
         finally:
-            # Workers are left only after an exception here; the index served them to the end.
-            for process in (*self._list_running(), self._index_process.process):
-                if process is not None:
-                    process.kill()
+            # Workers are left only after an exception here.
+            for process in self._list_running():
+                process.kill()
             shutil.rmtree(self.folder, ignore_errors=True)
         return self._exit_code
 
@@ -163,12 +154,6 @@ class WorkerSupervisor:
         )
         enter = functools.partial(self._enter_child, functools.partial(self.run_worker, slot))
         self._states[number].start(self._context, enter, f"ttft-otel-worker-{number}")
-
-    def _start_index(self) -> None:
-        if self.run_index is not None:
-            keep = functools.partial(self.run_index, self.folder, self._lifeline[0])
-            enter = functools.partial(self._enter_child, keep)
-            self._index_process.start(self._context, enter, "ttft-otel-index")
 
     def _enter_child(self, run: Callable[[], None]) -> None:
         """In the new process: leave what is the supervisor's, and do its work."""
@@ -189,8 +174,7 @@ class WorkerSupervisor:
     def _choose_wait_s(self) -> float:
         """Seconds until something is due; a signal ends the wait sooner."""
         moment = time.monotonic()
-        children = (*self._states, self._index_process)
-        due_s = [each.restart_at_s for each in children if each.restart_at_s]
+        due_s = [each.restart_at_s for each in self._states if each.restart_at_s]
         if self._kill_at_s:
             due_s = [self._kill_at_s]
         return max(0.0, min((*due_s, moment + CHECK_INTERVAL_S)) - moment)
@@ -221,8 +205,6 @@ class WorkerSupervisor:
         for number, state in enumerate(self._states):
             if state.process is not None and state.has_ended():
                 self._note_end(number, state, state.process)
-        if self._index_process.process is not None and self._index_process.has_ended():
-            self._note_index_end(self._index_process.process)
         if self._kill_at_s and time.monotonic() >= self._kill_at_s:
             for process in self._list_running():
                 log.error("ttft-otel: worker process %d does not end: it is killed", process.pid)
@@ -251,19 +233,6 @@ class WorkerSupervisor:
             process.pid,
             describe_end(process.exitcode or 0),
             state.plan_restart(),
-        )
-
-    def _note_index_end(self, process: ForkProcess) -> None:
-        """The index is lost, and fills anew in a successor; nothing that clients see ends with it."""
-        if self._kill_at_s:
-            self._index_process.process = None
-            return
-        log.error(
-            "ttft-otel: the process that keeps the index of KV events (%s) %s: workers estimate cached "
-            "prefixes from the prompts sent until its successor has the events; it is replaced %s",
-            process.pid,
-            describe_end(process.exitcode or 0),
-            self._index_process.plan_restart(),
         )
 
     def _kill_hung(self) -> None:
@@ -295,8 +264,6 @@ class WorkerSupervisor:
         for number, state in enumerate(self._states):
             if state.is_due():
                 self._start_worker(number)
-        if self._index_process.is_due():
-            self._start_index()
 
 
 def reserve_port(host: str, port: int) -> tuple[int, list[socket.socket]]:

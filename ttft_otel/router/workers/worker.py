@@ -25,14 +25,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ttft_otel.model.names import metric_names
 from ttft_otel.router.control.admin import apply_order
 from ttft_otel.router.control.app import RouterApp
-from ttft_otel.router.control.router_metrics import build_counter
 from ttft_otel.router.control.uvicorn_server import DrainingServer, ServerPlan, run_router_server
 from ttft_otel.router.errors import RequestRejected
-from ttft_otel.router.routing.prefixes.shared_index_source import SharedIndexSource
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.workers import messages
-from ttft_otel.router.workers.index_service import build_index_path
 from ttft_otel.router.workers.load_link import LoadLink
 from ttft_otel.router.workers.metrics_files import MetricsFiles
 from ttft_otel.router.workers.supervisor import WorkerSlot, bind_shared_port
@@ -63,8 +60,6 @@ class WorkerLink:
         self.slot = slot
         self.app = app
         self.pool = app.endpoint.upstream.pool
-        source = app.endpoint.routing.prefix_source
-        self.shared_index = source if isinstance(source, SharedIndexSource) else None
         self.socket = WorkerSocket(slot.folder, slot.number, slot.count, self.receive_messages)
         self.loads = LoadLink(slot, self.pool, app.endpoint.routing, self._ask_for_load)
         self.metrics_files = MetricsFiles(slot.folder, slot.number)
@@ -98,8 +93,6 @@ class WorkerLink:
             data = await self._ask_others("instances")
             if data:
                 apply_instances(self.app, data)
-        if self.shared_index is not None:
-            self.shared_index.join_owner(build_index_path(self.slot.folder))
         if self.companion is not None:
             await self._stack.enter_async_context(self.companion)
         # Last, as its file is also the sign for the supervisor that this worker has started.
@@ -244,16 +237,6 @@ class WorkerLink:
             lost_help,
             value=self.socket.lost + self.loads.lost,
         )
-        if self.shared_index is not None and self.shared_index.channel is not None:
-            lookups_help = (
-                "Prompts that were looked up in the index of KV events, by what came of it."
-            )
-            yield build_counter(
-                metric_names.ROUTER_INDEX_LOOKUPS,
-                lookups_help,
-                "result",
-                self.shared_index.channel.counts,
-            )
 
 
 class WorkerServer(DrainingServer):

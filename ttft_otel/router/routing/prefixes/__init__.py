@@ -2,8 +2,7 @@
 """Sources of cached prefixes: `build_source` creates the one that --prefix-index names.
 
 prefix_source.py is their base, and estimates from the prompts sent. kv_events_source.py follows the KV events
-that vLLM publishes, by zmq_sockets.py, event_feed.py, kv_event_parser.py and block_ledger.py; with --workers
-one process does so, and shared_index_source.py asks it (shared_index_source.py).
+that vLLM publishes, by zmq_sockets.py, event_feed.py, kv_event_parser.py and block_ledger.py.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ def build_source(
     block_size: int = DEFAULT_BLOCK_SIZE,
     history_blocks: int = MAX_HISTORY_BLOCKS,
     kv_endpoints: Sequence[str] = (),
-    uses_index_service: bool = False,
 ) -> PrefixSource:
     """Create the source that --prefix-index names. Raises ValueError, with the remedy.
 
@@ -34,7 +32,6 @@ def build_source(
         block_size: tokens per block until an engine reports its own.
         history_blocks: blocks remembered for each instance that reports nothing.
         kv_endpoints: values of --kv-events-endpoint.
-        uses_index_service: another process follows KV events (workers/index_service.py), this one asks it.
     """
     if kind == "history":
         # A flag that does nothing would look like a working set-up.
@@ -44,10 +41,4 @@ def build_source(
     # Imported here, because a router without KV events needs no ZMQ.
     from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
 
-    # Also where another process follows the events, for what it raises.
-    source = KvEventsSource(block_size, history_blocks, kv_endpoints)
-    if not uses_index_service:
-        return source
-    from ttft_otel.router.routing.prefixes.shared_index_source import SharedIndexSource
-
-    return SharedIndexSource(block_size, history_blocks)
+    return KvEventsSource(block_size, history_blocks, kv_endpoints)

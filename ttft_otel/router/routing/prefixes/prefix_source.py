@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +15,7 @@ from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient
 
 if TYPE_CHECKING:
-    from ttft_otel.router.routing.prompts.prompt_reader import Prompt
+    pass
 
 MAX_TOTAL_BLOCKS: Final = 1_000_000  # blocks of all instances together: about 200 MB
 RETRY_INTERVAL_S: Final = 10.0  # seconds before asking for the block size again
@@ -121,16 +121,6 @@ class PrefixSource:
                     self.index.set_block_size(size)
                     return
             await asyncio.sleep(RETRY_INTERVAL_S)
-
-    async def look_up(
-        self, model: str, prompt: Prompt, urls: Sequence[str]
-    ) -> dict[str, int] | None:
-        """Cached tokens of `prompt` by URL, from an external service; None: use the index."""
-        return None
-
-    def describe_problem(self) -> str:
-        """Why less is known than could be, for /readyz; "" if nothing is wrong."""
-        return ""
 
     def describe_instances(self) -> dict[str, Any]:
         """The state of each instance by URL, for GET /instances; has `source` and `blocks`."""
