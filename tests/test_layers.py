@@ -18,7 +18,7 @@ OUTSIDE = ("lab", "benchmarks", "grafana", "tests")  # in no wheel
 FOREIGN = {"vllm", "torch", "transformers"}
 # Tokenizers and chat templates, in a process of their own and without torch.
 CHILD = {
-    Path("router/routing/prompts/model_tokenizer.py"),
+    Path("router/routing/prompts/tokenizer_child.py"),
     Path("router/routing/prompts/chat_messages.py"),
     Path("router/routing/prompts/placeholders.py"),
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stands in for transformers in a tokenizer's child process, and is imported in a tenth of its time.
 
-It reads folders of small_tokenizer.py and has what model_tokenizer.py asks of transformers. Tests of the
+It reads folders of small_tokenizer.py and has what tokenizer_child.py asks of transformers. Tests of the
 process put it on PYTHONPATH; that the real one gives the same is shown by test_model_tokenizer.py and
 test_prompt_processes.py::test_local.
 """

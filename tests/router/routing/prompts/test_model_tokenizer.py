@@ -29,17 +29,17 @@ from ttft_otel.router.routing.policies.block_keys import compute_block_keys, enc
 from ttft_otel.router.routing.prompts import chat_messages
 from ttft_otel.router.routing.prompts.chat_messages import MediaItem
 from ttft_otel.router.routing.prompts.child_frames import TokenizeAnswer
-from ttft_otel.router.routing.prompts.model_tokenizer import (
-    ENTRY_OVERHEAD_BYTES,
-    MIN_PIECE_CHARS,
-    TextEncoder,
-)
 from ttft_otel.router.routing.prompts.placeholders import (
     PlaceholderCounter,
     PlaceholderSpan,
     build_extra_keys,
     expand_placeholders,
     read_dimensions,
+)
+from ttft_otel.router.routing.prompts.tokenizer_child import (
+    ENTRY_OVERHEAD_BYTES,
+    MIN_PIECE_CHARS,
+    TextEncoder,
 )
 from ttft_otel.router.routing.prompts.tokenizer_worker import CHILD_MODULE
 

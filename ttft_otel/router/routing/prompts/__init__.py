@@ -2,9 +2,9 @@
 """Read a request's prompt as the engine will see it: token ids and block keys, for routing.
 
 prompt_reader.py is the protocol. local_reader.py tokenizes in a child process (tokenizer_worker.py,
-child_frames.py, tokenizer_child.py); engine_reader.py asks an instance. In the child model_tokenizer.py reads
-prompts by means of transformers, and remembers tokenized prefixes; chat_messages.py changes chats before the
-template gets them, as vLLM does, and placeholders.py expands media placeholders.
+child_frames.py, tokenizer_child.py); engine_reader.py asks an instance. The child reads prompts by means of
+transformers, and remembers tokenized prefixes; chat_messages.py changes chats before the template gets them,
+as vLLM does, and placeholders.py expands media placeholders.
 """
 
 from __future__ import annotations

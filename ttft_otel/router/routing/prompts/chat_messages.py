@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a chat request to what vLLM passes to the chat template; model_tokenizer.py renders it.
+"""Convert a chat request to what vLLM passes to the chat template; tokenizer_child.py renders it.
 
 transformers passes messages and tools on as the client wrote them. vLLM 0.32 changes them before
 (renderers/chat_utils.py). What most clients send is converted here in the same way; the rest is not read,

@@ -38,7 +38,7 @@ class TokenizeAnswer(msgspec.Struct, array_like=True, frozen=True):
     ids: bytes = b""  # an array("I") as bytes
     blocks: tuple[int, ...] = ()
     item_tokens: tuple[int, ...] = ()  # placeholder tokens per media item
-    cached_tokens: int = 0  # tokens taken from the cache of model_tokenizer.py
+    cached_tokens: int = 0  # tokens taken from the cache of tokenizer_child.py
 
 
 def frame_message(message: TokenizeQuestion | TokenizeAnswer) -> bytes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count and insert the placeholder tokens of media items; model_tokenizer.py uses it.
+"""Count and insert the placeholder tokens of media items; tokenizer_child.py uses it.
 
 The model's processor of transformers counts where it can do that from the size of an image, as Qwen's does.
 Without one, or if the size is unknown (a URL to fetch, audio, video), the count is the mean of the images
