@@ -18,7 +18,6 @@ KV_SOURCE_BY_CLASS: Final[dict[str, str]] = {
     "MooncakeStore": keys.KV_SOURCE_STORE,
     "Mooncake": "p2p",
     "MoRIIO": "p2p",
-    "P2p": "p2p",
     "Offloading": "host",
     "SimpleCPUOffload": "host",
     "LMCache": keys.KV_SOURCE_STORE,
