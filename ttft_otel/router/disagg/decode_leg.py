@@ -28,8 +28,11 @@ from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream import failures, http_headers
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
-from ttft_otel.router.upstream.first_byte_wait import FirstByteWait, read_first_chunk
-from ttft_otel.router.upstream.instance_answer import InstanceAnswer
+from ttft_otel.router.upstream.instance_answer import (
+    FirstByteWait,
+    InstanceAnswer,
+    read_first_chunk,
+)
 from ttft_otel.router.upstream.query_client import QUERY_ERRORS
 from ttft_otel.router.upstream.response_relay import AnswerReading, finish_attempt, relay_response
 from ttft_otel.router.upstream.upstream_client import UpstreamClient, record_server_timing

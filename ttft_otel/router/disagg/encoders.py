@@ -29,8 +29,7 @@ from ttft_otel.router.errors import (
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream import http_headers
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
-from ttft_otel.router.upstream.first_byte_wait import FirstByteWait
-from ttft_otel.router.upstream.instance_answer import InstanceAnswer
+from ttft_otel.router.upstream.instance_answer import FirstByteWait, InstanceAnswer
 from ttft_otel.router.upstream.upstream_client import UpstreamClient, record_server_timing
 from ttft_otel.tracing import clock, context
 

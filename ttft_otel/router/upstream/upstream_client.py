@@ -18,9 +18,8 @@ from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream import failures
 from ttft_otel.router.upstream.connection_pool import ConnectionPool
-from ttft_otel.router.upstream.first_byte_wait import FirstByteWait
 from ttft_otel.router.upstream.health_monitor import HealthMonitor
-from ttft_otel.router.upstream.instance_answer import InstanceAnswer
+from ttft_otel.router.upstream.instance_answer import FirstByteWait, InstanceAnswer
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import CONNECT_TIMEOUT_S, KEEPALIVE_S, QueryClient
 from ttft_otel.tracing import clock, context
