@@ -1,28 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the SDK's OTLP exporters, for spans and metrics; used by exporter, router and report.
+"""Build the SDK's OTLP exporters, for spans and metrics; batch_exporter.py and request_metrics.py ask.
 
 The SDK is imported when an exporter is built, and reads the OTEL_EXPORTER_OTLP_* variables itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
-
-from ttft_otel.model.names import env_names
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricExporter
     from opentelemetry.sdk.trace.export import SpanExporter
-
-
-def is_endpoint_configured(env: Mapping[str, str]) -> bool:
-    """Whether the environment variables `env` name an OTLP endpoint for spans."""
-    # By OpenTelemetry's rules an empty variable counts as unset.
-    return bool(
-        env.get(env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT)
-        or env.get(env_names.OTEL_EXPORTER_OTLP_ENDPOINT)
-    )
 
 
 def build_span_exporter(protocol: str) -> SpanExporter:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run `ttft-otel serve`: HTTP and gRPC servers around one store, until SIGINT or SIGTERM.
 
-Spans that were accepted are on disk before it ends. Where an OTLP endpoint is configured, pages and API are
-traced by a tracer provider of their own, /v1/traces excepted: a receiver that traces what it receives would
-send to itself without end.
+Spans that were accepted are on disk before it ends.
 """
 
 from __future__ import annotations
@@ -11,41 +9,29 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final, cast
-from urllib.parse import urlsplit
 
 import grpc
 import uvicorn
-from fastapi import FastAPI
-from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-from ttft_otel.exporter.otlp_exporter import build_span_exporter, is_endpoint_configured
 from ttft_otel.http.bounded_connection import BoundedConnection
-from ttft_otel.http.head_checks import CallerRules, HeadLimits, is_loopback
+from ttft_otel.http.head_checks import CallerRules, HeadLimits
 from ttft_otel.report import app
 from ttft_otel.report.receive.receiver import Receiver, create_grpc_server
 from ttft_otel.report.store.database_schema import StoreError
 from ttft_otel.report.store.span_store import SpanStore
-from ttft_otel.tracing import settings
 
 # An exporter sends its head at once; only a stalled or idle client takes longer.
 MAX_WAIT_S: Final = 10.0  # seconds for the head of a request
 MAX_CONNECTIONS: Final = 256  # with more, those that have waited longest are closed
 SHUTDOWN_GRACE_S: Final = 3  # seconds for requests in progress at the end
-# Probes and files are asked for all day and say nothing about the page.
-EXCLUDED_URLS: Final = "v1/traces,healthz,static"
-SERVE_SERVICE: Final = "ttft-otel-serve"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +169,6 @@ def _run_until_signal(
     options: ServeOptions, span_receiver: Receiver, on_started: Callable[[ReportServer], None]
 ) -> None:
     web = app.create_app(span_receiver, options.explain_request)
-    provider = instrument_app(web, (options.http_port, options.grpc_port))
     config = uvicorn.Config(
         web,
         host=options.host,
@@ -214,37 +199,7 @@ def _run_until_signal(
             raise StoreError(
                 _describe_taken_port(options.host, options.http_port, "--http-port")
             ) from error
-    finally:
-        if provider:
-            provider.shutdown()
 
 
 def _describe_taken_port(host: str, port: int, option: str) -> str:
     return f"cannot listen on {host}:{port}: is it taken? choose another with {option} PORT"
-
-
-def instrument_app(
-    app: FastAPI, own_ports: Collection[int], env: Mapping[str, str] | None = None
-) -> TracerProvider | None:
-    """Instrument `app`; None when no endpoint is configured, or when it is this server itself.
-
-    own_ports: ports of this server. env: by default os.environ.
-    """
-    source = os.environ if env is None else env
-    if not is_endpoint_configured(source):
-        return None
-    chosen = settings.read_settings(source)
-    # gRPC endpoints may be written without a scheme; "//" makes it a host.
-    target = urlsplit(chosen.endpoint if "://" in chosen.endpoint else f"//{chosen.endpoint}")
-    # The endpoint is this server where it is set for vLLM servers on this host.
-    if is_loopback(target.hostname or "") and target.port in own_ports:
-        return None
-    provider = TracerProvider(resource=Resource.create({"service.name": SERVE_SERVICE}))
-    provider.add_span_processor(BatchSpanProcessor(build_span_exporter(chosen.protocol)))
-    FastAPIInstrumentor.instrument_app(
-        app,
-        tracer_provider=provider,
-        excluded_urls=EXCLUDED_URLS,
-        exclude_spans=["send", "receive"],  # one span per request, not one per ASGI message
-    )
-    return provider

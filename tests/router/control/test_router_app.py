@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -128,38 +127,6 @@ def test_help_has_examples() -> None:
             assert router_options.RouterOptions.from_flags(made.params).build_instances()
 
 
-@contextlib.asynccontextmanager
-async def run_traced_control_plane(
-    monkeypatch: pytest.MonkeyPatch, settings: Settings | None = None
-) -> AsyncIterator[
-    tuple[fake_instances.RunningRouter, fake_instances.FakeInstance, Callable[[], None]]
-]:
-    """A router whose control plane exports spans; gives it, the collector, and what ends the export."""
-    async with fake_instances.run_instance() as collector, fake_instances.run_instance() as one:
-        monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, collector.url)
-        ends: list[Callable[[], None]] = []
-
-        def prepare_app(built: app.RouterApp) -> None:
-            ends.append(app.instrument_control_plane(built, "http/protobuf"))
-
-        async with fake_instances.run_router(
-            [one.url], settings=settings, prepare=prepare_app
-        ) as router:
-            yield router, collector, ends[0]
-
-
-async def test_control_plane_is_traced_the_data_path_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With an OTLP endpoint a GET makes one span, and a POST to the data path none of these."""
-    async with run_traced_control_plane(monkeypatch) as (router, collector, end_export):
-        await router.post_chat()
-        await get_status(router, "/v1/models")
-        await get_status(router, "/healthz")
-        await asyncio.to_thread(end_export)
-        assert list_span_names(collector.received[0].body) == ["GET /v1/models"]
-
-
 async def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
     """A prefix source that cannot start ends the start with one line; nothing stays open."""
 
@@ -189,32 +156,6 @@ async def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
     with pytest.raises(RuntimeError):
         assert legs.queries
     assert asyncio.all_tasks() == before
-
-
-@pytest.mark.parametrize(("trust", "seen"), [(False, 0), (True, 1)])
-async def test_an_untrusted_caller_has_no_trace_of_the_control_plane(
-    monkeypatch: pytest.MonkeyPatch, trust: bool, seen: int
-) -> None:
-    """A GET's traceparent decides on sampling only where callers are trusted, as on the data path."""
-    settings = Settings(sampler="parentbased_always_off", trust_sampled=trust)
-    async with run_traced_control_plane(monkeypatch, settings) as (
-        router,
-        collector,
-        end_export,
-    ):
-        await router.get_json("/v1/models", traceparent=fake_instances.TRACEPARENT)
-        await asyncio.to_thread(end_export)
-        assert len(collector.received) == seen
-
-
-async def test_without_endpoint_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an OTLP endpoint no tracer provider is set up, and the application is not wrapped."""
-    monkeypatch.delenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, raising=False)
-    monkeypatch.delenv(env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, raising=False)
-
-    async with fake_instances.run_router([fake_instances.find_unused_url()]) as router:
-        app.instrument_control_plane(router.app, "http/protobuf")()
-        assert not getattr(router.app.control_plane, "_is_instrumented_by_opentelemetry", False)
 
 
 async def test_the_real_command_drains_when_stopped() -> None:

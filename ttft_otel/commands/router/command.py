@@ -205,18 +205,9 @@ def _serve_router(
     # Starting a router asks for its spans: only an explicit "off" turns them off.
     is_untraced = env_names.TTFT_OTEL in os.environ and not settings_read.on
     app = build_router(options, settings_read, None if is_untraced else handoff.get_sender().send)
-    stop_tracing: Callable[[], None] = (
-        _do_nothing
-        if is_untraced
-        else control.instrument_control_plane(app, settings_read.protocol)
-    )
-    try:
-        reload = ConfigReloader(ctx, options, app)
-        drain = options.drain_delay, options.drain_timeout
-        run_server(app, ServerPlan(options.host, options.port, *drain, reload))
-    finally:
-        # Also after an exception: spans of the control plane wait in a batch until this.
-        stop_tracing()
+    reload = ConfigReloader(ctx, options, app)
+    drain = options.drain_delay, options.drain_timeout
+    run_server(app, ServerPlan(options.host, options.port, *drain, reload))
 
 
 def build_router(
@@ -305,10 +296,6 @@ async def _run_background(
         if store is not None:
             await stack.enter_async_context(store)
         yield
-
-
-def _do_nothing() -> None:
-    """Stand in for stopping the control plane's instrumentation where tracing is off."""
 
 
 log: Final = logging.getLogger("ttft_otel")

@@ -6,7 +6,6 @@ command.py builds the application and runs it under uvicorn.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -19,8 +18,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from ttft_otel import __version__
-from ttft_otel.exporter.otlp_exporter import build_span_exporter, is_endpoint_configured
-from ttft_otel.model import stages
 from ttft_otel.model.endpoints import MODELS_PATH
 from ttft_otel.model.names import env_names
 from ttft_otel.router.control.router_metrics import RouterMetrics
@@ -28,15 +25,10 @@ from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend
-from ttft_otel.tracing.context import draw_number
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
-    from opentelemetry.sdk.trace.sampling import Sampler
-
     from ttft_otel.router.discovery.discovery import Discovery
     from ttft_otel.router.discovery.found_instances import FoundInstances
-    from ttft_otel.tracing.settings import Settings
 
 DATA_PATH_PREFIX: Final = "/v1/"
 CLOSE_HEADER: Final = (b"connection", b"close")
@@ -259,57 +251,3 @@ def _add_error_handlers(app: FastAPI, refusal_counts: Counter[str]) -> None:
 
     app.add_exception_handler(RequestRejected, render_rejection)
     app.add_exception_handler(HTTPException, render_http_error)
-
-
-def instrument_control_plane(app: RouterApp, protocol: str) -> Callable[[], None]:
-    """Trace the control plane if an OTLP endpoint is configured; returns a function that stops it.
-
-    The data path is not part of it: its spans are Records.
-    """
-    if not is_endpoint_configured(os.environ):
-        return lambda: None
-    # Imported here, as a router without an OTLP endpoint needs none of it.
-    try:
-        from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
-    except ImportError:
-        return lambda: None  # never required
-    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    service = os.environ.get(env_names.OTEL_SERVICE_NAME) or stages.SERVICE_NAMES["router"]
-    provider = TracerProvider(
-        sampler=_build_sampler(app.endpoint.settings),
-        resource=Resource.create({SERVICE_NAME: service}),
-    )
-    provider.add_span_processor(BatchSpanProcessor(build_span_exporter(protocol)))
-    FastAPIInstrumentor.instrument_app(
-        app.control_plane,
-        tracer_provider=provider,
-        excluded_urls="/health,/metrics,/readyz",  # polled all day
-        exclude_spans=["send", "receive"],
-    )
-    return provider.shutdown
-
-
-def _build_sampler(settings: Settings) -> Sampler:
-    """The sampler of the data path; the SDK's default would honour untrusted callers' flags and IDs."""
-    from opentelemetry.sdk.trace import sampling
-
-    class DrawnRatio(sampling.TraceIdRatioBased):
-        """By a number that callers do not choose."""
-
-        def should_sample(
-            self, parent_context: Context | None, trace_id: int, *args: Any, **kwargs: Any
-        ) -> sampling.SamplingResult:
-            drawn = draw_number(f"{trace_id:032x}", settings)
-            return super().should_sample(parent_context, drawn, *args, **kwargs)
-
-    name = settings.sampler.removeprefix("parentbased_")
-    fixed_samplers = {"always_on": sampling.ALWAYS_ON, "always_off": sampling.ALWAYS_OFF}
-    by_ratio = sampling.TraceIdRatioBased if settings.trust_sampled else DrawnRatio
-    root = fixed_samplers.get(name) or by_ratio(settings.ratio)
-    # Only a `parentbased_` sampler follows its callers, and only where they are trusted.
-    return (
-        sampling.ParentBased(root) if settings.trust_sampled and name != settings.sampler else root
-    )
