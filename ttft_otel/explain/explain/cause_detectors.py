@@ -24,7 +24,6 @@ MIN_FACTOR: Final = 1.25  # of like steps, from which on an instance is slow
 SURE_FACTOR: Final = 1.1  # the least that the interval of that factor must exceed
 MIN_REQUESTS: Final = 10  # of an instance, to know its speed
 MIN_BLOCKS: Final = 3  # separate pieces of time that must carry a cause
-WORK_STAGES: Final = ("prefill.compute", "prefill.stall", "dispatch", "sample")
 API_STAGES: Final = ("receive", "preprocess", "output", "egress")
 ROUTER_STAGES: Final = (
     "router.receive",

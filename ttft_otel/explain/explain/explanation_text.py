@@ -26,7 +26,6 @@ from ttft_otel.report.show.terminal import format_short, remove_controls, round_
 QUALITATIVE = "qualitative"  # a price is what a setting trades
 PREDICTED = "predicted"  # what-if has its figure, the time per output token
 MAX_LINES = 6
-SURE_KINDS = (cause_kinds.NOTHING, cause_kinds.NOT_KNOWN, cause_kinds.LOST_REQUESTS)
 
 
 def list_explanation(explanation: Explanation, verbose: bool = False) -> list[str]:

@@ -27,38 +27,29 @@ class MemoryLimit:
         self, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
     ) -> None:
         self.max_bytes = 0
-        try:
-            groups = [line.split(":", 2)[1:] for line in membership.read_text().splitlines()]
-        except OSError:
-            groups = []
-        for controllers, path in groups:
-            if controllers in _VERSIONS:
-                base, limit, *self._names = _VERSIONS[controllers]
-                # A container may see its own group as the root, whatever its name.
-                for self._folder in (root / base / path.lstrip("/"), root / base):
-                    self.max_bytes = self._read_number(limit)
-                    if self.max_bytes:
-                        return
+        for line in _read_text(membership).splitlines():
+            _, controllers, path = line.split(":", 2)
+            folder, limit, *names = _VERSIONS.get(controllers, ("", ""))
+            # A container may see its own group as the root, whatever its name.
+            for group in (root / folder / path.lstrip("/"), root / folder):
+                text = _read_text(group / limit).strip() if names else ""
+                # "max", or in version 1 a number that no machine has.
+                if text.isdigit() and len(text) < 19 and not self.max_bytes:
+                    self._group, self._names, self.max_bytes = group, names, int(text)
 
     def measure_share(self) -> float:
         """The share of the limit that is in use, without what the kernel would drop; 0 without a limit."""
         if not self.max_bytes:
             return 0.0
         used, dropped = self._names
-        dropped_bytes = 0
-        try:
-            for line in (self._folder / "memory.stat").read_text().splitlines():
-                name, _, value = line.partition(" ")
-                if name == dropped:
-                    dropped_bytes = int(value)
-        except OSError:
-            pass
-        return (self._read_number(used) - dropped_bytes) / self.max_bytes
+        lines = _read_text(self._group / "memory.stat").splitlines()
+        statistics = dict(line.split(" ", 1) for line in lines)
+        used_bytes = int(_read_text(self._group / used) or 0)
+        return (used_bytes - int(statistics.get(dropped, 0))) / self.max_bytes
 
-    def _read_number(self, name: str) -> int:
-        """The number in a file; 0 where there is none, "max", or more than any machine has."""
-        try:
-            number = int((self._folder / name).read_text())
-        except (OSError, ValueError):
-            return 0
-        return number if number < 1 << 60 else 0
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("ascii")
+    except OSError:
+        return ""

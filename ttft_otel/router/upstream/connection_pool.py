@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from operator import methodcaller
 from typing import Final
 
 import aiohttp
@@ -22,6 +23,7 @@ from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.instance_connection import PIECE_BYTES, InstanceConnection
 
 # A tab is allowed in a header's value (RFC 9110 section 5.5); a line break would end it.
+ANY_TIME_S: Final = 1e8  # three years
 _CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 
 
@@ -65,10 +67,8 @@ class ConnectionPool:
         self._max_header_bytes = max_header_bytes
         self._origins: dict[str, InstanceOrigin] = {}
         self._idle_since: DeadlineQueue[InstanceConnection] = DeadlineQueue(keepalive_s)
-        self._watched = (
-            DeadlineQueue[InstanceConnection](idle_timeout_s, self._check_progress)
-            if idle_timeout_s
-            else None
+        self._open: DeadlineQueue[InstanceConnection] = DeadlineQueue(
+            idle_timeout_s or ANY_TIME_S, methodcaller("check_progress")
         )
         self._total_timeout_s = total_timeout_s
         # `connect` bounds all of it, the name's lookup too, `sock_connect` the connection itself.
@@ -172,16 +172,7 @@ class ConnectionPool:
             origin.idle.append(connection)
             self._idle_since.watch(connection)
 
-        return InstanceConnection(
-            lease, origin.request, self._max_header_bytes, keep, self._watched
-        )
-
-    def _check_progress(self, connection: InstanceConnection) -> None:
-        """Called once in the time-out for each open connection, so that parts and answers cost no timer."""
-        if connection.has_stalled():
-            connection.end_stalled()
-        elif self._watched is not None:
-            self._watched.watch(connection)
+        return InstanceConnection(lease, origin.request, self._max_header_bytes, keep, self._open)
 
 
 def _encode_head(

@@ -34,7 +34,7 @@ class InstanceConnection(asyncio.Protocol):
     """Takes over the transport of `lease`, which stays acquired until the connection is closed.
 
     request: for errors. max_header_bytes: of one header. keep: called with the connection when its answer
-    is complete and another request may use it. watched: has it while it is open, None without --idle-timeout.
+    is complete and another request may use it. watched: has it while it is open.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class InstanceConnection(asyncio.Protocol):
         request: aiohttp.ClientRequest,
         max_header_bytes: int,
         keep: Callable[[InstanceConnection], None],
-        watched: DeadlineQueue[InstanceConnection] | None = None,
+        watched: DeadlineQueue[InstanceConnection],
     ) -> None:
         assert lease.protocol is not None and lease.transport is not None
         self._lease = lease
@@ -61,10 +61,9 @@ class InstanceConnection(asyncio.Protocol):
         self._interim_bytes = 0
         self._is_complete = self._keeps_alive = False
         self._is_sending = self._is_full = self._is_paused = False
-        self._reads = self._reads_before = 0  # until now, and at the last has_stalled()
+        self._reads = self._reads_before = 0  # until now, and at the last check_progress()
         self._watched = watched
-        if watched is not None:
-            watched.watch(self)
+        watched.watch(self)
         self._sender: asyncio.Future[None] | None = None  # waits until more can be written
         # The parser finds its callbacks when it is made: a part of the body costs a call of C.
         self._body_parts: list[bytes] = []
@@ -141,36 +140,29 @@ class InstanceConnection(asyncio.Protocol):
         self._answer = None
         self._wake_sender()
         self._parser = None  # which refers to this object
-        self._forget()
+        self._watched.forget(self)
         if self.transport.get_write_buffer_size():
             self.transport.abort()  # it may be that nobody reads the rest of the request
         else:
             self.transport.close()
         self._lease.close()
 
-    def _forget(self) -> None:
-        if self._watched is not None:
-            self._watched.forget(self)
-
     def time_out(self) -> None:
         """It was not used for too long."""
         self.close()
 
-    def has_stalled(self) -> bool:
-        """Whether nothing has come since the last call, though an answer has begun and its client reads."""
-        is_silent, self._reads_before = self._reads == self._reads_before, self._reads
-        return (
-            is_silent
-            and not self._is_paused
-            and self._answer is not None
-            and self._answer.status > 0
-        )
+    def check_progress(self) -> None:
+        """Fail an answer of which nothing came since the last call, though it has begun and its client reads.
 
-    def end_stalled(self) -> None:
-        """Fail the answer."""
-        if self._answer is not None:
-            self._answer.fail(aiohttp.ClientPayloadError("nothing came of it for --idle-timeout"))
-        self.close()
+        Called once in --idle-timeout while it is open, so that parts and answers cost no timer.
+        """
+        is_silent, self._reads_before = self._reads == self._reads_before, self._reads
+        answer = self._answer
+        if is_silent and not self._is_paused and answer is not None and answer.status:
+            answer.fail(aiohttp.ClientPayloadError("nothing came of it for --idle-timeout"))
+            self.close()
+        elif self._parser is not None:
+            self._watched.watch(self)
 
     # Events of the socket.
 
@@ -209,7 +201,7 @@ class InstanceConnection(asyncio.Protocol):
         answer, self._answer = self._answer, None
         self._wake_sender()
         self._parser = None
-        self._forget()
+        self._watched.forget(self)
         self._opener.connection_lost(exc)
         self._lease.close()
         if answer is None:
