@@ -111,6 +111,13 @@ class LiveDeployment:
         headers = {**ASK_HEADERS, **fields.pop("headers", {})}
         return ttft_client.send_timed_request(url, headers=headers, **fields)
 
+    def read_one(self, server: str = "", image: bool = False, **fields: Any) -> dict[str, int]:
+        """The breakdown of one request to a server ("": the front), with an image that is in no cache."""
+        if image:
+            fields["pictures"] = (self.new_picture_seed(),)
+        url = self.fleet.get_url(server) if server else self.front_url
+        return read_breakdown(self.send_request(url, **fields))
+
     def note_delays(
         self, place: str, once: Callable[[], dict[str, int]]
     ) -> tuple[dict[str, int], list[InjectedDelay]]:

@@ -31,11 +31,9 @@ from lab.server_commands import VllmOptions
 from lab.ttft_client import TimedRequest
 from tests import injected_folder
 from tests.live.bench import (
-    ASK_HEADERS,
     LiveDeployment,
     make_parent_header,
     make_trace_id,
-    read_breakdown,
     read_output_tokens,
 )
 from tests.live.conftest import DeploymentDeck
@@ -75,23 +73,6 @@ def run_alone(
         for _ in range(3):
             ttft_client.send_timed_request(bench.front_url, max_tokens=2)
         yield bench
-
-
-def test_one_at_a_time_queues_the_others(deck: DeploymentDeck, tmp_path: Path) -> None:
-    """With max-num-seqs 1 two of three concurrent requests wait in prefill.queue, one twice as long."""
-    with run_alone(deck, tmp_path, max_num_seqs=1) as bench:
-        bench.control.set_injections({"forward": 100})
-        many = [TimedRequest(prompt=f"q{n}", max_tokens=1, headers=ASK_HEADERS) for n in range(3)]
-        found = [
-            read_breakdown(answer)
-            for answer in ttft_client.send_timed_requests(bench.front_url, many)
-        ]
-
-    first, second, third = sorted(each["prefill.queue"] for each in found)
-    assert first < 60_000
-    assert second >= 95_000
-    assert third >= 195_000
-    assert all(each["ipc"] < 20_000 and each[stages.UNATTRIBUTED] == 0 for each in found)
 
 
 def test_preemption_is_stall_and_its_tokens_are_counted(
@@ -193,7 +174,7 @@ def test_two_workers_of_one_engine(
     with run_alone(deck, tmp_path, (flag, "2"), env=env, chunk=256, **changes) as bench:
 
         def once(words: int = 40) -> dict[str, int]:
-            return read_breakdown(bench.send_request(bench.front_url, max_tokens=1, words=words))
+            return bench.read_one(max_tokens=1, words=words)
 
         found = [once(words) for words in (40, 600, 40, 600)]
         assert all(each[stages.UNATTRIBUTED] == 0 for each in found), found

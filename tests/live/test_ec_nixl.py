@@ -8,6 +8,7 @@ Not shown here because it needs a GPU: an encoder as `ec_producer`, and copies o
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from lab.evidence import Errors, ErrorTolerance, measure_until_decided
 from lab.ttft_client import TimedRequest, TimedResponse
 from tests.live.bench import LiveDeployment, make_parent_header, make_trace_id, read_breakdown
 from tests.live.test_closing import check_closed
-from tests.live.test_injected import Injection, Sample, check_stage
+from tests.live.test_injected import Injection, check_stage
 from ttft_otel.model.names import header_names, keys, span_names
 
 # Kind of request -> its pictures, as numbers of new ones; how many of them are new to the encoder.
@@ -186,12 +187,7 @@ def test_late_encodings_show_in_ec_transfer(nixl: LiveDeployment, place: str) ->
     """A known delay before an encoding can be read, loaded or saved shows in ec.transfer and nowhere else."""
     injection, stage = WAITS[place]
 
-    def once() -> Sample:
-        picture = (nixl.new_picture_seed(),)
-        return read_breakdown(
-            nixl.send_request(nixl.front_url, pictures=picture, max_tokens=1, stream=False)
-        )
-
+    once = partial(nixl.read_one, image=True, max_tokens=1, stream=False)
     check_stage(nixl, injection, stage, once)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ttft-otel explain` on real vLLM: a cause that was made on purpose is the one that is named.
 
-Each test sends like requests, then one with the cause, and asks for that one. Causes: a place taken by
-another request, a pause, late KV blocks, long prompts ahead, a grammar, urgent requests, and injected delays
-in every part of a server. Other limits of the scheduler: test_limits.py; media: test_media_waits.py.
+Each test sends like requests, then one with the cause, and asks for that one. Causes: a pause, late
+KV blocks, long prompts ahead, a grammar, urgent requests, and injected delays in every part of a server.
+Limits of the scheduler: test_limits.py; media: test_media_waits.py.
 """
 
 from __future__ import annotations
@@ -20,10 +20,17 @@ from click.testing import CliRunner
 
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
 from lab.ttft_client import TimedResponse
-from tests.live.bench import LiveDeployment, count_at_engine, medians, read_breakdown
+from tests.live.bench import (
+    LiveDeployment,
+    count_at_engine,
+    make_parent_header,
+    make_trace_id,
+    medians,
+    read_breakdown,
+)
 from tests.live.like_requests import FEWER_LIKE, LikeRequests, check_cause, check_stage
 from tests.live.test_engine_features import call, run_request, wait_for_arrival
-from tests.live.test_queue_reasons import make_grammar
+from tests.live.test_queue_reasons import check_reason, make_grammar
 from tests.live.test_router import run_router_behind_proxies
 from ttft_otel.commands import main as cli
 
@@ -64,47 +71,44 @@ def send_texts(bench: LiveDeployment, known: dict[str, LikeRequests]) -> LikeReq
     return known[key]
 
 
-def test_max_num_seqs(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None:
-    """The only place is taken by a long answer."""
-    like = send_texts(features, texts)
-    with run_request(features, max_tokens=600):
-        reported = like.explain(like.send_one())
-    check_cause(reported, "setting_limit", "max_num_seqs")
-    assert "--max-num-seqs" in reported["cause"]["remedy"]["settings"]
-    assert reported["reasons"]["max_num_seqs"] >= 0.9
-
-
 def test_pause(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None:
-    """The scheduler is paused."""
-    like = send_texts(features, texts)
+    """The scheduler is paused: the request waits for nothing else."""
+    like, trace = send_texts(features, texts), make_trace_id()
     call(features, "/pause?mode=keep&clear_cache=false")
     resume = threading.Timer(0.8, call, (features, "/resume"))
     resume.start()
     try:
-        name = like.send_one()
+        name = like.send_one(headers=make_parent_header(trace))
     finally:
         resume.join()
+    check_reason(features, trace, "paused")
     check_cause(like.explain(name), "set_aside", "paused")
 
 
 def test_grammar(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None:
-    """Its grammar is compiled for a second or more."""
-    like = send_texts(features, texts)
-    check_cause(like.explain(like.send_one(**make_grammar())), "set_aside", "grammar")
+    """Its grammar is compiled for a second or more, and nobody else is there."""
+    like, trace = send_texts(features, texts), make_trace_id()
+    name = like.send_one(headers=make_parent_header(trace), **make_grammar())
+    check_reason(features, trace, "grammar")
+    check_cause(like.explain(name), "set_aside", "grammar")
 
 
 def test_priority(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None:
-    """Who came later and is urgent takes the only place, and has a long answer."""
-    like = send_texts(features, texts)
+    """Who came later and is urgent takes the only place, waits less, and has a long answer."""
+    like, trace = send_texts(features, texts), make_trace_id()
     with (
         run_request(features, max_tokens=1000),
         ThreadPoolExecutor(1) as pool,
     ):
         before = count_at_engine(features.front_url)
-        patient = pool.submit(like.send_one, extra={"priority": 5})
+        headers = make_parent_header(trace)
+        patient = pool.submit(like.time_one, extra={"priority": 5}, headers=headers)
         wait_for_arrival(features, before, patient)
-        with run_request(features, max_tokens=2500, extra={"priority": -5}):
-            reported = like.explain(patient.result())
+        with run_request(features, max_tokens=2500, extra={"priority": -5}) as urgent:
+            reported = like.explain(str(patient.result().request_id))
+    waits = [read_breakdown(each.result())["prefill.queue"] for each in (urgent, patient)]
+    assert waits[0] < waits[1]
+    check_reason(features, trace, "priority", "max_num_seqs")
     check_cause(reported, "setting_limit", "scheduling_policy")
     assert reported["reasons"].keys() <= {"in_step", "max_num_seqs", "priority"}
 

@@ -10,7 +10,7 @@ import pytest
 
 from lab.compat import PLACES_BY_KIND
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
-from tests.live.bench import LiveDeployment, medians, read_breakdown
+from tests.live.bench import LiveDeployment, medians
 from ttft_otel.model import stages
 
 DELAY_MS = 80.0
@@ -103,33 +103,21 @@ def check_stage(
 @pytest.mark.parametrize("place", TEXT)
 def test_text_delays_show_in_their_stage(epd: LiveDeployment, place: str) -> None:
     """On prefill_decode with the V1 runner a delay of a text request shows in its stage."""
-    url = epd.fleet.get_url("prefill_decode")
-
-    check_stage(
-        epd, place, TEXT[place], lambda: read_breakdown(epd.send_request(url, max_tokens=1))
-    )
+    check_stage(epd, place, TEXT[place], lambda: epd.read_one("prefill_decode", max_tokens=1))
 
 
 def test_a_delay_in_another_stage_than_expected_fails(epd: LiveDeployment) -> None:
     """The measurement itself fails when a delay of the forward pass is expected in `sample`."""
-    url = epd.fleet.get_url("prefill_decode")
-
     with pytest.raises(AssertionError, match=r"prefill\.compute: .* is outside"):
-        check_stage(
-            epd, "forward", "sample", lambda: read_breakdown(epd.send_request(url, max_tokens=1))
-        )
+        check_stage(epd, "forward", "sample", lambda: epd.read_one("prefill_decode", max_tokens=1))
 
 
 @pytest.mark.parametrize("place", ENCODE)
 def test_encoder_delays_show_in_their_stage(epd: LiveDeployment, place: str) -> None:
     """On the encoder with the V1 runner a delay of an image's request shows in its stage."""
 
-    def once() -> Sample:
-        picture = (epd.new_picture_seed(),)
-        url = epd.fleet.get_url("encode")
-        return read_breakdown(epd.send_request(url, pictures=picture, max_tokens=1, stream=False))
-
-    check_stage(epd, place, ENCODE[place], once)
+    plain = {"max_tokens": 1, "stream": False}
+    check_stage(epd, place, ENCODE[place], lambda: epd.read_one("encode", image=True, **plain))
 
 
 @pytest.mark.parametrize("place", DECODE)
@@ -144,19 +132,13 @@ def test_transfer_delays_show_in_their_stage(epd: LiveDeployment, place: str) ->
 def test_delays_show_in_their_stage_on_cudas_runner(newer: LiveDeployment, place: str) -> None:
     """With the V2 runner and async scheduling a delay of an image's request shows in its stage."""
 
-    def once() -> Sample:
-        return read_breakdown(
-            newer.send_request(newer.front_url, pictures=(newer.new_picture_seed(),), max_tokens=1)
-        )
-
-    check_stage(newer, place, NEWER[place], once)
+    check_stage(newer, place, NEWER[place], lambda: newer.read_one(image=True, max_tokens=1))
 
 
 def test_nothing_is_unattributed_while_delays_run(epd: LiveDeployment) -> None:
     """With delays in four places at once the stages still add up to the TTFT."""
     epd.control.set_injections(dict.fromkeys(("tokenize", "forward", "sample", "output"), 20))
 
-    found = read_breakdown(epd.send_request(epd.fleet.get_url("prefill_decode"), max_tokens=1))
-
+    found = epd.read_one("prefill_decode", max_tokens=1)
     assert found[stages.UNATTRIBUTED] == 0
     assert medians([found])["prefill.compute"] >= 20_000

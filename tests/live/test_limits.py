@@ -136,6 +136,8 @@ def test_alone(small: LiveDeployment, reason: str) -> None:
 
     check_cause(reported, "setting_limit", SETTINGS[reason])
     assert reported["reasons"][reason] >= 0.9
+    settings = reported["cause"]["remedy"]["settings"]
+    assert reason != "max_num_seqs" or "--max-num-seqs" in settings
 
 
 def test_preempted(small: LiveDeployment) -> None:

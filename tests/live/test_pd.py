@@ -5,6 +5,7 @@ kv.transfer.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,13 +106,13 @@ def test_a_late_transfer_shows_in_kv_transfer(pd: LiveDeployment) -> None:
     Through the router, whose breakdown has all stages of both legs.
     """
 
-    def once() -> dict[str, int]:
-        answer = pd.send_request(
-            pd.front_url, prompt=str(pd.new_picture_seed()), words=300, max_tokens=2, stream=False
-        )
-        return read_breakdown(answer)
-
-    check_stage(pd, WAIT_PLACE, "decode.kv.transfer", once)
+    asked = {"words": 300, "max_tokens": 2, "stream": False}
+    check_stage(
+        pd,
+        WAIT_PLACE,
+        "decode.kv.transfer",
+        lambda: pd.read_one(prompt=str(pd.new_picture_seed()), **asked),
+    )
 
 
 def test_what_no_server_accounts_for_is_little_with_two_legs(
@@ -211,12 +212,6 @@ def test_an_image_closes_through_all_three(epd3: LiveDeployment, kind: str) -> N
 def test_delays_show_in_their_stage_on_all_three(epd3: LiveDeployment) -> None:
     """A delay of the encoder's step or of prefill's blocks shows in the stage of its own leg."""
 
-    def once() -> dict[str, int]:
-        picture = (epd3.new_picture_seed(),)
-        answer = epd3.send_request(
-            epd3.front_url, pictures=picture, words=200, max_tokens=2, stream=False
-        )
-        return read_breakdown(answer)
-
+    once = partial(epd3.read_one, image=True, words=200, max_tokens=2, stream=False)
     check_stage(epd3, "encoder", "encode.encoder.compute", once)
     check_stage(epd3, WAIT_PLACE, "decode.kv.transfer", once)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ RESOLUTION_MS = 0.75 * DELAY_MS
 MAX_STRAY_MS = 6.0  # by which a stage may move that is not lost
 MAX_SHARE = 0.1  # of what is lost, by which the remainder may be off
 Sample = dict[str, int]
-
+IMAGE = {"image": True, "max_tokens": 1, "stream": False}  # for an encoder
 # Target -> where the delay goes while it is out. Parts have none: nothing is lost with them.
 DELAYED = {
     "frontend.render": "receive",
@@ -165,14 +166,8 @@ def test_a_lost_part_costs_no_stage(epd: LiveDeployment, target: str) -> None:
 def test_a_lost_target_costs_its_stages_on_the_encoder(epd: LiveDeployment, target: str) -> None:
     """On the encoder with the V1 runner, for a new image, only the target's stages are lost."""
 
-    def once() -> Sample:
-        url = epd.fleet.get_url("encode")
-        return read_breakdown(
-            epd.send_request(url, pictures=(epd.new_picture_seed(),), max_tokens=1, stream=False)
-        )
-
     place = "encoder" if target == "worker.execute" else DELAYED[target]
-    check_loss(epd, once, target, place, encode=True)
+    check_loss(epd, partial(epd.read_one, "encode", **IMAGE), target, place, encode=True)
 
 
 @pytest.mark.parametrize("target", mark_repeated(ON_D, ON_PD))
@@ -191,11 +186,7 @@ def test_a_lost_target_costs_its_stages_on_decode(pd: LiveDeployment, target: st
 def test_a_lost_target_costs_its_stages_on_cudas_runner(newer: LiveDeployment, target: str) -> None:
     """With the V2 runner and async scheduling only the target's stages are lost."""
 
-    def once() -> Sample:
-        return read_breakdown(
-            newer.send_request(newer.front_url, pictures=(newer.new_picture_seed(),), max_tokens=1)
-        )
-
+    once = partial(newer.read_one, image=True, max_tokens=1)
     check_loss(newer, once, target, DELAYED[target])
 
 
@@ -208,11 +199,7 @@ def test_a_lost_target_costs_its_stages_on_an_encoder_over_nixl(
     As ec_both this encoder runs the language model, too.
     """
 
-    def once() -> Sample:
-        url, picture = nixl.fleet.get_url("encode"), (nixl.new_picture_seed(),)
-        return read_breakdown(nixl.send_request(url, pictures=picture, max_tokens=1, stream=False))
-
-    check_loss(nixl, once, target, DELAYED[target])
+    check_loss(nixl, partial(nixl.read_one, "encode", **IMAGE), target, DELAYED[target])
 
 
 @pytest.mark.untimed

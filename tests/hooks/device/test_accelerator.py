@@ -170,6 +170,21 @@ def test_encoder_runs(runs: Runs, case: AcceleratorCase) -> None:
         assert begin_error <= limit, run
 
 
+@pytest.mark.parametrize("loop", ["async", "async, own process"])
+def test_pipeline_without_flag(
+    kinds: dict[str, Any], loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A last pipeline stage that does not say what it did not see would claim the earlier stages' work."""
+    monkeypatch.setattr(model_runners.WorkerTracer, "_list_lost_flags", lambda *_: 0)
+    (case,) = [each for each in CASES if each.name == "last of two pipeline stages, 15 ms each"]
+    judgement = run_case(case, kinds, "V2", loop)
+    lengths = judgement.stage_errors["dispatch"]
+    assert not any(true for _, true in lengths)
+    assert min(error for error, _ in lengths) >= case.receive_us
+    lengths = judgement.stage_errors["pipeline"]
+    assert all(true >= case.receive_us and error == -true for error, true in lengths)
+
+
 def test_table(runs: Runs) -> None:
     """The docs quote these figures."""
     page = DOCS_PAGE.read_text()

@@ -222,25 +222,30 @@ def test_no_room(kv_core: Any, clock: testing.FakeClock) -> None:
     assert [(name, end - start) for name, start, end in marks.waits] == [("kv.transfer", 1000)]
 
 
-def test_found_here_meanwhile(kv_core: Any, clock: testing.FakeClock) -> None:
-    """Blocks that another request has fetched before there was room are none that it waits for."""
+@pytest.mark.parametrize(
+    ("answers", "tokens"),
+    [
+        pytest.param(
+            [(39, True), (0, False)], None, id="another request has fetched them meanwhile"
+        ),
+        pytest.param([(0, False)], None, id="found nowhere"),
+        pytest.param([(32, False)], 32, id="loaded in the step"),
+        pytest.param([(39, True)], 39, id="scheduled at once after all"),
+    ],
+)
+def test_nobody_waits(
+    kv_core: Any, clock: testing.FakeClock, answers: list[tuple[int, bool]], tokens: int | None
+) -> None:
+    """Where no blocks are waited for there is no wait; what was found nowhere leaves no details."""
     kv_core.add(make_request("a", 40))
-    ask_connector(kv_core, "a", (39, True))
-    clock.tick(1000)
-    ask_connector(kv_core, "a", (0, False))
-    assert not CORE.blocks.tracked
-    marks, _ = finish_first_chunk(kv_core, "a")
-
-    assert not marks.waits and not marks.queue_lost
-
-
-def test_found_nowhere(kv_core: Any) -> None:
-    """A prompt that no other instance has is written as one without a connector."""
-    kv_core.add(make_request("a", 40))
-    ask_connector(kv_core, "a", (0, False))
-    _, timeline = finish_first_chunk(kv_core, "a")
-
-    assert timeline.details is None
+    for found in answers:
+        ask_connector(kv_core, "a", found)
+        clock.tick(1000 if len(answers) > 1 else 0)
+    assert bool(CORE.blocks.tracked) == (answers == [(39, True)])
+    marks, timeline = finish_first_chunk(kv_core, "a")
+    assert not marks.waits and not marks.queue_lost and not marks.moving
+    assert list_timeline_attributes(timeline).get(keys.KV_TOKENS) == tokens
+    assert timeline.details is not None or answers == [(0, False)]
 
 
 def test_preempted(kv_core: Any, clock: testing.FakeClock) -> None:
@@ -259,25 +264,6 @@ def test_preempted(kv_core: Any, clock: testing.FakeClock) -> None:
 
     assert not timeline.read_details().waits
     assert list_timeline_attributes(timeline)[keys.KV_TOKENS] == 32
-
-
-def test_loaded_in_the_step(kv_core: Any) -> None:
-    """A connector that loads inside the step keeps nobody waiting."""
-    kv_core.add(make_request("a", 40))
-    ask_connector(kv_core, "a", (32, False))
-    marks, timeline = finish_first_chunk(kv_core, "a")
-
-    assert not marks.waits and not marks.queue_lost
-    assert list_timeline_attributes(timeline)[keys.KV_TOKENS] == 32
-
-
-def test_not_later_after_all(kv_core: Any) -> None:
-    """What was to come later and was scheduled at once did not wait."""
-    kv_core.add(make_request("a", 40))
-    ask_connector(kv_core, "a", (39, True))
-    marks, _ = finish_first_chunk(kv_core, "a")
-
-    assert not marks.waits and not marks.queue_lost and not marks.moving
 
 
 @pytest.mark.parametrize("gone", ["kv.match", "kv.arrive"])
@@ -421,11 +407,7 @@ def test_bounded_asked(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_not_ours() -> None:
     """An answer of another form than ours is ignored."""
-    assert (
-        decode_answer(KeptBlocks, "") is None
-        and decode_answer(KeptBlocks, "[1]") is None
-        and decode_answer(KeptBlocks, "é") is None
-    )
+    assert [decode_answer(KeptBlocks, each) for each in ("", "[1]", "é")] == [None] * 3
 
 
 def test_older_class(nothing_patched: None) -> None:
@@ -488,20 +470,12 @@ def run_step(runner: Any, sync: bool) -> tuple[int, list[Any]]:
 FORWARD_LENGTH = (CODE_FORWARD, FORWARD_US)
 
 
-def test_step_loads_first(runner: Any) -> None:
-    """A load that the forward needs comes before it, a save after it."""
-    assert run_step(runner, True) == (
-        0,
-        [(CODE_KV_TRANSFER, LOAD_US), FORWARD_LENGTH, (CODE_KV_TRANSFER, SAVE_US)],
-    )
-
-
-def test_step_loads_after(runner: Any) -> None:
-    """Loads for other requests are submitted after the forward, and keep this step's from sampling."""
-    assert run_step(runner, False) == (
-        0,
-        [FORWARD_LENGTH, (CODE_KV_TRANSFER, LOAD_US), (CODE_KV_TRANSFER, SAVE_US)],
-    )
+@pytest.mark.parametrize("first", [True, False])
+def test_step_loads(runner: Any, first: bool) -> None:
+    """A load that the forward needs comes before it; those for other requests after it, as saves do."""
+    load = (CODE_KV_TRANSFER, LOAD_US)
+    both = [load, FORWARD_LENGTH] if first else [FORWARD_LENGTH, load]
+    assert run_step(runner, first) == (0, [*both, (CODE_KV_TRANSFER, SAVE_US)])
 
 
 def test_step_of_nothing(runner: Any) -> None:

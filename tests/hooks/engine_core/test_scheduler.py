@@ -87,23 +87,16 @@ def test_traceparent_stays(clock: testing.FakeClock, core: FakeEngineCore) -> No
     }
 
 
-def test_nothing_rides_along(core: FakeEngineCore) -> None:
-    """Where vLLM does not trace, the first output carries our marks and later outputs carry no headers."""
+def test_after_the_first_output(core: FakeEngineCore) -> None:
+    """A request marks no step any more, carries no headers, and aborted it has nothing left to say."""
     add_requests(core, "a")
     out = core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
-
     assert list(out["a"]) == [header_names.CARRIER_KEY]
     assert core.requests["a"].trace_headers is None
-
-
-def test_decode_steps_are_free(core: FakeEngineCore) -> None:
-    """After its first output a request marks no step."""
-    add_requests(core, "a")
-    core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
-    later = core.schedule(tokens={"a": 1})
-
-    assert not hasattr(later, "_ttft_marked")
+    assert not hasattr(core.schedule(tokens={"a": 1}), "_ttft_marked")
     assert not CORE.awaiting
+    core.free("a")
+    assert CORE.answer_aborted("a") == ""
 
 
 def test_untraced(core: FakeEngineCore) -> None:
@@ -218,32 +211,16 @@ def test_ended_without_output(core: FakeEngineCore) -> None:
     assert CORE.answer_aborted("a") == ""
 
 
-def test_aborted_waiting(core: FakeEngineCore) -> None:
-    """One that is aborted in the queue says when it came, and that no step held it."""
-    add_requests(core, "a")
-    core.free("a")
-
-    marks, _ = decode_headers({header_names.CARRIER_KEY: CORE.answer_aborted("a")})
-    assert marks.added and not marks.scheduled and not marks.steps
-
-
-def test_aborted_running(core: FakeEngineCore) -> None:
-    """One that is aborted between its chunks says what it had."""
+@pytest.mark.parametrize("chunks", [0, 1])
+def test_aborted(core: FakeEngineCore, chunks: int) -> None:
+    """In the queue it says when it came, and that no step held it; between its chunks what it had."""
     add_requests(core, "a", tokens=20)
-    core.update(core.schedule(("a",), {"a": 10}), record=STEP)
+    for _ in range(chunks):
+        core.update(core.schedule(("a",), {"a": 10}), record=STEP)
     core.free("a")
-
     marks, counts = decode_headers({header_names.CARRIER_KEY: CORE.answer_aborted("a")})
-    assert marks.scheduled and counts.chunks == 1
-
-
-def test_aborted_after_first(core: FakeEngineCore) -> None:
-    """One that is aborted after its first token has nothing left to say."""
-    add_requests(core, "a")
-    core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
-    core.free("a")
-
-    assert CORE.answer_aborted("a") == ""
+    assert marks.added and bool(marks.scheduled) == bool(chunks)
+    assert len(marks.steps) == counts.chunks == chunks
 
 
 def test_update_raised(core: FakeEngineCore) -> None:
