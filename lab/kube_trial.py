@@ -105,7 +105,6 @@ ARRIVAL_TIMEOUT_S: Final = 60.0  # seconds for spans that were handed off
 HANDED_OFF_S: Final = 2.0  # an exporter sends what is a second old; beside a busy machine's pauses
 STEADY_S: Final = 8.0  # seconds of load before and after an event
 ROUTER: Final = f"{RELEASE}-ttft-otel-router"
-ROUTER_SELECTOR: Final = "app.kubernetes.io/component=router"
 WEB_PORT: Final = 8000
 
 

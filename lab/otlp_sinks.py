@@ -8,10 +8,8 @@ own behaviour matters, real ones stand behind the collector.
 from __future__ import annotations
 
 import gzip
-import threading
 from collections import defaultdict
 from concurrent import futures
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import grpc
@@ -29,6 +27,7 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
 
 from lab import free_ports
+from lab.http_servers import HttpServerThread, SilentHandler
 from lab.server_commands import HOST
 
 # Overlay: spans come out soon after they went in.
@@ -137,33 +136,20 @@ class MetricSink:
         self.points_by_series: list[Any] = []  # points of histograms, all pushes
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Handler(SilentHandler):
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
+                body = self.read_body()
                 packed = self.headers.get("content-encoding") == "gzip"
                 outer.store_push(gzip.decompress(body) if packed else body)
                 answer = ExportMetricsServiceResponse().SerializeToString()
-                self.send_response(200)
-                self.send_header("content-type", "application/x-protobuf")
-                self.send_header("content-length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
+                self.send_answer(200, answer, content_type="application/x-protobuf")
 
-            def log_message(self, *_: object) -> None:
-                """Quiet."""
-
-        self.server = ThreadingHTTPServer((host, port), Handler)
-        self.server.daemon_threads = True
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
-        self.thread.start()
+        self.server = HttpServerThread(Handler, host, port)
 
     @property
     def env(self) -> dict[str, str]:
         """Variables that a collector needs to find it, and to push every second."""
-        url = f"http://{HOST}:{self.server.server_port}"
-        return {"TTFT_PROMETHEUS_URL": url, "TTFT_METRICS_INTERVAL": "1s"}
+        return {"TTFT_PROMETHEUS_URL": self.server.url, "TTFT_METRICS_INTERVAL": "1s"}
 
     def store_push(self, body: bytes) -> None:
         """Keep each series' newest point, labelled as Prometheus would: job and instance too."""
@@ -207,6 +193,4 @@ class MetricSink:
 
     def close(self) -> None:
         """Stop listening."""
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+        self.server.close()

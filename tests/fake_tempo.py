@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 
+from lab.http_servers import HttpServerThread, SilentHandler
 from ttft_otel.model.names import keys
 
 
@@ -56,18 +55,14 @@ class FakeTempo:
         class Handler(TempoHandler):
             tempo = owner
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
+        self.server = HttpServerThread(Handler)
+        self.url = self.server.url
 
     def __enter__(self) -> FakeTempo:
-        self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+        self.server.close()
 
     def add(self, spans: Sequence[ReadableSpan]) -> None:
         """Store spans, as an exporter sends them."""
@@ -149,10 +144,9 @@ def is_matching(span: ReadableSpan, query: str) -> bool:
     )
 
 
-class TempoHandler(BaseHTTPRequestHandler):
+class TempoHandler(SilentHandler):
     """One connection to a FakeTempo."""
 
-    protocol_version = "HTTP/1.1"
     tempo: FakeTempo
 
     def do_GET(self) -> None:
@@ -160,32 +154,21 @@ class TempoHandler(BaseHTTPRequestHandler):
         tempo, parts = self.tempo, urlsplit(self.path)
         asked = {name: values[0] for name, values in parse_qs(parts.query).items()}
         tempo.asked.append((parts.path, asked))
-        tempo.headers.append({name.lower(): value for name, value in self.headers.items()})
+        tempo.headers.append(self.list_headers())
         if parts.path.startswith(tempo.fault.path):
             time.sleep(tempo.fault.delay_s)
-            self.send_bytes(tempo.fault.status, tempo.fault.body, tempo.fault.location)
+            where = {"location": tempo.fault.location} if tempo.fault.location else {}
+            self.send_answer(tempo.fault.status, tempo.fault.body, **where)
         elif parts.path == "/api/status/buildinfo":
-            self.send_bytes(200, json.dumps({"version": tempo.version}).encode())
+            self.send_answer(200, json.dumps({"version": tempo.version}).encode())
         elif parts.path == "/status/config":
-            self.send_bytes(200, f"compactor:\n  block_retention: {tempo.retention}\n".encode())
+            self.send_answer(200, f"compactor:\n  block_retention: {tempo.retention}\n".encode())
         elif parts.path == "/api/search":
             status, answer = tempo.search(asked)
-            self.send_bytes(
+            self.send_answer(
                 status, (answer if isinstance(answer, str) else json.dumps(answer)).encode()
             )
         elif spans := tempo.traces.get(parts.path.rpartition("/")[2]):
-            self.send_bytes(200, encode_spans(spans).SerializeToString())
+            self.send_answer(200, encode_spans(spans).SerializeToString())
         else:
-            self.send_bytes(404, b"")
-
-    def send_bytes(self, status: int, body: bytes, location: str = "") -> None:
-        """Send a whole response."""
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        if location:
-            self.send_header("location", location)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
+            self.send_answer(404, b"")

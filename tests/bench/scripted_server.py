@@ -9,6 +9,7 @@ kernel got it, not when this process found the time to read it.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import socket
 import subprocess
@@ -54,31 +55,6 @@ class ScriptedStreamServer:
     def __init__(self, script: ServerScript) -> None:
         self.script = script
         self.notes: list[dict[str, Any]] = []
-
-    async def handle_connection(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """One connection, one request."""
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        received_ns = writer.get_extra_info("socket")._sock.last_byte_ns
-        line, *rest = head.strip().split("\r\n")
-        headers = {
-            name.lower(): value for name, _, value in (each.partition(": ") for each in rest)
-        }
-        body = await reader.readexactly(int(headers.get("content-length", 0)))
-        try:
-            if line.startswith("GET /v1/models"):
-                card = {"id": "fake", "max_model_len": self.script.context_tokens}
-                write_json(writer, 200, {"data": [card]})
-            elif line.startswith("GET"):
-                write_json(writer, 200, self.notes)
-            else:
-                await self.stream_answer(writer, headers, json.loads(body), received_ns)
-            await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
 
     async def stream_answer(
         self, writer: asyncio.StreamWriter, headers: dict[str, str], body: Any, received_ns: int
@@ -146,6 +122,36 @@ class ScriptedStreamServer:
                 await asyncio.sleep(0)
 
 
+async def handle_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """One connection, one request; POST /script begins anew with another script."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    received_ns = writer.get_extra_info("socket")._sock.last_byte_ns
+    line, *rest = head.strip().split("\r\n")
+    headers = {name.lower(): value for name, _, value in (each.partition(": ") for each in rest)}
+    body = await reader.readexactly(int(headers.get("content-length", 0)))
+    served = servers[-1]
+    try:
+        if line.startswith("POST /script"):
+            servers.append(ScriptedStreamServer(ServerScript(**json.loads(body))))
+            write_json(writer, 200, {})
+        elif line.startswith("GET /v1/models"):
+            card = {"id": "fake", "max_model_len": served.script.context_tokens}
+            write_json(writer, 200, {"data": [card]})
+        elif line.startswith("GET"):
+            write_json(writer, 200, served.notes)
+        else:
+            await served.stream_answer(writer, headers, json.loads(body), received_ns)
+        await writer.drain()
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()
+
+
+# Of the server's process; the last one answers.
+servers = [ScriptedStreamServer(ServerScript())]
+
+
 def write_json(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
     """A JSON answer."""
     data = json.dumps(body).encode()
@@ -181,16 +187,28 @@ class ServerProcess:
             return notes
 
 
+# Of this process; used again, because to start one takes as long as a test.
+idle_servers: list[ServerProcess] = []
+
+
 @contextmanager
 def run_scripted_server(script: ServerScript | None = None) -> Iterator[ServerProcess]:
-    """Start one on a free port of the loopback; stop it at the end."""
-    command = [sys.executable, __file__, json.dumps(asdict(script or ServerScript()))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        try:
-            yield ServerProcess(f"http://127.0.0.1:{int(process.stdout.readline())}")
-        finally:
-            process.terminate()
+    """A server on a free port of the loopback, with this script and without notes."""
+    server = idle_servers.pop() if idle_servers else start_server_process()
+    data = json.dumps(asdict(script or ServerScript())).encode()
+    urllib.request.urlopen(urllib.request.Request(f"{server.url}/script", data)).close()
+    try:
+        yield server
+    finally:
+        idle_servers.append(server)
+
+
+def start_server_process() -> ServerProcess:
+    """Start one; it ends with this process."""
+    process = subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE, text=True)
+    atexit.register(process.kill)
+    assert process.stdout
+    return ServerProcess(f"http://127.0.0.1:{int(process.stdout.readline())}")
 
 
 class TimestampingListener(socket.socket):
@@ -205,17 +223,15 @@ class TimestampingListener(socket.socket):
         return sock, address
 
 
-async def main(script: ServerScript) -> None:
+async def main() -> None:
     """Serve until killed; the port is the first line of the output."""
     listener = TimestampingListener()
     listener.bind(("127.0.0.1", 0))
-    server = await asyncio.start_server(
-        ScriptedStreamServer(script).handle_connection, sock=listener, backlog=1024
-    )
+    server = await asyncio.start_server(handle_connection, sock=listener, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)  # noqa: T201
     with keep_timestamps_enabled():
         await server.serve_forever()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(ServerScript(**json.loads(sys.argv[1]))))
+    asyncio.run(main())

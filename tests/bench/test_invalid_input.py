@@ -6,16 +6,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 from threading import Thread
-from typing import Any
 
 import pytest
 
 from bench.conftest import RunBench, invoke_bench
 from bench.scripted_server import ServerScript, run_scripted_server
+from lab.http_servers import HttpServerThread, SilentHandler
 
 ABSENT_SERVER = "--url http://127.0.0.1:1 --model m"
 TRACE_ROW = {"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1]}
@@ -28,21 +27,18 @@ def serve_events(*events: bytes, discovery_response: bytes = b"") -> Iterator[st
     discovery_response: what it says to the small completion before the load.
     """
 
-    class EventsHandler(BaseHTTPRequestHandler):
+    class EventsHandler(SilentHandler):
+        protocol_version = "HTTP/1.0"
+
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
+            body = self.read_body()
             stream = b"".join(b"data: %b\n\n" % each for each in events)
             self.send_response(200)
             self.end_headers()
             self.wfile.write(discovery_response if b"return_token_ids" in body else stream)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), EventsHandler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with HttpServerThread(EventsHandler) as server:
+        yield server.url
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ from __future__ import annotations
 import contextvars
 import json
 import logging
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from click.testing import CliRunner, Result
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily
 
+from lab.http_servers import HttpServerThread, SilentHandler
 from ttft_otel.commands import doctor
 from ttft_otel.hooks import target_check
 from ttft_otel.model import timing
@@ -37,7 +36,9 @@ class FakeHost:
         self.asked: list[tuple[str, dict[str, str], Any]] = []
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(SilentHandler):
+            protocol_version = "HTTP/1.0"
+
             def do_GET(self) -> None:
                 if self.path == "/metrics" and outer.metrics is not None:
                     self.send_json(200, outer.metrics)
@@ -45,10 +46,10 @@ class FakeHost:
                     self.send_json(outer.models, {"data": [{"id": "tiny"}]})
 
             def do_POST(self) -> None:
-                data = self.rfile.read(int(self.headers["content-length"]))
+                data = self.read_body()
                 plain = self.headers["content-type"] == "application/json"
-                headers = {name.lower(): value for name, value in self.headers.items()}
-                outer.asked.append((self.path, headers, json.loads(data) if plain else data))
+                said = json.loads(data) if plain else data
+                outer.asked.append((self.path, self.list_headers(), said))
                 chat = self.path.endswith("/chat/completions")
                 status = outer.traces if "traces" in self.path else outer.chat if chat else 200
                 self.send_json(status, {})
@@ -56,26 +57,12 @@ class FakeHost:
             def send_json(self, status: int, body: Any) -> None:
                 data = body if isinstance(body, bytes) else json.dumps(body).encode()
                 data = b"" if "traces" in self.path else data
-                self.send_response(status)
-                if outer.timing and self.headers.get(header_names.ASK_TIMING):
-                    self.send_header(header_names.SERVER_TIMING, outer.timing)
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+                asked = outer.timing and self.headers.get(header_names.ASK_TIMING)
+                timing_header = {header_names.SERVER_TIMING: outer.timing} if asked else {}
+                self.send_answer(status, data, **timing_header)
 
-            def log_message(self, *_: object) -> None:
-                """Log nothing."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
-        self.thread.start()
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-
-    def close(self) -> None:
-        """Stop listening."""
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+        self.server = HttpServerThread(Handler)
+        self.url = self.server.url
 
 
 @pytest.fixture
@@ -97,7 +84,7 @@ def fake_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHost]:
     for logger, handlers, propagate in before:
         logger.handlers[:] = handlers
         logger.propagate = propagate
-    made.close()
+    made.server.close()
 
 
 def run_doctor(*arguments: str) -> Result:

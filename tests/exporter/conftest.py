@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import grpc
@@ -26,6 +25,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.metrics.v1.metrics_pb2 import ResourceMetrics
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
 
+from lab.http_servers import HttpServerThread, SilentHandler
 from ttft_otel.model import record
 
 
@@ -49,35 +49,24 @@ class OtlpCollector:
         self.headers: list[dict[str, str]] = []
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Handler(SilentHandler):
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
+                body = self.read_body()
                 if self.headers["content-encoding"] == "gzip":
                     body = gzip.decompress(body)
                 if outer.hang.is_set():
                     outer.release.wait(30)
                     return
-                outer.headers.append({name.lower(): value for name, value in self.headers.items()})
+                outer.headers.append(self.list_headers())
                 if outer.status == 200 and self.path == "/v1/metrics":
                     pushed = ExportMetricsServiceRequest.FromString(body).resource_metrics
                     outer.pushes.append(list(pushed))
                 elif outer.status == 200:
                     outer.received += ExportTraceServiceRequest.FromString(body).resource_spans
-                self.send_response(outer.status)
-                self.send_header("content-length", "0")
-                self.end_headers()
+                self.send_answer(outer.status)
 
-            def log_message(self, *_: object) -> None:
-                """Log nothing."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.server.daemon_threads = True
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
-        self.thread.start()
-        self.port = self.server.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.server = HttpServerThread(Handler, port=port)
+        self.port, self.url = self.server.server_port, self.server.url
 
     def spans(self) -> list[Span]:
         """Everything accepted so far."""
@@ -86,9 +75,7 @@ class OtlpCollector:
     def close(self) -> None:
         """Stop listening; what was received stays readable."""
         self.release.set()
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+        self.server.close()
 
 
 def _list_spans(received: list[ResourceSpans]) -> list[Span]:

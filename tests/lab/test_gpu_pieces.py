@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import http.server
 import importlib.metadata
 import io
 import json
 import os
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from lab import gpu_pack, gpu_pieces, gpu_run
+from lab.http_servers import HttpServerThread, SilentHandler
 from ttft_otel.hooks import target_check
 
 CONTENT = {
@@ -31,7 +30,7 @@ CONTENT = {
 }
 
 
-class RangeHandler(http.server.BaseHTTPRequestHandler):
+class RangeHandler(SilentHandler):
     """Serves one file in byte ranges, as a package index does."""
 
     data = b""
@@ -41,14 +40,8 @@ class RangeHandler(http.server.BaseHTTPRequestHandler):
         """The range that was asked for."""
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
         part = self.data[first : last + 1] if self.gives_ranges else self.data
-        self.send_response(206 if self.gives_ranges else 200)
-        self.send_header("Content-Length", str(len(part)))
-        self.send_header("Content-Range", f"bytes {first}-{last}/{len(self.data)}")
-        self.end_headers()
-        self.wfile.write(part)
-
-    def log_message(self, *arguments: object) -> None:
-        """Nothing."""
+        content_range = f"bytes {first}-{last}/{len(self.data)}"
+        self.send_answer(206 if self.gives_ranges else 200, part, content_range=content_range)
 
 
 @pytest.fixture
@@ -59,12 +52,8 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         for name, data in CONTENT.items():
             archive.writestr(name, data)
     monkeypatch.setattr(RangeHandler, "data", wheel.getvalue())
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), RangeHandler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/vllm.whl"
-        server.shutdown()
-        thread.join()
+    with HttpServerThread(RangeHandler) as server:
+        yield f"{server.url}/vllm.whl"
 
 
 def test_parts_of_a_remote_wheel(index: str, tmp_path: Path) -> None:

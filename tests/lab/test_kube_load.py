@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from lab.http_servers import HttpServerThread, SilentHandler
 from lab.kube_load import LoadClient, RouterConnection, SteadyLoad, summarize_outcomes
 from lab.otlp_sinks import EXPORT_METHOD, SpanSink, to_attributes
 from lab.server_commands import HOST
@@ -18,14 +18,12 @@ from lab.server_commands import HOST
 CHUNK, DONE = b"data: {}\n\n", b"data: [DONE]\n\n"
 
 
-class ScriptedHandler(BaseHTTPRequestHandler):
+class ScriptedHandler(SilentHandler):
     """Answers as the server's `script` says, the last entry again and again."""
-
-    protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
         """One answer."""
-        self.rfile.read(int(self.headers["content-length"]))
+        self.read_body()
         server = self.server
         assert isinstance(server, ScriptedServer)
         server.traces.append(self.headers["traceparent"])
@@ -34,20 +32,14 @@ class ScriptedHandler(BaseHTTPRequestHandler):
         if what == "reset":
             self.close_connection = True
             return
+        # A stream that breaks off has no end.
         body = CHUNK if what == "broken" else CHUNK + DONE
-        self.send_response(503 if what == "busy" else 200)
-        # A stream that breaks off: fewer bytes than were announced, or no end.
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self.send_answer(503 if what == "busy" else 200, body)
         if what == "close":
             self.close_connection = True
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
 
-
-class ScriptedServer(ThreadingHTTPServer):
+class ScriptedServer(HttpServerThread):
     """What the handler reads and writes."""
 
     script: list[str]
@@ -58,14 +50,9 @@ class ScriptedServer(ThreadingHTTPServer):
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
     """A server on loopback."""
-    started = ScriptedServer((HOST, 0), ScriptedHandler)
-    started.script, started.traces, started.peers = ["good"], [], set()
-    thread = threading.Thread(target=started.serve_forever, daemon=True)
-    thread.start()
-    yield started
-    started.shutdown()
-    started.server_close()
-    thread.join()
+    with ScriptedServer(ScriptedHandler) as started:
+        started.script, started.traces, started.peers = ["good"], [], set()
+        yield started
 
 
 @pytest.mark.parametrize(

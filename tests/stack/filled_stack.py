@@ -23,12 +23,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 from opentelemetry.sdk.resources import Resource
 
 from lab import local_deployment, ttft_client
+from lab.http_servers import HttpServerThread, SilentHandler
 from lab.local_servers import LocalServer
 from lab.server_commands import HOST
 from lab.stack import backend_queries, stack_parts
@@ -130,55 +130,31 @@ def send_sampled(bench: StackStarter, stack: RunningStack, rows: list[KnownReque
     )
 
 
-class HttpInstance(ThreadingHTTPServer):
+class HttpInstance(HttpServerThread):
     """An instance for the router: it is healthy, and answers every request with the same status."""
 
     def __init__(self, status: int) -> None:
         self.status = status
-        super().__init__((HOST, 0), InstanceHandler)
-        self.thread = threading.Thread(target=self.serve_forever, args=(0.05,))
-        self.thread.start()
-
-    @property
-    def url(self) -> str:
-        """Where the router reaches it."""
-        return f"http://{HOST}:{self.server_port}"
+        super().__init__(InstanceHandler)
 
     def handle_error(self, *_: object) -> None:
         """Ignore it: the router closes its idle connections when it ends."""
 
-    def close(self) -> None:
-        """Stop listening."""
-        self.shutdown()
-        self.server_close()
-        self.thread.join()
 
-
-class InstanceHandler(BaseHTTPRequestHandler):
+class InstanceHandler(SilentHandler):
     """Handles one connection to the instance."""
 
-    protocol_version = "HTTP/1.1"
     server: HttpInstance
 
     def do_GET(self) -> None:
         """Answer that it is healthy."""
-        self.send_json(200, b"{}")
+        self.send_answer(200, b"{}", content_type="application/json")
 
     def do_POST(self) -> None:
         """Answer with a complete response, or with the planned error."""
-        self.rfile.read(int(self.headers["content-length"]))
-        self.send_json(self.server.status, json.dumps({"choices": [{"text": "yes"}]}).encode())
-
-    def send_json(self, status: int, body: bytes) -> None:
-        """Send a JSON response."""
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
+        self.read_body()
+        answer = json.dumps({"choices": [{"text": "yes"}]}).encode()
+        self.send_answer(self.server.status, answer, content_type="application/json")
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import functools
 import http.server
 import importlib.util
 import json
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import pytest
 import sample_records
 from click.testing import CliRunner
 
+from lab.http_servers import HttpServerThread
 from tests.report.store.test_stored_holders import make_held_records
 from tests.stack.grafana_browser import REMEDY, find_chromium, launch_browser
 from ttft_otel.commands.main import main
@@ -66,10 +66,8 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 def serve_folder(folder: Path) -> Iterator[str]:
     """A server of the files in `folder`; yields its URL."""
     handler = functools.partial(QuietHandler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+    with HttpServerThread(handler) as server:
+        yield f"{server.url}/"
 
 
 class OpenedTrace:
