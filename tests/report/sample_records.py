@@ -3,28 +3,32 @@
 
 from __future__ import annotations
 
+import io
+import json
 import random
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
+from rich.console import Console
 
 from ttft_otel.exporter.spans import span_builder as exporter
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, Call, Piece, Record, Server, Ttft
 from ttft_otel.model.stages import Role
+from ttft_otel.report.assemble.request_assembly import assemble_requests
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_server import ReportServer
 from ttft_otel.report.report_types import Request, StoredSpan
-from ttft_otel.report.store.database_reader import RequestFilter, open_reader
+from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace, open_reader
 from ttft_otel.report.store.span_store import SpanStore
 
 ENCODE_US = {
@@ -216,6 +220,37 @@ def make_stored_spans(records: Sequence[Record]) -> list[StoredSpan]:
     return otlp_decoder.decode_export(encode_records(records)).spans
 
 
+def assemble_trace(spans: Sequence[StoredSpan]) -> StoredTrace:
+    """The trace of these spans, as the store would give it."""
+    parents = {span.span_id: span.parent_id for span in spans}
+    trunks = [span for span in spans if span.is_ttft_span]
+    requests = assemble_requests(spans[0].trace_id, trunks, parents)
+    return StoredTrace(spans[0].trace_id, tuple(spans), tuple(requests))
+
+
+def change_spans(
+    records: Sequence[Record], role: str, attributes: Attributes, **resource: str
+) -> list[StoredSpan]:
+    """The stored spans of these records; the `ttft` spans of a role have more attributes."""
+    return [
+        replace(
+            span,
+            attributes=span.attributes | attributes,
+            resource=span.resource | {name.replace("_", "."): v for name, v in resource.items()},
+        )
+        if span.is_ttft_span and span.attributes[keys.ROLE] == role
+        else span
+        for span in make_stored_spans(records)
+    ]
+
+
+def capture_text(show: Callable[[Console], object]) -> str:
+    """What is printed to a wide terminal."""
+    out = io.StringIO()
+    show(Console(file=out, width=200))
+    return out.getvalue()
+
+
 def store_records(store: SpanStore, records: Sequence[Record]) -> None:
     """Put their spans into a store; they are on disk afterwards."""
     assert store.add(make_stored_spans(records)).result(10) == 0
@@ -256,3 +291,9 @@ def fetch_page(served: RunningServer, path: str) -> tuple[int, str, dict[str, st
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode(), dict(error.headers)
+
+
+def fetch_json(served: RunningServer, path: str) -> tuple[int, Any]:
+    """GET JSON."""
+    status, text, _ = fetch_page(served, path)
+    return status, json.loads(text)

@@ -23,6 +23,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 from lab import report_files
+from lab.free_ports import find_free_port
 from ttft_otel.commands import serve
 from ttft_otel.commands.main import main
 from ttft_otel.exporter.spans.span_builder import build_spans
@@ -175,14 +176,6 @@ def test_export(stored_database: Path) -> None:
         stored_database, [], stored_database.parent / "all"
     )
     assert [each["request_id"] for each in everything["requests"]][-1] == "dead"
-
-
-def find_free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_serve(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.report.sample_records import assemble_trace
 from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.explain.whatif.fleet_model import FleetModel, FleetPlan
 from ttft_otel.explain.whatif.planned_change import parse_more, parse_rate, parse_share
@@ -19,7 +20,6 @@ from ttft_otel.explain.whatif.replay_facts import (
 from ttft_otel.explain.whatif.step_fit import StepTimes
 from ttft_otel.explain.whatif.what_if import plan_cached
 from ttft_otel.model.names import keys, span_names
-from ttft_otel.report.assemble.request_assembly import assemble_requests
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.window_sample import ReadRequest
 
@@ -198,9 +198,7 @@ def test_collect_recording() -> None:
         make_span("POST", 4, 3, 5050, 8850, kind=2, resource=resource),
         make_span(span_names.TTFT, 5, 4, 5050, 5950, attributes=leg, resource=resource),
     ]
-    parents = {span.span_id: span.parent_id for span in spans}
-    trunks = [span for span in spans if span.is_ttft_span]
-    found = assemble_requests("t" * 32, trunks, parents)
+    found = assemble_trace(spans).requests
     recording = collect_recording([ReadRequest(each, spans) for each in found], found[0].start_ns)
     (request,) = recording.requests
     main = request.main

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from typing import Any
 
 import numpy as np
@@ -68,12 +66,6 @@ def make_mix() -> list[Record]:
     return [*records, leg, router]
 
 
-def fetch_json(served: RunningServer, path: str) -> Any:
-    """An answer of the report."""
-    with urllib.request.urlopen(f"{served.http}{path}", timeout=30) as answer:
-        return json.load(answer)
-
-
 @pytest.fixture
 def summary(report_server: RunningServer) -> Any:
     """The summary after the mix was exported, as `ttft-otel report --json` has it."""
@@ -81,7 +73,7 @@ def summary(report_server: RunningServer) -> Any:
     spans = sample_records.make_spans(make_mix())
     assert exporter.export(spans) is SpanExportResult.SUCCESS
     exporter.shutdown()
-    return fetch_json(report_server, "/api/summary?last=1000")
+    return sample_records.fetch_json(report_server, "/api/summary?last=1000")[1]
 
 
 def test_percentiles_are_those_of_first_tokens(summary: Any) -> None:

@@ -22,12 +22,12 @@ from ttft_otel.tracing import settings
 NS_PER_MS = 1_000_000
 
 
-def assemble_records(records: list[Record], lost: frozenset[str] = frozenset()) -> list[Request]:
+def assemble_records(
+    records: list[Record], lost: frozenset[str] = frozenset()
+) -> tuple[Request, ...]:
     """Assemble what is left of these records' spans when some span ids never came."""
     spans = [span for span in sample_records.make_stored_spans(records) if span.span_id not in lost]
-    parents = {span.span_id: span.parent_id for span in spans}
-    trunks = [span for span in spans if span.is_ttft_span]
-    return request_assembly.assemble_requests(records[0].trace_id, trunks, parents)
+    return sample_records.assemble_trace(spans).requests
 
 
 def test_two_calls_in_one_trace() -> None:
@@ -52,9 +52,7 @@ def test_detail(detail: str) -> None:
     for record in records:
         batch.add_record(record, ResourceCache(1))
     spans = otlp_decoder.decode_export(batch.request.SerializeToString()).spans
-    parents = {span.span_id: span.parent_id for span in spans}
-    trunks = [span for span in spans if span.is_ttft_span]
-    (request,) = request_assembly.assemble_requests(records[0].trace_id, trunks, parents)
+    (request,) = sample_records.assemble_trace(spans).requests
     (expected,) = assemble_records(records)
     assert request.closed
     assert request.stages == expected.stages

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import sample_records
+from sample_records import assemble_trace, make_stored_spans
 
 from ttft_otel.model import palette, stages
-from ttft_otel.report.assemble.request_assembly import assemble_requests
 from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.report_types import Request
 
@@ -16,11 +16,7 @@ def make_requests(*records: sample_records.Record) -> list[Request]:
     return [
         request
         for record in records
-        for request in assemble_requests(
-            record.trace_id,
-            [span for span in sample_records.make_stored_spans([record]) if span.is_ttft_span],
-            {},
-        )
+        for request in assemble_trace(make_stored_spans([record])).requests
     ]
 
 

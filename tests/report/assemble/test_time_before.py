@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 import sample_records
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -19,8 +19,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import SpanKind
-from rich.console import Console
-from sample_records import RunningServer, fetch_page
+from sample_records import RunningServer, capture_text, fetch_page
 
 from lab import report_files
 from ttft_otel.model.names import keys, span_names
@@ -274,9 +273,7 @@ def test_a_gateway_in_front_of_our_router(store: SpanStore) -> None:
 
 def set_parent(record: Record, span_id: str) -> Record:
     """The record of a request that came with this parent."""
-    from msgspec.structs import replace as change
-
-    return change(record, parent_id=span_id)
+    return msgspec.structs.replace(record, parent_id=span_id)
 
 
 def test_the_routers_spans_may_come_last(store: SpanStore) -> None:
@@ -310,19 +307,15 @@ def test_it_is_shown_and_never_stored(store: SpanStore) -> None:
 def test_in_the_terminal(store: SpanStore) -> None:
     """A line before the waterfall, and one below the percentiles."""
     request, trace = stored_request(store, make_foreign_trace(("mono", 0), lead=12_300))
-    out = io.StringIO()
-    terminal.print_waterfall(trace, request, Console(file=out, width=120))
-    first = out.getvalue().splitlines()[0]
     unknown = replace(request, before=TimeBefore(5, None, "\x1b[2Jthem", "a" * 16))
-    terminal.print_waterfall(trace, unknown, Console(file=out, width=120))
-    terminal.print_summary([request], Console(file=out, width=120))
-    text = out.getvalue()
+    first = capture_text(lambda console: terminal.print_waterfall(trace, request, console))
+    second = capture_text(lambda console: terminal.print_waterfall(trace, unknown, console))
+    summary = capture_text(lambda console: terminal.print_summary([request], console))
+    expected = 'before (router "their-router", not in the sum) 12.30 ms ± 11 µs'
 
-    assert (
-        first.split() == 'before (router "their-router", not in the sum) 12.30 ms ± 11 µs'.split()
-    )
-    assert "± unknown" in text and "\x1b[2J" not in text
-    assert "before, not in the sum" in text
+    assert first.splitlines()[0].split() == expected.split()
+    assert "± unknown" in second and "\x1b[2J" not in second
+    assert "before, not in the sum" in summary
 
 
 def test_in_json(store: SpanStore) -> None:

@@ -12,7 +12,6 @@ import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import grpc
 import pytest
@@ -71,13 +70,6 @@ def post_traces(
     )
 
 
-def get_json(served: RunningServer, path: str) -> tuple[int, Any]:
-    """GET JSON."""
-    request = urllib.request.Request(f"{served.http}{path}")
-    status, _, body = sample_records.fetch_any_status(request)
-    return status, json.loads(body)
-
-
 @pytest.mark.parametrize(
     "make_exporter", [make_grpc_exporter, make_http_exporter, make_plain_exporter]
 )
@@ -112,7 +104,7 @@ def test_report(report_server: RunningServer) -> None:
     exporter = make_plain_exporter(report_server)
     exporter.export(sample_records.make_spans(sample_records.make_routed_records("r1")))
     exporter.shutdown()
-    status, report = get_json(report_server, "/ttft_report/r1")
+    status, report = sample_records.fetch_json(report_server, "/ttft_report/r1")
     assert status == 200
     assert set(report["by_role"]) == {"encode", "prefill_decode", "router"}
     for entry in (*report["by_role"].values(), report["combined"]):
@@ -121,7 +113,7 @@ def test_report(report_server: RunningServer) -> None:
     combined = report["combined"]
     assert combined["enc_compute_time_ms"] == sample_records.ENCODE_US["encoder.compute"] / 1000
     assert combined["emb_cache_transfer_time_ms"] == 5.2
-    status, unknown = get_json(report_server, "/ttft_report/nobody")
+    status, unknown = sample_records.fetch_json(report_server, "/ttft_report/nobody")
     assert (status, unknown["error"], unknown["request"]) == (404, "unknown_request", "nobody")
 
 
@@ -197,7 +189,7 @@ def test_oversize(report_server: RunningServer) -> None:
     bomb = gzip.compress(b"\0" * (MAX_BODY_BYTES * 8))
     assert len(bomb) < MAX_BODY_BYTES // 50
     assert post_traces(report_server, bomb, Content_Encoding="gzip")[0] == 413
-    assert get_json(report_server, "/healthz")[1]["received"]["large"] == 2
+    assert sample_records.fetch_json(report_server, "/healthz")[1]["received"]["large"] == 2
 
 
 def test_oversize_chunked(report_server: RunningServer) -> None:
@@ -206,7 +198,7 @@ def test_oversize_chunked(report_server: RunningServer) -> None:
     assert post_traces(report_server, chunks)[0] == 413
     with pytest.raises(OSError):  # and one without an end is not listened to for ever
         post_traces(report_server, iter([b"\0" * (1 << 20)] * 200))
-    assert get_json(report_server, "/healthz")[0] == 200
+    assert sample_records.fetch_json(report_server, "/healthz")[0] == 200
 
 
 def call_grpc(
@@ -256,7 +248,7 @@ def test_partial(report_server: RunningServer) -> None:
     status, _, answer = post_traces(report_server, message.SerializeToString())
     partial = ExportTraceServiceResponse.FromString(answer).partial_success
     assert (status, partial.rejected_spans) == (200, 2)
-    assert get_json(report_server, "/ttft_report/good")[0] == 200
+    assert sample_records.fetch_json(report_server, "/ttft_report/good")[0] == 200
 
 
 @pytest.mark.parametrize("make_exporter", [make_grpc_exporter, make_http_exporter])
@@ -280,7 +272,7 @@ def test_locked(
     exporter.shutdown()
     release.join()
     lock.close()
-    health = get_json(report_server, "/healthz")[1]
+    health = sample_records.fetch_json(report_server, "/healthz")[1]
     assert health["stored"]["spans"] == len(sent)
     assert health["store"]["failed_batches"] >= 1
     assert health["received"]["retry"] >= 1
@@ -296,13 +288,13 @@ def test_disk_full(start_report_server: Callable[..., RunningServer]) -> None:
     assert (status, headers["retry-after"]) == (503, "2")
     assert "full" in status_pb2.Status.FromString(answer).message
     assert call_grpc(full, data) is grpc.StatusCode.UNAVAILABLE
-    status, health = get_json(full, "/healthz")
+    status, health = sample_records.fetch_json(full, "/healthz")
     assert status == 503 and "full" in health["trouble"]
     small = sample_records.make_spans(
         [sample_records.make_leg_record("mono", sample_records.DECODE_US)]
     )
     assert post_traces(full, encode_spans(small).SerializeToString())[0] == 200
-    assert get_json(full, "/healthz")[0] == 200
+    assert sample_records.fetch_json(full, "/healthz")[0] == 200
 
 
 def test_late_router(report_server: RunningServer) -> None:
@@ -341,7 +333,7 @@ def test_values(report_server: RunningServer) -> None:
     for number in range(MAX_ATTRIBUTES):
         add(f"more{number}").int_value = number
     assert post_traces(report_server, message.SerializeToString())[0] == 200
-    trace = get_json(report_server, f"/api/trace/{span.trace_id.hex()}")[1]
+    trace = sample_records.fetch_json(report_server, f"/api/trace/{span.trace_id.hex()}")[1]
     (stored_span,) = [each for each in trace["spans"] if each["span_id"] == span.span_id.hex()]
     attributes = stored_span["attributes"]
     assert (attributes["none"], attributes["nan"], attributes["bytes"]) == ("", "nan", "01ff")
@@ -359,14 +351,18 @@ def test_api(report_server: RunningServer) -> None:
         )[0]
         == 200
     )
-    (listed,) = get_json(report_server, "/api/requests?role=encode&min_ttft_ms=1")[1]
+    (listed,) = sample_records.fetch_json(report_server, "/api/requests?role=encode&min_ttft_ms=1")[
+        1
+    ]
     assert (listed["request_id"], listed["closed"]) == ("r1", True)
-    assert get_json(report_server, "/api/requests?min_ttft_ms=1e9")[1] == []
-    assert get_json(report_server, "/api/requests?min_ttft_ms=nan&last=-4")[1] != []
-    assert get_json(report_server, "/api/summary")[1]["count"] == 1
-    assert get_json(report_server, "/api/trace/00")[0] == 404
+    assert sample_records.fetch_json(report_server, "/api/requests?min_ttft_ms=1e9")[1] == []
+    assert (
+        sample_records.fetch_json(report_server, "/api/requests?min_ttft_ms=nan&last=-4")[1] != []
+    )
+    assert sample_records.fetch_json(report_server, "/api/summary")[1]["count"] == 1
+    assert sample_records.fetch_json(report_server, "/api/trace/00")[0] == 404
     report_server.path.rename(report_server.path.with_suffix(".away"))
-    assert get_json(report_server, "/api/requests")[0] == 503
+    assert sample_records.fetch_json(report_server, "/api/requests")[0] == 503
     report_server.path.with_suffix(".away").rename(report_server.path)
 
 

@@ -19,10 +19,8 @@ from lab import report_files
 from tests.stack.grafana_browser import REMEDY, find_chromium
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import Record
-from ttft_otel.report.assemble import request_assembly
-from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.show import pages
-from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace, open_reader
+from ttft_otel.report.store.database_reader import RequestFilter
 from ttft_otel.report.store.span_store import SpanStore
 
 ATTACK = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -54,14 +52,6 @@ class ParsedPage(HTMLParser):
         ):
             self.open_tags.pop()
         assert self.open_tags and self.open_tags.pop() == tag, (tag, self.getpos())
-
-
-def make_trace(spans: Sequence[StoredSpan]) -> StoredTrace:
-    """A trace as the store would give it."""
-    parents = {span.span_id: span.parent_id for span in spans}
-    trunks = [span for span in spans if span.is_ttft_span]
-    found = request_assembly.assemble_requests(spans[0].trace_id, trunks, parents)
-    return StoredTrace(spans[0].trace_id, tuple(spans), tuple(found))
 
 
 def store_records(served: RunningServer, records: Sequence[Record]) -> None:
@@ -158,7 +148,7 @@ def test_escaping() -> None:
         )
         for span in sample_records.make_stored_spans(sample_records.make_routed_records("far"))
     ]
-    trace = make_trace(spans)
+    trace = sample_records.assemble_trace(spans)
     assert trace.requests
     entries = [(request, trace, ATTACK, 1.0) for request in trace.requests]
     for text in (
@@ -200,8 +190,8 @@ def test_window(store: SpanStore) -> None:
         replace(span, end_ns=span.start_ns)
         for span in sample_records.make_stored_spans(sample_records.make_routed_records("far"))
     ]
-    ParsedPage(pages.render_trace(make_trace(spans)))
-    ParsedPage(pages.render_trace(make_trace(spans[:1])))
+    ParsedPage(pages.render_trace(sample_records.assemble_trace(spans)))
+    ParsedPage(pages.render_trace(sample_records.assemble_trace(spans[:1])))
 
 
 def test_numbers() -> None:
@@ -232,13 +222,3 @@ def test_browser(report_server: RunningServer, tmp_path: Path) -> None:
     )
     assert "Show the legs' stages in the router's sum" in done.stdout
     assert re.search(r'class="row w-stage copy hide"', done.stdout)
-
-
-def test_reader_sees_server(report_server: RunningServer) -> None:
-    """What the server stored is read from its file by another connection while it runs."""
-    store_records(
-        report_server,
-        [sample_records.make_leg_record("mono", sample_records.DECODE_US, request_id="near")],
-    )
-    with open_reader(report_server.path) as db:
-        assert db.find_request("near") is not None

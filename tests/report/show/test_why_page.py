@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from sample_records import RunningServer, make_routed_records, make_stored_spans
+from sample_records import RunningServer, fetch_page, make_routed_records, make_stored_spans
 
 from ttft_otel.commands import main as cli
 from ttft_otel.report.store.span_store import SpanStore
@@ -22,12 +20,7 @@ ODD_ID = "a/b <script>alert(1)</script>?x"
 
 def open_page(server: RunningServer, path: str) -> tuple[int, str]:
     """Status and text of a page."""
-    try:
-        with urllib.request.urlopen(f"{server.http}{path}", timeout=30) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
+    return fetch_page(server, path)[:2]
 
 
 def fill_database(path: Path) -> str:

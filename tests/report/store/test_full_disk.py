@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 import sample_records
 
+from lab.free_ports import find_free_port
 from ttft_otel.report.store.span_store import SpanStore
 
 ROOM_BYTES = 64 << 10  # left on the disk
@@ -64,9 +64,7 @@ class DiskServer:
 @contextlib.contextmanager
 def run_disk_server(folder: Path) -> Iterator[DiskServer]:
     """Run `ttft-otel serve` with its database in `folder`; at the end it must stop by itself."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_free_port()
     database = folder / "spans.db"
     words = ["serve", "--http-port", str(port), "--grpc-port", "-1", "--db", str(database)]
     process = subprocess.Popen(

@@ -97,6 +97,9 @@ def test_own_spans(tmp_path: Path, size: int) -> None:
     assert read_stored(store.path, expected[0].trace_id) == expected
     request = sample_records.read_request(store.path)
     assert [leg.role for leg in request.legs] == ["encode", "encode", "prefill_decode"]
+    assert request.closed and not request.pending
+    with open_reader(store.path) as db:
+        assert db.count_rows() == {"traces": 1, "spans": len(made), "requests": 1}
 
 
 def test_partly_known(store: SpanStore) -> None:

@@ -18,28 +18,6 @@ from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 from ttft_otel.report.store.span_store import SpanStore, StoreUnavailableError
 
 
-def test_twice(store: SpanStore) -> None:
-    """The same spans again change nothing and are counted as duplicates."""
-    spans = sample_records.make_stored_spans(sample_records.make_routed_records("r1"))
-    for _ in range(3):
-        assert store.add(spans).result(10) == 0
-    assert store.counts["stored"] == len(spans)
-    assert store.counts["duplicate"] == 2 * len(spans)
-    with open_reader(store.path) as db:
-        assert db.count_rows() == {"traces": 1, "spans": len(spans), "requests": 1}
-
-
-def test_any_order(store: SpanStore) -> None:
-    """Spans one by one, last first, assemble to the same request as all at once."""
-    spans = sample_records.make_stored_spans(sample_records.make_routed_records("r1", encoders=2))
-    for span in reversed(spans):
-        store.add([span]).result(10)
-    store.close()
-    request = sample_records.read_request(store.path)
-    assert [leg.role for leg in request.legs] == ["encode", "encode", "prefill_decode"]
-    assert request.closed and not request.pending
-
-
 def test_count(tmp_path: Path) -> None:
     """No more than keep traces stay, the newest ones, with nothing of the others left behind."""
     store = SpanStore(tmp_path / "spans.db", max_traces=5)
