@@ -120,10 +120,15 @@ def test_already_imported(install_hook: Callable[..., None]) -> None:
     assert PATCHER.is_active("host.call")
 
 
-def test_imported_later(install_hook: Callable[..., None]) -> None:
-    """A module that is not loaded is not imported by us, and patched when the host imports it."""
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_imported_later(install_hook: Callable[..., None], is_asked_for: bool) -> None:
+    """A module that is not loaded is not imported by us, and patched when the host imports it.
+
+    importlib.util.find_spec() of it does not use up its patch.
+    """
     hook_calls = HookCalls()
     install_hook(make_target("Host.plain"), hook_calls.make_hook())
+    assert not is_asked_for or importlib.util.find_spec("guesthost") is not None
 
     assert "guesthost" not in sys.modules
     assert not PATCHER.is_active("host.call")
@@ -132,27 +137,19 @@ def test_imported_later(install_hook: Callable[..., None]) -> None:
     assert import_host().__spec__.loader is not None
 
 
-def test_idempotent(install_hook: Callable[..., None]) -> None:
-    """A plugin that is called five times wraps once."""
-    host, hook_calls = import_host(), HookCalls()
+@pytest.mark.parametrize("is_imported", [True, False])
+def test_idempotent(install_hook: Callable[..., None], is_imported: bool) -> None:
+    """A plugin that is called five times, before the import or after it, wraps once and leaves one finder."""
+    if is_imported:
+        import_host()
+    hook_calls = HookCalls()
     for _ in range(5):
         install_hook(make_target("Host.plain"), hook_calls.make_hook())
 
-    host.Host().plain("r")
-
-    assert len(hook_calls.after) == 1
-    assert len(PATCHER.installed["host.call"]) == 1
-
-
-def test_idempotent_before_import(install_hook: Callable[..., None]) -> None:
-    """Repeated installs before the import leave one finder, and wrap once."""
-    hook_calls = HookCalls()
-    for _ in range(3):
-        install_hook(make_target("Host.plain"), hook_calls.make_hook())
     import_host().Host().plain("r")
 
     assert sum(isinstance(finder, wrap.Patcher) for finder in sys.meta_path) == 1
-    assert len(hook_calls.after) == 1
+    assert len(hook_calls.after) == len(PATCHER.installed["host.call"]) == 1
 
 
 @pytest.mark.parametrize("name", ["fixed", "classy"])
@@ -230,27 +227,17 @@ def test_second_place(install_hook: Callable[..., None]) -> None:
     assert not PATCHER.missing
 
 
-@pytest.mark.parametrize("arrives", [False, True])
-def test_host_raises(install_hook: Callable[..., None], arrives: bool) -> None:
+@pytest.mark.parametrize(("name", "arrives"), [("plain", False), ("plain", True), ("later", False)])
+def test_host_raises(install_hook: Callable[..., None], name: str, arrives: bool) -> None:
     """The host's exception passes unchanged; the second half runs only where it asked for that."""
     host, hook_calls = import_host(), HookCalls()
-    install_hook(make_target("Host.plain"), hook_calls.make_hook(runs_after_error=arrives))
+    install_hook(make_target(f"Host.{name}"), hook_calls.make_hook(runs_after_error=arrives))
 
     with pytest.raises(KeyError, match="the host's own") as caught:
-        host.Host().plain("raise")
+        asyncio.run(getattr(host.Host(), name)("raise"))
 
     assert caught.value.__context__ is None
     assert hook_calls.after == ([("token", None)] if arrives else [])
-
-
-def test_host_coroutine_raises(install_hook: Callable[..., None]) -> None:
-    """The same for a coroutine."""
-    host, hook_calls = import_host(), HookCalls()
-    install_hook(make_target("Host.later"), hook_calls.make_hook())
-
-    with pytest.raises(KeyError, match="the host's own"):
-        asyncio.run(host.Host().later("raise"))
-    assert not hook_calls.after
 
 
 @pytest.mark.parametrize("name", ["plain", "later"])
@@ -344,17 +331,6 @@ def test_import_error(install_hook: Callable[..., None], tmp_path: Path) -> None
     (tmp_path / "guesthost.py").write_text(HOST_CODE + "# of another length\n")
     importlib.invalidate_caches()
     import_host().Host().plain("r")
-    assert len(hook_calls.after) == 1
-
-
-def test_asking_is_not_importing(install_hook: Callable[..., None]) -> None:
-    """importlib.util.find_spec() of the module does not use up its patch."""
-    hook_calls = HookCalls()
-    install_hook(make_target("Host.plain"), hook_calls.make_hook())
-
-    assert importlib.util.find_spec("guesthost") is not None
-    import_host().Host().plain("r")
-
     assert len(hook_calls.after) == 1
 
 

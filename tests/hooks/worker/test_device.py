@@ -27,36 +27,33 @@ from ttft_otel.tracing import clock as clocks
 NEAR_US = 40  # of an idle stream: launch latency, and device.IDLE_LATENCY_US
 
 
+class ClockedDevice:
+    """A host whose time is ours, a device of it, and a clock of that device."""
+
+    def __init__(self) -> None:
+        self.host = SimulatedHost()
+        self.device = SimulatedDevice(self.host)
+        self.clock = device.DeviceClock(self.device.make_event, self.device.is_idle)
+
+    def stamp_work(
+        self, us: float, step_clock: device.DeviceClock | None = None
+    ) -> device.DeviceStamps:
+        """A step of one piece of work; its first stamp is that of the idle stream, if there is one."""
+        step_clock = step_clock or self.clock
+        stamps = step_clock.open_step()
+        step_clock.add_stamp(stamps)
+        self.device.main.queue_work(us)
+        step_clock.add_stamp(stamps)
+        return stamps
+
+
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> SimulatedHost:
-    """A host whose time is ours."""
-    made = SimulatedHost()
-    monkeypatch.setattr(clocks, "now_us", made)
-    monkeypatch.setattr(clocks, "count_switches", made.count_switches)
+def clocked(monkeypatch: pytest.MonkeyPatch) -> ClockedDevice:
+    """The device, while its host's time is the process's."""
+    made = ClockedDevice()
+    monkeypatch.setattr(clocks, "now_us", made.host)
+    monkeypatch.setattr(clocks, "count_switches", made.host.count_switches)
     return made
-
-
-@pytest.fixture
-def simulated(host: SimulatedHost) -> SimulatedDevice:
-    """A device of this host."""
-    return SimulatedDevice(host)
-
-
-@pytest.fixture
-def device_clock(simulated: SimulatedDevice) -> device.DeviceClock:
-    """A clock of this device."""
-    return device.DeviceClock(simulated.make_event, simulated.is_idle)
-
-
-def stamp_work(
-    device_clock: device.DeviceClock, simulated: SimulatedDevice, us: float
-) -> device.DeviceStamps:
-    """A step of one piece of work; its first stamp is that of the idle stream, if there is one."""
-    stamps = device_clock.open_step()
-    device_clock.add_stamp(stamps)
-    simulated.main.queue_work(us)
-    device_clock.add_stamp(stamps)
-    return stamps
 
 
 def list_errors(stamps: device.DeviceStamps, placement: device.Placement) -> list[float]:
@@ -64,30 +61,26 @@ def list_errors(stamps: device.DeviceStamps, placement: device.Placement) -> lis
     return [place - event.at for place, (event, _) in zip(placement.places, stamps, strict=True)]
 
 
-def test_idle_stream(
-    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
-) -> None:
+def test_idle_stream(clocked: ClockedDevice) -> None:
     """On an idle stream the place is known to what a launch takes; the length is the device's."""
-    stamps = stamp_work(device_clock, simulated, 5000)
-    host.sleep(6000)
-    placement = device_clock.place_stamps(stamps)
+    stamps = clocked.stamp_work(5000)
+    clocked.host.sleep(6000)
+    placement = clocked.clock.place_stamps(stamps)
 
     assert max(map(abs, list_errors(stamps, placement))) <= NEAR_US
     assert placement.error_us <= NEAR_US
     assert abs(placement.places[-1] - placement.places[-2] - 5000) <= 5
 
 
-def test_idle_stream_that_wakes_late(
-    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
-) -> None:
+def test_idle_stream_that_wakes_late(clocked: ClockedDevice) -> None:
     """An event on an idle stream that does not happen at once is no bound: the told error covers it."""
-    simulated.sleepy = True
+    clocked.device.sleepy = True
     late = 0
     for _ in range(60):
-        host.sleep(device.ANCHOR_RENEWAL_US + 1)
-        step_clock = device.DeviceClock(simulated.make_event, simulated.is_idle)
-        stamps = stamp_work(step_clock, simulated, 5000)
-        host.sleep(9_000)
+        clocked.host.sleep(device.ANCHOR_RENEWAL_US + 1)
+        step_clock = device.DeviceClock(clocked.device.make_event, clocked.device.is_idle)
+        stamps = clocked.stamp_work(5000, step_clock)
+        clocked.host.sleep(9_000)
         placement = step_clock.place_stamps(stamps)
         error = max(map(abs, list_errors(stamps, placement)))
         assert error <= placement.error_us + NEAR_US
@@ -95,62 +88,54 @@ def test_idle_stream_that_wakes_late(
     assert late >= 5
 
 
-def test_unfinished(
-    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
-) -> None:
+def test_unfinished(clocked: ClockedDevice) -> None:
     """Marks that the device has not reached have no place, the others have; nothing waits for the device."""
-    stamps = stamp_work(device_clock, simulated, 5000)
-    host.sleep(4000)
-    asked_at = host.at
-    placement = device_clock.place_stamps(stamps)
+    stamps = clocked.stamp_work(5000)
+    clocked.host.sleep(4000)
+    asked_at = clocked.host.at
+    placement = clocked.clock.place_stamps(stamps)
 
-    assert host.at - asked_at < 10
+    assert clocked.host.at - asked_at < 10
     assert all(placement.places[:-1]) and placement.places[-1] == 0
-    assert asked_at - 1 < placement.read_at < host.at
-    host.sleep(2000)
-    assert all(device_clock.place_stamps(stamps).places)
+    assert asked_at - 1 < placement.read_at < clocked.host.at
+    clocked.host.sleep(2000)
+    assert all(clocked.clock.place_stamps(stamps).places)
 
 
-def test_nothing_reached(
-    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
-) -> None:
+def test_nothing_reached(clocked: ClockedDevice) -> None:
     """On a device that is busy with other work no mark has a place, not even the anchor."""
-    simulated.main.queue_work(1e6)
-    placement = device_clock.place_stamps(stamp_work(device_clock, simulated, 5000))
+    clocked.device.main.queue_work(1e6)
+    placement = clocked.clock.place_stamps(clocked.stamp_work(5000))
 
     assert placement.places == [0, 0]
-    assert host.at - placement.read_at < 10
+    assert clocked.host.at - placement.read_at < 10
 
 
-def test_pending_before_the_wait(
-    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
-) -> None:
+def test_pending_before_the_wait(clocked: ClockedDevice) -> None:
     """Behind 40 ms of other work a stamp's place follows from when the wait for it ended."""
-    simulated.main.queue_work(40_000)
-    stamps = stamp_work(device_clock, simulated, 5000)
-    assert device_clock.note_pending(stamps, -1)
+    clocked.device.main.queue_work(40_000)
+    stamps = clocked.stamp_work(5000)
+    assert clocked.clock.note_pending(stamps, -1)
     stamps[-1][0].synchronize()
-    device_clock.note_reached(stamps)
-    host.sleep(3_000)  # lists are made of what was copied
-    placement = device_clock.place_stamps(stamps)
+    clocked.clock.note_reached(stamps)
+    clocked.host.sleep(3_000)  # lists are made of what was copied
+    placement = clocked.clock.place_stamps(stamps)
 
     assert max(map(abs, list_errors(stamps, placement))) <= device.READING_US
     assert placement.error_us <= device.READING_US
 
 
-def test_wait_for_the_lock(
-    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
-) -> None:
+def test_wait_for_the_lock(clocked: ClockedDevice) -> None:
     """A reader that waits for Python's lock says how much later it may be; the next ones know better."""
-    host.main_thread = "python"
+    clocked.host.main_thread = "python"
     told: list[tuple[float, int]] = []
     for _ in range(40):
-        simulated.main.queue_work(40_000)
-        stamps = stamp_work(device_clock, simulated, 5000)
-        assert device_clock.note_pending(stamps, -1)
+        clocked.device.main.queue_work(40_000)
+        stamps = clocked.stamp_work(5000)
+        assert clocked.clock.note_pending(stamps, -1)
         stamps[-1][0].synchronize()
-        device_clock.note_reached(stamps)
-        placement = device_clock.place_stamps(stamps)
+        clocked.clock.note_reached(stamps)
+        placement = clocked.clock.place_stamps(stamps)
         told.append((max(map(abs, list_errors(stamps, placement))), placement.error_us))
 
     assert told[0][0] > 4_000 and told[0][1] == device.LOCK_WAIT_US
@@ -158,121 +143,107 @@ def test_wait_for_the_lock(
     assert told[-1][0] <= device.READING_US
 
 
-def test_never_after_the_reading(
-    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
-) -> None:
+def test_never_after_the_reading(clocked: ClockedDevice) -> None:
     """Over an hour of random steps: in order, none after the moment of its reading, lengths true."""
     chance = random.Random(7)
     placed = 0
     for _ in range(400):
-        host.sleep(chance.randrange(100, 9_000_000))
-        stamps = stamp_work(device_clock, simulated, chance.randrange(50, 40_000))
+        clocked.host.sleep(chance.randrange(100, 9_000_000))
+        stamps = clocked.stamp_work(chance.randrange(50, 40_000))
         length = stamps[-1][0].at - stamps[-2][0].at
-        host.sleep(chance.randrange(60_000))
-        begin, end = device_clock.place_stamps(stamps).places[-2:]
+        clocked.host.sleep(chance.randrange(60_000))
+        begin, end = clocked.clock.place_stamps(stamps).places[-2:]
         if end:
             placed += 1
-            assert begin <= end <= host.at
+            assert begin <= end <= clocked.host.at
             assert abs(end - begin - length) <= 5
     assert placed > 200
 
 
-def test_events_used_again(
-    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
-) -> None:
+def test_events_used_again(clocked: ClockedDevice) -> None:
     """Events are pooled: a thousand steps make a handful."""
     for _ in range(1000):
-        stamps = stamp_work(device_clock, simulated, 10)
-        host.sleep(1000)
-        device_clock.place_stamps(stamps)
-        device_clock.release_stamps(stamps)
+        stamps = clocked.stamp_work(10)
+        clocked.host.sleep(1000)
+        clocked.clock.place_stamps(stamps)
+        clocked.clock.release_stamps(stamps)
 
-    assert simulated.calls["make"] < 10
-    assert len(device_clock.pool) <= 2 * device.MAX_POOLED_EVENTS
+    assert clocked.device.calls["make"] < 10
+    assert len(clocked.clock.pool) <= 2 * device.MAX_POOLED_EVENTS
 
 
 @pytest.mark.parametrize("result", [object(), SimpleNamespace(req_ids=[])])
-def test_step_without_output(
-    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock, result: Any
-) -> None:
+def test_step_without_output(clocked: ClockedDevice, result: Any) -> None:
     """An earlier pipeline stage hands on tensors, which carry no record: its events are used again."""
-    WORKER.clock = device_clock
+    WORKER.clock = clocked.clock
     step = make_step(0, marked=True, items=True, kv=False)
     for _ in range(1000):
         opened = WORKER.open_step(None, step)
         WORKER.record_encoder(WORKER.stamp_encoder_start(), None)
         WORKER.close_step(opened, result)
-        host.sleep(1000)
+        clocked.host.sleep(1000)
 
-    assert simulated.calls["record"] >= 2000 and simulated.calls["make"] < 20
-    assert not simulated.calls["elapsed"] and not WORKER.open_steps
+    assert clocked.device.calls["record"] >= 2000 and clocked.device.calls["make"] < 20
+    assert not clocked.device.calls["elapsed"] and not WORKER.open_steps
 
 
-def test_never_read(
-    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
-) -> None:
+def test_never_read(clocked: ClockedDevice) -> None:
     """Steps whose output nobody reads leave nothing: no events, no chain of anchors."""
     for _ in range(100):
-        stamp_work(device_clock, simulated, 10)
-        host.sleep(device.ANCHOR_RENEWAL_US + 1)
+        clocked.stamp_work(10)
+        clocked.host.sleep(device.ANCHOR_RENEWAL_US + 1)
     gc.collect()
 
-    assert not device_clock.pool
+    assert not clocked.clock.pool
     anchors = [each for each in gc.get_objects() if type(each) is device.Anchor]
     assert len(anchors) <= 2
 
 
-def test_bounds_pass_to_the_next_anchor(
-    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
-) -> None:
+def test_bounds_pass_to_the_next_anchor(clocked: ClockedDevice) -> None:
     """What was known of an anchor holds for its successor: no step after a renewal knows less."""
     for _ in range(device.MIN_ANCHOR_STEPS):
-        first = stamp_work(device_clock, simulated, 500)
-        host.sleep(1_000)
-        device_clock.place_stamps(first)
-    host.sleep(device.ANCHOR_RENEWAL_US)
-    simulated.main.queue_work(90_000)
-    stamps = stamp_work(device_clock, simulated, 5000)  # nothing of its own tells its place
-    host.sleep(200_000)
-    placement = device_clock.place_stamps(stamps)
+        first = clocked.stamp_work(500)
+        clocked.host.sleep(1_000)
+        clocked.clock.place_stamps(first)
+    clocked.host.sleep(device.ANCHOR_RENEWAL_US)
+    clocked.device.main.queue_work(90_000)
+    stamps = clocked.stamp_work(5000)  # nothing of its own tells its place
+    clocked.host.sleep(200_000)
+    placement = clocked.clock.place_stamps(stamps)
 
     assert stamps.anchor is not first.anchor
     assert max(map(abs, list_errors(stamps, placement))) <= 150
 
 
-def test_error_without_knowledge(
-    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
-) -> None:
+def test_error_without_knowledge(clocked: ClockedDevice) -> None:
     """A first step behind other work that is read late: the told error covers the true one."""
-    simulated.main.queue_work(40_000)
-    stamps = stamp_work(device_clock, simulated, 5000)
-    host.sleep(90_000)
-    placement = device_clock.place_stamps(stamps)
+    clocked.device.main.queue_work(40_000)
+    stamps = clocked.stamp_work(5000)
+    clocked.host.sleep(90_000)
+    placement = clocked.clock.place_stamps(stamps)
     error = max(map(abs, list_errors(stamps, placement)))
 
     assert error > 10_000
     assert placement.error_us >= error
 
 
-def test_events_of_a_shared_encoder(
-    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
-) -> None:
+def test_events_of_a_shared_encoder(clocked: ClockedDevice) -> None:
     """Two requests ask for the same step's encoder: both get the same, and no event is pooled twice."""
-    step = model_runners.StepStamps(device_clock, True, False, 0)
+    step = model_runners.StepStamps(clocked.clock, True, False, 0)
     step.encoded_ids = ("a", "b")
     begin = step.take_stamp()
-    simulated.main.queue_work(30_000)
+    clocked.device.main.queue_work(30_000)
     step.close_interval(breakdown.CODE_ENCODER, begin)
     assert WORKER.resolve_step(step)[2] & carrier.ENCODER_UNFINISHED
     assert CORE.answer_encoder_run("a") == carrier.PENDING_ANSWER
-    host.sleep(40_000)
+    clocked.host.sleep(40_000)
     first = CORE.answer_encoder_run("a")
-    stamp_work(device_clock, simulated, 5_000)  # uses the events again
+    clocked.stamp_work(5_000)  # uses the events again
 
     assert CORE.answer_encoder_run("b") == first
     run = carrier.decode_answer(carrier.EncoderRun, first)
     assert run is not None and abs(run.end - run.start - 30_000) <= 20
-    assert len(set(map(id, device_clock.pool))) == len(device_clock.pool)
+    assert len(set(map(id, clocked.clock.pool))) == len(clocked.clock.pool)
     assert CORE.answer_encoder_run("a") == ""
 
 
@@ -286,16 +257,16 @@ def test_host_clock(clock: testing.FakeClock) -> None:
     assert host_clock.place_stamps(stamps).places == [1_000_000, 1_000_005]
 
 
-def test_lengths_clock(host: SimulatedHost, simulated: SimulatedDevice) -> None:
+def test_lengths_clock(clocked: ClockedDevice) -> None:
     """Where events were never placed, differences are the device's and what is unfinished is out."""
-    lengths, stamps = device.LengthsClock(simulated.make_event), list[Any]()
+    lengths, stamps = device.LengthsClock(clocked.device.make_event), list[Any]()
     lengths.add_stamp(stamps)
-    simulated.main.queue_work(5000)
+    clocked.device.main.queue_work(5000)
     lengths.add_stamp(stamps)
 
-    host.sleep(100)
+    clocked.host.sleep(100)
     assert lengths.place_stamps(stamps).places[1] == 0
-    host.sleep(6000)
+    clocked.host.sleep(6000)
     begin, end = lengths.place_stamps(stamps).places
     assert abs(end - begin - 5000) <= 10
 
