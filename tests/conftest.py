@@ -150,4 +150,4 @@ def client(
     records: testing.MemorySender,
 ) -> FakeClient:
     """A client of a vLLM-like ASGI app behind our middleware."""
-    return FakeClient(FakeApiServer(clock), Settings(on=True))
+    return FakeClient(FakeApiServer(clock), Settings(on=True), records)

@@ -18,7 +18,8 @@ from hooks.process import PATCHER, wrap_methods
 from ttft_otel.hooks import api_server, vllm_fields
 from ttft_otel.model import breakdown
 from ttft_otel.model.names import header_names
-from ttft_otel.testing import FakeClock
+from ttft_otel.model.record import Ttft
+from ttft_otel.testing import FakeClock, MemorySender
 from ttft_otel.tracing import carrier, clock
 from ttft_otel.tracing.asgi import TracingMiddleware
 from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
@@ -304,8 +305,9 @@ async def send_answer(send: Any, status: int, data: bytes, kind: str) -> None:
 class FakeClient:
     """Calls the server through the middleware and keeps what came, with its time."""
 
-    def __init__(self, server: FakeApiServer, settings: Settings) -> None:
+    def __init__(self, server: FakeApiServer, settings: Settings, records: MemorySender) -> None:
         self.server = server
+        self.records = records  # that would have been sent to the exporter
         self.app = TracingMiddleware(
             server,
             settings,
@@ -314,6 +316,11 @@ class FakeClient:
         )
         self.messages: list[tuple[int, Any]] = []
         self.sends: list[Any] = []
+
+    def get_ttft(self) -> Ttft:
+        """The only TTFT among the records."""
+        (ttft,) = [record.ttft for record in self.records.kept if record.ttft is not None]
+        return ttft
 
     async def call_server(self, path: str = "/v1/chat/completions", **headers: str) -> None:
         """One POST; header names' underscores are hyphens."""

@@ -15,7 +15,6 @@ import pytest
 from hooks.process import DIRECT, PATCHER
 from hooks.server import STAGES_US, FakeClient, ServerPlan
 from lab import vllm_releases
-from ttft_otel import testing
 from ttft_otel.hooks import api_server, target_check, vllm_fields
 from ttft_otel.model.names import env_names, header_names, keys, span_names
 from ttft_otel.tracing import handoff, recorder, settings
@@ -24,12 +23,11 @@ from ttft_otel.tracing.settings import Settings
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_parts(client: FakeClient, records: testing.MemorySender, drafts: bool) -> None:
+def test_parts(client: FakeClient, drafts: bool) -> None:
     """Tokenizer and processor are parts of preprocess; the way back has parts of its own."""
     client.server.plan = ServerPlan(drafts=drafts)
     asyncio.run(client.call_server())
-    ttft = records.kept[0].ttft
-    assert ttft is not None
+    ttft = client.get_ttft()
     parts = {piece.name: piece.end - piece.start for piece in ttft.pieces if piece.kind == "part"}
 
     assert parts == {
@@ -46,12 +44,11 @@ def test_text_has_no_multimodal(client: FakeClient) -> None:
     assert api_server.stamp_multimodal_start(object(), {"prompt": "x"}) in (0, None)
 
 
-def test_siblings(client: FakeClient, records: testing.MemorySender) -> None:
+def test_siblings(client: FakeClient) -> None:
     """The first output of several engine requests ends the TTFT; the others are siblings, never summed."""
     client.server.plan = ServerPlan(count=3)
     asyncio.run(client.call_server())
-    ttft = records.kept[0].ttft
-    assert ttft is not None
+    ttft = client.get_ttft()
     kinds = [piece.kind for piece in ttft.pieces]
 
     assert kinds.count("sibling") == 2
@@ -231,47 +228,40 @@ def test_role_of_a_pooling_request() -> None:
     [(KEEPS_BLOCKS, "prefill", False), (TAKES_BLOCKS, "decode", True)],
 )
 def test_behind_a_foreign_router(
-    client: FakeClient,
-    records: testing.MemorySender,
-    extra: dict[str, Any],
-    role: str,
-    outermost: bool,
+    client: FakeClient, extra: dict[str, Any], role: str, outermost: bool
 ) -> None:
     """Without our header the parameters give role and service; what P answers goes to D."""
     client.server.plan = ServerPlan(stream=False, extra=extra)
     asyncio.run(client.call_server())
-    record = records.kept[0]
+    record = client.records.kept[0]
 
     assert (record.role, record.outermost, record.service) == (role, outermost, f"vllm-{role}")
     assert record.ttft is not None
     assert ("egress" in record.ttft.stages) == (role == "prefill")
 
 
-def test_header_before_request(client: FakeClient, records: testing.MemorySender) -> None:
+def test_header_before_request(client: FakeClient) -> None:
     """Our router's header wins over what the request carries."""
     client.server.plan = ServerPlan(extra=TAKES_BLOCKS)
     asyncio.run(client.call_server(x_ttft_leg="prefill"))
 
-    assert (records.kept[0].role, records.kept[0].outermost) == ("prefill", False)
+    assert (client.records.kept[0].role, client.records.kept[0].outermost) == ("prefill", False)
 
 
-def test_configuration_before_request(client: FakeClient, records: testing.MemorySender) -> None:
+def test_configuration_before_request(client: FakeClient) -> None:
     """A server without a connector ignores such parameters, as vLLM does: no client hides so."""
     identity.role = "mono"
     client.server.plan = ServerPlan(extra=KEEPS_BLOCKS)
     asyncio.run(client.call_server())
 
-    assert (records.kept[0].role, records.kept[0].outermost) == ("mono", True)
+    assert (client.records.kept[0].role, client.records.kept[0].outermost) == ("mono", True)
 
 
-def test_an_encoder_that_runs_the_language_model(
-    client: FakeClient, records: testing.MemorySender
-) -> None:
+def test_an_encoder_that_runs_the_language_model(client: FakeClient) -> None:
     """An ec_both instance that encodes for another one prefills and samples, too: all of it is told."""
     client.server.plan = ServerPlan(stream=False, extra=PUSHES_ITEMS)
     asyncio.run(client.call_server())
-    ttft = records.kept[0].ttft
-    assert ttft is not None
+    ttft = client.get_ttft()
 
     assert (ttft.name, ttft.unattributed) == (span_names.ENCODE, 0)
     assert {name: ttft.stages[name] for name in STAGES_US} == STAGES_US

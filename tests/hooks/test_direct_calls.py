@@ -231,9 +231,7 @@ def test_not_sampled(engine: FakeEngine, records: testing.MemorySender) -> None:
 
 
 @pytest.mark.parametrize("sampled", [True, False])
-def test_call_of_an_http_request(
-    client: FakeClient, engine: FakeEngine, records: testing.MemorySender, sampled: bool
-) -> None:
+def test_call_of_an_http_request(client: FakeClient, engine: FakeEngine, sampled: bool) -> None:
     """vLLM's own server calls the engine for a request that has a trace, or is not to have one."""
     server = client.server
     send = server._send_to_engine
@@ -254,5 +252,5 @@ def test_call_of_an_http_request(
     asyncio.run(client.call_server(traceparent=PARENT if sampled else PARENT[:-1] + "0"))
 
     assert sent
-    assert len(records.kept) == (2 if sampled else 0)
-    assert all(each.server is None or each.server.status == 200 for each in records.kept)
+    assert len(client.records.kept) == (2 if sampled else 0)
+    assert all(each.server is None or each.server.status == 200 for each in client.records.kept)

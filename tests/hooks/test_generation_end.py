@@ -29,30 +29,28 @@ def read_end(records: testing.MemorySender) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("finish_reason", ["stop", "length", "repetition"])
-def test_end(
-    client: FakeClient, records: testing.MemorySender, stream: bool, finish_reason: str
-) -> None:
+def test_end(client: FakeClient, stream: bool, finish_reason: str) -> None:
     """vLLM's own words and numbers; the time after the first token is shared by the tokens after it."""
     client.server.plan = ServerPlan(stream=stream, tokens=5, finish_reason=finish_reason)
     asyncio.run(client.call_server())
 
     # From the first token, processed EGRESS_US before its chunk, to the last one.
-    assert read_end(records) == {
+    assert read_end(client.records) == {
         keys.OUTPUT_TOKENS: 5,
         keys.FINISH_REASONS: (finish_reason,),
         keys.TIME_PER_OUTPUT_TOKEN_US: round((EGRESS_US + DECODE_US) / 4),
     }
 
 
-def test_one_token(client: FakeClient, records: testing.MemorySender) -> None:
+def test_one_token(client: FakeClient) -> None:
     """Without a token after the first one there is no time per token."""
     client.server.plan = ServerPlan(tokens=1, finish_reason="length")
     asyncio.run(client.call_server())
 
-    assert read_end(records) == {keys.OUTPUT_TOKENS: 1, keys.FINISH_REASONS: ("length",)}
+    assert read_end(client.records) == {keys.OUTPUT_TOKENS: 1, keys.FINISH_REASONS: ("length",)}
 
 
-async def test_all_tokens_in_one_step(client: FakeClient, records: testing.MemorySender) -> None:
+async def test_all_tokens_in_one_step(client: FakeClient) -> None:
     """With speculative decoding all tokens may come at once: no step after the first has a length."""
     trace: Any = None
 
@@ -71,56 +69,54 @@ async def test_all_tokens_in_one_step(client: FakeClient, records: testing.Memor
     finally:
         recorder.record_end = original
 
-    assert read_end(records) == {keys.OUTPUT_TOKENS: 5, keys.FINISH_REASONS: ("stop",)}
+    assert read_end(client.records) == {keys.OUTPUT_TOKENS: 5, keys.FINISH_REASONS: ("stop",)}
 
 
-def test_several_generations(client: FakeClient, records: testing.MemorySender) -> None:
+def test_several_generations(client: FakeClient) -> None:
     """With n > 1 tokens add up, each generation has its reason, and no time per token is one's own."""
     client.server.plan = ServerPlan(count=3, tokens=4)
     asyncio.run(client.call_server())
 
-    assert read_end(records) == {keys.OUTPUT_TOKENS: 12, keys.FINISH_REASONS: ("stop",) * 3}
+    assert read_end(client.records) == {keys.OUTPUT_TOKENS: 12, keys.FINISH_REASONS: ("stop",) * 3}
 
 
-def test_more_generations_than_fit(client: FakeClient, records: testing.MemorySender) -> None:
+def test_more_generations_than_fit(client: FakeClient) -> None:
     """A list that is cut would not be one reason for each generation."""
     client.server.plan = ServerPlan(count=65, tokens=4)
     asyncio.run(client.call_server())
 
-    assert read_end(records) == {keys.OUTPUT_TOKENS: 65 * 4}
+    assert read_end(client.records) == {keys.OUTPUT_TOKENS: 65 * 4}
 
 
-def test_beam_search(client: FakeClient, records: testing.MemorySender) -> None:
+def test_beam_search(client: FakeClient) -> None:
     """The steps of a beam search are not what the client gets."""
     client.server.plan = ServerPlan(count=2, external_id="cmpl-1-9af3-beam-0")
     asyncio.run(client.call_server())
 
-    assert read_end(records) == {}
+    assert read_end(client.records) == {}
     assert not any(map(vllm_fields.is_beam, (None, object())))
 
 
 @pytest.mark.parametrize("role", ["encode", "prefill"])
-def test_intermediate(
-    client: FakeClient, records: testing.MemorySender, role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_intermediate(client: FakeClient, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An encoder generates nothing; a prefill instance's token is the first, with none after it."""
     monkeypatch.setattr(identity, "role", role)
     asyncio.run(client.call_server())
 
-    found = read_end(records)
+    found = read_end(client.records)
     assert keys.TIME_PER_OUTPUT_TOKEN_US not in found
     assert (keys.OUTPUT_TOKENS in found) is (role == "prefill")
 
 
-def test_engine_fails_while_decoding(client: FakeClient, records: testing.MemorySender) -> None:
+def test_engine_fails_while_decoding(client: FakeClient) -> None:
     """vLLM says so itself; the convention has times per token of successful answers only."""
     client.server.plan = ServerPlan(tokens=3, finish_reason="error")
     asyncio.run(client.call_server())
 
-    assert read_end(records) == {keys.OUTPUT_TOKENS: 3, keys.FINISH_REASONS: ("error",)}
+    assert read_end(client.records) == {keys.OUTPUT_TOKENS: 3, keys.FINISH_REASONS: ("error",)}
 
 
-def test_client_leaves_while_decoding(client: FakeClient, records: testing.MemorySender) -> None:
+def test_client_leaves_while_decoding(client: FakeClient) -> None:
     """vLLM tells no end of what it aborts: nothing is said of it but why the request ended."""
     send = client.send
 
@@ -133,37 +129,33 @@ def test_client_leaves_while_decoding(client: FakeClient, records: testing.Memor
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(client.call_server())
 
-    *_, last = records.kept
+    *_, last = client.records.kept
     assert last.server is not None and last.server.error == keys.ERROR_CANCELLED
-    assert read_end(records) == {}
+    assert read_end(client.records) == {}
 
 
-def test_stream_that_ends_too_soon(client: FakeClient, records: testing.MemorySender) -> None:
+def test_stream_that_ends_too_soon(client: FakeClient) -> None:
     """Starlette ends a stream whose client has left like a complete one; vLLM has told no end."""
     client.server.plan = ServerPlan(is_left=True)
     asyncio.run(client.call_server())
 
-    first, last = records.kept
+    first, last = client.records.kept
     assert first.ttft is not None and first.ttft.error == ""
     assert last.server is not None and last.server.error == keys.ERROR_INCOMPLETE
-    assert read_end(records) == {}
+    assert read_end(client.records) == {}
 
 
-def test_ends_that_nobody_sees(
-    client: FakeClient, records: testing.MemorySender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ends_that_nobody_sees(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the hook nothing is known of ends, and no stream counts as one that broke off."""
     monkeypatch.setattr(identity, "can_see_ends", lambda: False)
     client.server.plan = ServerPlan(is_left=True)
     asyncio.run(client.call_server())
 
-    *_, last = records.kept
+    *_, last = client.records.kept
     assert last.server is not None and last.server.error == ""
 
 
-async def test_client_leaves_before_the_first_token(
-    client: FakeClient, records: testing.MemorySender
-) -> None:
+async def test_client_leaves_before_the_first_token(client: FakeClient) -> None:
     """Without a first token nothing was generated."""
     async with hang_in_queue(client, client.call_server) as task:
         task.cancel()
@@ -172,29 +164,29 @@ async def test_client_leaves_before_the_first_token(
     while waits := client.app.ending.abort_tasks:
         await asyncio.gather(*waits)
 
-    assert read_end(records) == {}
+    assert read_end(client.records) == {}
 
 
-def test_refused(client: FakeClient, records: testing.MemorySender) -> None:
+def test_refused(client: FakeClient) -> None:
     """A refused request has no end to tell, and only its status."""
     client.server.plan = ServerPlan(status=404)
     asyncio.run(client.call_server())
 
-    assert read_end(records) == {}
+    assert read_end(client.records) == {}
 
 
-def test_background(client: FakeClient, records: testing.MemorySender) -> None:
+def test_background(client: FakeClient) -> None:
     """An answer that says "queued" is marked: its length is not one of an answer."""
     client.server.plan = ServerPlan(stream=False, background=True)
     asyncio.run(client.call_server("/v1/responses"))
 
-    (record,) = records.kept
+    (record,) = client.records.kept
     assert record.server is not None and record.server.attributes[keys.BACKGROUND] is True
-    assert read_end(records) == {}
+    assert read_end(client.records) == {}
 
 
 def test_nothing_is_asked_while_decoding(
-    client: FakeClient, records: testing.MemorySender, monkeypatch: pytest.MonkeyPatch
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between first and last token no hook reads a clock or touches a trace, however many steps there are."""
     readings = 0
@@ -222,10 +214,10 @@ def test_nothing_is_asked_while_decoding(
     monkeypatch.setattr(client.server, "_decode", decode_in_steps)
     asyncio.run(client.call_server())
 
-    assert read_end(records)[keys.OUTPUT_TOKENS] == 5
+    assert read_end(client.records)[keys.OUTPUT_TOKENS] == 5
 
 
-def test_nothing_is_left(client: FakeClient, records: testing.MemorySender) -> None:
+def test_nothing_is_left(client: FakeClient) -> None:
     """However a request ends, nothing of it stays; beyond the bound only its end is not told."""
     client.server.plan = ServerPlan(dies=True)
     asyncio.run(client.call_server())
@@ -235,6 +227,6 @@ def test_nothing_is_left(client: FakeClient, records: testing.MemorySender) -> N
         patch.setattr(recorder, "MAX_UNENDED_REQUESTS", 0)
         client.server.plan = ServerPlan()
         asyncio.run(client.call_server())
-    assert read_end(records) == {}
-    first, last = records.kept[-2:]
+    assert read_end(client.records) == {}
+    first, last = client.records.kept[-2:]
     assert first.ttft is not None and last.server is not None and last.server.error == ""

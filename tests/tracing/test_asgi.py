@@ -19,7 +19,6 @@ from hooks.server import (
     hang_in_queue,
 )
 
-from ttft_otel import testing
 from ttft_otel.model import timing
 from ttft_otel.model.names import header_names, keys, span_names
 from ttft_otel.model.record import Piece, Record
@@ -43,10 +42,10 @@ def get_closed_stages(record: Record) -> dict[str, int]:
     return ttft.stages
 
 
-def test_stream(client: FakeClient, records: testing.MemorySender) -> None:
+def test_stream(client: FakeClient) -> None:
     """A stream's ttft half goes with its first token, its server half with its end."""
     asyncio.run(client.call_server())
-    first, last = records.kept
+    first, last = client.records.kept
 
     assert get_closed_stages(first) == {**STAGES_US, "egress": EGRESS_US}
     assert first.ttft is not None and first.ttft.unattributed == 0
@@ -58,12 +57,12 @@ def test_stream(client: FakeClient, records: testing.MemorySender) -> None:
     assert client.list_types() == ["start", "data: one", "data: two"]
 
 
-def test_first_half_survives(client: FakeClient, records: testing.MemorySender) -> None:
+def test_first_half_survives(client: FakeClient) -> None:
     """A crash while decoding cannot lose the first token's half; the request as a whole has failed."""
     client.server.plan = ServerPlan(fail="decode")
     with pytest.raises(RuntimeError, match="the host's own"):
         asyncio.run(client.call_server())
-    first, last = records.kept
+    first, last = client.records.kept
 
     assert get_closed_stages(first)["prefill.compute"] == 500
     assert first.ttft is not None and first.ttft.error == ""
@@ -71,13 +70,13 @@ def test_first_half_survives(client: FakeClient, records: testing.MemorySender) 
     assert keys.OUTPUT_TOKENS not in last.server.attributes
 
 
-def test_stream_asked(client: FakeClient, records: testing.MemorySender) -> None:
+def test_stream_asked(client: FakeClient) -> None:
     """For a caller that asks, the head waits for the first chunk and carries the stages."""
     asyncio.run(client.call_server(**TIMING_HEADERS))
     told = timing.parse_server_timing(client.get_header())
 
     assert told is not None
-    assert told.stages == get_closed_stages(records.kept[0])
+    assert told.stages == get_closed_stages(client.records.kept[0])
     assert (told.ttft, told.unattributed, told.rest) == (FIRST_TOKEN_US + EGRESS_US, 0, None)
     assert [when for when, _ in client.messages][:2] == [FIRST_TOKEN_US + EGRESS_US] * 2
     assert client.list_types() == ["start", "data: one", "data: two"]
@@ -91,11 +90,11 @@ def test_stream_not_asked(client: FakeClient) -> None:
     assert client.get_header() == ""
 
 
-def test_plain(client: FakeClient, records: testing.MemorySender) -> None:
+def test_plain(client: FakeClient) -> None:
     """A plain answer's TTFT ends with its first token's output; what follows is the rest."""
     client.server.plan = ServerPlan(stream=False)
     asyncio.run(client.call_server(**TIMING_HEADERS))
-    (record,) = records.kept
+    (record,) = client.records.kept
     told = timing.parse_server_timing(client.get_header())
 
     assert get_closed_stages(record) == STAGES_US
@@ -105,7 +104,7 @@ def test_plain(client: FakeClient, records: testing.MemorySender) -> None:
 
 
 @pytest.mark.parametrize("role", ["encode", "prefill"])
-def test_plain_with_egress(client: FakeClient, records: testing.MemorySender, role: str) -> None:
+def test_plain_with_egress(client: FakeClient, role: str) -> None:
     """An encoder's or a prefill server's whole answer is what its caller waits for."""
     identity.role = role
     client.server.plan = ServerPlan(stream=False)
@@ -113,7 +112,7 @@ def test_plain_with_egress(client: FakeClient, records: testing.MemorySender, ro
     told = timing.parse_server_timing(client.get_header())
 
     assert told is not None and told.stages["egress"] == EGRESS_US + DECODE_US
-    assert records.kept[0].role == role
+    assert client.records.kept[0].role == role
     assert told.rest == 0
 
 
@@ -169,11 +168,11 @@ async def test_later_chunks_cost_no_call(client: FakeClient) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 404, 500, 503])
-def test_refused(client: FakeClient, records: testing.MemorySender, status: int) -> None:
+def test_refused(client: FakeClient, status: int) -> None:
     """A request that was refused has its server span, with its status, and a ttft that failed."""
     client.server.plan = ServerPlan(status=status)
     asyncio.run(client.call_server(**TIMING_HEADERS))
-    (record,) = records.kept
+    (record,) = client.records.kept
 
     assert client.get_header() == ""
     assert record.server is not None and record.server.status == status
@@ -183,14 +182,12 @@ def test_refused(client: FakeClient, records: testing.MemorySender, status: int)
 
 
 @pytest.mark.parametrize(("where", "died"), [("body", "receive"), ("queue", None)])
-def test_app_raises(
-    client: FakeClient, records: testing.MemorySender, where: str, died: str | None
-) -> None:
+def test_app_raises(client: FakeClient, where: str, died: str | None) -> None:
     """The app's exception passes through; its request is told as failed, where it was."""
     client.server.plan = ServerPlan(stream=False, fail=where)
     with pytest.raises(RuntimeError, match="the host's own"):
         asyncio.run(whole(client))
-    (record,) = records.kept
+    (record,) = client.records.kept
 
     assert record.ttft is not None and record.ttft.error
     assert died is None or record.ttft.died == died
@@ -215,13 +212,13 @@ async def cancel_in_queue(client: FakeClient) -> None:
         await asyncio.gather(*client.app.ending.abort_tasks)
 
 
-def test_disconnect(client: FakeClient, records: testing.MemorySender) -> None:
+def test_disconnect(client: FakeClient) -> None:
     """A caller that gives up in the queue: the engine core is asked where the request was."""
     gone = EngineTimeline(added=1_000_230)
     client.server.aborted_answer = carrier.encode_timeline(gone)
 
     asyncio.run(cancel_in_queue(client))
-    (record,) = records.kept
+    (record,) = client.records.kept
     ttft = record.ttft
 
     assert ttft is not None
@@ -230,23 +227,23 @@ def test_disconnect(client: FakeClient, records: testing.MemorySender) -> None:
     assert client.server.queried_ids == ["chat-1-1f"]
 
 
-def test_disconnect_unknown(client: FakeClient, records: testing.MemorySender) -> None:
+def test_disconnect_unknown(client: FakeClient) -> None:
     """An engine core that knows nothing leaves the time unattributed, not invented."""
     asyncio.run(cancel_in_queue(client))
-    ttft = records.kept[0].ttft
+    ttft = client.records.kept[0].ttft
 
     assert ttft is not None
     assert ttft.unattributed == 5000
 
 
-def test_kept_blocks(client: FakeClient, records: testing.MemorySender) -> None:
+def test_kept_blocks(client: FakeClient) -> None:
     """Blocks that an answered request leaves for another instance: a span that follows the record."""
     client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_BLOCKS_BIT)
     client.server.blocks_answer = carrier.encode_answer(
         carrier.KeptBlocks(1_000_900, 1_009_900, 12, 2, True)
     )
     asyncio.run(client.call_server(traceparent=UNSAMPLED[:-1] + "1"))
-    first, last = records.kept
+    first, last = client.records.kept
 
     assert first.server is not None and not first.late
     assert last.server is None and last.ttft is None
@@ -255,17 +252,17 @@ def test_kept_blocks(client: FakeClient, records: testing.MemorySender) -> None:
     assert piece.attributes[keys.KV_BLOCKS] == 2
     assert piece.attributes[keys.ERROR_TYPE] == "expired"
     assert (first.trace_id, first.span_id) == (last.trace_id, last.span_id)
-    assert records.build_spans()[-1].parent is not None
+    assert client.records.build_spans()[-1].parent is not None
 
 
-def test_kept_encodings(client: FakeClient, records: testing.MemorySender) -> None:
+def test_kept_encodings(client: FakeClient) -> None:
     """Encodings that an encoder keeps for another instance: the same, with a span of its own."""
     client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_ITEMS_BIT)
     client.server.items_answer = carrier.encode_answer(
         carrier.KeptItems(1_000_900, 1_009_900, 2, 8192, 1_001_000, "evicted")
     )
     asyncio.run(client.call_server())
-    _, last = records.kept
+    _, last = client.records.kept
 
     (piece,) = last.late
     assert (piece.name, piece.start, piece.end) == (span_names.EC_KEPT, 900, 9_900)
@@ -278,12 +275,7 @@ def test_kept_encodings(client: FakeClient, records: testing.MemorySender) -> No
 
 
 @pytest.mark.parametrize("pending", [0, 2, 9])
-def test_encoder_run(
-    client: FakeClient,
-    records: testing.MemorySender,
-    monkeypatch: pytest.MonkeyPatch,
-    pending: int,
-) -> None:
+def test_encoder_run(client: FakeClient, monkeypatch: pytest.MonkeyPatch, pending: int) -> None:
     """An encoder that ran on after the answer: asked again until it has ended, but not for ever."""
     monkeypatch.setattr(trace_ending, "PENDING_PAUSES_S", (0.0,) * 4)
     dropped: list[str] = []
@@ -294,7 +286,7 @@ def test_encoder_run(
         carrier.encode_answer(carrier.EncoderRun(1_000_500, 1_004_500))
     )
     asyncio.run(client.call_server())
-    pieces = [piece for record in records.kept for piece in record.late]
+    pieces = [piece for record in client.records.kept for piece in record.late]
 
     assert len(client.server.queried_ids) == min(pending, 4) + 1
     if pending <= 4:
@@ -303,7 +295,7 @@ def test_encoder_run(
         assert not pieces and dropped == ["kept"]
 
 
-def test_kept_both(client: FakeClient, records: testing.MemorySender) -> None:
+def test_kept_both(client: FakeClient) -> None:
     """An instance that keeps blocks and encodings is asked for each, and tells each as it knows it."""
     both = carrier.KEPT_BLOCKS_BIT | carrier.KEPT_ITEMS_BIT
     client.server.plan = ServerPlan(stream=False, kept=both)
@@ -315,13 +307,11 @@ def test_kept_both(client: FakeClient, records: testing.MemorySender) -> None:
     )
     asyncio.run(client.call_server())
 
-    names_told = {piece.name for record in records.kept for piece in record.late}
+    names_told = {piece.name for record in client.records.kept for piece in record.late}
     assert names_told == {span_names.KV_KEPT, span_names.EC_KEPT}
 
 
-def test_kept_too_many(
-    client: FakeClient, records: testing.MemorySender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_too_many(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the bound, and where nobody knows, a kept span is dropped and counted."""
     dropped: list[str] = []
     monkeypatch.setattr(meter, "count_dropped", dropped.append)
@@ -332,10 +322,10 @@ def test_kept_too_many(
     asyncio.run(client.call_server())
 
     assert dropped == ["kept", "kept"]
-    assert len(client.server.queried_ids) == 1 and len(records.kept) == 2
+    assert len(client.server.queried_ids) == 1 and len(client.records.kept) == 2
 
 
-def test_kept_by_no_encoder(client: FakeClient, records: testing.MemorySender) -> None:
+def test_kept_by_no_encoder(client: FakeClient) -> None:
     """What a leg announces that a router calls no encoder is fetched by nobody: it is not asked for."""
     client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_ITEMS_BIT)
     for leg in ("prefill_decode", "encode"):
@@ -355,16 +345,14 @@ def test_kept_by_no_encoder(client: FakeClient, records: testing.MemorySender) -
         (ServerPlan(ends="length", stream=False), "error", header_names.TIMING_NO_TOKEN),
     ],
 )
-def test_engine_ends_it(
-    client: FakeClient, records: testing.MemorySender, plan: ServerPlan, error: str, header: str
-) -> None:
+def test_engine_ends_it(client: FakeClient, plan: ServerPlan, error: str, header: str) -> None:
     """A request that its engine ends without a token has no first token: it died where it was.
 
     Who asked for the breakdown is told so, because a router cannot tell it from a first token.
     """
     client.server.plan = plan
     asyncio.run(client.call_server(**TIMING_HEADERS))
-    (ttft,) = [record.ttft for record in records.kept if record.ttft is not None]
+    ttft = client.get_ttft()
 
     assert (ttft.died, ttft.error) == ("ec.transfer", error)
     assert ttft.unattributed == 0 and ttft.stages["prefill.queue"] == 30
@@ -373,13 +361,11 @@ def test_engine_ends_it(
     assert timing.reports_no_token(client.get_header()) == bool(header)
 
 
-def test_a_stream_that_ends_without_any_output(
-    client: FakeClient, records: testing.MemorySender
-) -> None:
+def test_a_stream_that_ends_without_any_output(client: FakeClient) -> None:
     """The engine died, and the application told so in its stream: the client has not left."""
     client.server.plan = ServerPlan(early=(b'data: {"error": {}}\n\n',), dies=True)
     asyncio.run(client.call_server(**TIMING_HEADERS))
-    (ttft,) = [record.ttft for record in records.kept if record.ttft is not None]
+    ttft = client.get_ttft()
 
     assert ttft.error == keys.ERROR_ENGINE
     assert timing.reports_no_token(client.get_header())
@@ -393,15 +379,13 @@ def test_a_stream_that_ends_without_any_output(
         ServerPlan(ends="abort", marks=False, stream=False),
     ],
 )
-def test_ended_before_it_was_scheduled(
-    client: FakeClient, records: testing.MemorySender, plan: ServerPlan
-) -> None:
+def test_ended_before_it_was_scheduled(client: FakeClient, plan: ServerPlan) -> None:
     """A KV load that fails, or a pause: the output brings no marks, and the engine core is asked."""
     client.server.plan = plan
     moving = EngineTimeline(added=1_000_230, details=EngineDetails(moving=1_000_250))
     client.server.aborted_answer = carrier.encode_timeline(moving)
     asyncio.run(client.call_server())
-    (ttft,) = [record.ttft for record in records.kept if record.ttft is not None]
+    ttft = client.get_ttft()
 
     assert client.server.queried_ids == ["chat-1-1f"]
     assert ttft.error in ("error", "500")
@@ -409,88 +393,80 @@ def test_ended_before_it_was_scheduled(
 
 
 @pytest.mark.parametrize(("body", "error"), [(b"{}", "error"), (b"null", "cancelled")])
-def test_a_plain_answer_without_any_output(
-    client: FakeClient, records: testing.MemorySender, body: bytes, error: str
-) -> None:
+def test_a_plain_answer_without_any_output(client: FakeClient, body: bytes, error: str) -> None:
     """/abort_requests ends it at the API server alone; "null" is vLLM's answer to a client that left."""
     client.server.plan = ServerPlan(stream=False, dies=True, body=body)
     asyncio.run(client.call_server())
-    (ttft,) = [record.ttft for record in records.kept if record.ttft is not None]
+    ttft = client.get_ttft()
 
     assert ttft.error == error
 
 
 @pytest.mark.usefixtures("no_state_left")
-def test_a_background_response_that_is_answered_first(
-    client: FakeClient, records: testing.MemorySender
-) -> None:
+def test_a_background_response_that_is_answered_first(client: FakeClient) -> None:
     """It goes on in a task with the context of its HTTP request, which must not bring the trace back."""
     client.server.plan = ServerPlan(stream=False, answers_first=True)
     asyncio.run(client.call_server("/v1/responses"))
-    (record,) = records.kept
+    (record,) = client.records.kept
 
     assert record.ttft is None
     assert record.server is not None and record.server.error == ""
 
 
-def test_an_encoder_stops_without_a_token(
-    client: FakeClient, records: testing.MemorySender
-) -> None:
+def test_an_encoder_stops_without_a_token(client: FakeClient) -> None:
     """An encoder-only instance samples nothing: its output without a token is its whole result."""
     client.server.plan = ServerPlan(stream=False, ends="stop")
     asyncio.run(client.call_server(**{header_names.LEG: "encode", **TIMING_HEADERS}))
-    (ttft,) = [record.ttft for record in records.kept if record.ttft is not None]
+    ttft = client.get_ttft()
 
     assert (ttft.error, ttft.died, ttft.unattributed) == ("", "", 0)
     assert timing.parse_server_timing(client.get_header()) is not None
 
 
-def test_one_prompt_of_several_failed(client: FakeClient, records: testing.MemorySender) -> None:
+def test_one_prompt_of_several_failed(client: FakeClient) -> None:
     """A first token that an error response withholds is none: nobody has seen it."""
     client.server.plan = ServerPlan(stream=False, count=2, refused=500)
     asyncio.run(client.call_server())
-    (ttft,) = [record.ttft for record in records.kept if record.ttft is not None]
+    ttft = client.get_ttft()
 
     assert (ttft.error, ttft.died) == ("500", "output")
     assert sum(ttft.stages.values()) + ttft.unattributed == ttft.end
 
 
-def test_kept_blocks_of_nobody(client: FakeClient, records: testing.MemorySender) -> None:
+def test_kept_blocks_of_nobody(client: FakeClient) -> None:
     """An engine core that cannot tell leaves no span; where nothing is exported it is not asked."""
     client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_BLOCKS_BIT)
     asyncio.run(client.call_server())
-    assert len(records.kept) == 1 and len(client.server.queried_ids) == 1
+    assert len(client.records.kept) == 1 and len(client.server.queried_ids) == 1
 
     asyncio.run(client.call_server(traceparent=UNSAMPLED, **TIMING_HEADERS))
     assert len(client.server.queried_ids) == 1
 
 
 @pytest.mark.parametrize("headers", [{}, TIMING_HEADERS])
-def test_background(
-    client: FakeClient, records: testing.MemorySender, headers: dict[str, str]
-) -> None:
+def test_background(client: FakeClient, headers: dict[str, str]) -> None:
     """A response that is only queued has no TTFT, and did not fail."""
     client.server.plan = ServerPlan(stream=False, background=True)
     asyncio.run(client.call_server("/v1/responses", **headers))
 
-    (record,) = records.kept
+    (record,) = client.records.kept
     assert record.ttft is None and record.server is not None
     assert (record.server.status, record.server.error) == (200, "")
     assert not client.server.queried_ids and not client.get_header()
 
 
-def test_marks_lost(client: FakeClient, records: testing.MemorySender) -> None:
+def test_marks_lost(client: FakeClient) -> None:
     """Without the engine's marks the engine's time is unattributed; the sum still closes."""
     client.server.plan = ServerPlan(marks=False)
     asyncio.run(client.call_server())
-    stages = get_closed_stages(records.kept[0])
+    stages = get_closed_stages(client.records.kept[0])
 
     assert set(stages) == {"receive", "preprocess", "egress"}
-    assert records.kept[0].ttft is not None
-    assert records.kept[0].ttft.unattributed == FIRST_TOKEN_US - 210
+    assert client.records.kept[0].ttft is not None
+    assert client.records.kept[0].ttft.unattributed == FIRST_TOKEN_US - 210
 
 
-def test_not_sampled(client: FakeClient, records: testing.MemorySender) -> None:
+def test_not_sampled(client: FakeClient) -> None:
     """Neither sampled nor asked for: the app gets the server's own `send`, nothing is kept."""
     seen: list[Any] = []
 
@@ -501,15 +477,15 @@ def test_not_sampled(client: FakeClient, records: testing.MemorySender) -> None:
     asyncio.run(client.call_server(traceparent=UNSAMPLED))
 
     assert seen == [(client.send, None)]
-    assert not records.kept
+    assert not client.records.kept
 
 
-def test_asked_not_sampled(client: FakeClient, records: testing.MemorySender) -> None:
+def test_asked_not_sampled(client: FakeClient) -> None:
     """Asked for, but not sampled: the caller has its answer, the exporter nothing."""
     asyncio.run(client.call_server(traceparent=UNSAMPLED, **TIMING_HEADERS))
 
     assert timing.parse_server_timing(client.get_header()) is not None
-    assert not records.kept
+    assert not client.records.kept
 
 
 async def test_context_is_cleared(client: FakeClient) -> None:
@@ -519,7 +495,7 @@ async def test_context_is_cleared(client: FakeClient) -> None:
     assert recorder.current_trace.get() is None
 
 
-def test_other_paths(client: FakeClient, records: testing.MemorySender) -> None:
+def test_other_paths(client: FakeClient) -> None:
     """A POST that never reaches the engine and is no generating endpoint leaves nothing."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -528,7 +504,7 @@ def test_other_paths(client: FakeClient, records: testing.MemorySender) -> None:
     client.app.app = app
     asyncio.run(client.call_server("/tokenize"))
 
-    assert not records.kept
+    assert not client.records.kept
 
 
 @pytest.mark.parametrize("scope", [{"type": "websocket"}, {"type": "http", "method": "GET"}])
@@ -557,7 +533,7 @@ def test_lifespan(client: FakeClient) -> None:
     assert identity.role == "mono"
 
 
-def test_broken_begin(client: FakeClient, records: testing.MemorySender, guard_keeps: None) -> None:
+def test_broken_begin(client: FakeClient, guard_keeps: None) -> None:
     """When our part fails the request is served, untraced."""
 
     async def run() -> None:
@@ -567,31 +543,31 @@ def test_broken_begin(client: FakeClient, records: testing.MemorySender, guard_k
     asyncio.run(run())
 
     assert client.list_types() == ["start", "data: one", "data: two"]
-    assert not records.kept
+    assert not client.records.kept
 
 
-def test_router_leg(client: FakeClient, records: testing.MemorySender) -> None:
+def test_router_leg(client: FakeClient) -> None:
     """A router's header gives the role where the configuration cannot; the span is not outermost."""
     asyncio.run(client.call_server(x_ttft_leg="decode", x_request_id="r-7"))
-    first = records.kept[0]
+    first = client.records.kept[0]
 
     assert (first.role, first.outermost, first.request_id) == ("decode", False, "r-7")
     assert first.service == "vllm-decode"
 
 
-def test_full_queue(client: FakeClient, records: testing.MemorySender) -> None:
+def test_full_queue(client: FakeClient) -> None:
     """An exporter that takes nothing costs the record, not the request."""
-    records.full = True
+    client.records.full = True
     asyncio.run(client.call_server())
 
     assert client.list_types() == ["start", "data: one", "data: two"]
-    assert records.dropped == 2
+    assert client.records.dropped == 2
 
 
-def test_spans(client: FakeClient, records: testing.MemorySender) -> None:
+def test_spans(client: FakeClient) -> None:
     """The whole trace of one stream, as a picture."""
     asyncio.run(client.call_server())
-    by_id = {span.context.span_id: span for span in records.build_spans()}
+    by_id = {span.context.span_id: span for span in client.records.build_spans()}
 
     picture = sorted(
         (by_id[span.parent.span_id].name if span.parent else "", span.name)
@@ -608,12 +584,12 @@ def test_spans(client: FakeClient, records: testing.MemorySender) -> None:
     )
 
 
-async def test_concurrent(client: FakeClient, records: testing.MemorySender) -> None:
+async def test_concurrent(client: FakeClient) -> None:
     """Requests at the same time, of one connection or many, keep their marks apart."""
     await asyncio.gather(*(client.call_server(x_request_id=f"r{number}") for number in range(20)))
 
-    assert {record.request_id for record in records.kept} == {f"r{n}" for n in range(20)}
-    assert all(get_closed_stages(record) for record in records.kept if record.ttft)
+    assert {record.request_id for record in client.records.kept} == {f"r{n}" for n in range(20)}
+    assert all(get_closed_stages(record) for record in client.records.kept if record.ttft)
 
 
 @pytest.mark.parametrize(
@@ -625,11 +601,9 @@ async def test_concurrent(client: FakeClient, records: testing.MemorySender) -> 
         ("parentbased_always_off", UNSAMPLED[:-1] + "1", True),
     ],
 )
-def test_sampler(
-    client: FakeClient, records: testing.MemorySender, sampler: str, parent: str, kept: bool
-) -> None:
+def test_sampler(client: FakeClient, sampler: str, parent: str, kept: bool) -> None:
     """The operator's sampler decides who is measured."""
     client.app.settings = Settings(on=True, sampler=sampler)
     asyncio.run(client.call_server(traceparent=parent))
 
-    assert bool(records.kept) is kept
+    assert bool(client.records.kept) is kept
