@@ -195,7 +195,7 @@ async def compare_token_ids(url: str) -> tuple[int, int]:
                 assert found.tokens == tokens, body[:2000]
                 if found.token_ids:
                     assert list(found.token_ids) == ids, body[:2000]
-                taken, pictures = taken + 1, pictures + found.encoder_tokens
+                taken, pictures = taken + 1, pictures + sum(found.encoder_items)
         finally:
             await read.close()
     assert not read.counts["differs"]
@@ -264,7 +264,7 @@ async def compare_with_renderer(url: str) -> tuple[int, int]:
                 ours = await read_patiently(local, path, body)
                 assert (ours.tokens, ours.encoder_items) == (found.tokens, found.encoder_items)
                 assert list(ours.token_ids) == list(found.token_ids), body[:2000]
-                if not found.encoder_tokens:  # what stands for a picture is the engine's own
+                if not found.encoder_items:  # what stands for a picture is the engine's own
                     assert ours.block_keys == found.block_keys
                 same += 1
         finally:

@@ -71,14 +71,6 @@ class ChildProcess:
         self.heartbeat = self.silent_checks = 0
         self.process.start()
 
-    def has_ended(self) -> bool:
-        """Whether it was started and has ended; reaps it."""
-        return self.process is not None and self.process.exitcode is not None
-
-    def is_due(self) -> bool:
-        """Whether it is to be replaced now."""
-        return self.process is None and 0 < self.restart_at_s <= time.monotonic()
-
     def plan_restart(self) -> str:
         """Have an ended one replaced; returns when that is, in words."""
         self.process, moment = None, time.monotonic()
@@ -203,7 +195,7 @@ class WorkerSupervisor:
 
     def _reap_workers(self) -> None:
         for number, state in enumerate(self._states):
-            if state.process is not None and state.has_ended():
+            if state.process is not None and state.process.exitcode is not None:
                 self._note_end(number, state, state.process)
         if self._kill_at_s and time.monotonic() >= self._kill_at_s:
             for process in self._list_running():
@@ -262,7 +254,7 @@ class WorkerSupervisor:
         if self._kill_at_s:
             return
         for number, state in enumerate(self._states):
-            if state.is_due():
+            if state.process is None and 0 < state.restart_at_s <= time.monotonic():
                 self._start_worker(number)
 
 

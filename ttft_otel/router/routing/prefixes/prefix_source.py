@@ -55,8 +55,6 @@ class PrefixSource:
     know more derive from it.
     """
 
-    max_total_blocks = MAX_TOTAL_BLOCKS
-
     def __init__(self, index: SentHistory) -> None:
         self.index = index
         self._max_blocks = index.max_blocks
@@ -94,7 +92,7 @@ class PrefixSource:
         self._urls = urls
         self.index.sync_instances(urls)
         # A share for each: the limit is of the process, however many instances there are.
-        self.index.set_max_blocks(min(self._max_blocks, self.max_total_blocks // max(1, len(urls))))
+        self.index.set_max_blocks(min(self._max_blocks, MAX_TOTAL_BLOCKS // max(1, len(urls))))
         self.free_memory()
 
     def _handle_return(self, instance: Instance) -> None:

@@ -22,11 +22,6 @@ class Prompt:
     # Placeholder tokens of each media item, in order, repeated items included.
     encoder_items: tuple[int, ...] = ()
 
-    @property
-    def encoder_tokens(self) -> int:
-        """The number of media placeholders among `tokens`."""
-        return sum(self.encoder_items)
-
 
 class PromptReader(Protocol):
     """Reads the prompts of requests."""
