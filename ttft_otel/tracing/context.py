@@ -92,12 +92,6 @@ def _parse_traceparent(text: str) -> tuple[str, str, int] | None:
     return trace_id, parent_id, int(flags, 16)
 
 
-def draw_number(trace_id: str, settings: Settings) -> int:
-    """64 bits in place of those of a trace ID that its caller may have chosen; always the same for one ID."""
-    key = settings.sampling_key.encode()[:64] or _process_key
-    return int.from_bytes(blake2b(trace_id.encode(), digest_size=8, key=key).digest(), "big")
-
-
 def _decide_sampling(trace_id: str, parent: bool | None, settings: Settings) -> bool:
     sampler = settings.sampler
     if sampler.startswith("parentbased_"):
@@ -108,6 +102,9 @@ def _decide_sampling(trace_id: str, parent: bool | None, settings: Settings) -> 
         # The low 64 bits, as the SDK's TraceIdRatioBased: all services decide alike for a trace.
         drawn = int(trace_id[16:], 16)
         if parent is not None and not settings.trust_sampled:
-            drawn = draw_number(trace_id, settings)
+            # In place of bits that the caller may have chosen; always the same for one ID.
+            key = settings.sampling_key.encode()[:64] or _process_key
+            digest = blake2b(trace_id.encode(), digest_size=8, key=key).digest()
+            drawn = int.from_bytes(digest, "big")
         return drawn < round(settings.ratio * (1 << 64))
     return sampler == "always_on"
