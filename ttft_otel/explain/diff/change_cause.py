@@ -17,7 +17,7 @@ from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.diff.stage_difference import Difference, compare_windows
 from ttft_otel.explain.diff.window_pair import PAIR_DETECTORS, WindowFigure, WindowPair
 from ttft_otel.explain.explain.cause_choice import HIGH, LOW, MAX_LOST_SHARE, MEDIUM, Cause
-from ttft_otel.explain.explain.cause_detectors import DETECTORS
+from ttft_otel.explain.explain.cause_detectors import DETECTORS, MIN_BLOCKS
 from ttft_otel.explain.explain.cause_findings import divide_difference
 from ttft_otel.explain.explain.explanation import Bursts, find_bursts
 from ttft_otel.explain.explain.late_case import MIN_SHARE, Candidate, LateCase
@@ -36,9 +36,7 @@ from ttft_otel.report.window_sample import MIN_LATE, Coverage
 
 MIN_CHANGE: Final = 0.02  # of the mean TTFT; less is no headline
 LATE_RANKS: Final = (0.95, 0.99)  # of A; how many of B are later
-MIN_MIX: Final = (
-    0.1  # of the change, for certain, from which on other requests are told as its cause
-)
+MIN_MIX: Final = 0.1  # of the change, for certain, that other requests have where nothing has more
 LOST_RANKS: Final = (0.5, 0.95)  # of the TTFT, that are told with the requests without one
 # What a window alone tells, in which late requests differ from others: the size of those is the mix here.
 OF_ONE_WINDOW: Final = frozenset(
@@ -202,5 +200,7 @@ def _ask_detectors(pair: WindowPair) -> Iterator[Candidate]:
         for each in (found for detect in DETECTORS for found in detect(case)):
             # Slower than others, as it was before, is not what changed.
             is_old = each.kind == cause_kinds.SLOW_INSTANCE and each.subject in known
-            if each.kind not in OF_ONE_WINDOW and not is_old:
+            # One stop may be anything.
+            is_rare = each.figures.get("pauses", MIN_BLOCKS) < MIN_BLOCKS
+            if each.kind not in OF_ONE_WINDOW and not is_old and not is_rare:
                 yield each

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two windows as one table, and the causes that only a comparison of them tells. Pure; needs numpy.
 
-Input: RequestEvidence of the window before and of the one that is asked about. Output: Candidates, for
-change_cause.py of `diff` and, where the store has the time before, for `explain`.
+Input: RequestEvidence of A, which is before, and of B, which is asked about. Output: Candidates, for
+change_cause.py.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class WindowFigure:
         """Both figures."""
         if self.is_share:
             return f"{self.name} {self.before:.0%} to {self.now:.0%}"
-        return f"{self.name} {self.before:.3g} to {self.now:.3g}"
+        before, now = (
+            f"{each:.0f}" if each >= 100 else f"{each:.3g}" for each in (self.before, self.now)
+        )
+        return f"{self.name} {before} to {now}"
 
 
 class WindowPair:
