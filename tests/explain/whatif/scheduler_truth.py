@@ -32,7 +32,7 @@ class Device:
 
     def find_end(self, begun: int, tokens: int, contexts: int) -> int:
         """When a step ends."""
-        work = (self.floor_us**4 + (self.token_us * tokens) ** 4) ** 0.25
+        work = max(self.floor_us, self.token_us * tokens)
         end = begun + round(self.speed * (self.base_us + work + self.context_us * contexts))
         for begin, until in self.pauses:
             if begin < end and begun < until:

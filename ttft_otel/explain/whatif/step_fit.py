@@ -31,6 +31,7 @@ from ttft_otel.explain.whatif.step_work import Array, WorkSamples, collect_work
 # Tokens of a step; the one with which the line fits best. 0: a straight line.
 KNEES: Final = (0, 64, 128, 256, 512)
 MIN_GAIN: Final = 0.98  # of the straight line's error; a knee that gains less is none
+MIN_OWN: Final = 50  # samples of one instance, to tell others' speed by its line
 ERROR_FLOOR_US: Final = 500.0  # below it, relative errors of short steps would count for nothing
 # In standard deviations: 95 % as good as least squares where errors are normal.
 HUBER: Final = 1.345
@@ -223,8 +224,9 @@ def _fit_samples(
     by_instance = dict.fromkeys(work.instances, 1.0)
     if len(by_instance) > 1:
         # By the line of one of them alone: others' slowness, which comes with more work, must not bend it.
-        usual = max(by_instance, key=lambda each: int((owners == each).sum()))
-        knee, costs = _fit_passes(work, chosen[owners == usual], lengths[owners == usual], knees)
+        own = owners == max(by_instance, key=lambda each: int((owners == each).sum()))
+        own |= own.sum() < MIN_OWN
+        knee, costs = _fit_passes(work, chosen[own], lengths[own], knees)
         ratios = lengths / numpy.maximum(work.list_rows(knee)[chosen] @ costs, 1.0)
         by_instance = _find_speeds(by_instance, owners, ratios)
         speeds = numpy.array([by_instance[each] for each in owners])
