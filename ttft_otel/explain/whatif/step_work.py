@@ -91,7 +91,6 @@ class Neighbours:
 
         self.computed, self.cached, self.chunks = read("computed"), read("cached"), read("chunks")
         self.tokens = numpy.maximum(read("step_tokens"), self.computed)
-        self.pairs = (2 * self.cached + self.computed + 1) * self.computed / 2
         self.ended = read("sampled")
         sample = numpy.array([each.stages.get("sample", 0) for each in visits])
         compute = numpy.array([each.stages["prefill.compute"] for each in visits])
@@ -131,15 +130,21 @@ class Neighbours:
         part: Array = shared / numpy.maximum(self.computed_at - self.begun, 1)
         return numpy.clip(part, 0, 1)
 
+    def count_pairs(self, begin: float, end: float) -> float:
+        """Token pairs of all prompts between two moments: later chunks have more."""
+        length = numpy.maximum(self.computed_at - self.begun, 1)
+        low, high = (numpy.clip((at - self.begun) / length, 0, 1) for at in (begin, end))
+        reach = self.cached + self.computed * (high + low) / 2
+        return float((self.computed * (high - low) * reach).sum())
+
     def list_prompts(self) -> Array:
         """The rows of the prompts."""
         contexts = [
             float(self._read_contexts(at)[self.find_decoding(at)].sum()) for at in self.middle
         ]
-        no = numpy.zeros(len(self.chunks))
-        return numpy.stack(
-            [self.chunks, no, self.tokens, self.pairs, self.chunks * numpy.array(contexts)], axis=1
-        )
+        pairs = map(self.count_pairs, self.begun, self.computed_at)
+        no, read = numpy.zeros(len(self.chunks)), self.chunks * numpy.array(contexts)
+        return numpy.stack([self.chunks, no, self.tokens, numpy.array([*pairs]), read], axis=1)
 
     def list_answers(self) -> list[int]:
         """The numbers of those whose answers are samples."""
@@ -162,7 +167,7 @@ class Neighbours:
             passes,
             self.steps[number] - passes,
             decoded.sum() + (part * self.computed).sum(),
-            (part * self.pairs).sum(),
+            self.count_pairs(begin, end),
             (decoded * contexts).sum(),
         ]
         return numpy.array(row), share, float(decoded.sum() / self.steps[number])
