@@ -130,21 +130,27 @@ class Neighbours:
         part: Array = shared / numpy.maximum(self.computed_at - self.begun, 1)
         return numpy.clip(part, 0, 1)
 
-    def count_pairs(self, begin: float, end: float) -> float:
-        """Token pairs of all prompts between two moments: later chunks have more."""
+    def count_pairs(self, begin: float, end: float) -> tuple[float, float]:
+        """Tokens of all prompts between two moments, and the pairs of these: later chunks have more."""
         length = numpy.maximum(self.computed_at - self.begun, 1)
         low, high = (numpy.clip((at - self.begun) / length, 0, 1) for at in (begin, end))
-        reach = self.cached + self.computed * (high + low) / 2
-        return float((self.computed * (high - low) * reach).sum())
+        tokens = self.computed * (high - low)
+        pairs = tokens * (self.cached + self.computed * (high + low) / 2)
+        return float(tokens.sum()), float(pairs.sum())
 
     def list_prompts(self) -> Array:
         """The rows of the prompts."""
         contexts = [
             float(self._read_contexts(at)[self.find_decoding(at)].sum()) for at in self.middle
         ]
-        pairs = map(self.count_pairs, self.begun, self.computed_at)
+        own = self.computed * (self.cached + self.computed / 2)
+        counted = [*map(self.count_pairs, self.begun, self.computed_at)]
+        tokens, pairs = numpy.array(counted).reshape(-1, 2).T
+        # No more than its steps had of others.
+        part = (self.tokens - self.computed) / numpy.maximum(tokens - self.computed, 1)
+        pairs = own + (pairs - own) * numpy.minimum(part, 1)
         no, read = numpy.zeros(len(self.chunks)), self.chunks * numpy.array(contexts)
-        return numpy.stack([self.chunks, no, self.tokens, numpy.array([*pairs]), read], axis=1)
+        return numpy.stack([self.chunks, no, self.tokens, pairs, read], axis=1)
 
     def list_answers(self) -> list[int]:
         """The numbers of those whose answers are samples."""
@@ -167,7 +173,7 @@ class Neighbours:
             passes,
             self.steps[number] - passes,
             decoded.sum() + (part * self.computed).sum(),
-            self.count_pairs(begin, end),
+            self.count_pairs(begin, end)[1],
             (decoded * contexts).sum(),
         ]
         return numpy.array(row), share, float(decoded.sum() / self.steps[number])
