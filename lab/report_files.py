@@ -9,11 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from ttft_otel.model import palette
 from ttft_otel.model.ttft_report import to_ms
-from ttft_otel.report.assemble.summary import collect_recomputed, summarize, summarize_values
+from ttft_otel.report.assemble.summary import (
+    Summary,
+    collect_recomputed,
+    summarize,
+    summarize_values,
+)
 from ttft_otel.report.report_types import Request
 from ttft_otel.report.show import json_answers
 from ttft_otel.report.store.database_reader import (
@@ -105,15 +112,39 @@ def build_report_html(
 
     traces: by trace ID; pairs without a trace are left out.
     """
-    # Imported here, because report.json needs no jinja2.
-    from ttft_otel.report.show import pages
-
     entries = [
         (pair.request, traces[pair.request.trace_id], pair.client.kind, pair.client.client_ttft_ms)
         for pair in pairs
         if pair.request.trace_id in traces
     ]
-    return pages.render_document(title, summarize([pair.request for pair in pairs]), entries)
+    return render_document(title, summarize([pair.request for pair in pairs]), entries)
+
+
+def render_document(
+    title: str, summary: Summary, entries: Sequence[tuple[Request, StoredTrace, str, float | None]]
+) -> str:
+    """A self-contained HTML file with a summary and many traces.
+
+    entries: (request, its trace, kind of request, TTFT measured by the client in ms or None).
+    """
+    # Imported here, because report.json needs no jinja2.
+    from markupsafe import Markup
+
+    from ttft_otel.report.show import pages
+
+    static = pages.PACKAGE_FOLDER / "static"
+    style_sheet = (static / "style.css").read_text("utf-8") + palette.build_style_sheet()
+    return pages.render_template(
+        "document.html",
+        title=title,
+        summary=summary,
+        entries=entries,
+        longest=max((each.ttft_us for each, *_ in entries), default=0),
+        # Safe without escaping: our own files, no data in them.
+        sheet=Markup(style_sheet),
+        script=Markup((static / "page.js").read_text("utf-8")),
+        made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    )
 
 
 def write_report_files(

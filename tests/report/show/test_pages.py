@@ -155,7 +155,7 @@ def test_escaping() -> None:
         pages.render_trace(trace),
         pages.render_index(trace.requests, RequestFilter(model=ATTACK, role=ATTACK), [ATTACK]),
         pages.render_missing(ATTACK),
-        pages.render_document(ATTACK, pages.summarize(trace.requests), entries),
+        report_files.render_document(ATTACK, pages.summarize(trace.requests), entries),
     ):
         elements = ParsedPage(text).elements
         assert "alert" in text

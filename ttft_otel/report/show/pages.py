@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from ttft_otel import __version__
 from ttft_otel.model import palette, stages
@@ -65,7 +64,7 @@ def render_index(requests: Sequence[Request], wanted: RequestFilter, models: Seq
     wanted, models: current values and choices of the filter form.
     """
     longest = max((each.ttft_us for each in requests), default=0)
-    return _render_template(
+    return render_template(
         "index.html",
         requests=requests,
         longest=longest,
@@ -81,38 +80,17 @@ def render_trace(stored_trace: StoredTrace, is_explained: bool = False) -> str:
 
     is_explained: requests have a link "Why?".
     """
-    return _render_template("trace.html", trace=stored_trace, is_explained=is_explained)
+    return render_template("trace.html", trace=stored_trace, is_explained=is_explained)
 
 
 def render_why(request_id: str, sentences: Sequence[str]) -> str:
     """The page that says why a request took so long; the first sentence is the answer in short."""
-    return _render_template("why.html", request_id=request_id, sentences=sentences)
+    return render_template("why.html", request_id=request_id, sentences=sentences)
 
 
 def render_missing(trace_id: str) -> str:
     """The page for a trace that is not stored."""
-    return _render_template("missing.html", trace_id=trace_id)
-
-
-def render_document(
-    title: str, summary: Summary, entries: Sequence[tuple[Request, StoredTrace, str, float | None]]
-) -> str:
-    """A self-contained HTML file with a summary and many traces.
-
-    entries: (request, its trace, kind of request, TTFT measured by the client in ms or None).
-    """
-    return _render_template(
-        "document.html",
-        title=title,
-        summary=summary,
-        entries=entries,
-        longest=max((each.ttft_us for each, *_ in entries), default=0),
-        sheet=Markup(
-            _read_static("style.css") + palette.build_style_sheet()
-        ),  # safe without escaping: our own files, no data in them
-        script=Markup(_read_static("page.js")),
-        made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-    )
+    return render_template("missing.html", trace_id=trace_id)
 
 
 def build_segments(parts: dict[str, int], rest: int, whole_us: float) -> list[Segment]:
@@ -188,10 +166,6 @@ def _lay_out(parts: Iterable[tuple[str, float]], whole_us: float) -> Iterable[Se
         at += us
 
 
-def _read_static(name: str) -> str:
-    return (PACKAGE_FOLDER / "static" / name).read_text("utf-8")
-
-
 def _format_iso(ns: int) -> str:
     # UTC: servers, readers and traces may be in different zones.
     return datetime.fromtimestamp(ns / 1e9, timezone.utc).isoformat(timespec="milliseconds")
@@ -242,5 +216,6 @@ def _create_environment() -> Environment:
 _ENVIRONMENT: Final = _create_environment()
 
 
-def _render_template(name: str, **values: Any) -> str:
+def render_template(name: str, **values: Any) -> str:
+    """A page by its file in templates/, which escape values."""
     return _ENVIRONMENT.get_template(name).render(**values)
