@@ -343,6 +343,15 @@ def build_known_records(row: KnownRequest, end_ns: int) -> list[SourcedRecord]:
     return sourced_records
 
 
+def list_known_records(rows: Iterable[KnownRequest], end_ns: int | None = None) -> list[Record]:
+    """The Records of these rows, their responses over at `end_ns`, or now."""
+    return [
+        sourced.record
+        for row in rows
+        for sourced in build_known_records(row, time.time_ns() if end_ns is None else end_ns)
+    ]
+
+
 def _get_server_attributes(leg: KnownLeg) -> Attributes:
     host, _, port = leg.instance.partition(":")
     return {keys.HTTP_METHOD: "POST", keys.SERVER_ADDRESS: host, keys.SERVER_PORT: int(port)}
@@ -578,10 +587,6 @@ class KnownTruth:
             for name, us in (row.stages | {UNATTRIBUTED: row.unattributed}).items():
                 sums[name] = sums.get(name, 0) + us
         return {name: us / len(self.good) / 1e6 for name, us in sums.items()}
-
-    def list_stage_lengths_s(self, stage: str) -> list[float]:
-        """Seconds of one stage, of each that had it, shortest first."""
-        return sorted(row.stages[stage] / 1e6 for row in self.good if stage in row.stages)
 
     def count_recomputed_items(self) -> dict[str, int]:
         """Media items that encoder-cache consumers encoded again, by instance; failed requests too."""

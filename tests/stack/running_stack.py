@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from lab.local_servers import LocalServer, LocalServerError
 from lab.server_commands import HOST, ServerCommand
@@ -94,7 +94,7 @@ class StackPart:
         os.kill(self.pid, signal.SIGKILL)
         self.stop()
 
-    def __enter__(self) -> StackPart:
+    def __enter__(self) -> Self:
         """For a part that a single test needs: gone when the block ends."""
         return self
 

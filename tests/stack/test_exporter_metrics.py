@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 from lab.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink
 from lab.stack.stack_parts import COLLECTOR_CONFIG
 from tests.stack import known_requests, otlp_requests
-from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
+from tests.stack.running_stack import StackStarter, wait_until
 from ttft_otel.model.names import metric_names, span_names
 from ttft_otel.model.record import Record
 from ttft_otel.tracing import handoff
@@ -45,11 +45,9 @@ class CountingStack:
 
     def __init__(self, starter: StackStarter) -> None:
         self.spans, self.metrics = SpanSink(), MetricSink()
-        collector = starter.start_collector(
+        self.collector = starter.start_collector(
             COLLECTOR_CONFIG, QUICK_FLUSH_CONFIG, env={**self.spans.env, **self.metrics.env}
         )
-        assert isinstance(collector, RunningCollector)
-        self.collector = collector
 
     def sum_series(self) -> SeriesSums:
         """Count and sum of every series of a histogram, whatever process it is from."""
@@ -92,11 +90,7 @@ def counting(bench: StackStarter) -> Iterator[CountingStack]:
 def records() -> list[Record]:
     """Known requests of all roles, with slow and failed ones."""
     rows = [row for row in known_requests.build_known_requests() if not row.number % 8 or row.error]
-    return [
-        reported.record
-        for row in rows
-        for reported in known_requests.build_known_records(row, time.time_ns())
-    ]
+    return known_requests.list_known_records(rows)
 
 
 def count_outermost(records: list[Record]) -> int:
@@ -111,29 +105,30 @@ def settle(stack: CountingStack, many: int) -> SeriesSums:
     return stack.sum_series()
 
 
-@pytest.mark.parametrize("temporality", ["cumulative", "delta"])
-def test_same_series_as_derived(
-    bench: StackStarter, counting: CountingStack, records: list[Record], temporality: str
-) -> None:
-    """The process's own metrics are those that the collector makes of the same spans; none counts twice."""
+@pytest.fixture(scope="module")
+def derived(bench: StackStarter, records: list[Record]) -> SeriesSums:
+    """The series that a collector makes of these requests' spans."""
     deriving = CountingStack(bench)
     try:
-        for at in range(0, len(records), 100):
-            body = otlp_requests.build_own_request(records[at : at + 100])
-            assert otlp_requests.post_export(deriving.collector.http, body) == 200
-        counting.send_counted(records, temporality)
-        wanted, found = (settle(each, count_outermost(records)) for each in (deriving, counting))
+        otlp_requests.post_records(deriving.collector.http, records, portion=100)
+        return settle(deriving, count_outermost(records))
     finally:
         deriving.close()
 
+
+@pytest.mark.parametrize("temporality", ["cumulative", "delta"])
+def test_same_series_as_derived(
+    derived: SeriesSums, counting: CountingStack, records: list[Record], temporality: str
+) -> None:
+    """The process's own metrics are those that the collector makes of the same spans; none counts twice."""
+    counting.send_counted(records, temporality)
+    found = settle(counting, count_outermost(records))
+
     assert counting.spans.list_spans()
-    assert {metric for metric, _ in wanted} == set(METRICS)
-    assert found.keys() == wanted.keys()
-    assert {key: count for key, (count, _) in found.items()} == {
-        key: count for key, (count, _) in wanted.items()
-    }
-    for key, (_, total) in wanted.items():
-        assert found[key][1] == pytest.approx(total, abs=1e-5)
+    assert {metric for metric, _ in derived} == set(METRICS)
+    assert found.keys() == derived.keys()
+    for key, (count, total) in derived.items():
+        assert found[key] == (count, pytest.approx(total, abs=1e-5)), key
 
 
 def test_exact_when_few_are_sampled(counting: CountingStack, records: list[Record]) -> None:

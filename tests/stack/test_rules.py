@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from grafana.build import pipeline_queries, ttft_queries
-from lab.stack import backend_queries, stack_parts
+from lab.stack import backend_queries
 from lab.stack.binaries import StackBinaries
 from lab.stack.program_pins import CHECKOUT
 from tests.stack.running_stack import RunningPrometheus, wait_until
@@ -116,11 +116,3 @@ def test_prometheus_runs_them(prometheus: RunningPrometheus) -> None:
     assert len(found) == len(list_rules("alert")) + len(list_rules("record"))
     assert {rule["health"] for rule in found} == {"ok"}
     assert prometheus.query_number("ttft:slo:budget") == pytest.approx(0.01)
-
-
-def test_flags_are_those_of_the_container() -> None:
-    """The native Prometheus and the one in docker-compose.yml have the same features switched on."""
-    compose = read_yaml(CHECKOUT / "docker-compose.yml")
-    words = compose["services"]["prometheus"]["command"]
-    switches = {word for word in words if "enable" in word}
-    assert switches == set(stack_parts.PROMETHEUS_FLAGS)

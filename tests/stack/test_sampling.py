@@ -112,15 +112,10 @@ def test_ratio(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
     """Of 2 000 requests whose halves come apart all slow and failed are kept, and a tenth of the rest."""
     spans, metrics = sinks
     rows = known_requests.build_known_requests()
-    records = [
-        reported.record
-        for row in rows
-        for reported in known_requests.build_known_records(row, time.time_ns())
-    ]
+    records = known_requests.list_known_records(rows)
     with bench.start_collector(
         COLLECTOR_CONFIG, SAMPLING_CONFIG, QUICK_FLUSH_CONFIG, env=build_environment(*sinks)
     ) as collector:
-        assert isinstance(collector, RunningCollector)
         for half in split_records(records):
             send_in_portions(collector, half)
         wait_until_settled(spans)
@@ -165,7 +160,6 @@ def test_late(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
         QUICK_FLUSH_CONFIG,
         env=build_environment(*sinks, SHORT_S),
     ) as collector:
-        assert isinstance(collector, RunningCollector)
         send_in_portions(collector, [*first, *early])
         wait_until_settled(spans)
         before = list_kept_ids(spans)
@@ -194,20 +188,14 @@ def test_two_tiers(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> N
         for row in known_requests.build_known_requests()
         if row.number % 3 == 0 or must_be_kept(row)
     ]
-    records = [
-        reported.record
-        for row in rows
-        for reported in known_requests.build_known_records(row, time.time_ns())
-    ]
+    records = known_requests.list_known_records(rows)
     layers: tuple[Any, ...] = (COLLECTOR_CONFIG, SAMPLING_CONFIG, TIER2, QUICK_FLUSH_CONFIG)
     with (
         bench.start_collector(*layers, env=build_environment(one, metrics)) as left,
         bench.start_collector(*layers, env=build_environment(two, metrics)) as right,
     ):
-        assert isinstance(left, RunningCollector) and isinstance(right, RunningCollector)
         env = {**metrics.env, "TTFT_TIER2": f"[{left.grpc}, {right.grpc}]"}
         with bench.start_collector(TIER1, env=env) as front:
-            assert isinstance(front, RunningCollector)
             for half in split_records(records):
                 send_in_portions(front, half)
             check_counts(rows, metrics)
