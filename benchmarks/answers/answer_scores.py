@@ -138,7 +138,9 @@ def judge_explanation(answer: dict[str, Any], truth: Truth) -> tuple[str, str]:
     """A verdict about an answer of `explain`, and what it said in short."""
     if not answer.get("answered"):
         said = f"refused: {answer.get('error', answer)}"
-        return (RIGHT if truth.refusal else PARTLY), said
+        # A refusal that tells the loss has told the truth.
+        is_loss = "lost_requests" in truth.kinds and "without a first token" in said
+        return (RIGHT if truth.refusal or is_loss else PARTLY), said
     cause = answer["cause"]
     remedy = cause["remedy"] or {}
     advised = tuple(remedy.get("settings", ()))

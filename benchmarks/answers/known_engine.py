@@ -183,8 +183,10 @@ class KnownEngine:
         settings = self.settings
         for begin, end in settings.paused:
             if begin <= now < end:
-                self._note_common("paused", end - now, ())
-                return end
+                # It goes on asking, so that who comes meanwhile is seen.
+                later = max(min(end, until), now + 500)
+                self._note_common("paused", later - now, ())
+                return later
         skipped: list[Job] = []
         parts, reason, items = self._schedule(now, skipped)
         if not parts and not self.decoding:

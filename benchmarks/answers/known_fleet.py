@@ -178,9 +178,11 @@ class _FleetRun:
     def serve(self, visits: list[Visit]) -> list[Visit]:
         """Serve them."""
         jobs: defaultdict[int, list[tuple[Job, Visit, dict[str, int]]]] = defaultdict(list)
-        for visit in visits:
-            instance, job, head = self._send(visit)
-            jobs[instance].append((job, visit, head))
+        sent = [(*self._send(visit), visit) for visit in visits]
+        # A process takes them as they arrive, whatever came first to the router.
+        for arrived, instance, hop, visit in sorted(sent, key=lambda each: each[0]):
+            job, head = self._prepare(visit, instance, arrived)
+            jobs[instance].append((job, visit, {"hop": hop, "start": arrived, **head}))
         for instance, entries in sorted(jobs.items()):
             entries.sort(key=lambda entry: entry[0].at)
             engine = KnownEngine(self.site.get_settings(instance), self.chance)
@@ -207,8 +209,8 @@ class _FleetRun:
         self.turns[ask.model] += 1
         return able[self.turns[ask.model] % len(able)]
 
-    def _send(self, visit: Visit) -> tuple[int, Job, dict[str, int]]:
-        """The way to the engine: its instance, its job there, and the stages before."""
+    def _send(self, visit: Visit) -> tuple[int, int, int]:
+        """The way to an instance: when it accepts the request, which one that is, and the hop."""
         site, ask = self.site, visit.ask
         instance = self._choose(ask)
         now = ask.at
@@ -236,7 +238,12 @@ class _FleetRun:
         for begin, end in stops:
             if begin <= arrived < end:
                 arrived = end
-        head: dict[str, int] = {"hop": arrived - now if site.router else 0}
+        return arrived, instance, arrived - now if site.router else 0
+
+    def _prepare(self, visit: Visit, instance: int, arrived: int) -> tuple[Job, dict[str, int]]:
+        """What the API process does: the engine's job, and the stages before it."""
+        site, ask = self.site, visit.ask
+        stops = site.api_stops.get(instance, ())
         read = pass_stops(arrived, self._draw(140), stops)
         work = (
             self._draw(700, 0.2) + int(1.1 * ask.tokens) + 6000 * ask.items * (site.encoders == 0)
@@ -246,7 +253,7 @@ class _FleetRun:
         self.api_free[instance] = prepared
         engine_stops = site.get_settings(instance).stops
         given = pass_stops(prepared, self._draw(220), (*stops, *engine_stops))
-        head |= {"receive": read - arrived, "preprocess": prepared - read, "ipc": given - prepared}
+        head = {"receive": read - arrived, "preprocess": prepared - read, "ipc": given - prepared}
         if ask.items and site.encoders:
             head["ec.transfer"] = self._draw(1800 * ask.items)
             given += head["ec.transfer"]
@@ -261,8 +268,7 @@ class _FleetRun:
             ask.at + ask.patience if ask.patience else 0,
             visit.number,
         )
-        head["start"] = arrived
-        return instance, job, head
+        return job, head
 
     def _find_cached(self, ask: Ask, instance: int, now: int) -> int:
         cache = self.caches[instance]
