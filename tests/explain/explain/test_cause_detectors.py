@@ -141,3 +141,89 @@ def test_one_request_of_a_slow_instance() -> None:
     ]
     found = explain_requests(choose_like(like[0], window))
     assert found.cause.kind == cause_kinds.SLOW_INSTANCE and found.cause.confidence != "high"
+
+
+def explain_after(
+    before: Iterable[Prompt], prompts: Iterable[Prompt], then: Site, now: Site
+) -> Explanation:
+    """The explanation of a window whose time before is known."""
+    return explain_requests(
+        split_window(serve(list(prompts), now)), before=serve(list(before), then)
+    )
+
+
+def test_a_slow_fleet() -> None:
+    """All instances slower than in the time before; one that is slower than the others is another cause."""
+    slow = Site(speeds=(2.0, 2.0, 2.0))
+    usual, later = draw_prompts(0), draw_prompts(1, start=600)
+    found = explain_after(usual, later, Site(), slow).cause
+    assert found.kind == cause_kinds.SLOW_FLEET and found.chosen is not None
+    assert found.chosen.figures["factor"] == pytest.approx(2.0, rel=0.05)
+    one = explain_after(draw_prompts(0), draw_prompts(1, start=600), Site(), Site(speeds=(1, 2, 1)))
+    assert one.cause.kind == cause_kinds.SLOW_INSTANCE
+
+
+def test_more_load() -> None:
+    """Three times the requests of the time before; as many are none."""
+    site = Site(speeds=(1.0,))
+    found = explain_after(
+        draw_prompts(0, 200, rate=4.0), draw_prompts(1, 200, rate=24.0, start=600), site, site
+    )
+    chosen = found.cause.chosen
+    assert chosen is not None and chosen.kind == cause_kinds.LOAD_INCREASE
+    assert chosen.figures["rate_to"] == pytest.approx(24, rel=0.1)
+
+
+def test_lost_hits() -> None:
+    """All of like prompts were cached before, and nothing is now: no like of theirs has hits."""
+    sizes = make_size(3000)
+    usual = draw_prompts(0, rate=3.0, size=sizes, cached=2800)
+    found = explain_after(usual, draw_prompts(1, rate=3.0, size=sizes, start=600), Site(), Site())
+    assert found.cause.kind == cause_kinds.COLD_PREFIX_CACHE
+    assert found.cause.chosen.figures["hits_to"] == 0  # type: ignore[union-attr]
+
+
+def test_a_lost_instance() -> None:
+    """One of two serves nothing since a moment of the window."""
+    prompts = draw_prompts(0, 120, rate=60.0, start=120)
+    for number, each in enumerate(prompts):
+        each.instance = number % 2 if each.at < 170_000_000 else 1
+    found = explain_after(draw_prompts(1, 120, rate=60.0), prompts, Site((1, 1)), Site((1, 1)))
+    chosen = found.cause.chosen
+    assert chosen is not None and (chosen.kind, chosen.subject) == (
+        cause_kinds.LOST_INSTANCE,
+        "vllm-0",
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_instance_slow_for_a_while(seed: int) -> None:
+    """Slow in a tenth of the time, which the mean of all its steps hides."""
+    parts = [
+        serve(draw_prompts(3 * seed, 270), seed=seed),
+        serve(draw_prompts(3 * seed + 1, 60, start=270), Site(speeds=(1, 3, 1)), seed),
+        serve(draw_prompts(3 * seed + 2, 270, start=330), seed=seed),
+    ]
+    found = explain_requests(split_window([each for part in parts for each in part]))
+    assert (found.cause.kind, found.cause.chosen.subject) == (cause_kinds.SLOW_INSTANCE, "vllm-1")  # type: ignore[union-attr]
+
+
+def test_a_slow_way_is_no_pause() -> None:
+    """Hops of 140 ms end at no moment in common, and the process goes on meanwhile."""
+    stops = [(1, at * 1_000_000, 700_000) for at in range(30, 600, 40)]
+    window = serve(draw_prompts(0, rate=12.0), Site(api_pauses=stops))
+    found = explain_requests(split_window(window))
+    assert found.cause.kind == cause_kinds.PROCESS_PAUSE
+    slow = explain(draw_prompts(0, rate=12.0), Site(hops=(0, 140_000, 0)))
+    assert slow.cause.kind == cause_kinds.SLOW_HOP
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_large_prompts_of_a_usual_spread(seed: int) -> None:
+    """The slowest are the largest of sizes that vary much: as in any window, and nothing is recommended."""
+    prompts = draw_prompts(
+        seed, rate=4.0, size=lambda chance: int(400 * chance.lognormal(0, 1.0)) + 16
+    )
+    found = explain(prompts, seed=seed)
+    assert found.cause.kind in (cause_kinds.NOTHING, cause_kinds.NOT_KNOWN)
+    assert found.remedy is None

@@ -7,13 +7,13 @@ Input: a LateCase and what the detectors found in it. Output: a Cause, for expla
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy
 
 from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.explain.late_case import Candidate, LateCase
+from ttft_otel.explain.explain.late_case import Candidate, LateCase, is_outlier
 from ttft_otel.explain.window.lost_requests import LostRequests
 from ttft_otel.explain.window.request_facts import count_requests, count_values
 
@@ -35,8 +35,12 @@ ORDINARY: Final = frozenset(
         cause_kinds.NOT_KNOWN,
     }
 )
-# A limit is reached because something takes long, or much comes: what explains that goes first.
-LAST: Final = frozenset({cause_kinds.SETTING_LIMIT})
+# What the larger steps of another model look like.
+OF_MODELS: Final = frozenset({cause_kinds.NOT_KNOWN, cause_kinds.OWN_SIZE})
+ODD_WEIGHT: Final = 2.0  # of the share of a fault, beside what every window has
+# A limit is reached because something takes long, or much comes, and other requests do what they do by some
+# cause: what explains that goes first.
+LAST: Final = frozenset({cause_kinds.SETTING_LIMIT, cause_kinds.MIX_CHANGE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +65,34 @@ def choose_cause(
             HIGH,
         )
     surviving = [each for each in candidates if each.holds]
-    chosen = max(surviving, key=lambda each: (each.kind not in LAST, each.share), default=None)
+    stopped = {each.subject for each in surviving if each.kind == cause_kinds.PROCESS_PAUSE}
+    # The way to a process that does not run is long, too.
+    surviving = [
+        each
+        for each in surviving
+        if not (each.kind == cause_kinds.SLOW_HOP and each.subject in stopped)
+    ]
+    # A fault explains less of the lateness than all that made it worse: size, load, chance.
+    chosen = max(
+        surviving,
+        key=lambda each: (each.kind not in LAST, each.share * (ODD_WEIGHT if each.is_odd else 1.0)),
+        default=None,
+    )
     found = (
         Cause(chosen.kind, chosen.sentence, _rate_cause(case, chosen), chosen)
         if chosen is not None
         else Cause(cause_kinds.NOT_KNOWN, "nothing that was looked at explains most of it", LOW)
     )
-    if found.kind == cause_kinds.NOT_KNOWN and (other := _find_other_model(case)):
+    if found.kind in OF_MODELS and (other := _find_other_model(case)):
         # Its steps may always take longer: that is no cause, and nothing makes it the other one.
-        return replace(
-            found,
+        return Cause(
+            cause_kinds.NOT_KNOWN,
+            confidence=LOW,
             sentence="two models are compared, not late and typical requests of one; take each by itself: "
             f"--model {other}",
         )
-    if found.kind in ORDINARY and not case.is_single and (healthy := describe_health(case)):
+    is_ordinary = found.kind in ORDINARY and not case.is_single
+    if is_ordinary and (healthy := describe_health(case, found.kind)):
         return Cause(cause_kinds.NOTHING, healthy, MEDIUM if case.before is None else HIGH)
     return found
 
@@ -100,8 +118,8 @@ def _rate_cause(case: LateCase, chosen: Candidate) -> str:
     return MEDIUM if chosen.low >= 0.25 else LOW
 
 
-def describe_health(case: LateCase) -> str:
-    """Why the window is as usual, as a sentence; "" where it is not."""
+def describe_health(case: LateCase, kind: str = "") -> str:
+    """Why the window is as usual, as a sentence; "" where it is not. kind: of the cause that was found."""
     table = case.table
     share = 1 - float(numpy.average(case.late, weights=table.weights))
     shares = (0.5, max(share, 0.5))
@@ -119,4 +137,6 @@ def describe_health(case: LateCase) -> str:
         return (
             f"the slowest took {late / typical:.1f} times as long as typical ones, as in any window"
         )
+    if kind == cause_kinds.OWN_SIZE and is_outlier(table.tokens)[case.late].mean() < 0.5:
+        return "the slowest are the largest, of sizes that vary as much as theirs"
     return ""

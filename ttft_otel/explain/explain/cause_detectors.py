@@ -7,16 +7,24 @@ Input: a LateCase. Output: Candidates, of which cause_choice.py takes one. Pure;
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
 import numpy
 
 from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.explain.late_case import Candidate, LateCase, compare_speed, measure_share
+from ttft_otel.explain.diff.window_pair import PAIR_DETECTORS, WindowPair
+from ttft_otel.explain.explain.late_case import (
+    Candidate,
+    LateCase,
+    build_candidate,
+    compare_speed,
+    is_outlier,
+    measure_share,
+)
 from ttft_otel.explain.window.request_facts import HOP, count_values
-from ttft_otel.explain.window.request_table import Contrast, Mask
+from ttft_otel.explain.window.request_table import Contrast, Floats, Mask
 from ttft_otel.model.wait_reasons import WAIT_STAGES
 from ttft_otel.report.show.terminal import format_short
 
@@ -25,6 +33,7 @@ SURE_FACTOR: Final = 1.1  # the least that the interval of that factor must exce
 MIN_REQUESTS: Final = 10  # of an instance, to know its speed
 MIN_BLOCKS: Final = 3  # separate pieces of time that must carry a cause
 API_STAGES: Final = ("receive", "preprocess", "output", "egress")
+GIVEN_AFTER: Final = ("preprocess", "egress")  # of these: after them a request leaves the process
 ROUTER_STAGES: Final = (
     "router.receive",
     "router.tokenize",
@@ -35,8 +44,11 @@ ROUTER_STAGES: Final = (
 MIN_PAUSE_US: Final = 30_000.0
 PAUSE_RATIO: Final = 4.0  # of a stage to its usual length, from which on a pause may be in it
 WORKED_RATIO: Final = 2.0  # of a step to its usual length, up to which its work explains it
+IDLE_EDGE: Final = 0.15  # of a pause at each end, in which something may still, or again, move
+MAX_MOVES: Final = 0.25  # of what a process usually does in a time, up to which it has stopped
 SAME_END: Final = 0.2  # of a pause's length: stages that it stopped end within that
 LONG_RATIO: Final = 4.0  # of a prompt's computed tokens to the median, from which on it is long
+MOST_OF: Final = 0.8  # of them have a value in common
 MIN_HELD: Final = 0.2  # of the late requests, that were beside a long prompt
 RATE_SECONDS: Final = (1.0, 10.0, 60.0)  # over which arrivals are counted
 MIN_RATE: Final = 1.5  # times the median rate
@@ -61,22 +73,29 @@ def detect_slow_instances(case: LateCase) -> Iterator[Candidate]:
     """Instances whose steps take longer than those of others for the same work."""
     table = case.table
     names = numpy.array(table.instances)
+    spent = table.sum_words(
+        "prefill.queue", "prefill.compute", "prefill.stall", "dispatch", "sample"
+    )
     for name in sorted(set(table.instances) - {""}):
         here = names == name
         peers = (table.pools == table.pools[numpy.argmax(here)]) & ~here
         if here.sum() < MIN_REQUESTS or peers.sum() < MIN_REQUESTS or not (here & case.late).any():
             continue
-        speed = compare_speed(table, here, here | peers)
+        slow, speed = _compare_instance(case, here, peers)
         factor, low, high = (
             float(numpy.exp(each)) for each in (speed.value, speed.low, speed.high)
         )
-        found = case.attribute(here)
+        found = case.attribute(slow)
+        # At least what its own steps take longer; with few late requests that is surer than who is late.
+        own = measure_share(case, numpy.where(slow, (1 - 1 / factor) * spent, 0.0))
+        if not found.holds or own.share > found.share:
+            found = own
         refuted = ""
         if factor < MIN_FACTOR or low < SURE_FACTOR:
             refuted = "its steps take as long as those of others"
         elif not found.holds:
             refuted = "like requests of other instances are late as often"
-        yield _build(
+        yield build_candidate(
             cause_kinds.SLOW_INSTANCE,
             f"steps of {name} take {factor:.2f} times as long as others' for the same work "
             f"({low:.2f} to {high:.2f})",
@@ -89,28 +108,24 @@ def detect_slow_instances(case: LateCase) -> Iterator[Candidate]:
         )
 
 
-def _build(
-    kind: str, sentence: str, found: Contrast, refuted: str, subject: str = "", **figures: object
-) -> Candidate:
-    return Candidate(
-        kind,
-        sentence,
-        found.share,
-        found.share_low,
-        found.share_high,
-        found.blocks,
-        refuted,
-        subject,
-        figures,
-    )
+def _compare_instance(case: LateCase, here: Mask, peers: Mask) -> tuple[Mask, Contrast]:
+    """The requests of an instance that had slower steps than its peers, and how much slower."""
+    table = case.table
+    speed = compare_speed(table, here, here | peers)
+    if speed.value >= numpy.log(MIN_FACTOR):
+        return here, speed
+    # For a part of the time, which the mean of all of it hides.
+    near = numpy.isin(table.blocks, numpy.unique(table.blocks[here & case.late]))
+    return here & near, compare_speed(table, here, (here | peers) & near)
 
 
 def detect_pauses(case: LateCase) -> Iterator[Candidate]:
     """Processes that stopped: what was in them ended together, and no work explains it."""
     table = case.table
     names = numpy.array(table.instances)
+    until = table.start + table.ttft / 1e6
     for process, find in (("engine", _find_engine_stops), ("api", _find_api_stops)):
-        ends, lengths = find(case)
+        ends, lengths, moves = find(case)
         for name in sorted(set(table.instances)):
             here = names == name
             pauses = [
@@ -118,34 +133,67 @@ def detect_pauses(case: LateCase) -> Iterator[Candidate]:
                 for each in _cluster_stops(ends, lengths, here)
                 if not _is_worked(case, here, *each)
             ]
-            if not pauses:
+            if not pauses or _moves_meanwhile(moves[:, here], pauses):
                 continue
-            exposed = numpy.zeros(len(table), bool)
-            until = table.start + table.ttft / 1e6
+            lost = numpy.zeros(len(table))
             for begin, end in pauses:
                 # What had queued up is late for some time after the pause.
-                exposed |= here & (until >= begin) & (table.start <= end + (end - begin))
-            found = case.attribute(exposed)
-            longest = max(end - begin for begin, end in pauses)
-            refuted = ""
-            if not found.holds and not case.is_single:
-                refuted = (
-                    "too few separate pauses carry it"
-                    if len(pauses) < MIN_BLOCKS
-                    else "others are late, too"
-                )
-            yield _build(
-                cause_kinds.PROCESS_PAUSE,
-                f"the {process} process of {name} stopped {len(pauses)} times, for up to "
-                f"{format_short(longest * 1e6)}, which no work explains",
-                found,
-                refuted,
-                name,
-                process=process,
-                instance=name,
-                pauses=len(pauses),
-                longest_ms=round(longest * 1000, 1),
-            )
+                shared = numpy.minimum(until, 2 * end - begin) - numpy.maximum(table.start, begin)
+                lost += numpy.where(here, numpy.maximum(shared, 0.0), 0.0)
+            yield _build_pause(case, process, name, lost, pauses)
+
+
+def _build_pause(
+    case: LateCase,
+    process: str,
+    name: str,
+    lost: Floats,
+    pauses: Sequence[tuple[float, float]],
+) -> Candidate:
+    """lost: seconds of the pauses, and of the work that had gathered, in each request."""
+    found = case.attribute(lost > 0)
+    if not case.is_single:
+        # No request is later by a pause than it was in it.
+        most = measure_share(case, numpy.minimum(lost * 1e6, case.excess))
+        found = min(found, most, key=lambda each: each.share)
+    longest = max(end - begin for begin, end in pauses)
+    refuted = ""
+    if not found.holds and not case.is_single:
+        refuted = (
+            "too few separate pauses carry it"
+            if len(pauses) < MIN_BLOCKS
+            else "others are late, too"
+        )
+    return build_candidate(
+        cause_kinds.PROCESS_PAUSE,
+        f"the {process} process of {name} stopped {len(pauses)} times, for up to "
+        f"{format_short(longest * 1e6)}, which no work explains",
+        found,
+        refuted,
+        name,
+        process=process,
+        instance=name,
+        pauses=len(pauses),
+        longest_ms=round(longest * 1000, 1),
+    )
+
+
+def _moves_meanwhile(moves: numpy.ndarray, pauses: Sequence[tuple[float, float]]) -> bool:
+    """Whether a process did things while it is said to have stopped: then it was slow, or nothing at all.
+
+    moves: moments at which it gave something away, seconds. Of a pause the middle counts, because those
+    that wait for it are taken at its end.
+    """
+    ordered = numpy.sort(moves, axis=None)
+    edges = numpy.array(
+        [
+            (begin + IDLE_EDGE * (end - begin), end - IDLE_EDGE * (end - begin))
+            for begin, end in pauses
+        ]
+    )
+    seen = numpy.diff(numpy.searchsorted(ordered, edges), axis=1).sum()
+    expected = len(ordered) / max(numpy.ptp(ordered), 1e-9) * numpy.diff(edges, axis=1).sum()
+    return bool(seen > MAX_MOVES * expected)
 
 
 def _is_worked(case: LateCase, here: Mask, begin: float, end: float) -> bool:
@@ -157,8 +205,11 @@ def _is_worked(case: LateCase, here: Mask, begin: float, end: float) -> bool:
     return bool((here & is_usual & (covered >= 0.5 * (end - begin))).any())
 
 
-def _find_engine_stops(case: LateCase) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """When each request's engine time ended that its work does not explain, seconds, and its length, us."""
+def _find_engine_stops(case: LateCase) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+    """When each request's engine time ended that its work does not explain, seconds, and its length, us.
+
+    Last, the moments at which the engine took a request, or had a first token.
+    """
     table, expected = case.table, case.expected_compute
     taken, done = case.spans
     usual = numpy.where(expected > 0, expected, numpy.inf)
@@ -173,28 +224,39 @@ def _find_engine_stops(case: LateCase) -> tuple[numpy.ndarray, numpy.ndarray]:
     waits = numpy.where(waits > max(PAUSE_RATIO * typical, MIN_PAUSE_US), waits, 0.0)
     # The wait ends when the engine takes it; without a queue reason's place in time, its end is that.
     in_queue = waits > beyond
-    return numpy.where(in_queue, taken, done), numpy.where(in_queue, waits, beyond)
+    ends, lengths = numpy.where(in_queue, taken, done), numpy.where(in_queue, waits, beyond)
+    # A process that does not run takes nothing in: what is on its way to it arrives at the end.
+    ipc = table.sum_words("ipc")
+    normal = table.find_quantile(ipc)
+    on_way = numpy.where(ipc > PAUSE_RATIO * normal + MIN_PAUSE_US, ipc - normal, 0.0)
+    given = (
+        taken
+        - table.sum_words("prefill.queue", "encoder.queue", "kv.transfer", "ec.transfer") / 1e6
+    )
+    is_longer = on_way > lengths
+    ends, lengths = numpy.where(is_longer, given, ends), numpy.where(is_longer, on_way, lengths)
+    return ends, lengths, numpy.array([taken, done])
 
 
-def _find_api_stops(case: LateCase) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """The same of stages in the API process."""
+def _find_api_stops(case: LateCase) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+    """The same of stages in the API process, and of hops, which end when it accepts."""
     table = case.table
     ends, lengths = numpy.zeros(len(table)), numpy.zeros(len(table))
-    before = numpy.zeros(len(table))
-    after = numpy.zeros(len(table))
-    for word in API_STAGES:
+    place = table.start + table.sum_words("router.retry", *ROUTER_STAGES[:-1]) / 1e6
+    moves = []
+    for word in ("router.hop", *API_STAGES):
         us = table.sum_words(word)
         usual = table.find_quantile(us)
         beyond = numpy.where(us > PAUSE_RATIO * usual + MIN_PAUSE_US, us - usual, 0.0)
         is_after = word in ("output", "egress")
-        after = after + us * is_after
-        before = before + us * (not is_after)
+        done = table.ttft - table.sum_words("router.egress")
+        place = table.start + done / 1e6 if is_after else place + us / 1e6
         larger = beyond > lengths
-        hops = table.sum_words("router.hop", *ROUTER_STAGES[:-1])
-        place = table.start + (table.ttft if is_after else hops + before) / 1e6
         ends = numpy.where(larger, place, ends)
         lengths = numpy.where(larger, beyond, lengths)
-    return ends, lengths
+        if word in GIVEN_AFTER:
+            moves.append(place)
+    return ends, lengths, numpy.array(moves)
 
 
 def _cluster_stops(
@@ -223,7 +285,8 @@ def detect_long_prompts(case: LateCase) -> Iterator[Candidate]:
     taken, done = case.spans
     waits = table.sum_words("prefill.queue", "encoder.queue") / 1e6
     median = table.find_quantile(table.computed)
-    is_long = table.computed >= LONG_RATIO * median
+    # In tokens, too: one of which little was cached is no long prompt. And beyond the sizes of the others.
+    is_long = (table.computed >= LONG_RATIO * median) & is_outlier(table.tokens)
     held = numpy.zeros(len(table), bool)
     holders: Counter[int] = Counter()
     names = numpy.array(table.instances)
@@ -254,7 +317,7 @@ def detect_long_prompts(case: LateCase) -> Iterator[Candidate]:
         refuted = "like requests beside no long prompt are late as often"
     elif found.blocks < MIN_BLOCKS and not case.is_single:
         refuted = "too few separate bursts carry it"
-    yield _build(
+    yield build_candidate(
         cause_kinds.HELD_BY_LONG_PROMPTS,
         f"{beside} of {int(case.late.sum())} late requests were beside long prompts "
         f"({separates}, {factor:.0f} times the median)",
@@ -268,24 +331,24 @@ def detect_long_prompts(case: LateCase) -> Iterator[Candidate]:
 def _name_holders(case: LateCase, is_long: Mask, holders: Counter[int]) -> tuple[str, str]:
     """What separates the prompts that held others: a group, a model, or their length."""
     for attribute in ("group", "model"):
-        values: Counter[str] = Counter()
-        for row, count in holders.items():
-            values[getattr(case.table.requests[row].facts, attribute)] += count
-        everywhere = count_values(
-            case.table.requests,
-            lambda each: getattr(each.facts, attribute),  # noqa: B023
-        )
-        if not values.total():
-            continue
-        name, count = values.most_common(1)[0]
-        if (
-            name
-            and count >= 0.8 * values.total()
-            and everywhere[name] < 0.5 * sum(everywhere.values())
-        ):
+        if name := _find_common(case, holders, attribute):
             return name, f"of {name}"
     least = float(case.table.computed[is_long].min())
     return f"{least:.0f} tokens", f"{least:.0f} tokens or more"
+
+
+def _find_common(case: LateCase, rows: Counter[int], attribute: str) -> str:
+    """The value that most of these rows have, by their counts, and most requests have not; "" without one."""
+    requests = case.table.requests
+    values: Counter[str] = Counter()
+    for row, count in rows.items():
+        values[getattr(requests[row].facts, attribute)] += count
+    everywhere = count_values(requests, lambda each: getattr(each.facts, attribute))
+    if not values.total():
+        return ""
+    name, count = values.most_common(1)[0]
+    is_most = count >= MOST_OF * values.total()
+    return name if is_most and everywhere[name] < 0.5 * sum(everywhere.values()) else ""
 
 
 def detect_load(case: LateCase) -> Iterator[Candidate]:
@@ -298,7 +361,9 @@ def detect_load(case: LateCase) -> Iterator[Candidate]:
     came = numpy.append(0.0, numpy.cumsum(table.weights[rows]))
     best: tuple[float, float, float, Contrast] | None = None
     for seconds in RATE_SECONDS:
-        until, since = table.start, table.start - seconds
+        # Before the window nothing is known, which is not that nothing came.
+        until = numpy.maximum(table.start, table.start.min() + seconds)
+        since = until - seconds
         counts = (
             came[numpy.searchsorted(order, until, "right")]
             - came[numpy.searchsorted(order, since, "left")]
@@ -314,7 +379,7 @@ def detect_load(case: LateCase) -> Iterator[Candidate]:
     refuted = ""
     if not found.holds or late < MIN_RATE * usual:
         refuted = "requests that came alone are late as often"
-    yield _build(
+    yield build_candidate(
         cause_kinds.LOAD_INCREASE,
         f"late requests came at {late:.3g} in a second, typical ones at {usual:.3g}",
         found,
@@ -353,7 +418,7 @@ def detect_cold_cache(case: LateCase) -> Iterator[Candidate]:
     refuted = "" if holds else "like prompts with as many hits are late as often"
     if not refuted and typical - late < COLD_DROP:
         refuted = f"of the late prompts {late:.0%} was cached, of others {typical:.0%}"
-    yield _build(
+    yield build_candidate(
         cause_kinds.COLD_PREFIX_CACHE,
         f"prefix-cache hits {typical:.0%} of other prompts, {late:.0%} of the late ones",
         found,
@@ -386,11 +451,14 @@ def detect_own_size(case: LateCase) -> Iterator[Candidate]:
         )
     elif found.share_low <= 0:
         refuted = "their size takes no longer"
-    yield _build(
+    group = _find_common(case, Counter({int(row): 1 for row in numpy.flatnonzero(late)}), "group")
+    yield build_candidate(
         cause_kinds.OWN_SIZE,
-        f"median {sizes[0]:.0f} tokens to compute, of others {sizes[1]:.0f}",
+        f"{f'prompts of {group}: ' if group else ''}median {sizes[0]:.0f} tokens to compute, of others "
+        f"{sizes[1]:.0f}",
         found,
         refuted,
+        group,
         tokens_from=round(sizes[1]),
         tokens_to=round(sizes[0]),
     )
@@ -410,6 +478,8 @@ def detect_stage_causes(case: LateCase) -> Iterator[Candidate]:
         if not us.any():
             continue
         usual = float(us[case.typical].mean())
+        if case.before is not None:  # typical ones may have it, too
+            usual = min(usual, float(case.before.sum_words(*words).mean()))
         found = measure_share(case, us - usual)
         subject = _find_odd_place(case, us) if words == ("router.hop",) else ""
         refuted = ""
@@ -418,7 +488,7 @@ def detect_stage_causes(case: LateCase) -> Iterator[Candidate]:
         elif found.blocks < MIN_BLOCKS and not case.is_single:
             refuted = "too few separate requests carry it"
         late = float(us[case.late].mean())
-        yield _build(
+        yield build_candidate(
             kind,
             f"{words[0] if len(words) == 1 else 'the router itself'}"
             f"{f' to {subject}' if subject else ''}: {format_short(late)}, usual are {format_short(usual)}",
@@ -480,6 +550,24 @@ def detect_limits(case: LateCase) -> Iterator[Candidate]:
         )
 
 
+def detect_changes(case: LateCase) -> Iterator[Candidate]:
+    """What `diff` finds between the time before and now, as shares of the lateness that is new."""
+    pair = WindowPair(case.before.requests, case.table.requests) if case.before else None
+    if pair is None or pair.change <= 0:
+        return
+    for each in (found for detect in PAIR_DETECTORS for found in detect(pair)):
+        if each.kind == cause_kinds.SLOW_INSTANCE:  # which its peers of the same time tell better
+            continue
+        share, low, high = (
+            min(max(part, 0.0), 1.0) * case.new_share for part in (each.share, each.low, each.high)
+        )
+        is_change = each.kind != cause_kinds.MIX_CHANGE
+        found = replace(each, share=share, low=low, high=high, is_change=is_change)
+        yield found
+        if found.holds and is_change:
+            return  # what comes later are its consequences
+
+
 DETECTORS: Final[tuple[Callable[[LateCase], Iterator[Candidate]], ...]] = (
     detect_slow_instances,
     detect_pauses,
@@ -487,6 +575,7 @@ DETECTORS: Final[tuple[Callable[[LateCase], Iterator[Candidate]], ...]] = (
     detect_long_prompts,
     detect_cold_cache,
     detect_load,
+    detect_changes,
     detect_own_size,
     detect_limits,
 )

@@ -14,12 +14,28 @@ from typing import Any, Final
 
 import numpy
 
+from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.explain.cause_findings import LateDifference
 from ttft_otel.explain.window.request_facts import RequestEvidence
-from ttft_otel.explain.window.request_table import Codes, Contrast, Floats, Mask, RequestTable
+from ttft_otel.explain.window.request_table import (
+    MIN_SIDE,
+    Contrast,
+    Floats,
+    Mask,
+    RequestTable,
+)
 from ttft_otel.model.statistics import compute_weighted_quantiles
 
 MIN_SHARE: Final = 0.5  # of the difference, from which on a candidate explains it
+MIN_ODD_SHARE: Final = 0.25  # the same of a cause that no healthy window has any of
+OUTLIER_Z: Final = 4.0  # standard deviations: of a million sizes some thirty are beyond by chance
+MAD_TO_DEVIATION: Final = 1.4826
+SURE_Z: Final = 3.0  # standard errors by which more late requests are exposed than chance makes
+# Causes that are faults, not what every window has a little of.
+ODD_KINDS: Final = (
+    cause_kinds.SLOW_INSTANCE, cause_kinds.SLOW_FLEET, cause_kinds.PROCESS_PAUSE, cause_kinds.SLOW_HOP,
+    cause_kinds.ROUTER_BUSY, cause_kinds.FAILED_ATTEMPTS, cause_kinds.LOST_INSTANCE,
+)  # fmt: skip
 STEP_FLOOR_US: Final = 300.0  # below it, relative lengths of steps say nothing
 
 
@@ -36,11 +52,17 @@ class Candidate:
     refuted: str = ""  #: why it is not the cause; "" where it holds
     subject: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)  #: for the JSON
+    is_change: bool = False  #: against the time before, whose lateness is nothing to explain
 
     @property
     def holds(self) -> bool:
         """Whether it survives, and explains most."""
-        return not self.refuted and self.share >= MIN_SHARE
+        return not self.refuted and self.share >= (MIN_ODD_SHARE if self.is_odd else MIN_SHARE)
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether it is a fault or a change, not what every window has a little of."""
+        return self.is_change or self.kind in ODD_KINDS
 
 
 class LateCase:
@@ -71,13 +93,12 @@ class LateCase:
         """The stage with most of the difference, without its leg."""
         return self.difference.word
 
-    def attribute(self, exposed: Mask, strata: Codes | None = None) -> Contrast:
+    def attribute(self, exposed: Mask) -> Contrast:
         """How much of the lateness goes back to an exposure: more of it than the like others have."""
-        strata = self.table.sizes if strata is None else strata
         if not self.is_single:
-            return self.table.contrast(self.excess, exposed, strata)
+            return self._attribute_lateness(exposed)
         # One request has no rate of lateness: what the exposure takes from others counts, if it has it.
-        found = self.table.contrast(self.table.ttft, exposed, strata)
+        found = self.table.contrast(self.table.ttft, exposed, self.table.sizes)
         row = int(numpy.argmax(self.late))
         whole = max(float(self.excess[row]), 1.0)
         share, low, high = (
@@ -85,6 +106,53 @@ class LateCase:
             for each in (found.value, found.low, found.high)
         )
         return replace(found, share=share, share_low=low, share_high=high)
+
+    def _attribute_lateness(self, exposed: Mask) -> Contrast:
+        """The lateness of exposed requests beyond that of their unexposed like, as a share of all.
+
+        Late requests are few: the bootstrap draws among the pieces of time that have some, and that exposed
+        ones are late more often is asked of their number.
+        """
+        weights = self.table.weights
+        _, codes = numpy.unique(self.table.sizes, return_inverse=True)
+        one = numpy.ones(len(codes))
+
+        def gather(side: Mask, values: Floats) -> Floats:
+            found: Floats = numpy.bincount(
+                codes[side], (weights * values)[side], minlength=codes.max() + 1
+            ).astype(numpy.float64)
+            return found
+
+        inside, outside = gather(exposed, one), gather(~exposed, one)
+        usable = (inside >= MIN_SIDE) & (outside >= MIN_SIDE)
+        others = numpy.where(
+            usable, gather(~exposed, self.excess) / numpy.maximum(outside, 1e-9), 0.0
+        )
+        compared = usable[codes]
+        beyond = numpy.where(exposed & compared, self.excess - others[codes], 0.0)
+        late = compared & self.late
+        chance = (inside / numpy.maximum(inside + outside, 1e-9))[codes][late]
+        spread = float(numpy.sqrt((chance * (1 - chance)).sum()))
+        is_sure = (exposed & late).sum() - chance.sum() > SURE_Z * max(spread, 1e-9)
+        found = measure_share(self, beyond, numpy.ones(len(codes), bool))
+        low = found.share_low if is_sure else min(found.share_low, 0.0)
+        return replace(found, low=low, share_low=low)
+
+    @cached_property
+    def new_share(self) -> float:
+        """Which share of the lateness the slowest of the time before did not have; 0 without that."""
+        if self.before is None:
+            return 0.0
+        weights = self.table.weights
+        late, excess = (
+            float(numpy.average(each[self.late], weights=weights[self.late]))
+            for each in (self.table.ttft, self.excess)
+        )
+        share = weights[self.late].sum() / weights.sum()
+        least = self.before.find_quantile(self.before.ttft, 1 - share)
+        slow = self.before.ttft >= least
+        then = float(numpy.average(self.before.ttft[slow], weights=self.before.weights[slow]))
+        return min(max((late - then) / max(excess, 1.0), 0.0), 1.0)
 
     @cached_property
     def expected_compute(self) -> Floats:
@@ -109,6 +177,32 @@ class LateCase:
         )
         done = table.start + (table.ttft - after) / 1e6
         return done - inside / 1e6, done
+
+
+def build_candidate(
+    kind: str, sentence: str, found: Contrast, refuted: str, subject: str = "", **figures: object
+) -> Candidate:
+    """A candidate whose shares are those of a contrast."""
+    return Candidate(
+        kind,
+        sentence,
+        found.share,
+        found.share_low,
+        found.share_high,
+        found.blocks,
+        refuted,
+        subject,
+        figures,
+    )
+
+
+def is_outlier(sizes: Floats) -> Mask:
+    """Which sizes are beyond what the spread of most of them makes of chance; of their logarithms."""
+    logs = numpy.log(numpy.maximum(sizes, 1))
+    middle = float(numpy.median(logs))
+    spread = MAD_TO_DEVIATION * float(numpy.median(numpy.abs(logs - middle)))
+    found: Mask = logs > middle + OUTLIER_Z * max(spread, 1e-3)
+    return found
 
 
 def expect_compute(table: RequestTable, learn: Mask | None = None) -> Floats:
@@ -151,21 +245,21 @@ def compare_speed(table: RequestTable, exposed: Mask, among: Mask | None = None)
     return table.contrast(lengths, exposed, table.work, among)
 
 
-def measure_share(case: LateCase, beyond: Floats) -> Contrast:
-    """Which share of the lateness is this much of each late request; by pieces of time."""
-    chosen = numpy.flatnonzero(case.late)
-    blocks, weights = case.table.blocks[chosen], case.table.weights[chosen]
-    chance = numpy.random.default_rng(0)
-    places = numpy.unique(blocks)
+def measure_share(case: LateCase, beyond: Floats, among: Mask | None = None) -> Contrast:
+    """Which share of the lateness is this much of each late request, or of `among`; by pieces of time."""
+    weights, blocks = case.table.weights, case.table.blocks
+    counted = case.late if among is None else among
+    places = numpy.unique(blocks[case.late])
+    found = numpy.where(counted, weights * beyond, 0.0)
     sums = numpy.array(
-        [
-            [(weights * each)[blocks == at].sum() for each in (beyond[chosen], case.excess[chosen])]
-            for at in places
-        ]
+        [[found[blocks == at].sum(), (weights * case.excess)[blocks == at].sum()] for at in places]
     )
+    # What is exposed at other times, and was not late.
+    sums[:, 0] += found[~numpy.isin(blocks, places)].sum() / len(places)
+    chance = numpy.random.default_rng(0)
     drawn = chance.multinomial(len(places), numpy.full(len(places), 1 / len(places)), 400) @ sums
     ratios = drawn[:, 0] / numpy.maximum(drawn[:, 1], 1.0)
-    low, high = numpy.quantile(ratios, [0.025, 0.975])
+    low, high = (float(each) for each in numpy.quantile(ratios, [0.025, 0.975]))
     share = float(sums[:, 0].sum() / max(sums[:, 1].sum(), 1.0))
     carried = int((sums[:, 0] > 0.1 * sums[:, 1]).sum())
-    return Contrast(0.0, 0.0, 0.0, share, float(low), float(high), carried)
+    return Contrast(share, low, high, share, low, high, carried)
