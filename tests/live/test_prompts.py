@@ -205,12 +205,13 @@ async def compare_token_ids(url: str) -> tuple[int, int]:
 async def read_patiently(read: PromptReader, path: str, body: bytes) -> Prompt:
     """Read a prompt with several attempts: on a busy machine the limit of one second can be too short."""
     for _ in range(30):
-        late = read.counts["failed-late"]
+        late = read.counts["failed-late"] + read.counts["failed-loading"]
         found = await read.read_prompt(path, "tiny", body, BLOCK_TOKENS)
         if found is not None:
             return found
-        if read.counts["failed-late"] == late:
+        if read.counts["failed-late"] + read.counts["failed-loading"] == late:
             break
+        await asyncio.sleep(0.5)
     raise AssertionError((read.counts, body[:2000]))
 
 
