@@ -37,10 +37,11 @@ BACKEND_PLAN = InstancePlan(
 @contextlib.asynccontextmanager
 async def deploy_routed() -> AsyncIterator[tuple[Any, ...]]:
     """Two plain servers, of which one has a part of the prompt."""
-    source = scripted_knowledge.ScriptedSource(cached_by_url={})
+    cached_by_url: dict[str, int] = {}
+    source = scripted_knowledge.ScriptedSource(cached_by_url)
     routing = scripted_knowledge.build_routing_factory("ttft", None, source, ttft_model="trapezoid")
     async with run_routed_instances([BACKEND_PLAN] * 2, routing=routing) as (router, a, b):
-        source.cached_by_url[b.url] = 320
+        cached_by_url[b.url] = 320
         yield router, a, b
 
 
