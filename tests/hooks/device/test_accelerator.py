@@ -170,6 +170,16 @@ def test_encoder_runs(runs: Runs, case: AcceleratorCase) -> None:
         assert begin_error <= limit, run
 
 
+def test_table(runs: Runs) -> None:
+    """The docs quote these figures."""
+    page = DOCS_PAGE.read_text()
+
+    assert render_page(page, runs) == page, (
+        "write it anew: see tests/hooks/device/accelerator_table.py"
+    )
+
+
+# Last: each test drops the connector that `kinds` wraps, which the runs of the table need.
 @pytest.mark.parametrize("loop", ["async", "async, own process"])
 def test_pipeline_without_flag(
     kinds: dict[str, Any], loop: str, monkeypatch: pytest.MonkeyPatch
@@ -183,12 +193,3 @@ def test_pipeline_without_flag(
     assert min(error for error, _ in lengths) >= case.receive_us
     lengths = judgement.stage_errors["pipeline"]
     assert all(true >= case.receive_us and error == -true for error, true in lengths)
-
-
-def test_table(runs: Runs) -> None:
-    """The docs quote these figures."""
-    page = DOCS_PAGE.read_text()
-
-    assert render_page(page, runs) == page, (
-        "write it anew: see tests/hooks/device/accelerator_table.py"
-    )
