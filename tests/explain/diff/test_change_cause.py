@@ -161,6 +161,34 @@ def test_cause(windows: Callable[[], tuple[Window, Window]], kind: str, words: s
     assert " A: 400 requests from " in sentences[0]
 
 
+def test_an_encoder_that_nobody_needs() -> None:
+    """An encoder that serves nothing while no media come is not lost, however late the others are."""
+    a = [
+        replace(each, instances={**each.instances, "encode.encoder.compute": "encoder-0"})
+        if number % 2
+        else each
+        for number, each in enumerate(make_window())
+    ]
+    answer = compare(a, change_some(make_window(seed=2), everybody, wait_us=60_000))
+    assert answer.cause.kind != cause_kinds.LOST_INSTANCE, list_sentences(answer)
+    # Counter-test: requests that need one, and have none of it.
+    b = [
+        replace(each, instances={**each.instances, "encode.encoder.compute": "encoder-1"})
+        for each in a
+    ]
+    pair_a = [
+        replace(
+            each, instances={**each.instances, "encode.encoder.compute": f"encoder-{number % 2}"}
+        )
+        for number, each in enumerate(a)
+    ]
+    found = compare(pair_a, change_some(b, everybody, wait_us=60_000))
+    assert (found.cause.kind, found.cause.chosen.subject) == (
+        cause_kinds.LOST_INSTANCE,
+        "encoder-0",
+    )  # type: ignore[union-attr]
+
+
 def test_lost_first() -> None:
     """Where a tenth is lost, what the others say is no answer: percentiles are bounded with the lost ones."""
     lost = LostRequests(total=40, left=40, lengths_us=(5_000_000,) * 20)

@@ -282,12 +282,16 @@ def detect_lost_instances(pair: WindowPair) -> Iterator[Candidate]:
     for name in sorted(known - {""}):
         served = numpy.array([name in places for places in now])
         last = float(starts[served].max()) if served.any() else float(starts.min())
-        rate = sum(
-            each.facts.weight
-            for each, places in zip(pair.sides[0], before, strict=True)
-            if name in places
-        ) / max(float(numpy.ptp(table.start[~pair.now])), 1e-3)
-        if rate * (float(starts.max()) - last) >= MISSED:
+        # Of requests that need what it did: nobody misses an encoder while no media come.
+        stages = {
+            stage for each in pair.sides[0] for stage, at in each.instances.items() if at == name
+        }
+        needs = [
+            [each.facts.weight * bool(stages & each.instances.keys()) for each in side]
+            for side in pair.sides
+        ]
+        had = sum(weight for weight, places in zip(needs[0], before, strict=True) if name in places)
+        if had / sum(needs[0]) * float(numpy.array(needs[1])[starts > last].sum()) >= MISSED:
             lost.append(name)
             since = min(since, last)
     if not lost:
