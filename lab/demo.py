@@ -211,7 +211,11 @@ def build_demo_requests() -> list[DemoRequest]:
 
 
 def build_warmup_waves(demo_requests: Sequence[DemoRequest]) -> list[list[TimedRequest]]:
-    """The same waves with other images and words; not sampled, so that no trace is stored."""
+    """The same waves with other images and words.
+
+    They ask not to be sampled, which the router believes of no caller: they are not in the report, and in
+    the store they are what explain compares with, which needs 20 requests of a kind.
+    """
     waves: dict[int, list[TimedRequest]] = {}
     for demo_request in demo_requests:
         # Waves as they are: batches compile and allocate what single requests do not.
@@ -324,9 +328,7 @@ def plan_deployment(shape: str, connector: str, out: Path) -> DeploymentPlan:
     options = VllmOptions(model=tiny_models.build_model(tiny_models.VISION_RECIPE))
     if connector == EC_CPU_CONNECTOR:
         options = replace(options, runner="v2", connector=EC_CPU_CONNECTOR)
-    # The warm-up's requests ask not to be sampled, which a router believes only of callers it trusts.
-    trust = ("--trust-trace-headers",)
-    return DeploymentPlan(shape, options, chunk_tokens=CHUNK_TOKENS, folder=out, router_flags=trust)
+    return DeploymentPlan(shape, options, chunk_tokens=CHUNK_TOKENS, folder=out)
 
 
 def trace_deployment(
