@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 T_STEPS: Final = 4000  # of the integral of Student's density
 NO_SPREAD: Final = 1e-9  # a standard deviation up to this is rounding
+MIN_SIDE: Final = 10  # values before and after a split
+# Difference of the sides in standard errors; the best of many splits reaches 3 by chance.
+MIN_T: Final = 5.0
+MAX_BEFORE: Final = 0.25  # excess before the split, as a share of that after it
 
 
 def compute_quantiles(values: Iterable[float], shares: Iterable[float]) -> tuple[float, ...]:
@@ -139,3 +143,35 @@ def find_joint_intervals(drawn: Array, level: float) -> tuple[Array, Array]:
     )
     width = numpy.quantile(studentized.max(1), level) * spread
     return drawn[0] - width, drawn[0] + width
+
+
+def find_start(excess: Sequence[tuple[int, float, float]]) -> int:
+    """Unix nanoseconds of the first request after the split; 0 where the change was there from the start.
+
+    excess: (start of the request in Unix ns, microseconds above what was expected, weight), in any order.
+    The split is where the sum of squares between both sides is greatest (binary segmentation).
+    """
+    import numpy
+
+    ordered = sorted(excess)
+    count = len(ordered)
+    if count < 2 * MIN_SIDE:
+        return 0
+    _, values, weights = numpy.array(ordered, dtype=numpy.float64).T
+    splits = numpy.arange(MIN_SIDE, count - MIN_SIDE + 1)
+    sums, totals = numpy.cumsum(weights * values), numpy.cumsum(weights)
+    before, after = totals[splits - 1], totals[-1] - totals[splits - 1]
+    mean_before = sums[splits - 1] / before
+    mean_after = (sums[-1] - sums[splits - 1]) / after
+    between = before * after / totals[-1] * (mean_after - mean_before) ** 2
+    split = int(splits[numpy.argmax(between)])
+    means, errors = [], []
+    for side in (slice(0, split), slice(split, count)):
+        mean = float(numpy.average(values[side], weights=weights[side]))
+        parts = (weights[side] / weights[side].sum()) ** 2 * (values[side] - mean) ** 2
+        means.append(mean)
+        errors.append(float(parts.sum()))
+    step, error = means[1] - means[0], sum(errors) ** 0.5
+    if abs(means[0]) > MAX_BEFORE * abs(means[1]) or abs(step) <= MIN_T * error:
+        return 0
+    return ordered[split][0]

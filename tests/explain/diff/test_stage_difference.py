@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy
 import pytest
 
-from ttft_otel.explain.diff import stage_difference
 from ttft_otel.explain.diff.difference_text import list_notes
 from ttft_otel.explain.diff.stage_difference import (
     MIN_REQUESTS,
@@ -25,6 +24,7 @@ from ttft_otel.explain.window.request_facts import (
     RequestFacts,
     assign_strata,
 )
+from ttft_otel.model import statistics
 
 SECOND_NS = 1_000_000_000
 Chance = numpy.random.Generator
@@ -169,8 +169,8 @@ def test_no_change_point_in_noise() -> None:
     chance = numpy.random.default_rng(1)
     for _ in range(50):
         values = 40_000 + 10_000 * chance.standard_normal(200)
-        assert stage_difference.find_start([(at, us, 1.0) for at, us in enumerate(values)]) == 0
-    assert stage_difference.find_start([(1, 5.0, 1.0)] * 5) == 0
+        assert statistics.find_start([(at, us, 1.0) for at, us in enumerate(values)]) == 0
+    assert statistics.find_start([(1, 5.0, 1.0)] * 5) == 0
 
 
 def set_model(window: list[RequestFacts], large_share: float) -> list[RequestFacts]:

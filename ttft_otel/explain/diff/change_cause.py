@@ -15,13 +15,13 @@ import numpy
 
 from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.diff.stage_difference import Difference, compare_windows
-from ttft_otel.explain.diff.window_pair import PAIR_DETECTORS, WindowFigure, WindowPair
 from ttft_otel.explain.explain.cause_choice import HIGH, LOW, MAX_LOST_SHARE, MEDIUM, Cause
 from ttft_otel.explain.explain.cause_detectors import DETECTORS, MIN_BLOCKS
 from ttft_otel.explain.explain.cause_findings import divide_difference
 from ttft_otel.explain.explain.explanation import Bursts, find_bursts
 from ttft_otel.explain.explain.late_case import MIN_SHARE, Candidate, LateCase
 from ttft_otel.explain.explain.remedies import Remedy, find_remedy
+from ttft_otel.explain.explain.window_pair import PAIR_DETECTORS, WindowFigure, WindowPair
 from ttft_otel.explain.window.late_requests import ComparedRequests, take_middle
 from ttft_otel.explain.window.lost_requests import LostRequests
 from ttft_otel.explain.window.request_facts import (

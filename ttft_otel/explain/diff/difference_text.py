@@ -3,22 +3,26 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ttft_otel.explain.diff.change_cause import ChangeAnswer
+from ttft_otel.explain.diff.change_cause import MIN_CHANGE, ChangeAnswer
 from ttft_otel.explain.diff.stage_difference import LEVEL, MIX, Change, Difference
 from ttft_otel.explain.explain.cause_choice import Cause
+from ttft_otel.explain.explain.explanation_text import MAX_LINES, describe_shares
 from ttft_otel.explain.window.lost_requests import describe_lost
 from ttft_otel.explain.window.window_reading import describe_coverage, describe_reading
-from ttft_otel.report.show.terminal import format_short, remove_controls, round_ms
+from ttft_otel.report.show.terminal import (
+    format_short,
+    format_signed,
+    remove_controls,
+    round_ms,
+    to_local_time,
+)
 
-SMALL = 0.02  # of A's mean TTFT; a smaller change is no headline
-MAX_LINES = 6
 MAX_STAGES = 2  # of the changed ones, without --verbose
 MAX_OUTCOMES = 3  # likewise
 
@@ -59,13 +63,12 @@ def describe_answer(answer: ChangeAnswer) -> dict[str, Any]:
 
 def _describe_cause(answer: ChangeAnswer) -> dict[str, Any]:
     cause, chosen, remedy = answer.cause, answer.cause.chosen, answer.remedy
-    shares = ("share", "low", "high")
     return {
         "kind": cause.kind,
         "subject": chosen.subject if chosen else "",
         "sentence": cause.sentence,
         "confidence": cause.confidence,
-        **({each: round(getattr(chosen, each), 4) for each in shares} if chosen else {}),
+        **(describe_shares(chosen) if chosen else {}),
         "figures": dict(chosen.figures) if chosen else {},
         "remedy": remedy.describe(chosen.subject) if remedy and chosen else None,
     }
@@ -79,14 +82,14 @@ def describe_change(change: Change) -> dict[str, Any]:
     if change.kind:
         described["kind"] = change.kind
     if change.since_ns:
-        described["since"] = _to_local(change.since_ns).isoformat(timespec="seconds")
+        described["since"] = to_local_time(change.since_ns).isoformat(timespec="seconds")
     return described
 
 
 def list_sentences(answer: ChangeAnswer, verbose: bool = False) -> list[str]:
     """The cause and what was read, by how much, whose, when and what to do.
 
-    verbose: also what is not more than SMALL of the TTFT, and notes.
+    verbose: also what is not more than MIN_CHANGE of the TTFT, and notes.
     """
     difference, cause = answer.difference, answer.cause
     title = cause.kind.replace("_", " ").capitalize()
@@ -102,8 +105,9 @@ def list_sentences(answer: ChangeAnswer, verbose: bool = False) -> list[str]:
         f"p95 {format_signed(difference.p95.change_us)} "
         f"({difference.requests_a} → {difference.requests_b} requests)."
     )
-    sentences += {each.sampling: None for each in answer.coverage if each.sampling}
-    least = 0.0 if verbose else SMALL * ttft.a_us
+    # The same for both sides where one read is divided by --by.
+    sentences += dict.fromkeys(each.sampling for each in answer.coverage if each.sampling)
+    least = 0.0 if verbose else MIN_CHANGE * ttft.a_us
     large = [change for change in difference.named if abs(change.change_us) >= least]
     sentences += [_describe_in_words(change) for change in large[: None if verbose else MAX_STAGES]]
     # Said in words: an empty list could be taken for a comparison that failed.
@@ -173,7 +177,7 @@ def _describe_in_words(change: Change) -> str:
     if change.kind:
         sentence += f", nearly all of it in {change.kind} requests"
     if change.since_ns:
-        sentence += f", since {_to_local(change.since_ns):%H:%M:%S}"
+        sentence += f", since {to_local_time(change.since_ns):%H:%M:%S}"
     return f"{sentence}."
 
 
@@ -210,12 +214,3 @@ def print_answer(answer: ChangeAnswer, verbose: bool) -> None:
     console.print(
         Text("stages + mix = ttft, of the means; intervals hold all together", style="dim")
     )
-
-
-def format_signed(us: float) -> str:
-    """A time with its sign."""
-    return f"{'-' if us < 0 else '+'}{format_short(abs(us))}"
-
-
-def _to_local(unix_ns: int) -> datetime:
-    return datetime.fromtimestamp(unix_ns / 1e9).astimezone()

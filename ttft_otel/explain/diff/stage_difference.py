@@ -34,6 +34,7 @@ from ttft_otel.model.statistics import (
     draw_weights,
     find_interval,
     find_joint_intervals,
+    find_start,
 )
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
@@ -46,10 +47,6 @@ RESAMPLES: Final = 1000
 LEVEL: Final = 0.97
 MIX: Final = "mix of requests"
 MAIN_SHARE: Final = 0.8  # of a change, from which on it is said to be one kind's
-MIN_SIDE: Final = 10  # requests before and after the split
-# Difference of the sides in standard errors; the best of many splits reaches 3 by chance.
-MIN_T: Final = 5.0
-MAX_BEFORE: Final = 0.25  # excess before the split, as a share of that after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,33 +248,3 @@ def _locate_change(
         if not kind or requests[index].kind == kind
     ]
     return replace(change, kind=kind, since_ns=find_start(timed))
-
-
-def find_start(excess: Sequence[tuple[int, float, float]]) -> int:
-    """Unix nanoseconds of the first request after the split; 0 where the change was there from the start.
-
-    excess: (start of the request in Unix ns, microseconds above what was expected, weight), in any order.
-    The split is where the sum of squares between both sides is greatest (binary segmentation).
-    """
-    ordered = sorted(excess)
-    count = len(ordered)
-    if count < 2 * MIN_SIDE:
-        return 0
-    _, values, weights = numpy.array(ordered, dtype=numpy.float64).T
-    splits = numpy.arange(MIN_SIDE, count - MIN_SIDE + 1)
-    sums, totals = numpy.cumsum(weights * values), numpy.cumsum(weights)
-    before, after = totals[splits - 1], totals[-1] - totals[splits - 1]
-    mean_before = sums[splits - 1] / before
-    mean_after = (sums[-1] - sums[splits - 1]) / after
-    between = before * after / totals[-1] * (mean_after - mean_before) ** 2
-    split = int(splits[numpy.argmax(between)])
-    means, errors = [], []
-    for side in (slice(0, split), slice(split, count)):
-        mean = float(numpy.average(values[side], weights=weights[side]))
-        parts = (weights[side] / weights[side].sum()) ** 2 * (values[side] - mean) ** 2
-        means.append(mean)
-        errors.append(float(parts.sum()))
-    step, error = means[1] - means[0], sum(errors) ** 0.5
-    if abs(means[0]) > MAX_BEFORE * abs(means[1]) or abs(step) <= MIN_T * error:
-        return 0
-    return ordered[split][0]

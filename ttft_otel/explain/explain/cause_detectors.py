@@ -14,8 +14,11 @@ from typing import Final
 import numpy
 
 from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.diff.window_pair import PAIR_DETECTORS, WindowPair
 from ttft_otel.explain.explain.late_case import (
+    MIN_FACTOR,
+    MIN_OWN_REQUESTS,
+    STEP_WORDS,
+    SURE_FACTOR,
     Candidate,
     LateCase,
     build_candidate,
@@ -23,14 +26,12 @@ from ttft_otel.explain.explain.late_case import (
     is_outlier,
     measure_share,
 )
+from ttft_otel.explain.explain.window_pair import PAIR_DETECTORS, WindowPair
 from ttft_otel.explain.window.request_facts import HOP, count_values
 from ttft_otel.explain.window.request_table import Contrast, Floats, Mask
 from ttft_otel.model.wait_reasons import WAIT_STAGES
 from ttft_otel.report.show.terminal import format_short
 
-MIN_FACTOR: Final = 1.25  # of like steps, from which on an instance is slow
-SURE_FACTOR: Final = 1.1  # the least that the interval of that factor must exceed
-MIN_REQUESTS: Final = 10  # of an instance, to know its speed
 MIN_BLOCKS: Final = 3  # separate pieces of time that must carry a cause
 API_STAGES: Final = ("receive", "preprocess", "output", "egress")
 GIVEN_AFTER: Final = ("preprocess", "egress")  # of these: after them a request leaves the process
@@ -73,13 +74,12 @@ def detect_slow_instances(case: LateCase) -> Iterator[Candidate]:
     """Instances whose steps take longer than those of others for the same work."""
     table = case.table
     names = numpy.array(table.instances)
-    spent = table.sum_words(
-        "prefill.queue", "prefill.compute", "prefill.stall", "dispatch", "sample"
-    )
+    spent = table.sum_words("prefill.queue", *STEP_WORDS)
     for name in sorted(set(table.instances) - {""}):
         here = names == name
         peers = (table.pools == table.pools[numpy.argmax(here)]) & ~here
-        if here.sum() < MIN_REQUESTS or peers.sum() < MIN_REQUESTS or not (here & case.late).any():
+        is_known = min(here.sum(), peers.sum()) >= MIN_OWN_REQUESTS
+        if not is_known or not (here & case.late).any():
             continue
         slow, speed = _compare_instance(case, here, peers)
         factor, low, high = (

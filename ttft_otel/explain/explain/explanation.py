@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Final
 
 from ttft_otel.explain.explain.cause_choice import (
@@ -30,7 +29,7 @@ from ttft_otel.explain.window.late_requests import UNUSUAL_RANK, ComparedRequest
 from ttft_otel.explain.window.lost_requests import LostRequests
 from ttft_otel.explain.window.request_facts import RequestEvidence
 from ttft_otel.model.stages import WAIT_REASONS
-from ttft_otel.report.show.terminal import format_short
+from ttft_otel.report.show.terminal import format_short, to_local_time
 from ttft_otel.report.window_sample import Coverage
 
 # Draws of the bootstrap in which the largest stage is the largest one.
@@ -52,10 +51,7 @@ class Bursts:
     @property
     def sentence(self) -> str:
         """When, and how often."""
-        first, last = (
-            f"{datetime.fromtimestamp(each / 1e9).astimezone():%H:%M:%S}"
-            for each in (self.first_ns, self.last_ns)
-        )
+        first, last = (f"{to_local_time(each):%H:%M:%S}" for each in (self.first_ns, self.last_ns))
         if self.count == 1:
             return f"When: all of them from {first} to {last}."
         every = format_short((self.last_ns - self.first_ns) / 1000 / (self.count - 1))

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.diff.difference_text import format_signed
 from ttft_otel.explain.diff.stage_difference import LEVEL
 from ttft_otel.explain.explain.explanation import Explanation, describe_reasons
 from ttft_otel.explain.explain.late_case import Candidate
@@ -21,7 +19,13 @@ from ttft_otel.explain.window.lost_requests import describe_lost
 from ttft_otel.explain.window.request_facts import count_requests
 from ttft_otel.explain.window.window_reading import describe_coverage, describe_reading
 from ttft_otel.model.stages import UNATTRIBUTED, find_rule_group
-from ttft_otel.report.show.terminal import format_short, remove_controls, round_ms
+from ttft_otel.report.show.terminal import (
+    format_short,
+    format_signed,
+    remove_controls,
+    round_ms,
+    to_local_time,
+)
 
 QUALITATIVE = "qualitative"  # a price is what a setting trades
 PREDICTED = "predicted"  # what-if has its figure, the time per output token
@@ -280,7 +284,7 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
 
 
 def _format_moment(unix_ns: int) -> str:
-    return datetime.fromtimestamp(unix_ns / 1e9).astimezone().isoformat(timespec="milliseconds")
+    return to_local_time(unix_ns).isoformat(timespec="milliseconds")
 
 
 def _describe_looked_at(each: Candidate) -> dict[str, Any]:
@@ -288,12 +292,13 @@ def _describe_looked_at(each: Candidate) -> dict[str, Any]:
         "kind": each.kind,
         "subject": each.subject,
         "sentence": each.sentence,
-        **_describe_shares(each),
+        **describe_shares(each),
         "refuted": each.refuted,
     }
 
 
-def _describe_shares(each: Candidate) -> dict[str, float]:
+def describe_shares(each: Candidate) -> dict[str, float]:
+    """Of the lateness, or of the change, that a candidate accounts for."""
     return {name: round(getattr(each, name), 4) for name in ("share", "low", "high")}
 
 
@@ -313,7 +318,7 @@ def _describe_cause(explanation: Explanation) -> dict[str, Any]:
         "remedy": None,
     }
     if chosen is not None:
-        described |= {**chosen.figures, **_describe_shares(chosen)}
+        described |= {**chosen.figures, **describe_shares(chosen)}
     if remedy is not None and chosen is not None:
         described["remedy"] = {
             "text": remedy.describe(chosen.subject),

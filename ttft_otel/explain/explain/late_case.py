@@ -36,6 +36,11 @@ ODD_KINDS: Final = (
     cause_kinds.SLOW_INSTANCE, cause_kinds.SLOW_FLEET, cause_kinds.PROCESS_PAUSE, cause_kinds.SLOW_HOP,
     cause_kinds.ROUTER_BUSY, cause_kinds.FAILED_ATTEMPTS, cause_kinds.LOST_INSTANCE,
 )  # fmt: skip
+# Stages from where the engine takes a prompt to its first token.
+STEP_WORDS: Final = ("dispatch", "pipeline", "prefill.compute", "prefill.stall", "sample")
+MIN_FACTOR: Final = 1.25  # of like steps, from which on an instance is slow
+SURE_FACTOR: Final = 1.1  # the least that the interval of that factor must exceed
+MIN_OWN_REQUESTS: Final = 10  # of an instance, to know its speed
 STEP_FLOOR_US: Final = 300.0  # below it, relative lengths of steps say nothing
 
 
@@ -172,9 +177,7 @@ class LateCase:
         """When the engine took each request, and when it had its first token; seconds."""
         table = self.table
         after = table.sum_words("output", "egress", "router.egress", "unattributed")
-        inside = table.sum_words(
-            "prefill.compute", "prefill.stall", "dispatch", "pipeline", "sample"
-        )
+        inside = table.sum_words(*STEP_WORDS)
         done = table.start + (table.ttft - after) / 1e6
         return done - inside / 1e6, done
 

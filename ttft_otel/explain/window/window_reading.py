@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Any
 
 import click
@@ -27,6 +26,7 @@ from ttft_otel.explain.window.lost_requests import LostRequests, count_lost
 from ttft_otel.explain.window.request_facts import RequestEvidence, build_evidence
 from ttft_otel.explain.window.unseen_work import compare_others
 from ttft_otel.report.breakdown_source import BreakdownSource
+from ttft_otel.report.show.terminal import to_local_time
 from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
 from ttft_otel.report.window_sample import (
     LATE,
@@ -133,7 +133,7 @@ def describe_reading(coverage: Coverage) -> str:
     counts, read = coverage.counts, coverage.read
     if not coverage.requests:
         return "No requests."
-    begin, end = (_to_moment(each) for each in (coverage.first_ns, coverage.last_ns))
+    begin, end = (to_local_time(each) for each in (coverage.first_ns, coverage.last_ns))
     text = f"{coverage.requests} requests from {begin:%Y-%m-%d %H:%M:%S} to {end:%H:%M:%S}"
     chosen = " and ".join(
         f"all {counts[stratum]} {name}"
@@ -154,18 +154,14 @@ def describe_reading(coverage: Coverage) -> str:
     return f"{text}; {'; '.join(parts)}."
 
 
-def _to_moment(ns: int) -> datetime:
-    return datetime.fromtimestamp(ns / 1e9).astimezone()
-
-
 def describe_coverage(coverage: Coverage) -> dict[str, Any]:
     """The JSON of what was read of a window."""
     counts, read = coverage.counts, coverage.read
     return {
         "requests": coverage.requests,
         "read": sum(read.values()),
-        "from": _to_moment(coverage.first_ns).isoformat() if coverage.requests else None,
-        "to": _to_moment(coverage.last_ns).isoformat() if coverage.requests else None,
+        "from": to_local_time(coverage.first_ns).isoformat() if coverage.requests else None,
+        "to": to_local_time(coverage.last_ns).isoformat() if coverage.requests else None,
         "late": {"requests": counts[LATE], "read": read[LATE]},
         "others": {"requests": counts[OTHER], "read": read[OTHER]},
         "lost": {"requests": counts[LOST], "read": read[LOST]},

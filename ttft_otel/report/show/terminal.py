@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Final
 
 from rich.console import Console, Group
@@ -257,3 +258,13 @@ def format_short(us: float) -> str:
     if us < 1000:
         return f"{us:.0f} µs"
     return f"{us / 1000:.2f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
+
+
+def format_signed(us: float) -> str:
+    """A time with its sign."""
+    return f"{'-' if us < 0 else '+'}{format_short(abs(us))}"
+
+
+def to_local_time(unix_ns: int) -> datetime:
+    """A moment in the reader's time zone, as commands show it."""
+    return datetime.fromtimestamp(unix_ns / 1e9).astimezone()

@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two windows as one table, and the causes that only a comparison of them tells. Pure; needs numpy.
 
-Input: RequestEvidence of A, which is before, and of B, which is asked about. Output: Candidates, for
-change_cause.py.
+Input: RequestEvidence of A, which is before, and of B, which is asked about. Output: Candidates, for `diff`,
+and for the detectors of `explain` where the store has the time before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import cached_property
 from typing import Final
 
 import numpy
 
 from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.diff.stage_difference import find_start
-from ttft_otel.explain.explain.late_case import Candidate, compare_speed, expect_compute
+from ttft_otel.explain.explain.late_case import (
+    MIN_FACTOR,
+    MIN_OWN_REQUESTS,
+    STEP_WORDS,
+    SURE_FACTOR,
+    Candidate,
+    compare_speed,
+    expect_compute,
+)
 from ttft_otel.explain.window.request_facts import RequestEvidence, count_values
 from ttft_otel.explain.window.request_table import (
     BLOCKS,
@@ -27,13 +33,10 @@ from ttft_otel.explain.window.request_table import (
     Mask,
     RequestTable,
 )
-from ttft_otel.model.statistics import draw_weights, find_interval
-from ttft_otel.report.show.terminal import format_short
+from ttft_otel.model.statistics import draw_weights, find_interval, find_start
+from ttft_otel.report.show.terminal import format_signed, to_local_time
 
-MIN_FACTOR: Final = 1.25  # of like steps, from which on an instance is slower than before
 PART_FACTOR: Final = 1.5  # of like steps in a piece of the window
-SURE_FACTOR: Final = 1.1  # the least that the interval of that factor must exceed
-MIN_REQUESTS: Final = 10  # of an instance, to know its speed
 MIN_DROP: Final = 0.1  # of the cached share of like prompts
 MIN_SHIFT: Final = 0.1  # of an instance's share of the requests
 MIN_RATE: Final = 1.25  # times the rate of before
@@ -46,9 +49,7 @@ SHARED_BY: Final[Mapping[str, Callable[[RequestEvidence], str]]] = {
     "instance": lambda each: each.work.instance,
 }
 MISSED: Final = 12.0  # requests that an instance would have had since its last one
-ENGINE_WORDS: Final = (
-    "prefill.queue", "prefill.compute", "prefill.stall", "dispatch", "sample", "encoder.queue",
-)  # fmt: skip
+ENGINE_WORDS: Final = ("prefill.queue", "encoder.queue", *STEP_WORDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,7 @@ def detect_slow_steps(pair: WindowPair) -> Iterator[Candidate]:
     looked_at = 0.0
     for name in sorted(set(table.instances) - {""}):
         here = names == name
-        if min((here & now).sum(), (here & ~now).sum()) < MIN_REQUESTS:
+        if min((here & now).sum(), (here & ~now).sum()) < MIN_OWN_REQUESTS:
             continue
         looked_at += table.weights[here & now].sum()
         factor, low, high = _compare_steps(pair, here, here & now)
@@ -245,7 +246,7 @@ def _find_slow_parts(pair: WindowPair, here: Mask) -> list[float]:
     for piece in range(BLOCKS // 2, BLOCKS):
         part = here & (table.blocks == piece)
         if (
-            part.sum() >= MIN_REQUESTS
+            part.sum() >= MIN_OWN_REQUESTS
             and (factor := _compare_steps(pair, here, part)[0]) >= PART_FACTOR
         ):
             found.append(factor)
@@ -326,8 +327,8 @@ def detect_shift(pair: WindowPair) -> Iterator[Candidate]:
     grown = share * max(now_us - then_us, 0.0) if then else 0.0
     yield pair.build(
         cause_kinds.INSTANCE_SHIFT,
-        f"other instances served them ({name}: {then:.0%} to {share:.0%}): {_sign(float(drawn[0]))}; each by "
-        f"itself {_sign(each)}",
+        f"other instances served them ({name}: {then:.0%} to {share:.0%}): "
+        f"{format_signed(float(drawn[0]))}; each by itself {format_signed(each)}",
         drawn + grown,
         subject=name,
         share_from=round(then, 4),
@@ -351,7 +352,7 @@ def detect_hits(pair: WindowPair) -> Iterator[Candidate]:
     drawn = drawn - pair.draw_composition(sizes)
     yield pair.build(
         cause_kinds.COLD_PREFIX_CACHE,
-        f"{HITS} fell from {then:.0%} to {after:.0%}: {_sign(float(drawn[0]))}",
+        f"{HITS} fell from {then:.0%} to {after:.0%}: {format_signed(float(drawn[0]))}",
         drawn,
         hits_from=round(then, 4),
         hits_to=round(after, 4),
@@ -369,7 +370,7 @@ def detect_mix(pair: WindowPair) -> Iterator[Candidate]:
     drawn = pair.draw_composition(labels)
     yield pair.build(
         cause_kinds.MIX_CHANGE,
-        f"other requests came: {_describe_mix(pair)}{_sign(float(drawn[0]))}",
+        f"other requests came: {_describe_mix(pair)}{format_signed(float(drawn[0]))}",
         drawn,
         tokens_from=round(pair.average(table.tokens, ~pair.now)),
         tokens_to=round(pair.average(table.tokens, pair.now)),
@@ -402,11 +403,7 @@ def detect_rate(pair: WindowPair) -> Iterator[Candidate]:
 
 
 def _describe_since(ns: int) -> str:
-    return f" since {datetime.fromtimestamp(ns / 1e9).astimezone():%H:%M:%S}" if ns else ""
-
-
-def _sign(us: float) -> str:
-    return f"{'-' if us < 0 else '+'}{format_short(abs(us))}"
+    return f" since {to_local_time(ns):%H:%M:%S}" if ns else ""
 
 
 PAIR_DETECTORS: Final[tuple[Callable[[WindowPair], Iterator[Candidate]], ...]] = (
