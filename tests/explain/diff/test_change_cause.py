@@ -161,6 +161,19 @@ def test_cause(windows: Callable[[], tuple[Window, Window]], kind: str, words: s
     assert " A: 400 requests from " in sentences[0]
 
 
+def test_two_of_three_are_slow() -> None:
+    """Neither is told as the only one; of one alone that is said."""
+    a, b = (
+        move(make_window(seed=seed), "chat-2", lambda number: number % 3 == 0) for seed in (1, 2)
+    )
+    two = compare(a, change_some(b, lambda _, each: each.work.instance != "chat-2", 3.0)).cause
+    one = compare(a, change_some(b, is_second, 3.0)).cause
+    assert (two.kind, one.kind) == (cause_kinds.SLOW_INSTANCE,) * 2
+    assert "those of others do not" not in two.sentence
+    assert "as those of some others do" in two.sentence
+    assert "those of others do not" in one.sentence
+
+
 def test_an_encoder_that_nobody_needs() -> None:
     """An encoder that serves nothing while no media come is not lost, however late the others are."""
     a = [

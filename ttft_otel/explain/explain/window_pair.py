@@ -192,12 +192,12 @@ def detect_slow_steps(pair: WindowPair) -> Iterator[Candidate]:
     table, now = pair.table, pair.now
     names = numpy.array(table.instances)
     slow: dict[str, tuple[float, float, float]] = {}
-    looked_at = 0.0
+    weights: dict[str, float] = {}  # of requests now, of the instances that can be compared
     for name in sorted(set(table.instances) - {""}):
         here = names == name
         if min((here & now).sum(), (here & ~now).sum()) < MIN_OWN_REQUESTS:
             continue
-        looked_at += table.weights[here & now].sum()
+        weights[name] = float(table.weights[here & now].sum())
         factor, low, high = _compare_steps(pair, here, here & now)
         if factor >= MIN_FACTOR and low >= SURE_FACTOR:
             slow[name] = factor, low, high
@@ -205,17 +205,19 @@ def detect_slow_steps(pair: WindowPair) -> Iterator[Candidate]:
             slow[name] = float(numpy.median(parts)), min(parts), max(parts)
     if not slow:
         return
-    known = sum(table.weights[(names == name) & now].sum() for name in slow)
-    if known >= 0.9 * looked_at and (len(slow) > 1 or len(set(table.instances)) == 1):
+    known = sum(weights[name] for name in slow)
+    if known >= 0.9 * sum(weights.values()) and (len(slow) > 1 or len(set(table.instances)) == 1):
         factor, since_ns = _find_fleet_factor(pair)
+        which = "all" if len(slow) == len(weights) else f"{len(slow)} of {len(weights)}"
         yield pair.build(
             cause_kinds.SLOW_FLEET,
-            f"steps of all instances take {factor:.1f} times as long as before for the same work"
+            f"steps of {which} instances take {factor:.1f} times as long as before for the same work"
             f"{_describe_since(since_ns)}",
             pair.engine_change,
             factor=round(factor, 3),
         )
         return
+    others = ", those of others do not" if len(slow) == 1 else ", as those of some others do"
     for name, (factor, low, high) in slow.items():
         here = names == name
         usual = pair.average(table.ttft, here & ~now)
@@ -223,7 +225,7 @@ def detect_slow_steps(pair: WindowPair) -> Iterator[Candidate]:
         yield pair.build(
             cause_kinds.SLOW_INSTANCE,
             f"steps of {name} take {factor:.2f} times as long as before for the same work "
-            f"({low:.2f} to {high:.2f}), those of others do not",
+            f"({low:.2f} to {high:.2f}){others}",
             float(share * (pair.average(table.ttft, here & now) - usual)),
             subject=name,
             factor=round(factor, 3),
