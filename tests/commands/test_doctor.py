@@ -318,6 +318,7 @@ def test_platform_and_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         + runner.format("ExtendedModelRunner", "super().execute_model()")
         + runner.format("NPUWorker", 1)
     )
+    (tmp_path / "npu" / "template.py").write_text("def execute_model({{ name }}:")
     (tmp_path / "ray.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     points = [EntryPoint("npu", "npu:register", "g"), EntryPoint("cpu", "vllm.cpu:register", "g")]

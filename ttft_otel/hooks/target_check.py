@@ -77,12 +77,16 @@ def find_unhooked_runners() -> dict[str, str]:
             for path in Path(folder).rglob("*.py"):
                 text = path.read_bytes()
                 if b"def execute_model" in text:
-                    names = _list_unhooked_runners(ast.parse(text, str(path)))
+                    names = _list_unhooked_runners(text)
                     found |= dict.fromkeys(names, package)
     return found
 
 
-def _list_unhooked_runners(tree: ast.Module) -> list[str]:
+def _list_unhooked_runners(source: bytes) -> list[str]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # a template, or for another Python: it is in no worker
+        return []
     return [
         kind.name
         for kind in tree.body
