@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partition the time of a call to a leg into stages, by what its instance says in Server-Timing. Pure.
 
-router/records.py passes a request's attempts, exporter/spans/span_content.py those of a Record.
+router/timeline.py passes a request's attempts, exporter/spans/span_content.py those of a Record.
 A leg without Server-Timing is unattributed.
 """
 

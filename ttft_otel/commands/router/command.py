@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 DRAIN_TIMEOUT_S: Final = 30.0  # seconds for requests in flight to finish after SIGTERM
 MAX_WORKERS: Final = 256  # each reports each of its requests to all others
+log: Final = logging.getLogger("ttft_otel")
+
 EXAMPLES: Final = """
 \b
 One plain vLLM server:
@@ -296,9 +298,6 @@ async def _run_background(
         if store is not None:
             await stack.enter_async_context(store)
         yield
-
-
-log: Final = logging.getLogger("ttft_otel")
 
 
 class ConfigReloader:

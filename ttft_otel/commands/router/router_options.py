@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from ttft_otel.router.workers.worker import WorkerLink
 
 ENV_PREFIX: Final = "TTFT_OTEL_ROUTER_"
+DISCOVER_INTERVAL_S: Final = 5.0  # seconds between two questions to DNS; the TTL of cluster DNS
+DEFAULT_PREFIX: Final = "ttft-otel"  # of keys in the shared store
+# What a URL of the client may say; everything else could turn off checks and time-outs.
+FILE_OPTIONS: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 # Key of the context's `meta` under which the command line is kept.
 ARGUMENTS_KEY: Final = "ttft_otel.arguments"
 # What SIGHUP applies; everything else is built into objects that live as long as the router.
@@ -306,7 +310,7 @@ def take_limits(given: Mapping[str, Any]) -> tuple[RouterLimits, dict[str, Any]]
 
 
 def add_access_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
-    """Add the flags to a command."""
+    """Add the flags of who may call, and what is believed of callers to a command."""
     return add_options(
         declare_option(
             # Repeatable: while one key replaces another (SIGHUP applies it), both have to be valid.
@@ -363,11 +367,8 @@ def check_keys(_: click.Context, __: click.Parameter, keys: tuple[str, ...]) -> 
     return keys
 
 
-DISCOVER_INTERVAL_S: Final = 5.0  # seconds between two questions to DNS; the TTL of cluster DNS
-
-
 def add_discovery_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
-    """Add the flags to a command."""
+    """Add the flags of where instances are found to a command."""
     return add_options(
         declare_option(
             "--discover",
@@ -429,13 +430,8 @@ def _build_source(address: SourceAddress, interval_s: float, api_url: str) -> In
     return KubernetesSource(address, api)
 
 
-DEFAULT_PREFIX: Final = "ttft-otel"
-# What a URL of the client may say; everything else could turn off checks and time-outs.
-FILE_OPTIONS: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-
-
 def add_shared_state_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
-    """Add the flags to a command."""
+    """Add the flags of the store of several replicas to a command."""
     return add_options(
         declare_option(
             "--shared-state",
@@ -485,7 +481,7 @@ def check_store_url(_: click.Context, __: click.Parameter, text: str) -> str:
     return text
 
 
-def build_settings(options: RouterOptions) -> StoreSettings | None:
+def build_store_settings(options: RouterOptions) -> StoreSettings | None:
     """What the flags say, None without --shared-state. Raises UsageError, with the remedy."""
     password_file, prefix = options.shared_state_password_file, options.shared_state_prefix
     if not options.shared_state:
@@ -506,7 +502,7 @@ def build_lone_link(
     options: RouterOptions, pool: InstancePool, routing: RoutingService
 ) -> StoreLink | None:
     """What joins a router without --workers to the store; None without it. Raises UsageError."""
-    settings = build_settings(options)
+    settings = build_store_settings(options)
     # Workers have one each (worker_processes.py); here it is only checked.
     if settings is None or options.workers > 1:
         return None
@@ -517,7 +513,7 @@ def build_lone_link(
 
 def build_worker_link(options: RouterOptions, link: WorkerLink) -> StoreLink | None:
     """What joins one of several workers to the store; None without it. Raises UsageError."""
-    settings = build_settings(options)
+    settings = build_store_settings(options)
     if settings is None:
         return None
     from ttft_otel.router.shared_state.store_link import StoreLink

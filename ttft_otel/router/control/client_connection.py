@@ -69,11 +69,11 @@ class ClientConnections:
         # Some sockets more, so that the first ones beyond the limit can be answered why.
         self.max_open_sockets = max_connections + max(1, max_connections // 8)
         self.awaited_heads: DeadlineQueue[ClientConnection] = DeadlineQueue(limits.head_timeout)
-        # Time for a client to read its refusal while it still sends a body.
         # What waits to be read by a client would hold its request, and its instance's, without end.
         self.unread: DeadlineQueue[ClientConnection] = DeadlineQueue(
             limits.send_timeout, methodcaller("end_unread")
         )
+        # Time for a client to read its refusal while it still sends a body.
         self.lingering: DeadlineQueue[ClientConnection] = DeadlineQueue(MAX_LINGER_S)
         self.idle_clients: DeadlineQueue[ClientConnection] = DeadlineQueue(
             IDLE_S,

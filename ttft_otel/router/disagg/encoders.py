@@ -37,6 +37,9 @@ from ttft_otel.tracing import clock, context
 MAX_CONCURRENT_CALLS: Final = 64  # calls of one request in flight
 # Default token count per image when unknown; equal weights make routing fall back to request counts.
 DEFAULT_ITEM_TOKENS: Final = 576
+LOG_INTERVAL_US: Final = 60_000_000  # microseconds: at most one line in that time
+MAX_LOGGED_INSTANCES: Final = 4  # instances in one line, those with the most items
+log: Final = logging.getLogger("ttft_otel")
 
 
 def build_encoder_requests(
@@ -201,11 +204,6 @@ def add_ec_params(
         return replace(request, media_encoded=True)
     body_bytes = splice_params(request.body, params) if params else request.body
     return replace(request, body=body_bytes, media_encoded=True)
-
-
-LOG_INTERVAL_US: Final = 60_000_000  # microseconds: at most one line in that time
-MAX_LOGGED_INSTANCES: Final = 4  # instances in one line, those with the most items
-log: Final = logging.getLogger("ttft_otel")
 
 
 class RecomputedMediaLog:

@@ -22,8 +22,8 @@ from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.instance_connection import PIECE_BYTES, InstanceConnection
 
-# A tab is allowed in a header's value (RFC 9110 section 5.5); a line break would end it.
 ANY_TIME_S: Final = 1e8  # three years
+# A tab is allowed in a header's value (RFC 9110 section 5.5); a line break would end it.
 _CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 
 

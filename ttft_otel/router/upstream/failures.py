@@ -24,6 +24,14 @@ from ttft_otel.router.timeline import Attempt
 # What an instance's answer can end in. asyncio.TimeoutError is no OSError before Python 3.11.
 UPSTREAM_ERRORS: Final = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
 MAX_DESCRIPTION_CHARS: Final = 256
+MAX_RETRIES: Final = 2  # of one request, beyond the first attempt
+MAX_ENCODER_RETRIES: Final = 1  # of an encoder's call
+MAX_RACE_RETRIES: Final = 1  # of a request, after connections that broke
+RETRY_BUDGET_RATIO: Final = 0.2  # retries per request that the budget allows in the long run
+MAX_SAVED_RETRIES: Final = 20.0  # limit of saved retries, and the number at start
+FIRST_BACKOFF_S: Final = 0.025  # seconds: the longest first wait, doubled each time
+RACE_WINDOW_US: Final = 100_000  # microseconds
+UNAVAILABLE_STATUSES: Final = frozenset({502, 503, 504})
 # The router itself has no file descriptor, port or memory left for one more connection.
 _SHORTAGE_CODES: Final = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
@@ -70,16 +78,6 @@ def build_unavailable_error(leg: str, error: BaseException) -> UpstreamUnavailab
     # The texts of aiohttp's errors name addresses; those of ours do not.
     reason = error if isinstance(error, InvalidAnswer | FirstByteTimeout) else type(error).__name__
     return UpstreamUnavailable(status, f"The {f'{leg} ' if leg else ''}instance failed: {reason}.")
-
-
-MAX_RETRIES: Final = 2  # of one request, beyond the first attempt
-MAX_ENCODER_RETRIES: Final = 1  # of an encoder's call
-MAX_RACE_RETRIES: Final = 1  # of a request, after connections that broke
-RETRY_BUDGET_RATIO: Final = 0.2  # retries per request that the budget allows in the long run
-MAX_SAVED_RETRIES: Final = 20.0  # limit of saved retries, and the number at start
-FIRST_BACKOFF_S: Final = 0.025  # seconds: the longest first wait, doubled each time
-RACE_WINDOW_US: Final = 100_000  # microseconds
-UNAVAILABLE_STATUSES: Final = frozenset({502, 503, 504})
 
 
 class RetryBudget:
