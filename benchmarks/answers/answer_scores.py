@@ -137,7 +137,7 @@ def judge_window(
 def judge_explanation(answer: dict[str, Any], truth: Truth) -> tuple[str, str]:
     """A verdict about an answer of `explain`, and what it said in short."""
     if not answer.get("answered"):
-        said = f"refused: {answer.get('error', answer)}"
+        said = f"refused: {answer['refusal']}"
         # A refusal that tells the loss has told the truth.
         is_loss = "lost_requests" in truth.kinds and "without a first token" in said
         return (RIGHT if truth.refusal or is_loss else PARTLY), said
@@ -171,7 +171,7 @@ def judge_explanation(answer: dict[str, Any], truth: Truth) -> tuple[str, str]:
 def judge_diff(answer: dict[str, Any], truth: Truth) -> tuple[str, str]:
     """A verdict about an answer of `diff`."""
     if not answer.get("answered"):
-        return (RIGHT if truth.refusal else PARTLY), f"refused: {answer.get('error', answer)}"
+        return (RIGHT if truth.refusal else PARTLY), f"refused: {answer['refusal']}"
     kinds = truth.change or truth.kinds
     cause = answer.get("cause")
     named = list(answer["named"])

@@ -398,7 +398,7 @@ def list_fleets() -> list[KnownWindow]:
 
 
 def list_others() -> list[KnownWindow]:
-    """Clients that give up, few requests, parts of a long time, what the scheduler sets aside."""
+    """Clients that give up, parts of a long time, what the scheduler sets aside."""
     patient = ask_chat(9.0, answer=200, patience=4 * SECOND)
     tight = change_site(PLAIN, max_num_seqs=4)
     lost = Truth(("lost_requests",), (), (), ())
@@ -412,7 +412,7 @@ def list_others() -> list[KnownWindow]:
             int(chance.random() < 0.15) * int(400_000 * chance.lognormal(0, 0.3))
         ),
     )
-    found = [
+    return [
         KnownWindow(
             "most give up", "lost requests", Hour(patient, PLAIN), Hour(patient, tight), lost
         ),
@@ -437,9 +437,13 @@ def list_others() -> list[KnownWindow]:
             without=Hour(CHAT, PLAIN),
         ),
     ]  # fmt: skip
+
+
+def list_few_requests() -> list[KnownWindow]:
+    """So few that nothing, or nothing for sure, can be known."""
     slow = with_special(PLAIN, 1, slow=slow_down(4.0))
     sparse, none = Hour(ask_chat(2.0), PLAIN), Truth(NOTHING, settings=(), refusal=True)
-    found += [
+    found = [
         KnownWindow(
             f"{seconds:g} seconds", "few requests", sparse, Hour(ask_chat(1.5), slow), none,
             seconds=seconds, has_before=False,
@@ -480,5 +484,6 @@ def list_windows() -> list[KnownWindow]:
         list_loads(),
         list_fleets(),
         list_others(),
+        list_few_requests(),
     )
     return [window for part in parts for window in part]

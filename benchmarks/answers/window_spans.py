@@ -226,6 +226,27 @@ def _build_router_record(visit: Visit, trace_id: str, call_ids: Sequence[str]) -
         died=f"{last.role}.prefill.queue" if error else "",
     )
     end = visit.ttft + max(0, last.end - last.ttft)
+    return Record(
+        version=RECORD_VERSION,
+        trace_id=trace_id,
+        span_id=f"{base + 6:016x}",
+        parent_id="",
+        flags=1,
+        state="",
+        start_ns=visit.ask.at * 1000,
+        role="router",
+        outermost=True,
+        service="ttft-otel-router",
+        request_id=f"r{base // 16 // 10**6 % 100_000}-{visit.number}",
+        attributes=_describe_identity(visit, adapter=True),
+        ttft=ttft,
+        server=Server(f"POST {ROUTE}", end, 0 if error else 200, {}, error),
+        calls=tuple(_list_calls(visit, base, call_ids, end)),
+    )
+
+
+def _list_calls(visit: Visit, base: int, call_ids: Sequence[str], end: int) -> list[Call]:
+    """The calls of the router to servers, that of a first attempt that failed before them."""
     calls = [
         Call(
             call_id,
@@ -233,7 +254,7 @@ def _build_router_record(visit: Visit, trace_id: str, call_ids: Sequence[str]) -
             leg.role,
             max(0, min(leg.start - visit.ask.at, visit.ttft)),
             end,
-            0 if error else 200,
+            0 if visit.error else 200,
             {
                 keys.SERVER_ADDRESS: leg.instance,
                 keys.SERVER_PORT: 8000,
@@ -251,7 +272,7 @@ def _build_router_record(visit: Visit, trace_id: str, call_ids: Sequence[str]) -
             Call(
                 f"{base + 7:016x}",
                 f"POST {ROUTE}",
-                last.role,
+                visit.legs[-1].role,
                 sent,
                 until,
                 503,
@@ -259,23 +280,7 @@ def _build_router_record(visit: Visit, trace_id: str, call_ids: Sequence[str]) -
                 "503",
             ),
         )
-    return Record(
-        version=RECORD_VERSION,
-        trace_id=trace_id,
-        span_id=f"{base + 6:016x}",
-        parent_id="",
-        flags=1,
-        state="",
-        start_ns=visit.ask.at * 1000,
-        role="router",
-        outermost=True,
-        service="ttft-otel-router",
-        request_id=f"r{base // 16 // 10**6 % 100_000}-{visit.number}",
-        attributes=_describe_identity(visit, adapter=True),
-        ttft=ttft,
-        server=Server(f"POST {ROUTE}", end, 0 if error else 200, {}, error),
-        calls=tuple(calls),
-    )
+    return calls
 
 
 def _describe_call(visit: Visit, leg: ServerLeg) -> dict[str, Any]:
