@@ -399,7 +399,8 @@ def measure_requests(
     faults = judge_requests(all_seen)
     for problem in validate_report(report):
         faults.setdefault("report.json", []).append(problem)
-    reason = list_page_answer(fleet.database, find_slowest(report)["request_id"])[0]
+    slowest = find_slowest(report)
+    reason = list_page_answer(fleet.database, slowest["request_id"])[0] if slowest else ""
     return DemoResult(report, faults, seconds, reason)
 
 
@@ -482,10 +483,9 @@ def to_milliseconds(us: int | None) -> float | None:
     return None if us is None else us / 1000
 
 
-def find_slowest(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The request of report.json with the largest TTFT."""
-    slowest: dict[str, Any] = max(report["requests"], key=lambda row: row["ttft_ms"])
-    return slowest
+def find_slowest(report: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The request of report.json with the largest TTFT; None where no trace has come."""
+    return max(report["requests"], key=lambda row: row["ttft_ms"], default=None)
 
 
 def list_answer(report: Mapping[str, Any], reason: str, runner: str) -> list[str]:
@@ -493,6 +493,9 @@ def list_answer(report: Mapping[str, Any], reason: str, runner: str) -> list[str
 
     reason: of the slowest request. runner: vLLM's model runner, "v1" or "v2".
     """
+    slowest = find_slowest(report)
+    if slowest is None:
+        return ["No trace of any request has come."]
     total_ms: Counter[str] = Counter()
     for row in report["requests"]:
         for name, ms in row["stages"].items():
@@ -500,7 +503,6 @@ def list_answer(report: Mapping[str, Any], reason: str, runner: str) -> list[str
     everything = sum(row["ttft_ms"] for row in report["requests"])
     largest = total_ms.most_common(3)
     shares = ", ".join(f"{name} {ms / everything:.0%}" for name, ms in largest)
-    slowest = find_slowest(report)
     sentences = [
         f"Where the time went: {shares} of a mean TTFT of {report['summary']['ttft']['mean']:.0f} ms.",
         f"The slowest was {slowest['request_id']} ({slowest['kind']}), {slowest['ttft_ms']:.0f} ms. {reason}",
@@ -536,12 +538,13 @@ def print_results(show: ProgressScreen, result: DemoResult, out: Path, runner: s
             "every sum exact to the microsecond, nothing unattributed on any server",
             "green",
         )
-    slowest = find_slowest(result.report)["request_id"]
     show.print_line(f"page      {out / 'report.html'}    data: report.json beside it")
     show.print_line(
         f"look at   ttft-otel serve --db {out / 'spans.db'}    then http://127.0.0.1:4318"
     )
-    show.print_line(f"ask why   ttft-otel explain --db {out / 'spans.db'} --request {slowest}")
+    if slowest := find_slowest(result.report):
+        why = f"ttft-otel explain --db {out / 'spans.db'} --request {slowest['request_id']}"
+        show.print_line(f"ask why   {why}")
 
 
 def wait_for_interrupt(show: ProgressScreen, fleet: LocalDeployment) -> None:

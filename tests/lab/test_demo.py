@@ -236,6 +236,7 @@ def test_answer() -> None:
     assert interpreted == demo.INTERPRETED
     assert slowest == "The slowest was demo-01 (text), 300 ms. Own size."
     assert demo.list_answer(report, "", "v1")[1].startswith("The slowest")
+    assert demo.list_answer({"requests": []}, "", "v2") == ["No trace of any request has come."]
 
 
 STAGE_SHIFTS = {"ipc": 80.2, "output": 0.4, "unattributed": 0.0}
