@@ -60,6 +60,8 @@ async def test_a_full_folder(tmp_path: Path) -> None:
         async with fake_instances.run_instance(InstancePlan({})) as one:
             flags = ("--backend", one.url, "--workers", "2")
             async with run_command(tmp_path, *flags, XDG_RUNTIME_DIR=str(folder)) as it:
+                # One alone may answer; the other, killed before it serves, would end the router.
+                await wait_for_workers(it, 2)
                 for _ in range(3):
                     assert await post_alone(it) == 200
                 while (await read_metrics(it)).get(REQUESTS) != 3:

@@ -17,14 +17,14 @@ from ttft_otel.router.workers.supervisor import WorkerSupervisor
 sys.exit(WorkerSupervisor(2, lambda slot: sys.exit(3), 1.0, lambda: None).run())
 """
 
-# Workers whose heart beats; the first one of slot 0 stops after a moment.
+# Workers whose heart beats, without a file of metrics, as if there were no room for it; the first one of
+# slot 0 stops after a moment.
 HUNG_WORKER = """
 import os, signal, sys, time
 from ttft_otel.router.workers import supervisor
 from ttft_otel.router.workers.shared_memory import SlotWriter
 supervisor.CHECK_INTERVAL_S, supervisor.MAX_SILENT_CHECKS = 0.2, 3
 def work(slot):
-    (slot.folder / f"worker-{slot.number}.metrics").touch()
     writer = SlotWriter(slot.shared, slot.number)
     for beat in range(1, 1000):
         writer.record_heartbeat(beat)

@@ -63,6 +63,7 @@ class ChildProcess:
     pause_s: float = 0.0  # before the latest start
     heartbeat: int = 0  # that was seen last, 0 before the worker serves
     silent_checks: int = 0  # looks at which it was the same
+    has_served: bool = False  # this process, or one before it
 
     def start(self, context: ForkContext, enter: Callable[[], None], name: str) -> None:
         """Fork a process that does `enter`."""
@@ -134,6 +135,7 @@ class WorkerSupervisor:
         return self._exit_code
 
     def _start_worker(self, number: int) -> None:
+        is_successor = self._has_served(number)
         self._shared.reset_heartbeat(number)
         slot = WorkerSlot(
             number,
@@ -141,7 +143,7 @@ class WorkerSupervisor:
             self.folder,
             self._shared,
             self._lifeline[0],
-            is_successor=self._has_served(number),
+            is_successor=is_successor,
             replica=self._replica,
         )
         enter = functools.partial(self._enter_child, functools.partial(self.run_worker, slot))
@@ -157,8 +159,10 @@ class WorkerSupervisor:
         run()
 
     def _has_served(self, number: int) -> bool:
-        # Written by a worker that has started; it outlives the worker.
-        return (self.folder / f"worker-{number}.metrics").exists()
+        # Not its file of metrics: there may be no room for one.
+        state = self._states[number]
+        state.has_served = state.has_served or self._shared.get_heartbeat(number) > 0
+        return state.has_served
 
     def _list_running(self) -> list[ForkProcess]:
         return [each.process for each in self._states if each.process is not None]

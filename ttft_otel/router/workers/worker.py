@@ -95,8 +95,9 @@ class WorkerLink:
                 apply_instances(self.app, data)
         if self.companion is not None:
             await self._stack.enter_async_context(self.companion)
-        # Last, as its file is also the sign for the supervisor that this worker has started.
         self._write_metrics(self.app.metrics.collect_own())
+        # Last, as it is also the sign for the supervisor that this worker has started.
+        self.loads.writer.record_heartbeat(clock.now_us())
         self._tasks.append(asyncio.create_task(self._compare_forever()))
 
     async def close(self) -> None:
