@@ -45,9 +45,9 @@ def count_failures(scale: float, **bias: float) -> int:
     return failed
 
 
-@pytest.mark.parametrize("scale", (0.1, 1.0, 5.0, 10.0))
+@pytest.mark.parametrize("scale", (0.1, 1.0, 5.0, 10.0, 20.0))
 def test_noise_alone_is_accepted(scale: float) -> None:
-    """Stages that wander by 10 ms, and ten times that now and then: fewer than 1 in 100 fail."""
+    """Stages that wander by 20 ms, and ten times that now and then: fewer than 1 in 100 fail."""
     assert count_failures(scale) <= CASES // 100
 
 
