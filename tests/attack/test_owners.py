@@ -67,6 +67,65 @@ async def test_reports_have_owners(sampler: str) -> None:
         assert await read_report(router, ALICE) != (200, hers)
 
 
+async def test_without_keys_the_first_stays() -> None:
+    """Nobody can tell whose a request is: whoever repeats an ID neither replaces nor renews its report."""
+    async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, _):
+        reports = router.app.endpoint.reports
+        reports.max_reports = 3
+        await router.post_chat(X_Request_Id=ORDER)
+        first = await read_report(router, "")
+        assert first[0] == 200
+        for _ in range(5):
+            await router.post_chat(X_Request_Id=ORDER)
+        assert await read_report(router, "") == first
+        assert len(reports) == 1
+        for number in range(3):
+            await router.post_chat(X_Request_Id=f"other-{number}")
+        assert (await read_report(router, ""))[0] == 404
+        await router.post_chat(X_Request_Id=ORDER)
+        assert (await read_report(router, ""))[0] == 200
+
+
+async def post_order(it: CommandProcess, key: str) -> None:
+    """A request with the order's ID, on a connection of its own, so at any worker."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with aiohttp.ClientSession(headers=headers | {"X-Request-Id": ORDER}) as client:
+        body = {"model": "tiny", "messages": []}
+        async with client.post(f"{it.router.url}/v1/chat/completions", json=body) as response:
+            assert response.status == 200
+
+
+async def read_all_reports(it: CommandProcess, key: str) -> list[Any]:
+    """What it is told of the order by 12 connections, so by all workers."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    found = []
+    for _ in range(12):
+        async with aiohttp.ClientSession(headers=headers) as client:
+            async with client.get(f"{it.router.url}/ttft_report/{ORDER}") as response:
+                assert response.status == 200
+                found.append(await response.json())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [ALICE, ""])
+async def test_workers_agree_on_the_request(tmp_path: Path, key: str) -> None:
+    """Of one ID at several workers all show the same request: an owner's newest, without keys the first."""
+    async with fake_instances.run_instance(InstancePlan({})) as one:
+        env = {env_names.TTFT_OTEL: "1", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+        flags = ("--backend", one.url, "--workers", "3", *(("--api-key", key) if key else ()))
+        async with run_command(tmp_path, *flags, **env) as it:
+            await wait_for_workers(it, 3)
+            await post_order(it, key)
+            first = await read_all_reports(it, key)
+            for _ in range(8):
+                await post_order(it, key)
+            later = await read_all_reports(it, key)
+    assert all(each == first[0] for each in first)
+    assert all(each == later[0] for each in later)
+    assert (first[0] == later[0]) == (not key)
+
+
 async def read_status(it: CommandProcess, key: str) -> int:
     """The status of the order's report, of any worker."""
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as client:
@@ -83,12 +142,7 @@ async def test_workers_know_owners(tmp_path: Path) -> None:
         flags = ("--backend", one.url, "--workers", "3", *keys)
         async with run_command(tmp_path, *flags, **env) as it:
             await wait_for_workers(it, 3)
-            headers = {"Authorization": f"Bearer {ALICE}", "X-Request-Id": ORDER}
-            async with aiohttp.ClientSession(headers=headers) as client:
-                body = {"model": "tiny", "messages": []}
-                url = f"{it.router.url}/v1/chat/completions"
-                async with client.post(url, json=body) as response:
-                    assert response.status == 200
+            await post_order(it, ALICE)
             assert {await read_status(it, ALICE) for _ in range(12)} == {200}
             assert {await read_status(it, "bob-1") for _ in range(12)} == {404}
 

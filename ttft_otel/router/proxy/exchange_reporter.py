@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from operator import itemgetter
+from typing import Any, Final, TypeAlias
 
 from ttft_otel.model.breakdown import Breakdown
 from ttft_otel.model.ttft_report import StageSums, build_ttft_report
@@ -21,19 +22,23 @@ from ttft_otel.tracing.guard import Guard
 
 MAX_REPORTS: Final = 10_000  # requests kept for /ttft_report, about 2 KB each
 
-ReportFinder = Callable[[str, str], Awaitable[dict[str, Any] | None]]
+# When its request had its first token, in µs of CLOCK_MONOTONIC, and what /ttft_report shows.
+DatedReport: TypeAlias = tuple[int, dict[str, Any]]
+ReportFinder = Callable[[str, str], Awaitable[list[DatedReport]]]
 
 
 class RecentReports:
     """Breakdowns of the latest `max_reports` requests, by request ID and owner.
 
     An owner is who has sent the request, as admission.py tells by its key: "" where keys are not checked.
+    Of several requests with one ID it is the newest; without an owner the first one, as nobody can tell
+    whether the others are the same caller's.
     """
 
     def __init__(self, max_reports: int = MAX_REPORTS) -> None:
         self.max_reports = max_reports
         self.ask_elsewhere: ReportFinder | None = None  # of other workers, with --workers
-        self._reports: OrderedDict[tuple[str, str], tuple[dict[str, StageSums], StageSums]] = (
+        self._reports: OrderedDict[tuple[str, str], tuple[int, dict[str, StageSums], StageSums]] = (
             OrderedDict()
         )
 
@@ -44,6 +49,9 @@ class RecentReports:
         self, owner: str, request_id: str, timeline: RequestTimeline, breakdown: Breakdown
     ) -> None:
         """Keep the breakdown of `request_id`: of each leg on the critical path, and of the whole."""
+        key = owner, request_id
+        if not owner and key in self._reports:
+            return
         legs: dict[str, StageSums] = {}
         for attempt in (chain[-1] for chain in timeline.critical_path if chain):
             if (server_timing := attempt.read_server_timing()) is not None:
@@ -57,24 +65,25 @@ class RecentReports:
             unattributed=breakdown.unattributed,
             ttft=breakdown.end - breakdown.start,
         )
-        key = owner, request_id
-        self._reports[key] = (legs, totals)
+        self._reports[key] = (breakdown.end, legs, totals)
         # An ID that is used again is the newest: assignment alone would leave it in its old place.
         self._reports.move_to_end(key)
         while len(self._reports) > self.max_reports:
             self._reports.popitem(last=False)
 
-    def get_report(self, owner: str, request_id: str) -> dict[str, Any] | None:
-        """The owner's /ttft_report of `request_id`; None if it is unknown or no longer kept."""
-        report = self._reports.get((owner, request_id))
-        return None if report is None else build_ttft_report(request_id, *report)
+    def get_report(self, owner: str, request_id: str) -> DatedReport | None:
+        """The owner's report of `request_id`; None if it is unknown or no longer kept."""
+        kept = self._reports.get((owner, request_id))
+        return None if kept is None else (kept[0], build_ttft_report(request_id, *kept[1:]))
 
     async def find_report(self, owner: str, request_id: str) -> dict[str, Any] | None:
-        """The same, of whichever worker of this router has it."""
-        report = self.get_report(owner, request_id)
-        if report is None and self.ask_elsewhere is not None:
-            return await self.ask_elsewhere(owner, request_id)
-        return report
+        """The same without its time, of all workers of this router."""
+        own = self.get_report(owner, request_id)
+        found = [] if own is None else [own]
+        if self.ask_elsewhere is not None:
+            found += await self.ask_elsewhere(owner, request_id)
+        choose = max if owner else min
+        return choose(found, key=itemgetter(0))[1] if found else None
 
 
 class ExchangeReporter:

@@ -27,6 +27,7 @@ from ttft_otel.router.control.admin import apply_order
 from ttft_otel.router.control.app import RouterApp
 from ttft_otel.router.control.uvicorn_server import DrainingServer, ServerPlan, run_router_server
 from ttft_otel.router.errors import RequestRejected
+from ttft_otel.router.proxy.exchange_reporter import DatedReport
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.workers import messages
@@ -90,8 +91,7 @@ class WorkerLink:
         self.app.endpoint.reports.ask_elsewhere = self._find_report
         self.app.metrics.merge_workers = self._merge_metrics
         if self.slot.is_successor:
-            data = await self._ask_others("instances")
-            if data:
+            for data in await self._ask_others("instances", wanted=1):
                 apply_instances(self.app, data)
         if self.companion is not None:
             await self._stack.enter_async_context(self.companion)
@@ -191,29 +191,33 @@ class WorkerLink:
         if waiting is not None:
             waiting.put_nowait(answer.data)
 
-    async def _ask_others(self, topic: str, subject: str = "") -> bytes:
-        """The first answer that is not empty; empty if there is none within ANSWER_TIMEOUT_S."""
+    async def _ask_others(self, topic: str, subject: str = "", wanted: int = 0) -> list[bytes]:
+        """Answers that are not empty and come within ANSWER_TIMEOUT_S: so many, or all for 0."""
         question = messages.Question(next(self._numbers), topic, subject)
         answers = self._answers[question.number] = asyncio.Queue()
         self.socket.send([question], self.socket.others)
 
-        async def take_first() -> bytes:
-            # Each answers once, and all but one with nothing.
+        found: list[bytes] = []
+
+        async def take_answers() -> None:
+            # Each answers once, some with nothing.
             for _ in self.socket.others:
                 if data := await answers.get():
-                    return data
-            return b""
+                    found.append(data)
+                    if len(found) == wanted:
+                        return
 
         try:
-            return await wait_at_most(take_first(), ANSWER_TIMEOUT_S)
+            await wait_at_most(take_answers(), ANSWER_TIMEOUT_S)
         except asyncio.TimeoutError:
-            return b""
+            pass
         finally:
             del self._answers[question.number]
+        return found
 
-    async def _find_report(self, owner: str, request_id: str) -> dict[str, Any] | None:
-        data = await self._ask_others("report", f"{owner} {request_id}")
-        return msgspec.json.decode(data, type=dict[str, Any]) if data else None
+    async def _find_report(self, owner: str, request_id: str) -> list[DatedReport]:
+        found = await self._ask_others("report", f"{owner} {request_id}")
+        return [msgspec.json.decode(data, type=DatedReport) for data in found]
 
     def _merge_metrics(self, own: Iterator[Metric]) -> Iterator[Metric]:
         self._write_metrics(own)
