@@ -32,6 +32,7 @@ from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.proxy.exchange_reporter import RecentReports
 from ttft_otel.router.routing.routing_service import RoutingService
+from ttft_otel.router.upstream.client_tls import ClientTls
 from ttft_otel.router.upstream.health_monitor import HealthMonitor
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
@@ -148,6 +149,7 @@ async def run_router(
     key: str = "",
     traced: bool = True,
     routing: Callable[[InstancePool], RoutingService] | None = None,
+    tls: ClientTls | None = None,
     **options: Any,
 ) -> AsyncIterator[RunningRouter]:
     """Run the router on a real socket, with its records in a list.
@@ -174,7 +176,7 @@ async def run_router(
     routing_service = (
         routing(fleet) if routing else RoutingService(fleet, others_policy="round_robin")
     )
-    legs = UpstreamClient(fleet, routing_service, retries, budget, health, limits)
+    legs = UpstreamClient(fleet, routing_service, retries, budget, health, limits, tls)
     options["admission"] = AdmissionGate(legs, keys, key)
     encoded_records: list[bytes] = []
 

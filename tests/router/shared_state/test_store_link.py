@@ -23,6 +23,7 @@ from ttft_otel.router.shared_state.store_link import StoreLink, StoreSettings
 pytestmark = needs_store
 PREFIX = "test"
 REPLICAS = ("0" * 16, "1" * 16)
+FAILED = f"{metric_names.ROUTER_SHARED_STATE_EXCHANGES}_total failed"
 
 
 class LinkedReplica(JoinedWorker):
@@ -246,11 +247,10 @@ async def test_access_by_user_and_password(
             one.send(build_request(1), URLS[0])
             await wait_until(lambda: other.count_elsewhere() == 1)
         caplog.clear()
-        failed = f"{metric_names.ROUTER_SHARED_STATE_EXCHANGES}_total failed"
         for given, prefix in (("wrong", PREFIX), ("secret", "foreign")):
             named = server.url.replace("//", f"//router:{given}@")
             async with run_replicas(named, REPLICAS[0], prefix=prefix) as (it,):
-                await wait_until(lambda it=it: it.read_metrics()[failed] > 0)
+                await wait_until(lambda it=it: it.read_metrics()[FAILED] > 0)
         assert len(caplog.messages) == 2
         assert not any("wrong" in each or "secret" in each for each in caplog.messages)
     finally:
@@ -273,7 +273,6 @@ async def test_tls(tmp_path: Path, case: str) -> None:
         "unknown authority": own,
         "no client": f"ssl_ca_certs={certificate}",
     }.get(case, f"ssl_ca_certs={certificate}&{own}")
-    failed = f"{metric_names.ROUTER_SHARED_STATE_EXCHANGES}_total failed"
     try:
         url = f"rediss://127.0.0.1:{server.port}?{query}"
         async with run_replicas(url, *REPLICAS) as (one, other):
@@ -281,7 +280,36 @@ async def test_tls(tmp_path: Path, case: str) -> None:
             if case == "right":
                 await wait_until(lambda: other.count_elsewhere() == 1)
             else:
-                await wait_until(lambda: other.read_metrics()[failed] >= 3)
+                await wait_until(lambda: other.read_metrics()[FAILED] >= 3)
                 assert not other.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP]
+    finally:
+        server.send_signal(signal.SIGKILL)
+
+
+async def test_a_new_authority(tmp_path: Path) -> None:
+    """The store comes back with another authority's certificate: the file of authorities is read anew."""
+    trusted, folder = tmp_path / "ca.crt", tmp_path / "store"
+    folder.mkdir()
+    certificate, key = make_certificate(folder)
+    trusted.write_bytes(certificate.read_bytes())
+    server = StoreServer(
+        folder, "--tls-port", "PORT", "--port", "0", "--tls-cert-file", str(certificate),
+        "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate),
+        "--tls-auth-clients", "no",
+    )  # fmt: skip
+    server.start()
+    up = metric_names.ROUTER_SHARED_STATE_UP
+    try:
+        url = f"rediss://127.0.0.1:{server.port}?ssl_ca_certs={trusted}"
+        async with run_replicas(url, *REPLICAS) as (one, other):
+            await wait_until(lambda: one.read_metrics()[up])
+            server.send_signal(signal.SIGKILL)
+            make_certificate(folder)
+            server.start()
+            await wait_until(lambda: one.read_metrics()[FAILED] >= 3)
+            assert not one.read_metrics()[up]
+            trusted.write_bytes(certificate.read_bytes())
+            one.send(build_request(1), URLS[0])
+            await wait_until(lambda: other.count_elsewhere() == 1)
     finally:
         server.send_signal(signal.SIGKILL)

@@ -238,6 +238,7 @@ def build_router(
             pool, options.health_interval, options.upstream_key
         ),
         limits=options.limits,
+        tls=router_options.build_upstream_tls(options),
     )
     admission = AdmissionGate(upstream, options.api_key, options.upstream_key)
     reports = RecentReports(options.reports)

@@ -36,6 +36,7 @@ from ttft_otel.router.discovery.discovery import (
 from ttft_otel.router.discovery.found_instances import FoundInstances
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.types import Instance, parse_instance_url
+from ttft_otel.router.upstream.client_tls import ClientTls
 
 if TYPE_CHECKING:
     from ttft_otel.router.routing.routing_service import RoutingService
@@ -72,6 +73,10 @@ class RouterOptions(RoutingOptions):
     reports: int
     api_key: tuple[str, ...]
     upstream_key: str
+    upstream_ca: str
+    upstream_cert: str
+    upstream_cert_key: str
+    upstream_name: str
     trust_trace_headers: bool
     cors_origin: tuple[str, ...]
     allowed_host: tuple[str, ...]
@@ -335,6 +340,31 @@ def add_access_options(declare_option: OptionDeclarer) -> Callable[[Command], Co
             help="API key that the router sends to instances.",
         ),
         declare_option(
+            "--upstream-ca",
+            default="",
+            metavar="FILE",
+            help="PEM file of the authorities that sign certificates of https:// instances; by default the "
+            "system's. New connections follow these files when they are replaced.",
+        ),
+        declare_option(
+            "--upstream-cert",
+            default="",
+            metavar="FILE",
+            help="PEM file of the certificate that the router shows to instances.",
+        ),
+        declare_option(
+            "--upstream-cert-key",
+            default="",
+            metavar="FILE",
+            help="PEM file of its key, unless that stands in the same file.",
+        ),
+        declare_option(
+            "--upstream-name",
+            default="",
+            metavar="NAME",
+            help="What certificates of instances are for, if not for the host of the URL.",
+        ),
+        declare_option(
             "--trust-trace-headers",
             is_flag=True,
             # The second is the variable that vLLM's processes read: one setting for a deployment.
@@ -365,6 +395,20 @@ def check_keys(_: click.Context, __: click.Parameter, keys: tuple[str, ...]) -> 
     if not all(key and key == key.strip() for key in keys):
         raise click.BadParameter("a key is empty or has blanks around it; leave it out or set it.")
     return keys
+
+
+def build_upstream_tls(options: RouterOptions) -> ClientTls | None:
+    """What connections to instances trust and show, None for the system's authorities. Raises UsageError."""
+    files = options.upstream_ca, options.upstream_cert, options.upstream_cert_key
+    if options.upstream_cert_key and not options.upstream_cert:
+        raise click.UsageError("--upstream-cert-key needs --upstream-cert.")
+    if not any((*files, options.upstream_name)):
+        return None
+    try:
+        return ClientTls(*files, options.upstream_name)
+    except OSError as error:
+        named = ", ".join(each for each in files if each)
+        raise click.UsageError(f"{named}: {error}; these have to be PEM files.") from error
 
 
 def add_discovery_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:

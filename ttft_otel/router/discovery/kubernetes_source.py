@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from ttft_otel.router.discovery.discovery import ROLES_BY_WORD, Findings, Source
 from ttft_otel.router.errors import SourceUnreachable, WatchExpired
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import JSON_ERRORS
+from ttft_otel.router.upstream.client_tls import ClientTls
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient, read_at_most
 
@@ -95,15 +95,11 @@ class KubernetesApi:
         """Make the client. Raises SourceUnreachable for a CA that cannot be read."""
         try:
             # The cluster's own CA has signed the API server's certificate, no public one.
-            context = (
-                ssl.create_default_context(cafile=str(self.access.ca_file))
-                if self.access.ca_file is not None
-                else None
-            )
-        except (OSError, ssl.SSLError) as error:
+            tls = None if self.access.ca_file is None else ClientTls(str(self.access.ca_file))
+        except OSError as error:
             raise SourceUnreachable(f"no CA of the API server: {error}") from error
         # None are the system's CAs: for https:// in --kubernetes-api.
-        self._queries = QueryClient(tls=context)
+        self._queries = QueryClient(tls=tls)
 
     async def close(self) -> None:
         """Close the client; idempotent."""

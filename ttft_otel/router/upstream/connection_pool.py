@@ -19,6 +19,7 @@ from yarl import URL
 from ttft_otel.router import lost_hosts
 from ttft_otel.router.time_limits import DeadlineQueue
 from ttft_otel.router.timeline import Attempt
+from ttft_otel.router.upstream.client_tls import ClientTls
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.instance_connection import PIECE_BYTES, InstanceConnection
 
@@ -52,6 +53,7 @@ class ConnectionPool:
         total_timeout_s: Seconds for a whole answer, 0 for any time.
         max_header_bytes: Bytes of one header of an answer.
         idle_timeout_s: Seconds without a byte of an answer that has begun, 0 for any time.
+        tls: For https:// URLs; None for the system's authorities.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class ConnectionPool:
         total_timeout_s: float,
         max_header_bytes: int,
         idle_timeout_s: float = 0.0,
+        tls: ClientTls | None = None,
     ) -> None:
         self._connector = connector
+        self._tls = tls
         self._max_header_bytes = max_header_bytes
         self._origins: dict[str, InstanceOrigin] = {}
         self._idle_since: DeadlineQueue[InstanceConnection] = DeadlineQueue(keepalive_s)
@@ -158,6 +162,8 @@ class ConnectionPool:
         return None
 
     async def _open_connection(self, origin: InstanceOrigin) -> InstanceConnection:
+        if self._tls is not None:
+            origin.request = self._tls.prepare_request(origin.request)
         try:
             lease = await self._connector.connect(origin.request, [], self._timeout)
         except asyncio.TimeoutError as error:

@@ -24,6 +24,7 @@ from ttft_otel.router.timeline import Attempt
 # What an instance's answer can end in. asyncio.TimeoutError is no OSError before Python 3.11.
 UPSTREAM_ERRORS: Final = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
 MAX_DESCRIPTION_CHARS: Final = 256
+TLS_REMEDY: Final = "; see --upstream-ca, --upstream-name and --upstream-cert"
 MAX_RETRIES: Final = 2  # of one request, beyond the first attempt
 MAX_ENCODER_RETRIES: Final = 1  # of an encoder's call
 MAX_RACE_RETRIES: Final = 1  # of a request, after connections that broke
@@ -59,11 +60,15 @@ def is_instance_failure(error: BaseException) -> bool:
 def describe_error(error: BaseException) -> str:
     """Class and message of `error` for a log line: printable, and cut, since answers are quoted in it."""
     # In one line, since line breaks in an answer could forge entries of the log.
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    cause: object = error
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        cause = error.certificate_error
+    text = " ".join(f"{type(error).__name__}: {cause}".split())
     printable = "".join(
         each if each.isprintable() else "?" for each in text[:MAX_DESCRIPTION_CHARS]
     )
-    return printable + ("…" if len(text) > MAX_DESCRIPTION_CHARS else "")
+    remedy = TLS_REMEDY if "[SSL" in printable else ""
+    return printable + ("…" if len(text) > MAX_DESCRIPTION_CHARS else "") + remedy
 
 
 def build_unavailable_error(leg: str, error: BaseException) -> UpstreamUnavailable:

@@ -25,6 +25,8 @@ MAX_INTERIM_HEADS: Final = 16
 MAX_INTERIM_BYTES: Final = 65_536
 # Written in one turn of the event loop: all of 60 MB at once holds it for 100 ms while the instance reads.
 PIECE_BYTES: Final = 1 << 20
+# What TLS 1.3 looks like where a certificate of ours is missing: the handshake is over by then.
+CLOSED_TLS: Final = "it closed the TLS connection: does it ask for a certificate (--upstream-cert)?"
 _SWITCHING_PROTOCOLS: Final = 101
 _BODILESS_STATUSES: Final = (204, 304)
 _MAX_STATUS: Final = 599
@@ -211,7 +213,7 @@ class InstanceConnection(asyncio.Protocol):
             answer.fail(
                 aiohttp.ClientOSError(*exc.args)
                 if isinstance(exc, OSError)
-                else aiohttp.ServerDisconnectedError()
+                else aiohttp.ServerDisconnectedError(CLOSED_TLS if self._request.is_ssl() else None)
             )
         # A body without a length ends with the connection (HTTP/1.0), but never with a reset.
         elif exc is None and _ends_with_connection(answer):

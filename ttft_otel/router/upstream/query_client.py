@@ -9,7 +9,6 @@ compressed, and in time. tests/attack/test_outbound_calls.py fails on another HT
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -21,6 +20,7 @@ from yarl import URL
 from ttft_otel.http.body_decoding import BodyTooLargeError, unpack_body
 from ttft_otel.router.errors import AnswerTooLong
 from ttft_otel.router.time_limits import wait_at_most
+from ttft_otel.router.upstream.client_tls import ClientTls
 from ttft_otel.router.upstream.connection_pool import ConnectionPool
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 
@@ -54,12 +54,11 @@ class QueryClient:
     def __init__(
         self,
         max_header_bytes: int = MAX_HEADER_BYTES,
-        tls: ssl.SSLContext | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
-        # True is aiohttp's default, the system's authorities.
-        self._connector = aiohttp.TCPConnector(limit=0, ssl=True if tls is None else tls)
+        self._connector = aiohttp.TCPConnector(limit=0)
         self._pool = ConnectionPool(
-            self._connector, KEEPALIVE_S, CONNECT_TIMEOUT_S, 0.0, max_header_bytes
+            self._connector, KEEPALIVE_S, CONNECT_TIMEOUT_S, 0.0, max_header_bytes, tls=tls
         )
 
     async def __aenter__(self) -> QueryClient:

@@ -17,6 +17,7 @@ from ttft_otel.router.errors import UpstreamUnavailable
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream import failures
+from ttft_otel.router.upstream.client_tls import ClientTls
 from ttft_otel.router.upstream.connection_pool import ConnectionPool
 from ttft_otel.router.upstream.health_monitor import HealthMonitor
 from ttft_otel.router.upstream.instance_answer import FirstByteWait, InstanceAnswer
@@ -75,8 +76,10 @@ class UpstreamClient:
         budget_ratio: float = failures.RETRY_BUDGET_RATIO,
         health_monitor: HealthMonitor | None = None,
         limits: RouterLimits | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         self.pool = pool
+        self.tls = tls
         self.limits = limits or RouterLimits()
         self.chooser = chooser
         self.max_retries = max_retries
@@ -89,7 +92,7 @@ class UpstreamClient:
 
     async def start(self) -> None:
         """Open the clients, and start health probes and routing."""
-        self._queries = QueryClient(self.limits.max_answer_header_bytes)
+        self._queries = QueryClient(self.limits.max_answer_header_bytes, self.tls)
         # No limit of connections: the engines queue, not the router.
         self._connector = aiohttp.TCPConnector(limit=0)
         self._connections = ConnectionPool(
@@ -99,6 +102,7 @@ class UpstreamClient:
             self.limits.total_timeout,
             self.limits.max_answer_header_bytes,
             self.limits.idle_timeout,
+            self.tls,
         )
         await self.health_monitor.start(self._queries)
         await self.chooser.start(self._queries)

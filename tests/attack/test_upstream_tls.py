@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""https:// instances: what their certificates must be, and files that are replaced while the router runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+from aiohttp import web
+from click.testing import CliRunner
+from commands.router.test_router_process import run_command
+from router import fake_instances, raw_http
+from router.fake_instances import FakeInstance, InstancePlan, RunningRouter, find_unused_url
+
+from lab.certificates import make_certificate, sign_certificate
+from ttft_otel.commands.router.command import command
+from ttft_otel.router.upstream import upstream_client
+from ttft_otel.router.upstream.client_tls import ClientTls
+
+REQUESTS: Final = 12
+REMEDY: Final = "see --upstream-ca"
+NAME: Final = "vllm.internal"
+Pair = tuple[Path, Path]
+
+
+class Authorities(NamedTuple):
+    """Two of them, and what they have signed: certificates with their keys."""
+
+    old: Pair
+    new: Pair
+    signed: dict[str, Pair]
+
+
+@pytest.fixture(scope="module")
+def authorities(tmp_path_factory: pytest.TempPathFactory) -> Authorities:
+    """Made once: keys take a moment."""
+    folder = tmp_path_factory.mktemp("authorities")
+    old, new = (make_certificate(folder, "DNS:authority", stem) for stem in ("old", "new"))
+    signed = {
+        "right": sign_certificate(old, "right"),
+        "named": sign_certificate(old, "named", f"DNS:{NAME}"),
+        "expired": sign_certificate(old, "expired", days=-1),
+        "renewed": sign_certificate(new, "renewed"),
+        "client": sign_certificate(old, "client", "DNS:router"),
+        "next client": sign_certificate(new, "next-client", "DNS:router"),
+    }
+    return Authorities(old, new, signed)
+
+
+@contextlib.asynccontextmanager
+async def run_encrypted(
+    own: Pair, clients: Path | None = None, port: int = 0
+) -> AsyncIterator[FakeInstance]:
+    """An instance that shows this certificate and, if asked, wants one of an authority in `clients`."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=clients)
+    context.load_cert_chain(*own)
+    context.verify_mode = ssl.CERT_REQUIRED if clients else ssl.CERT_NONE
+    instance = FakeInstance(InstancePlan({}))
+    runner = web.AppRunner(instance.build_app(), access_log=None, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port, ssl_context=context, reuse_address=True)
+    await site.start()
+    instance.url = f"https://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield instance
+    finally:
+        await runner.cleanup()
+
+
+def find_port() -> int:
+    """For servers that come one after the other."""
+    return int(find_unused_url().rpartition(":")[2])
+
+
+async def post(router: RunningRouter) -> int:
+    """The status of a request."""
+    return (await router.post_chat())[0]
+
+
+async def test_verified(authorities: Authorities) -> None:
+    """The control: with its authority an instance is used, for probes, lists of models and requests."""
+    async with run_encrypted(authorities.signed["right"]) as one:
+        tls = ClientTls(str(authorities.old[0]))
+        async with fake_instances.run_router([one.url], tls=tls) as router:
+            assert [await post(router) for _ in range(REQUESTS)] == [200] * REQUESTS
+            assert (await router.get_json("/readyz"))[0] == 200
+            assert (await router.get_json("/v1/models"))[2]["data"][0]["id"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("shown", "trusted", "problem"),
+    [
+        ("right", "", "unable to get local issuer|self-signed"),
+        ("right", "new", "unable to get local issuer"),
+        ("named", "old", "IP address mismatch"),
+        ("expired", "old", "certificate has expired"),
+    ],
+)
+async def test_refused(
+    authorities: Authorities,
+    shown: str,
+    trusted: str,
+    problem: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An instance that cannot prove who it is gets no byte of a request: another one does, or nobody."""
+    tls = ClientTls(str(getattr(authorities, trusted)[0])) if trusted else None
+    async with run_encrypted(authorities.signed[shown]) as bad:
+        async with fake_instances.run_router([bad.url], tls=tls) as router:
+            status, _, body = await router.post_chat()
+            assert status == 502 and b"ClientConnectorCertificateError" in body
+            assert (await router.get_json("/readyz"))[0] == 503
+        async with fake_instances.run_instance(InstancePlan({})) as good:
+            urls = [bad.url, good.url]
+            async with fake_instances.run_router(urls, tls=tls) as router:
+                assert [await post(router) for _ in range(REQUESTS)] == [200] * REQUESTS
+            assert len(good.received) == REQUESTS
+    assert not bad.received
+    assert caplog.text.count(REMEDY) >= 1
+    assert any(each in caplog.text for each in problem.split("|"))
+
+
+async def test_another_name(authorities: Authorities) -> None:
+    """--upstream-name: where instances are found by addresses, and have certificates for a name."""
+    async with run_encrypted(authorities.signed["named"]) as one:
+        for name, expected in ((NAME, 200), ("elsewhere", 502)):
+            tls = ClientTls(str(authorities.old[0]), name=name)
+            async with fake_instances.run_router([one.url], tls=tls) as router:
+                assert await post(router) == expected
+
+
+def replace(path: Path, content: Path) -> None:
+    """As an operator, or kubelet, does it: all at once."""
+    draft = path.with_suffix(".draft")
+    shutil.copy(content, draft)
+    draft.replace(path)
+
+
+async def test_a_new_authority(
+    authorities: Authorities, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file is replaced, then broken, then right again: connections follow it, and forget the old one."""
+    trusted, port = tmp_path / "ca.crt", find_port()
+    shutil.copy(authorities.old[0], trusted)
+    right, renewed = authorities.signed["right"], authorities.signed["renewed"]
+    tls = ClientTls(str(trusted))
+    async with fake_instances.run_router([f"https://127.0.0.1:{port}"], tls=tls) as router:
+        async with run_encrypted(right, port=port):
+            assert await post(router) == 200
+        async with run_encrypted(renewed, port=port):
+            assert await post(router) == 502
+            replace(trusted, authorities.new[0])
+            assert await post(router) == 200
+        assert caplog.text.count("which was replaced") == 1
+        trusted.write_text("no certificate")
+        async with run_encrypted(renewed, port=port):
+            assert [await post(router) for _ in range(2)] == [200, 200]
+        assert caplog.text.count("cannot be used") == 1
+        trusted.unlink()
+        async with run_encrypted(renewed, port=port):
+            assert await post(router) == 200
+        async with run_encrypted(right, port=port):
+            assert await post(router) == 502
+            replace(trusted, authorities.old[0])
+            assert await post(router) == 200
+
+
+async def test_a_certificate_of_our_own(
+    authorities: Authorities, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An instance that asks for one: none, another authority's, the right one, and one that replaces it."""
+    shown, key, port = tmp_path / "tls.crt", tmp_path / "tls.key", find_port()
+    url, right = f"https://127.0.0.1:{port}", authorities.signed["right"]
+    trusted = str(authorities.old[0])
+    async with run_encrypted(right, authorities.old[0], port) as one:
+        async with fake_instances.run_router([url], tls=ClientTls(trusted)) as router:
+            assert await post(router) == 502
+        assert not one.received and "(--upstream-cert)" in caplog.text
+    for path, content in zip((shown, key), authorities.signed["client"], strict=True):
+        shutil.copy(content, path)
+    tls = ClientTls(trusted, str(shown), str(key))
+    async with fake_instances.run_router([url], tls=tls) as router:
+        async with run_encrypted(right, authorities.old[0], port):
+            assert await post(router) == 200
+        async with run_encrypted(right, authorities.new[0], port):
+            assert await post(router) == 502
+            # One after the other, as no file system replaces two at once; between both nothing changes.
+            replace(shown, authorities.signed["next client"][0])
+            assert await post(router) == 502
+            assert "cannot be used" in caplog.text
+            replace(key, authorities.signed["next client"][1])
+            assert await post(router) == 200
+
+
+async def test_no_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An instance that accepts connections and never shows a certificate is given up: nothing was sent."""
+    monkeypatch.setattr(upstream_client, "CONNECT_TIMEOUT_S", 0.3)
+    received = bytearray()
+
+    async def keep_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while part := await reader.read(4096):
+            received.extend(part)
+        writer.close()
+
+    async with (
+        raw_http.listen(keep_silent) as url,
+        fake_instances.run_instance(InstancePlan({})) as good,
+    ):
+        silent = url.replace("http:", "https:")
+        async with fake_instances.run_router([silent]) as router:
+            assert (await asyncio.wait_for(router.post_chat(), 10))[0] == 503
+        async with fake_instances.run_router([silent, good.url]) as router:
+            assert await asyncio.wait_for(post(router), 10) == 200
+            assert await asyncio.wait_for(post(router), 10) == 200
+    assert b"tiny" not in received
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--upstream-ca", "/none"], "/none: [Errno 2] No such file"),
+        (["--upstream-ca", __file__], "these have to be PEM files"),
+        (["--upstream-cert-key", "tls.key"], "needs --upstream-cert"),
+    ],
+)
+def test_what_is_wrong_is_said(flags: list[str], words: str) -> None:
+    """Before anything listens."""
+    refused = CliRunner().invoke(command, ["--backend", "https://127.0.0.1:1", *flags])
+    assert refused.exit_code == 2 and words in " ".join(refused.output.split())
+
+
+@pytest.mark.slow
+async def test_the_command(authorities: Authorities, tmp_path: Path) -> None:
+    """The flags reach every worker, whose files are followed without a signal."""
+    trusted, port = tmp_path / "ca.crt", find_port()
+    shutil.copy(authorities.old[0], trusted)
+    url = f"https://127.0.0.1:{port}"
+    flags = ("--backend", url, "--upstream-ca", str(trusted), "--workers", "2")
+    async with run_command(tmp_path, *flags) as it:
+        async with run_encrypted(authorities.signed["right"], port=port):
+            assert {await post(it.router) for _ in range(REQUESTS)} == {200}
+        async with run_encrypted(authorities.signed["renewed"], port=port):
+            replace(trusted, authorities.new[0])
+            # Breakers and probes may need a moment after the pause in between.
+            async with asyncio.timeout(30):
+                while {await post(it.router) for _ in range(REQUESTS)} != {200}:
+                    await asyncio.sleep(0.2)
