@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from ttft_otel.model import record
 from ttft_otel.model.record import Record
 from ttft_otel.tracing import clock, handoff, recorder
+from ttft_otel.tracing.engine_report import decode_message
 from ttft_otel.tracing.settings import Settings
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class MemorySender(handoff.RecordSender):
             self.dropped += 1
             return False
         # Through the decoder, so that what cannot cross the process boundary fails in the test.
-        self.kept.append(record.decode_record(data))
+        self.kept.append(decode_message(data))
         self.sent += 1
         return True
 

@@ -334,6 +334,18 @@ def test_platform_and_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert (ray.state, refused.state) == ("ok", "fail")
 
 
+@pytest.mark.parametrize(("value", "is_told"), [("1", True), ("0", False), ("", False)])
+def test_rust_frontend(monkeypatch: pytest.MonkeyPatch, value: str, is_told: bool) -> None:
+    """In vLLM's Rust front-end none of our code runs: it is said what is lost, and how to have it."""
+    monkeypatch.setattr(target_check, "check_targets", lambda root: {})
+    monkeypatch.setattr(target_check, "find_vllm_folder", lambda: "here")
+    monkeypatch.setenv(target_check.RUST_FRONTEND, value)
+    told = [each for each in doctor.check_vllm() if each.name == "front-end"]
+
+    assert bool(told) is is_told
+    assert all(each.state == "note" and "unattributed" in each.says for each in told)
+
+
 def test_help() -> None:
     """The help says what a --url costs."""
     result = run_doctor("--help")

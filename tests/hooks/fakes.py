@@ -19,6 +19,7 @@ HEADERS = {
     header_names.TRACEPARENT: "00-" + "a" * 32 + "-" + "b" * 16 + "-01",
     header_names.CARRIER_KEY: "1",
 }
+UNTRACED_HEADERS = {header_names.CARRIER_KEY: carrier.UNTRACED}
 WRAPPED_METHODS = {
     "engine.input": "preprocess_add_request",
     "scheduler.schedule": "schedule",
@@ -32,7 +33,7 @@ def make_request(request_id: str, tokens: int = 10, traced: bool = True, items: 
     return build_request(
         request_id,
         tokens,
-        HEADERS if traced else None,
+        HEADERS if traced else UNTRACED_HEADERS,
         mm_features=[media_item(number) for number in range(items)],
         get_num_encoder_embeds=lambda index: 2,
     )

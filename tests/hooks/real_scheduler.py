@@ -27,10 +27,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from hooks.fakes import HEADERS
+from hooks.fakes import HEADERS, UNTRACED_HEADERS
 from hooks.process import CORE, wrap_methods
 from lab import tiny_models
-from ttft_otel.hooks.engine_core import tracer
 from ttft_otel.model import breakdown
 from ttft_otel.model.breakdown import CODE_FORWARD, Breakdown, Marks
 from ttft_otel.model.names import header_names
@@ -166,12 +165,12 @@ class SchedulerDriver:
             None,
             arrival_time=options.pop("arrival_time", self.clock.at / 1e6),
             mm_features=features or None,
-            trace_headers=dict(HEADERS) if traced else None,
+            trace_headers=dict(HEADERS if traced else UNTRACED_HEADERS),
             **options,
         )
-        added = tracer.stamp_engine_input(self, request)
-        if added is not None:
-            CORE.attach_timeline(added, (request, 0), self)
+        token = CORE.stamp_input(self, request)
+        if token is not None:
+            CORE.attach_timeline(token, (request, 0), self)
         return request
 
     def pause(self, length_us: int) -> None:

@@ -17,7 +17,7 @@ from hooks.server import STAGES_US, FakeClient, ServerPlan
 from lab import vllm_releases
 from ttft_otel.hooks import api_server, target_check, vllm_fields
 from ttft_otel.model.names import env_names, header_names, keys, span_names
-from ttft_otel.tracing import handoff, recorder, settings
+from ttft_otel.tracing import carrier, handoff, recorder, settings
 from ttft_otel.tracing.roles import identity
 from ttft_otel.tracing.settings import Settings
 
@@ -86,11 +86,11 @@ class HeaderKeeper(dict[str, Any]):
 
 
 def test_pooling(client: FakeClient) -> None:
-    """An embedding request makes no first token and is left alone."""
-    request = SimpleNamespace(request_id="p", trace_headers=None, pooling_params=object())
+    """An embedding request makes no first token and is not traced, in the engine core neither."""
+    request = SimpleNamespace(request_id="p", trace_headers={"a": "b"}, pooling_params=object())
     api_server.register_request(DIRECT, None, request)
 
-    assert request.trace_headers is None
+    assert request.trace_headers == {"a": "b", header_names.CARRIER_KEY: carrier.UNTRACED}
     assert not recorder.awaiting_traces
 
 

@@ -164,6 +164,11 @@ def check_vllm() -> Iterator[Check]:
     for name, package in target_check.find_unhooked_runners().items():
         says = f"{name} of {package} has an execute_model() of its own, which is not measured"
         yield Check("vllm", "note", says, "on this platform the worker's stages are unattributed")
+    if target_check.has_rust_frontend():
+        says = f"{target_check.RUST_FRONTEND} is set: {target_check.RUST_FRONTEND_LIMITS}"
+        yield Check(
+            "front-end", "note", says, f"unset {target_check.RUST_FRONTEND} for whole traces"
+        )
     if importlib.util.find_spec("ray") is not None:
         yield _check_ray()
 

@@ -13,8 +13,8 @@ from ttft_otel.exporter.batch_exporter import BatchExporter, create_span_exporte
 from ttft_otel.exporter.record_queue import RecordQueue
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
 from ttft_otel.exporter.spans.span_batch import BatchBuilder
-from ttft_otel.model import record
 from ttft_otel.tracing import measurement
+from ttft_otel.tracing.engine_report import decode_message
 from ttft_otel.tracing.guard import Guard
 from ttft_otel.tracing.settings import read_settings
 
@@ -71,7 +71,7 @@ def export_records(
         for data in batch:
             with Guard("exporter.spans"):
                 try:
-                    decoded = record.decode_record(data)
+                    decoded = decode_message(data)
                     builder.add_record(decoded)
                     if metrics is not None:
                         metrics.add_record(decoded)

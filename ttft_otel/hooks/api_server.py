@@ -18,13 +18,23 @@ from typing import Any, Final
 from ttft_otel.hooks import target_check, vllm_fields
 from ttft_otel.hooks.wrap import Hook, Patcher
 from ttft_otel.model.names import header_names, keys
-from ttft_otel.tracing import clock, guard, handoff, meter, record_parts, recorder, settings
+from ttft_otel.tracing import (
+    carrier,
+    clock,
+    guard,
+    handoff,
+    meter,
+    record_parts,
+    recorder,
+    settings,
+)
 from ttft_otel.tracing.asgi import TracingMiddleware
 from ttft_otel.tracing.request_trace import RequestTrace
 from ttft_otel.tracing.roles import identity
 from ttft_otel.tracing.trace_ending import TraceEnding
 
-UNMEASURED: Final = "1"  # our key's value on its way to the engine core, which replaces it
+# Shared by all requests: vLLM only reads them.
+_UNTRACED_HEADERS: Final = {header_names.CARRIER_KEY: carrier.UNTRACED}
 MAX_ARRIVAL_AGE_S: Final = 3600.0  # a caller's arrival time that is older is not believed
 
 
@@ -101,12 +111,14 @@ def register_request(
     trace = recorder.current_trace.get()
     if trace is None or trace.end or getattr(request, "sampling_params", None) is None:
         # Not traced, answered already (a `background` response goes on in a task with the context of
-        # its HTTP request), or a pooling request.
+        # its HTTP request), or a pooling request. Unmarked, the engine core would trace it.
+        headers = request.trace_headers
+        request.trace_headers = {**headers, **_UNTRACED_HEADERS} if headers else _UNTRACED_HEADERS
         return
     # Here, because AsyncLLM.add_request() drops headers without --otlp-traces-endpoint.
     request.trace_headers = {
         header_names.TRACEPARENT: trace.context.format_traceparent(),
-        header_names.CARRIER_KEY: UNMEASURED,
+        header_names.CARRIER_KEY: carrier.ASKED,
     }
     if trace.context.tracestate:
         request.trace_headers[header_names.TRACESTATE] = trace.context.tracestate
@@ -141,7 +153,7 @@ def record_outputs(
         if output.request_id in recorder.awaiting_traces:
             marks = (output.trace_headers or {}).get(header_names.CARRIER_KEY, "")
             # Our own value came back: the engine core has no hooks, and measured nothing.
-            if marks == UNMEASURED:
+            if marks == carrier.ASKED:
                 marks = ""
                 recorder.note_unmeasured()
             if vllm_fields.lacks_first_token(output):

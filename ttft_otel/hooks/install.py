@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 from typing import Final
 
-from ttft_otel.hooks import api_server, wrap
+from ttft_otel.hooks import api_server, target_check, wrap
 from ttft_otel.hooks.connectors import build_connector_hooks
 from ttft_otel.hooks.engine_core.tracer import EngineCoreTracer
 from ttft_otel.hooks.worker.model_runners import WorkerTracer
 from ttft_otel.model.names import env_names
 from ttft_otel.tracing import settings
 
+log = logging.getLogger("ttft_otel")
 # Of vLLM: comma-separated names of variables that it copies to Ray's actors, beside its own ones.
 RAY_VARIABLES: Final = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
@@ -42,6 +44,13 @@ def install_all() -> None:
     # Before any hook runs, and while the environment is still as the operator set it.
     settings.freeze_settings()
     _pass_switch_to_ray()
+    # Once, in the process that starts the others.
+    if target_check.has_rust_frontend() and multiprocessing.parent_process() is None:
+        log.warning(
+            "ttft-otel: %s is set: %s",
+            target_check.RUST_FRONTEND,
+            target_check.RUST_FRONTEND_LIMITS,
+        )
     if wrap.find_patcher() is None:
         patcher = wrap.Patcher()
         patcher.install_hooks(build_hooks(patcher))
@@ -60,7 +69,6 @@ def _pass_switch_to_ray() -> None:
 
 def _show_logs() -> None:
     """Give our logger the handlers of vLLM's, which configures only its own; stderr without any."""
-    log = logging.getLogger("ttft_otel")
     if log.handlers:
         return
     log.setLevel(logging.INFO)

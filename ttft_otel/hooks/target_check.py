@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import logging
+import os
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Final
 
 from ttft_otel import __version__
 from ttft_otel.hooks import syntax
@@ -18,6 +20,11 @@ from ttft_otel.hooks.targets import TARGETS, PatchTarget, TargetPlace
 from ttft_otel.tracing import settings
 
 log = logging.getLogger("ttft_otel")
+RUST_FRONTEND: Final = "VLLM_USE_RUST_FRONTEND"  # vLLM's variable
+RUST_FRONTEND_LIMITS: Final = (
+    "its stages are unattributed, and those of the engine core end with the first token that leaves it: "
+    "docs/limits.md"
+)
 
 
 def find_vllm_folder() -> Path | None:
@@ -96,6 +103,11 @@ def _list_unhooked_runners(source: bytes) -> list[str]:
         and item.name == "execute_model"
         and "super().execute_model(" not in ast.unparse(item)
     ]
+
+
+def has_rust_frontend() -> bool:
+    """Whether vLLM starts its Rust front-end in this environment, in which none of our code runs."""
+    return os.environ.get(RUST_FRONTEND, "0").strip() not in ("", "0")
 
 
 def log_start_line(role: str) -> None:

@@ -19,13 +19,11 @@ def runs_language_model(marks: Marks) -> bool:
 
 def find_failed_stage(marks: Marks) -> str:
     """The stage in which a request ended without a first token; "" when a missing mark hides it."""
-    if not marks.render:
-        return "receive"
-    if not marks.assign:
-        return "preprocess"
-    # Between handover and input: the mark may be missing because its hook is.
     if not marks.added:
-        return ""
+        if not marks.render:
+            return "receive"
+        # Between handover and input: the mark may be missing because its hook is.
+        return "" if marks.assign else "preprocess"
     if not marks.scheduled:
         # A wait that has a start and no end is the one that it ended in.
         if marks.moving:

@@ -36,6 +36,10 @@ CODE_TAKEN: Final = -1
 CODE_SENT: Final = -2
 # No stage, but a part of `output`: (CODE_DRAFT, start, end) of the drafter, before that.
 CODE_DRAFT: Final = -3
+# Values of header_names.CARRIER_KEY on its way to the engine core: the API server reads the timeline that
+# replaces it, or does not trace the request. Without the key nobody would read a timeline.
+ASKED: Final = "1"
+UNTRACED: Final = "0"
 # Beside breakdown.LOST_*: the answer left before the encoder had ended; its interval ends there.
 ENCODER_UNFINISHED: Final = 64
 # Methods that request_arrival.py adds to the engine core, called through vLLM's utility channel: in

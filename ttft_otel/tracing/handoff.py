@@ -94,7 +94,7 @@ class RecordSender:
         """
         if self._starter is not None:  # until its short-lived process has ended
             self._reap_starter()
-        end = self._socket or self._start_exporter()
+        end = self._socket or self.start_exporter()
         if end is None or not data:
             self.dropped += 1
             return False
@@ -152,7 +152,7 @@ class RecordSender:
                 # Of all exporters of this process: neither finished nor dropped from the full queue.
                 counts = dict(zip(SHARED_COUNTERS, self._read_shared(), strict=True))
                 self.lost = self.sent - counts["finished"] - counts["overflowed"]
-        new_end = self._start_exporter()
+        new_end = self.start_exporter()
         try:
             if new_end is not None:
                 new_end.send(data, _SEND_FLAGS)
@@ -163,7 +163,7 @@ class RecordSender:
         self.dropped += 1
         return False
 
-    def _start_exporter(self) -> socket.socket | None:
+    def start_exporter(self) -> socket.socket | None:
         """Start an exporter unless the pause since the last start is not over; takes 1-3 ms.
 
         None while there is no exporter. Does not wait until it is ready: the socket buffers records.

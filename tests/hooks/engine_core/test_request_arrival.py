@@ -18,14 +18,17 @@ def test_entry_counts(core: FakeEngineCore, clock: testing.FakeClock) -> None:
 
 
 def test_untraced(core: FakeEngineCore) -> None:
-    """vLLM's own trace headers alone start no timeline, nor does their absence."""
-    made = make_request("a")
-    made.trace_headers = {header_names.TRACEPARENT: "x"}
+    """What the API server has marked as untraced has no timeline, and vLLM's own headers alone."""
+    made = make_request("a", traced=False)
+    made.trace_headers = {header_names.TRACEPARENT: "x", **made.trace_headers}
+    for request, left in (
+        (made, {header_names.TRACEPARENT: "x"}),
+        (make_request("b", traced=False), None),
+    ):
+        arrived = core.preprocess_add_request(request)[0]
 
-    assert not hasattr(core.preprocess_add_request(made)[0], "_ttft_timeline")
-    assert not hasattr(
-        core.preprocess_add_request(make_request("b", traced=False))[0], "_ttft_timeline"
-    )
+        assert not hasattr(arrived, "_ttft_timeline")
+        assert arrived.trace_headers == left
 
 
 def test_utility(core: FakeEngineCore) -> None:

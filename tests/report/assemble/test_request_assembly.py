@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import pytest
 import sample_records
+from msgspec import structs
 
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
 from ttft_otel.exporter.spans.span_batch import SpanBatch
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import Record
 from ttft_otel.model.stages import INTERMEDIATE_ROLES
 from ttft_otel.report.assemble import request_assembly, waterfall_rows
@@ -75,6 +77,30 @@ def test_slowest_encoder() -> None:
     leg = request.find_leg("encode")
     assert leg is not None
     assert leg.ttft_us == max(each.ttft_us for each in request.legs if each.role == "encode")
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_engine_only(excess: int) -> None:
+    """An engine core behind our router tells the stages of a call that the router knows nothing of.
+
+    One that tells more than that call has is not believed.
+    """
+    trace_id = sample_records.make_random_id(32)
+    core_us = {"prefill.queue": 300, "prefill.compute": 4000, "output": 60}
+    lost = sum(core_us.values()) + 640 - 641 * excess
+    router = sample_records.make_leg_record("router", {"router.route": 90}, trace_id, lost=lost)
+    core = sample_records.make_leg_record(
+        "mono", core_us, trace_id, router.span_id, router.start_ns, outermost=False, lost=500
+    )
+    core = structs.replace(core, server=None, span_id=router.span_id)
+    core.attributes[keys.ENGINE_ONLY] = True
+    (request,) = assemble_records([core, router])
+
+    told = {} if excess else {f"mono.{name}": us for name, us in core_us.items()}
+    assert request.closed
+    assert request.stages == {"router.route": 90, **told}
+    assert request.unattributed_us == (lost if excess else 640)
+    assert request.router is not None and request.router.closed
 
 
 def make_foreign_records(*shifts: tuple[str, int]) -> list[Record]:

@@ -112,7 +112,11 @@ class _SpanWriter:
         trace_id = _parse_id(record.trace_id, TRACE_ID_BYTES)
         state = _clean_tracestate(record.state) if record.state else ""
         self.trace_head = Span(trace_id=trace_id, trace_state=state).SerializeToString()
-        self.server_id = _parse_id(record.span_id, SPAN_ID_BYTES)
+        # Of an engine core alone: its `ttft` span hangs below the caller's, or is the root.
+        self.is_engine_only = keys.ENGINE_ONLY in record.attributes
+        self.server_id = b""
+        if record.span_id or not self.is_engine_only:
+            self.server_id = _parse_id(record.span_id, SPAN_ID_BYTES)
         self.shared_attributes = list_shared_attributes(record)
 
     def write_server_span(self) -> None:
@@ -149,7 +153,8 @@ class _SpanWriter:
         ttft_id = _parse_id(ttft.span_id, SPAN_ID_BYTES)
         identity = list_identity_attributes(self.record, self.shared_attributes)
         attributes = identity | ttft.attributes | list_totals(ttft)
-        head = _encode_head(ttft.name, _INTERNAL, bool(ttft.error))
+        is_remote = self.is_engine_only and bool(self.server_id)
+        head = _encode_head(ttft.name, _INTERNAL, bool(ttft.error), is_remote)
         span = self.write_span(head, ttft_id, self.server_id, ttft.start, ttft.end)
         _write_attributes(span, attributes)
         self.write_pieces(ttft, ttft_id)

@@ -17,14 +17,16 @@ from ttft_otel.hooks.engine_core import ec_items, queue_reasons
 from ttft_otel.hooks.engine_core.ec_kept import EncodingLeases
 from ttft_otel.hooks.engine_core.held_steps import HeldRequests
 from ttft_otel.hooks.engine_core.kv import BlockTransfers
+from ttft_otel.hooks.engine_core.own_requests import OwnRequests, find_error
 from ttft_otel.hooks.engine_core.waiting import WaitingQueue
 from ttft_otel.hooks.vllm_fields import SchedulerFacts
 from ttft_otel.hooks.worker.model_runners import MAX_UNFINISHED_STEPS, WorkerTracer
 from ttft_otel.hooks.wrap import NEW_REQUESTS, Hook, Patcher
 from ttft_otel.model import breakdown
-from ttft_otel.model.names import header_names
+from ttft_otel.model.names import header_names, keys
 from ttft_otel.tracing import carrier, clock
 from ttft_otel.tracing.carrier import EncoderRun
+from ttft_otel.tracing.engine_report import EngineReport
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 from ttft_otel.tracing.media_items import HEADER_LENGTH, SOURCE_ALLOCATED, SOURCE_MASK
 
@@ -64,6 +66,7 @@ class EngineCoreTracer:
         "freed",
         "held",
         "is_updating",
+        "own",
         "patcher",
         "queue",
         "worker",
@@ -76,6 +79,7 @@ class EngineCoreTracer:
         self.queue = WaitingQueue(self.held)
         self.blocks = BlockTransfers(patcher)
         self.encodings = EncodingLeases(patcher)
+        self.own = OwnRequests(patcher)
         #: Scheduled requests without a first token, oldest first: only these cost anything per step.
         self.awaiting: dict[str, EngineTimeline] = {}
         #: Serialized timelines of requests that ended without a first token, until the API server asks.
@@ -95,6 +99,7 @@ class EngineCoreTracer:
         self.held.drop_all()
         self.blocks.drop_all()
         self.encodings.drop_all()
+        self.own.reports.clear()
         self.awaiting.clear()
         self.aborted.clear()
         self.freed.clear()
@@ -110,6 +115,7 @@ class EngineCoreTracer:
             "core.aborted": len(self.aborted),
             "core.freed": len(self.freed) + self.is_updating,
             "core.encoder_runs": len(self.encoder_runs),
+            "core.own": len(self.own.reports),
             "core.arrived": len(self.queue.arrived),
             "core.waiting": len(self.queue.waiting),
             "core.blocks": len(self.blocks.tracked) + len(self.blocks.unasked),
@@ -122,7 +128,7 @@ class EngineCoreTracer:
         unanswered = self.held.unanswered
         return {
             "engine.input": Hook(
-                before=stamp_engine_input, after=self.attach_timeline, extend=self.add_queries
+                before=self.stamp_input, after=self.attach_timeline, extend=self.add_queries
             ),
             "scheduler.schedule": Hook(
                 after=self.record_schedule, ready=unanswered, watches=NEW_REQUESTS
@@ -140,18 +146,39 @@ class EngineCoreTracer:
 
     # Arrival, in the engine core's input thread.
 
+    def stamp_input(
+        self, core: Any, request: Any, *args: Any, **kwargs: Any
+    ) -> int | EngineReport | None:
+        """Before preprocess_add_request(): end of `ipc`; None for a request that is not traced.
+
+        A report for one whose front-end has no hooks.
+        """
+        headers = request.trace_headers
+        mark = headers.get(header_names.CARRIER_KEY) if headers else None
+        if mark == carrier.ASKED:
+            return clock.monotonic_ns() // 1000
+        if mark is None:
+            return self.own.begin_report(core, request)
+        # Off again: vLLM would put it onto every output.
+        rest = {key: value for key, value in headers.items() if key != header_names.CARRIER_KEY}
+        request.trace_headers = rest or None
+        return None
+
     def attach_timeline(
-        self, added: int, result: Any, core: Any, *args: Any, **kwargs: Any
+        self, token: int | EngineReport, result: Any, core: Any, *args: Any, **kwargs: Any
     ) -> None:
         """After preprocess_add_request(): attach a timeline to vLLM's Request, with which it is freed."""
         request = result[0]
-        timeline = request._ttft_timeline = EngineTimeline(added=added)
+        if isinstance(token, EngineReport):
+            self.own.keep(request.request_id, token)
+            token = token.added
+        timeline = request._ttft_timeline = EngineTimeline(added=token)
         try:
             is_paused = core.scheduler._pause_state
         except AttributeError:
             is_paused = False
         if is_paused:  # an engine core runs no step then that could note it
-            timeline.open_details().reasons += (added, queue_reasons.PAUSED)
+            timeline.open_details().reasons += (token, queue_reasons.PAUSED)
         # Its trace_headers are replaced at the first output; holders.py reads the traceparent here.
         request._ttft_headers = request.trace_headers
         # A deque, because this is the input thread, and the main thread takes requests out of it.
@@ -242,7 +269,7 @@ class EngineCoreTracer:
     def _find_unseen(self, request: Any) -> EngineTimeline | None:
         """A timeline for a traced request whose arrival was not seen, as the hook at it is missing."""
         headers = getattr(request, "trace_headers", None)
-        if not headers or header_names.CARRIER_KEY not in headers:
+        if not headers or headers.get(header_names.CARRIER_KEY) != carrier.ASKED:
             return None
         timeline = request._ttft_timeline = EngineTimeline()
         self.held.note_unseen(request.request_id, timeline)
@@ -419,11 +446,22 @@ class EngineCoreTracer:
                     if timeline is not None:
                         self.held.drop_request(scheduler, request_id, 0)
                         output.trace_headers = _carry_timeline(timeline, output, scheduler)
+                        if self.own.reports:
+                            self._send_own(output)
         if self.freed:
             # Freed within this call, and no output carried their timelines away: they were aborted.
             for request_id in self.freed:
                 self._keep_aborted(request_id)
             self.freed.clear()
+
+    def _send_own(self, output: Any) -> None:
+        """Its front-end does not read the timeline: the exporter gets it."""
+        report = self.own.reports.pop(output.request_id, None)
+        if report is not None:
+            self.own.send(
+                report, output.trace_headers.pop(header_names.CARRIER_KEY), find_error(output)
+            )
+            output.trace_headers = output.trace_headers or None
 
     # Its end.
 
@@ -451,7 +489,11 @@ class EngineCoreTracer:
         timeline = self.awaiting.pop(request_id, None)
         if timeline is None:
             return
-        self.aborted[request_id[-MAX_ID_CHARS:]] = carrier.encode_timeline(timeline)
+        text = carrier.encode_timeline(timeline)
+        if report := self.own.reports.pop(request_id, None):
+            self.own.send(report, text, keys.ERROR_CANCELLED)
+            return
+        self.aborted[request_id[-MAX_ID_CHARS:]] = text
         if len(self.aborted) > MAX_ABORTED_REQUESTS:
             self.aborted.popitem(last=False)
 
@@ -492,12 +534,6 @@ class EngineCoreTracer:
             return carrier.PENDING_ANSWER
         self.encoder_runs.pop(request_id, None)
         return carrier.encode_answer(EncoderRun(*interval))
-
-
-def stamp_engine_input(core: Any, request: Any, *args: Any, **kwargs: Any) -> int | None:
-    """Before preprocess_add_request(): end of `ipc`; None for a request that is not traced."""
-    headers = request.trace_headers
-    return clock.monotonic_ns() // 1000 if headers and header_names.CARRIER_KEY in headers else None
 
 
 def _record_later_chunk(

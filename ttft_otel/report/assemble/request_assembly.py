@@ -9,6 +9,7 @@ of a request are then chained backwards from the one that gave the first token.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -52,6 +53,7 @@ def _read_leg(span: StoredSpan) -> Leg:
         streaming=attributes.get(keys.STREAMING) is True,
         instance=_get_text(span.resource, INSTANCE_ID),
         recomputed_items=_get_count(attributes, keys.EC_RECOMPUTED_ITEMS),
+        is_engine_only=attributes.get(keys.ENGINE_ONLY) is True,
         clock_error_us=_get_count(attributes, keys.CLOCK_ERROR_US),
         reasons=_read_reasons(attributes),
         held=_read_held(attributes),
@@ -124,6 +126,19 @@ def _find_owner(leg: Leg, routers: Sequence[Leg], parents: Mapping[str, str]) ->
 
 
 def _build_routed_request(trace_id: str, router: Leg, legs: list[Leg]) -> Request:
+    # To the router the call of an engine without an API server of ours is unattributed as a whole.
+    told = {
+        f"{leg.role}.{name}": us
+        for leg in legs
+        if leg.is_engine_only and not leg.error
+        for name, us in leg.stages.items()
+    }
+    if told and (known := sum(told.values())) <= router.unattributed_us:
+        router = replace(
+            router,
+            stages={**router.stages, **told},
+            unattributed_us=router.unattributed_us - known,
+        )
     return Request(
         trace_id=trace_id,
         request_id=router.request_id or trace_id,

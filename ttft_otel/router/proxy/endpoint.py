@@ -149,7 +149,7 @@ class ProxyEndpoint:
         path = scope["path"]
         return Exchange(
             trace,
-            http_headers.choose_request_id(client_headers.get(header_names.REQUEST_ID)),
+            http_headers.choose_request_id(client_headers.get(header_names.REQUEST_ID), trace),
             path,
             endpoints.find_route(path),
             scope.get("scheme", "http"),

@@ -130,6 +130,12 @@ def build_buffered_headers(forwarded: Mapping[str, str]) -> dict[str, str]:
     return headers
 
 
-def choose_request_id(text: str) -> str:
-    """Return the caller's ID in `text` if it is 1 to 256 visible ASCII characters, else a new one."""
-    return text if _REQUEST_ID_PATTERN.fullmatch(text) else context.new_trace_id()
+def choose_request_id(text: str, trace: context.TraceContext) -> str:
+    """Return the caller's ID in `text` if it is 1 to 256 visible ASCII characters, else a new one.
+
+    It is the traceparent of `trace`: vLLM's Rust front-end hands a request's ID on to the engine core, and no
+    trace headers.
+    """
+    if _REQUEST_ID_PATTERN.fullmatch(text):
+        return text
+    return trace.format_traceparent() if trace.trace_id else context.new_trace_id()
