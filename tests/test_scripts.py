@@ -19,6 +19,7 @@ from pathlib import Path
 import file_schedule
 import jsonschema
 import pytest
+import tomllib
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix != ".txt")
@@ -62,6 +63,83 @@ def test_ci() -> None:
 
     assert len(commands) == 1
     assert "scripts/test" in commands[0]
+
+
+BUG = {"id": "CVE-1", "fix_versions": ["2"], "aliases": [], "description": ""}
+AIOHTTP = {"name": "aiohttp", "version": "1"}
+OWN = {"name": "ttft-otel", "skip_reason": "not found"}
+# Does what scripts/sbom asks of uv, with what the test wants said.
+FAKE_UV = """#!/usr/bin/env bash
+case "$1 $2" in
+  "venv "*) mkdir -p "${!#}/lib/python3.1/site-packages" ;;
+  "pip "*) exit "$FAKE_INSTALL" ;;
+esac
+case "$*" in *pip-audit*) [ -z "$FAKE_REPORT" ] || printf %s "$FAKE_REPORT" >"${!#}" ;; esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "installed", "code", "words"),
+    [
+        ([AIOHTTP | {"vulns": []}, OWN], 0, 0, "1 of 1 packages audited, 0 advisories"),
+        ([AIOHTTP | {"vulns": [BUG]}, OWN], 0, 1, "aiohttp 1: CVE-1, mended in 2"),
+        ([AIOHTTP | {"skip_reason": "not found"}, OWN], 0, 3, "0 of 1 packages audited"),
+        (None, 0, 3, "not audited, pip-audit has no data here"),
+        ([], 1, 2, "is the package index reached?"),
+    ],
+)
+def test_what_sbom_says_of_advisories(
+    asked: list[object] | None, installed: int, code: int, words: str, tmp_path: Path
+) -> None:
+    """pip-audit ends well, with "none found", where it could ask about nothing: scripts/sbom does not."""
+    program = tmp_path / "uv"
+    program.write_text(FAKE_UV)
+    program.chmod(0o755)
+    done = subprocess.run(
+        (ROOT / "scripts" / "sbom", "router", tmp_path / "sbom.json"),
+        env={
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "FAKE_INSTALL": str(installed),
+            "FAKE_REPORT": "" if asked is None else json.dumps({"dependencies": asked}),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    assert words in done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_sbom(tmp_path: Path) -> None:
+    """It has all that the extras name and what these need, each with its version, in one graph."""
+    target = tmp_path / "sbom.json"
+    done = subprocess.run(
+        (ROOT / "scripts" / "sbom", "router,serve", target), capture_output=True, text=True
+    )
+    if done.returncode == 2:
+        pytest.skip(done.stderr)
+    assert done.returncode in (0, 3), done.stdout
+    bill = json.loads(target.read_text("utf-8"))
+    assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "ttft-otel")
+    parts = {each["bom-ref"]: each for each in bill["components"]}
+    names = {ref: re.sub(r"[-_.]+", "-", each["name"]).lower() for ref, each in parts.items()}
+    for ref, each in parts.items():
+        assert each["purl"] == f"pkg:pypi/{names[ref]}@{each['version']}"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = {
+        re.split(r"[\[>=; ]", each)[0]
+        for each in (*project["dependencies"], *extras["router"], *extras["serve"])
+    }
+    assert wanted <= set(names.values())
+    needs = {each["ref"]: each.get("dependsOn", []) for each in bill["dependencies"]}
+    reached, waiting = set[str](), [bill["metadata"]["component"]["bom-ref"]]
+    while waiting:
+        ref = waiting.pop()
+        if ref not in reached:
+            reached.add(ref)
+            waiting += needs[ref]
+    assert parts.keys() <= reached
 
 
 @pytest.mark.parametrize("module", ["demo", "compat"])
