@@ -98,6 +98,7 @@ def test_every_value_is_documented() -> None:
         ("router.auth.insecure=false", "router.auth needs existingSecret"),
         ("router.sharedState.existingSecret=valkey", "router.sharedState needs url"),
         ("router.sharedState.url=valkey:6379", "router/sharedState/url"),
+        ("router.upstreamTls.serverName=vllm", "router.upstreamTls needs existingSecret"),
         ("monitors.vllm.enabled=true", "monitors.vllm.matchLabels is empty"),
     ],
 )
@@ -201,6 +202,60 @@ def test_replicas_share_through_the_store() -> None:
     without = index_documents(chart.CHART / "ci" / "router-only-values.yaml")
     alone = without["Deployment", name]["spec"]["template"]["spec"]["containers"][0]
     assert not any("shared-state" in each for each in alone["args"])
+
+
+def test_instances_behind_tls() -> None:
+    """The flags name files of the Secret, which kubelet replaces; an image may be named by its digest."""
+    name, values = "ttft-ttft-otel-router", chart.CHART / "ci" / "upstream-tls-values.yaml"
+    pod = index_documents(values)["Deployment", name]["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    flags = dict(each.split("=", 1) for each in container["args"] if "=" in each)
+    (mount,) = (each for each in container["volumeMounts"] if each["name"] == "upstream-tls")
+    (volume,) = (each for each in pod["volumes"] if each["name"] == "upstream-tls")
+    folder = mount["mountPath"]
+    assert flags["--upstream-ca"] == f"{folder}/ca.crt"
+    assert flags["--upstream-cert"] == f"{folder}/tls.crt"
+    assert flags["--upstream-cert-key"] == f"{folder}/tls.key"
+    assert flags["--upstream-name"] == "vllm.inference.svc"
+    assert volume["secret"] == {"secretName": "router-tls"} and "subPath" not in mount
+    assert re.fullmatch(r"ttft-otel-router:0\.1\.0@sha256:[0-9a-f]{64}", container["image"])
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether a label selector of the chart's takes a pod with these labels."""
+    return all(
+        labels.get(key) == value for key, value in selector.get("matchLabels", {}).items()
+    ) and all(
+        each["operator"] == "In" and labels.get(each["key"]) in each["values"]
+        for each in selector.get("matchExpressions", ())
+    )
+
+
+def test_network_policies_fit() -> None:
+    """Each selects pods of the release, and names ports that they have."""
+    found = 0
+    for each in chart.find_values_files():
+        documents = read_documents(chart.render_chart(each))
+        pods = [
+            document["spec"]["template"]
+            for document in documents
+            if document["kind"] in ("Deployment", "StatefulSet")
+        ]
+        for policy in (one["spec"] for one in documents if one["kind"] == "NetworkPolicy"):
+            chosen = [
+                pod for pod in pods if selects(policy["podSelector"], pod["metadata"]["labels"])
+            ]
+            assert chosen and policy["policyTypes"] == ["Ingress"]
+            ports = {
+                key
+                for pod in chosen
+                for container in pod["spec"]["containers"]
+                for port in container["ports"]
+                for key in (port.get("name"), port["containerPort"])
+            }
+            assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} <= ports
+            found += 1
+    assert found > 6
 
 
 def test_every_container_is_contained() -> None:

@@ -44,6 +44,7 @@ def test_ports() -> None:
         return list(read_slices([each], parse_source_address(text)).roles_by_url)
 
     assert list_urls("k8s://n/app=x", single) == ["http://10.0.0.1:9000"]
+    assert list_urls("k8s://n/app=x?scheme=https", single) == ["https://10.0.0.1:9000"]
     assert list_urls("k8s://n/app=x", several) == ["http://10.0.0.1:8000"]
     assert list_urls("k8s://n/app=x?port=api", unclear) == ["http://10.0.0.1:8000"]
     assert list_urls("k8s://n/app=x?port=8200", unclear) == ["http://10.0.0.1:8200"]

@@ -18,6 +18,10 @@ def test_parsed() -> None:
     assert parse_source_address(text) == SourceAddress(
         text, "dns", "vllm.default", port="8000", role="encode"
     )
+    text = "dns://_http._tcp.vllm?scheme=https"
+    assert parse_source_address(text) == SourceAddress(
+        text, "dns", "_http._tcp.vllm", instance_scheme="https"
+    )
     text = "k8s://prod/app=vllm,tier%20in%20(a)?port=api"
     assert parse_source_address(text) == SourceAddress(
         text, "k8s", "prod", "app=vllm,tier in (a)", port="api"
@@ -38,6 +42,7 @@ def test_parsed() -> None:
         ("k8s://prod/app=x?roles=decode", "'roles' is not one of role, port"),
         ("k8s://prod/app=x?role=decoder", "is not a role"),
         ("k8s://prod/app=x?port=0", "is not a port"),
+        ("k8s://prod/app=x?scheme=tls", "the scheme of instances is http or https"),
     ],
 )
 def test_refused(text: str, remedy: str) -> None:

@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -36,8 +36,8 @@ ROLES_BY_WORD: Final = {
 }
 # Any other is refused: an option that is misspelt must not be left out in silence.
 OPTIONS_BY_SCHEME: Final = {
-    DNS_SCHEME: ("role", "nameserver"),
-    KUBERNETES_SCHEME: ("role", "port"),
+    DNS_SCHEME: ("role", "nameserver", "scheme"),
+    KUBERNETES_SCHEME: ("role", "port", "scheme"),
 }
 
 
@@ -47,6 +47,7 @@ class SourceAddress:
 
     place: the DNS name, or the namespace. port: of instances, a number or the name of a slice's port; ""
     where the source says it. role: "" where labels say it. nameserver: IP:PORT, "" for the system's.
+    instance_scheme: of the instances' URLs.
     """
 
     text: str
@@ -56,6 +57,7 @@ class SourceAddress:
     port: str = ""
     role: str = ""
     nameserver: str = ""
+    instance_scheme: str = "http"
 
 
 def parse_source_address(text: str) -> SourceAddress:
@@ -71,9 +73,13 @@ def parse_source_address(text: str) -> SourceAddress:
     if unknown := sorted(options.keys() - set(known)):
         raise ValueError(f"{text!r}: {unknown[0]!r} is not one of {', '.join(known)}")
     role = _parse_role(text, options)
+    scheme = options.get("scheme", "http")
+    if scheme not in ("http", "https"):
+        raise ValueError(f"{text!r}: the scheme of instances is http or https")
     if parts.scheme == DNS_SCHEME:
         nameserver = options.get("nameserver", "")
-        return _parse_dns(text, parts.netloc, parts.path, role, nameserver)
+        made = _parse_dns(text, parts.netloc, parts.path, role, nameserver)
+        return replace(made, instance_scheme=scheme)
     # A selector may need escapes, for `?` and blanks.
     selector = unquote(parts.path.removeprefix("/"))
     if not selector:
@@ -85,7 +91,9 @@ def parse_source_address(text: str) -> SourceAddress:
     # The name of a port can only be found in the slices, a number is checked here.
     if port.isdigit():
         _check_port(text, port)
-    return SourceAddress(text, KUBERNETES_SCHEME, parts.netloc, selector, port, role)
+    return SourceAddress(
+        text, KUBERNETES_SCHEME, parts.netloc, selector, port, role, instance_scheme=scheme
+    )
 
 
 def _parse_role(text: str, options: dict[str, str]) -> str:
@@ -147,10 +155,10 @@ class InstanceSource(Protocol):
         ...
 
 
-def write_url(host: str, port: int | str) -> str:
+def write_url(scheme: str, host: str, port: int | str) -> str:
     """The URL of an instance at an address, which may be IPv6."""
     # Brackets tell the colons of IPv6 from that of the port (RFC 3986 section 3.2.2).
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 MAX_RETRY_PAUSE_S: Final = 30.0  # seconds between two attempts to reach a source

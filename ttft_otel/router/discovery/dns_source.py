@@ -50,14 +50,14 @@ class DnsSource:
             await asyncio.sleep(self.interval_s * random.uniform(0.8, 1.2))
 
     async def _resolve_urls(self) -> list[str]:
-        name = self.address.place
-        if self.address.port:
-            return [write_url(host, self.address.port) for host in await self._resolve_hosts(name)]
+        name, scheme = self.address.place, self.address.instance_scheme
+        if port := self.address.port:
+            return [write_url(scheme, host, port) for host in await self._resolve_hosts(name)]
         targets = [
             (record.target.to_text(), record.port) for record in await self._ask(name, "SRV")
         ]
         return [
-            write_url(host, port)
+            write_url(scheme, host, port)
             # Sorted: nameservers change the order from answer to answer.
             for target, port in sorted(set(targets))
             for host in await self._resolve_hosts(target)

@@ -268,7 +268,9 @@ def read_slices(slices: Iterable[EndpointSlice], address: SourceAddress) -> Find
         elif not port:
             problems.append(f"slice {name}: which of its ports? Add ?port=NAME or ?port=NUMBER")
         else:
-            roles_by_url.update((write_url(host, port), role) for host in list_ready_hosts(each))
+            scheme = address.instance_scheme
+            urls = (write_url(scheme, host, port) for host in list_ready_hosts(each))
+            roles_by_url.update(dict.fromkeys(urls, role))
     if not kept:
         problems.append("the selector finds no EndpointSlice: has the Service these labels?")
     elif not roles_by_url and not problems:
