@@ -7,10 +7,20 @@ Each parser raises its own error or none, and what it says does not depend on wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import importlib.util
+import logging
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
+from unittest.mock import patch
 
 import pytest
 import uvicorn
@@ -22,9 +32,23 @@ from uvicorn.server import ServerState
 
 from ttft_otel.http.bounded_connection import BoundedConnection
 from ttft_otel.http.head_checks import CallerRules, HeadLimits
+from ttft_otel.model.stages import PREFILL_DECODE
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.disagg.stream_splice import StreamSplicer, render_first_events
+from ttft_otel.router.discovery import kubernetes_source
+from ttft_otel.router.discovery.discovery import Discovery, parse_source_address
+from ttft_otel.router.discovery.found_instances import (
+    MAX_FOUND_INSTANCES,
+    ROLES,
+    FoundInstances,
+    check_url,
+)
+from ttft_otel.router.discovery.kubernetes_source import (
+    ClusterAccess,
+    KubernetesApi,
+    KubernetesSource,
+)
 from ttft_otel.router.routing.prefixes.kv_event_parser import (
     BlocksStored,
     MalformedEvents,
@@ -32,13 +56,16 @@ from ttft_otel.router.routing.prefixes.kv_event_parser import (
     iterate_kv_events,
 )
 from ttft_otel.router.types import MODE_STRIP
+from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.tracing.context import start_context
 from ttft_otel.tracing.settings import Settings
 
 CORPUS: Final = Path(__file__).parent / "corpus"
+LONG: Final = (pytest.mark.full, pytest.mark.timeout(7200))
+CASES: Final = 200_000  # of each parser, with --full
 EXAMPLES: Final = (
     pytest.param(150, id="some"),
-    pytest.param(50_000, id="50000", marks=(pytest.mark.full, pytest.mark.timeout(7200))),
+    pytest.param(CASES // 10, id="many", marks=LONG),
 )
 MAX_BYTES: Final = 4096
 TURNS: Final = 80  # of the event loop, for some requests that are pipelined
@@ -77,25 +104,36 @@ class FakeTransport(asyncio.Transport):
     resume_reading = pause_reading
 
 
+REQUESTS: Final[list[Any]] = []  # of the connection that is being fed
+
+
+async def note_request(scope: Any, receive: Any, send: Any) -> None:
+    """An application that notes each request."""
+    body, message = b"", await receive()
+    while message["type"] == "http.request":
+        body += message["body"]
+        if not message["more_body"]:
+            break
+        message = await receive()
+    REQUESTS.append((scope["method"], scope["raw_path"], message["type"], body))
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@functools.cache
+def load_server() -> tuple[uvicorn.Config, asyncio.Runner]:
+    """Made once: each case would pay for them."""
+    config = uvicorn.Config(note_request, lifespan="off", log_config=None)
+    config.load()
+    return config, asyncio.Runner()
+
+
 def parse_requests(parts: Sequence[bytes]) -> tuple[bool, list[Any]]:
     """Whether the connection was refused, and each request's target and body, as an application sees them."""
-    requests: list[Any] = []
-
-    async def note_request(scope: Any, receive: Any, send: Any) -> None:
-        body, message = b"", await receive()
-        while message["type"] == "http.request":
-            body += message["body"]
-            if not message["more_body"]:
-                break
-            message = await receive()
-        requests.append((scope["method"], scope["raw_path"], message["type"], body))
-        head = {"type": "http.response.start", "status": 200, "headers": []}
-        await send(head)
-        await send({"type": "http.response.body", "body": b""})
+    config, runner = load_server()
+    REQUESTS.clear()
 
     async def feed() -> bool:
-        config = uvicorn.Config(note_request, lifespan="off", log_config=None)
-        config.load()
         state = ServerState()
         connection = BoundedConnection(
             config=config,
@@ -110,15 +148,17 @@ def parse_requests(parts: Sequence[bytes]) -> tuple[bool, list[Any]]:
         for part in parts:
             connection.data_received(part)
         is_refused = connection.is_refused
-        for _ in range(TURNS):
+        turns = 0
+        while turns < TURNS and (state.tasks or turns < 4):
             await asyncio.sleep(0)
+            turns += 1
         connection.connection_lost(None)
         while state.tasks:
             await asyncio.gather(*state.tasks)
         assert not transport.written or transport.written.startswith(b"HTTP/1.1 ")
         return is_refused
 
-    return asyncio.run(feed()), requests
+    return runner.run(feed()), list(REQUESTS)
 
 
 def check_http(parts: Sequence[bytes]) -> None:
@@ -178,6 +218,56 @@ def check_kv_events(parts: Sequence[bytes]) -> None:
         pass
 
 
+class WatchAnswer:
+    """An API server's answer to a watch."""
+
+    status = 200
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        self.parts = [each for each in parts if each]
+
+    async def readany(self) -> bytes:
+        """The next part."""
+        return self.parts.pop(0) if self.parts else b""
+
+
+async def follow_watch(parts: Sequence[bytes]) -> tuple[list[tuple[str, str]], str]:
+    """Instances after these events, and the class of what ended the watch, which has no successor."""
+    api = KubernetesApi(ClusterAccess("http://127.0.0.1"), "default", "app=vllm")
+    source = KubernetesSource(parse_source_address("k8s://default/app=vllm"), api)
+    pool = InstancePool({PREFILL_DECODE: ()})
+    discovery = Discovery([source], FoundInstances(pool, {}), 1.0)
+
+    answers = [WatchAnswer(parts)]
+
+    @contextlib.asynccontextmanager
+    async def open_answer(*_: object, **__: object) -> AsyncIterator[WatchAnswer]:
+        if not answers:
+            raise ConnectionRefusedError
+        yield answers.pop()
+
+    api._queries = SimpleNamespace(open_answer=open_answer)
+    try:
+        async for findings in source._follow("1"):
+            discovery.apply_findings(discovery.watched[0], findings)
+    # As Discovery.run(): it logs the class, and the instances known before stay.
+    except Exception as error:  # noqa: BLE001
+        end = type(error).__name__
+    for each in pool:
+        assert check_url(each.url) == each.url and each.leg in ROLES
+    return sorted((each.url, each.leg) for each in pool), end
+
+
+def check_discovery(parts: Sequence[bytes]) -> None:
+    """Events of EndpointSlices: whatever they say, instances are URLs with roles, and no more than 256."""
+    logger = logging.getLogger("ttft_otel")
+    with patch.object(kubernetes_source, "PAUSE_S", 0), patch.object(logger, "disabled", True):
+        run = load_server()[1].run
+        found = run(follow_watch(parts))
+        assert len(found[0]) <= MAX_FOUND_INSTANCES
+        assert found == run(follow_watch([b"".join(parts)]))
+
+
 CHECKS: Final[Mapping[str, Callable[[Sequence[bytes]], None]]] = {
     "head": check_http,
     "chunked": check_http,
@@ -185,6 +275,7 @@ CHECKS: Final[Mapping[str, Callable[[Sequence[bytes]], None]]] = {
     "traceparent": check_traceparent,
     "otlp": check_otlp,
     "kv_events": check_kv_events,
+    "discovery": check_discovery,
 }
 
 
@@ -229,6 +320,30 @@ def test_mutations(target: str, number: int) -> None:
         CHECKS[target](parts)
 
     check()
+
+
+@pytest.mark.parametrize("target", [pytest.param(each, marks=LONG) for each in CHECKS])
+def test_new_code_is_sought(target: str, tmp_path: Path) -> None:
+    """Atheris keeps inputs that reach code which no other one has reached, and mutates these."""
+    if importlib.util.find_spec("atheris") is None:
+        pytest.skip("needs Atheris: .venv/bin/pip install atheris (Linux, Python 3.11 to 3.13)")
+    found, seen = tmp_path / "found", tmp_path / "seen"
+    found.mkdir()
+    shutil.copytree(CORPUS / target, seen)
+    words = (
+        f"-runs={CASES}",
+        f"-max_len={MAX_BYTES}",
+        "-timeout=30",
+        f"-artifact_prefix={tmp_path}/",
+    )
+    done = subprocess.run(
+        (sys.executable, "-m", "attack.coverage_fuzz", target, *words, found, seen),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"Done {CASES} runs" in done.stderr
 
 
 @pytest.mark.parametrize("target", CHECKS)
