@@ -36,7 +36,9 @@ EXTRA_OF_FOLDER: Final = {
     "explain": "explain",
 }
 # Module -> why it cannot be imported without vLLM. None: hooks look vLLM up when it is imported.
-EXEMPT_MODULES: Final[dict[str, str]] = {}
+EXEMPT_MODULES: Final[dict[str, str]] = {
+    "ttft_otel.distro": "only opentelemetry-instrument loads it, which brings what it imports",
+}
 MAX_WHEEL_BYTES: Final = 900_000  # 816 000 when this was written
 NETWORK_ERROR = re.compile(
     r"error sending request|failed to fetch|dns error|connection|timed out|network", re.I

@@ -13,7 +13,7 @@ router     the router in front of vLLM servers
 bench      sends load, and joins its TTFT with breakdowns
 explain    why requests were late, what changed, and what other settings would bring
 commands   the command line
-plugin     what vLLM loads; testing: what users' tests may import
+plugin     what vLLM loads; distro: what opentelemetry-instrument does; testing: what users' tests may import
 """
 
 # The only place of the version: pyproject.toml reads it from here when a wheel is built.
