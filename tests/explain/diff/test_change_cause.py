@@ -202,6 +202,27 @@ def test_an_encoder_that_nobody_needs() -> None:
     )  # type: ignore[union-attr]
 
 
+def test_an_instance_whose_work_kept_nobody_waiting() -> None:
+    """One serves no more, and each request is late in a stage that no other request makes longer."""
+    b = move(make_window(seed=2), "chat-0", lambda number: number >= 150)
+    late = [
+        replace(
+            each,
+            facts=replace(
+                each.facts,
+                stages={
+                    **each.facts.stages,
+                    "dispatch": each.facts.stages.get("dispatch", 0) + 60_000,
+                },
+            ),
+        )
+        if number >= 150
+        else each
+        for number, each in enumerate(b)
+    ]
+    assert compare(make_window(), late).cause.kind != cause_kinds.LOST_INSTANCE
+
+
 def test_lost_first() -> None:
     """Where a tenth is lost, what the others say is no answer: percentiles are bounded with the lost ones."""
     lost = LostRequests(total=40, left=40, lengths_us=(5_000_000,) * 20)

@@ -50,6 +50,10 @@ SHARED_BY: Final[Mapping[str, Callable[[RequestEvidence], str]]] = {
 }
 MISSED: Final = 12.0  # requests that an instance would have had since its last one
 ENGINE_WORDS: Final = ("prefill.queue", "encoder.queue", *STEP_WORDS)
+# That grow where an instance has more to do: queues, and steps that are shared or miss cached prefixes.
+SHARED_WORDS: Final = (
+    "prefill.queue", "prefill.stall", "prefill.compute", "encoder.queue", "encoder.compute",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,9 +303,11 @@ def detect_lost_instances(pair: WindowPair) -> Iterator[Candidate]:
             since = min(since, last)
     if not lost:
         return
-    usual = pair.average(table.ttft, ~pair.now)
+    # Only what more work can bring about: the others had the work of the lost one.
+    shared = table.sum_words(*SHARED_WORDS)
+    usual = pair.average(shared, ~pair.now)
     since_ns = int(table.epoch_ns + since * 1e9) if since > float(starts.min()) else 0
-    after = weights * (table.ttft[pair.now] - usual) * (starts >= since)
+    after = weights * (shared[pair.now] - usual) * (starts >= since)
     yield pair.build(
         cause_kinds.LOST_INSTANCE,
         f"{', '.join(lost)} served no more requests{_describe_since(since_ns)}, others had the work",
