@@ -79,6 +79,8 @@ class LiveDeployment:
     """One deployment under test.
 
     facing: name of the server that clients call; "" for the deployment's front, its router if it has one.
+    latest_client_us: the latest request's time to its first token, or to its end if it is plain, by its
+    client's clock.
     """
 
     def __init__(self, fleet: LocalDeployment, control: InjectionControl, facing: str = "") -> None:
@@ -86,6 +88,7 @@ class LiveDeployment:
         self.control = control
         self.facing = facing
         self.seed = time.time_ns() % 10**9  # caches on disk outlive a deployment
+        self.latest_client_us = 0
 
     def warm_up(self) -> None:
         """Send a few requests of each kind: the first ones import modules and compile."""
@@ -109,7 +112,9 @@ class LiveDeployment:
     def send_request(self, url: str, **fields: Any) -> TimedResponse:
         """Send one request with the header that asks for Server-Timing."""
         headers = {**ASK_HEADERS, **fields.pop("headers", {})}
-        return ttft_client.send_timed_request(url, headers=headers, **fields)
+        answer = ttft_client.send_timed_request(url, headers=headers, **fields)
+        self.latest_client_us = answer.client_ttft_us or answer.total_us
+        return answer
 
     def read_one(self, server: str = "", image: bool = False, **fields: Any) -> dict[str, int]:
         """The breakdown of one request to a server ("": the front), with an image that is in no cache."""
