@@ -40,9 +40,8 @@ from lab.free_ports import find_free_port
 
 MAX_CPU_RATIO: Final = 1.1  # CPU time per request, several workers to one
 CASES: Final = ("plain", "stream")
-# One that needs no messages between workers, one that compares what is under way, one that compares
-# what was sent.
-POLICIES: Final = ("round_robin", "least_requests", "qps")
+# One that needs no messages between workers, and one that compares what is under way.
+POLICIES: Final = ("round_robin", "least_requests")
 SETTLE_S: Final = 1.5  # seconds for all workers to be up
 
 

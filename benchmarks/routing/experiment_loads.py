@@ -12,7 +12,6 @@ ROUTER_FLAGS_BY_POLICY: Final[dict[str, tuple[str, ...]]] = {
     "trapezoid": ("--routing-logic", "ttft", "--ttft-model", "trapezoid", *PREFIX_INDEX_FLAGS),
     "calibrated": ("--routing-logic", "ttft", "--ttft-model", "calibrated", *PREFIX_INDEX_FLAGS),
     "kvaware": ("--routing-logic", "kvaware", *PREFIX_INDEX_FLAGS),
-    "qps": ("--routing-logic", "qps"),
     "round_robin": ("--routing-logic", "round_robin"),
     "least_requests": ("--routing-logic", "least_requests"),
     # kvaware where no prompt is too long to follow its prefix
@@ -22,7 +21,7 @@ ROUTER_FLAGS_BY_POLICY: Final[dict[str, tuple[str, ...]]] = {
     ),
 }
 # The others on demand only: each policy adds a run to every round.
-MEASURED_POLICIES: Final = ("trapezoid", "calibrated", "kvaware", "qps", "round_robin")
+MEASURED_POLICIES: Final = ("trapezoid", "calibrated", "kvaware", "least_requests", "round_robin")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ examples:
       --minutes 28 --json live.json
   python -m benchmarks.routing.experiments shared-prefix --rounds 5 --rate 2 --seconds 60 --json live.json
   python -m benchmarks.routing.experiments shared-prefix --rounds 1 --seconds 10 \\
-      --servers http://127.0.0.1:8001 http://127.0.0.1:8002 --policies round_robin qps
+      --servers http://127.0.0.1:8001 http://127.0.0.1:8002 --policies round_robin least_requests
   python -m benchmarks.routing.experiments --json live.json --pictures docs/img   (no run: redraws)
 """
 

@@ -79,7 +79,7 @@ class HashedPrefixPolicy(RoutingPolicy):
     """Consistent hashing of the prompt's beginning with bounded load (KubeAI's PrefixHash)."""
 
     name = "hashed_prefix"
-    tracks_load = reads_prompts = True
+    reads_prompts = True
 
     def __init__(self, state: PolicyState) -> None:
         self._ring = HashRing()

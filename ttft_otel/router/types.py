@@ -149,8 +149,8 @@ class RoutingRequest(msgspec.Struct, frozen=True):
 class RoutingPolicy(Protocol):
     """Chooses an instance; called on the event loop, so it must not block."""
 
-    tracks_load: ClassVar[bool] = False  # needs PendingLoads to be kept
-    reads_prompts: ClassVar[bool] = False  # needs prompt lengths and cached prefixes
+    # Whether it needs prompt lengths, cached prefixes and the work that is pending.
+    reads_prompts: ClassVar[bool] = False
 
     @property
     def uses_predictions(self) -> bool:

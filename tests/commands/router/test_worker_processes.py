@@ -233,9 +233,7 @@ def signal_worker(pid: int) -> None:
     ("policy", "workers", "kills"),
     [
         ("ttft", 2, 3),
-        ("qps", 2, 3),
-        *(pytest.param(each, 4, 12, marks=pytest.mark.full) for each in ("ttft", "qps")),
-        pytest.param("least_requests", 4, 12, marks=pytest.mark.full),
+        *(pytest.param(each, 4, 12, marks=pytest.mark.full) for each in ("ttft", "least_requests")),
     ],
 )
 async def test_workers_are_killed_under_load(

@@ -325,7 +325,10 @@ def test_time_already_spent_counts() -> None:
             "--routing-logic prefix or kvaware or ttft",
         ),
         (
-            ("--backend", INSTANCE_URL, "--encoder", INSTANCE_URL, "--routing-logic", "qps"),
+            (
+                *("--backend", INSTANCE_URL, "--encoder", INSTANCE_URL),
+                *("--routing-logic", "least_requests"),
+            ),
             "prefix or kvaware or",
         ),
     ],

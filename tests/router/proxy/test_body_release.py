@@ -23,7 +23,7 @@ from ttft_otel.router.upstream.instance_pool import InstancePool
 REQUEST_ID = "watched"
 CHAT = fake_pair.CHAT_PATH
 LONG_GAP_S = 2.0
-POLICIES = ["round_robin", "qps"]  # the second one keeps account of the requests under way
+POLICIES = ["round_robin", "ttft"]  # the second one keeps account of the requests under way
 
 
 class WatchedBytes(bytes):

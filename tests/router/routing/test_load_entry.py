@@ -37,7 +37,7 @@ Request = tuple[str, bool, int, int, int | None, int, int]
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     REQUEST_LISTS,
-    st.sampled_from([name for name, kind in POLICIES.items() if kind.tracks_load]),
+    st.sampled_from([name for name, kind in POLICIES.items() if kind.reads_prompts]),
     st.booleans(),
     st.sampled_from(("", "ttft")),
 )
@@ -124,7 +124,7 @@ async def test_a_retry_moves_the_entry() -> None:
             fake_instances.InstancePlan(status=503),
             fake_instances.InstancePlan({"prefill.compute": LONG_PROMPT_TOKENS}),
         ],
-        routing=scripted_knowledge.build_routing_factory("qps"),
+        routing=scripted_knowledge.build_routing_factory("kvaware"),
     ) as (router, a, b):
         body = {"model": "tiny", "prompt": "a", "stream": True, "tokens": 100}
         task = asyncio.create_task(router.post_body("/v1/completions", body))

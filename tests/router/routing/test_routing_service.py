@@ -86,13 +86,12 @@ def get_routing(router: fake_instances.RunningRouter) -> RoutingService:
         ("--kv-events-endpoint", "http://127.0.0.1:1=tcp://127.0.0.1:2"),
         ("--enable-shared-cache",),
         ("--prefix-index", "kv-events"),
-        ("--prefix-index", "history", "--routing-logic", "qps"),
+        ("--prefix-index", "history", "--routing-logic", "session", "--session-key", "user"),
         ("--tokenizer", "/m"),
         ("--tokenize", "local"),
         ("--ttft-model", "calibrated", "--routing-logic", "kvaware"),
         ("--kv-aware-threshold", "0", "--routing-logic", "ttft"),
-        ("--session-key", "user", "--routing-logic", "qps"),
-        ("--request-stats-window", "60", "--routing-logic", "least_requests"),
+        ("--session-key", "user", "--routing-logic", "least_requests"),
     ],
 )
 def test_a_flag_that_needs_another_says_which(flags: tuple[str, ...]) -> None:
@@ -136,11 +135,15 @@ def test_who_decides_for_which_leg() -> None:
         "encode": [parse_instance_url(INSTANCE_URL, "encode")],
         "prefill": [parse_instance_url(INSTANCE_URL, "prefill")],
     }
-    made = read_options("--routing-logic", "qps").build_routing(
+    made = read_options("--routing-logic", "round_robin").build_routing(
         InstancePool(given | {"decode": [parse_instance_url(INSTANCE_URL, "d")]})
     )
     logics = {leg: made.get_leg_policy(leg).policy_name for leg in ("encode", "prefill", "decode")}
-    assert logics == {"encode": "least_requests", "prefill": "qps", "decode": "least_requests"}
+    assert logics == {
+        "encode": "least_requests",
+        "prefill": "round_robin",
+        "decode": "least_requests",
+    }
     assert (made.prompt_reader, made.prefix_source) == (None, None)
     assert (
         read_options().build_routing(InstancePool({})).prefill_policy.policy_name == "round_robin"
@@ -150,7 +153,7 @@ def test_who_decides_for_which_leg() -> None:
 class ToyPolicy(RoutingPolicy):
     """All that adding a policy takes, but its line in the registry."""
 
-    tracks_load = reads_prompts = True
+    reads_prompts = True
 
     def __init__(self, state: PolicyState) -> None:
         self.state = state

@@ -93,7 +93,7 @@ def test_spread(tmp_path: Path) -> None:
 
     results = simulate_policies(tmp_path, rows, load=1e-4, instances=2)
 
-    lookers = ("least_requests", "qps", "trapezoid", "calibrated", "tokens", "batch", "decay")
+    lookers = ("least_requests", "trapezoid", "calibrated", "tokens", "batch", "decay")
     for name in (*lookers, "oracle"):
         assert results[name]["mean"] == pytest.approx(mean, abs=2e-5)
 

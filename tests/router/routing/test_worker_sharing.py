@@ -54,7 +54,7 @@ def build_rows(count: int) -> tuple[TraceRow, ...]:
     )
 
 
-@pytest.mark.parametrize("policy", ["least_requests", "calibrated", "qps"])
+@pytest.mark.parametrize("policy", ["least_requests", "calibrated"])
 def test_sharing_is_as_one(policy: str) -> None:
     """What is said makes up for what a worker does not do itself; without it the mean is worse."""
     rows = build_rows(600)

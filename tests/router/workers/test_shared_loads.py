@@ -14,7 +14,7 @@ from ttft_otel.router.workers import messages, own_loads, shared_memory
 from ttft_otel.tracing import clock
 
 
-@pytest.fixture(params=["least_requests", "qps", "ttft"])
+@pytest.fixture(params=["least_requests", "ttft"])
 def workers(request: pytest.FixtureRequest) -> tuple[JoinedWorker, JoinedWorker]:
     """Two workers with one of the policies that compare load."""
     return JoinedWorker(request.param), JoinedWorker(request.param)
@@ -162,26 +162,6 @@ def test_instances_come_and_go() -> None:
         one.pool.record_ended(attempt)
     deliver(one, other)
     assert [each.all_in_flight for each in other.pool] == [0, 1, 1, 1]
-
-
-def test_arrivals_are_counted_once() -> None:
-    """By `qps`, also those of a worker that is heard of late: it counts what comes from then on."""
-    one, other = JoinedWorker("qps"), JoinedWorker("qps")
-    for number in range(5):
-        one.send(build_request(number), URLS[0])
-    deliver(one, other)
-    other.resync(0, one)
-    one.send(build_request(6), URLS[0])
-    deliver(one, other)
-
-    load = other.state.pending.get_load(URLS[0])
-    assert load.count_arrivals(clock.now_us(), 60) == 6
-
-    late = JoinedWorker("qps")
-    late.resync(0, one)
-    one.send(build_request(7), URLS[0])
-    late.see(0, one)
-    assert late.state.pending.get_load(URLS[0]).count_arrivals(clock.now_us(), 60) == 1
 
 
 def test_results_are_told_with_totals() -> None:

@@ -18,7 +18,6 @@ from click.core import ParameterSource
 from ttft_otel.commands.command_options import Command, OptionDeclarer, OptionDecorator, add_options
 from ttft_otel.router import types
 from ttft_otel.router.routing import routing_service
-from ttft_otel.router.routing.policies import pending_load
 from ttft_otel.router.routing.policies import policy_state as states
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.prefixes import PrefixIndexName, PrefixSource, build_source
@@ -45,7 +44,6 @@ POLICIES_BY_OPTION: Final[Mapping[str, tuple[str, ...]]] = {
     "kv_aware_threshold": ("kvaware",),
     # kvaware falls back to sessions where no cached prefix is long enough.
     "session_key": ("session", "kvaware"),
-    "request_stats_window": tuple(name for name, each in POLICIES.items() if each.tracks_load),
 }
 
 
@@ -58,7 +56,6 @@ class RoutingOptions:
     ttft_model: Literal["calibrated", "trapezoid"]
     slo_ttft_ms: float | None
     session_key: str
-    request_stats_window: int
     kv_aware_threshold: int
     tokenizer: str
     tokenize: Literal["local", "engine"]
@@ -85,11 +82,11 @@ class RoutingOptions:
             # Policies count in seconds; 0 stands for no objective.
             slo_s=(self.slo_ttft_ms or 0) / 1000,
         )
-        policy_name, window_s = self.routing_logic, self.request_stats_window
+        policy_name = self.routing_logic
         # Nothing below is built for the others: no child process, no index, no subscription.
         if not POLICIES[policy_name].reads_prompts:
             return routing_service.RoutingService(
-                pool, policy_name, options, window_s, encoders_policy=encoders_policy
+                pool, policy_name, options, encoders_policy=encoders_policy
             )
         from ttft_otel.router.routing.prompts import (
             build_reader,  # imported here: other policies need no tokenizer
@@ -99,7 +96,7 @@ class RoutingOptions:
         prompt_reader = build_reader(self.tokenizer or None, self.tokenize, pool, api_key)
         knowledge = (prompt_reader, self._build_prefix_source())
         return routing_service.RoutingService(
-            pool, policy_name, options, window_s, *knowledge, encoders_policy=encoders_policy
+            pool, policy_name, options, *knowledge, encoders_policy=encoders_policy
         )
 
     def _choose_encoder_policy(self, has_encoders: bool) -> str:
@@ -215,13 +212,6 @@ def _declare_policy_options(
             callback=_check_name,
             metavar="NAME",
             help="Header, or key of the body, with the session ID; for session and kvaware.",
-        ),
-        declare_option(
-            "--request-stats-window",
-            default=pending_load.ARRIVAL_WINDOW_S,
-            # One counter for each second of the window and instance: the limit bounds their memory.
-            type=click.IntRange(1, 3600),
-            help="Seconds over which the qps policy counts requests.",
         ),
         declare_option(
             "--kv-aware-threshold",

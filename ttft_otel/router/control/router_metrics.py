@@ -38,9 +38,9 @@ def build_counter(name: str, help_text: str, label: str, values: Mapping[str, fl
 
 
 def collect_routing_metrics(routing: RoutingService) -> Iterator[Metric]:
-    """Metrics of the legs in `routing.reported_legs`; none if the policy does not track load."""
+    """Metrics of the legs in `routing.reported_legs`; none if the policy compares no work."""
     # Without pending load nothing is predicted: all of the rest would be zeros for ever.
-    if not routing.prefill_policy.policy.tracks_load:
+    if not routing.prefill_policy.policy.reads_prompts:
         return
     help_text = "Requests refused because no instance could have begun to answer in time."
     yield CounterMetricFamily(

@@ -17,11 +17,7 @@ from ttft_otel.model.endpoints import RESPONSES_PATH
 from ttft_otel.model.stages import ENCODE, PREFILL, QUEUE_STAGES, STAGES
 from ttft_otel.model.timing import ServerTiming
 from ttft_otel.router.routing.policies.block_index import BlockHolders
-from ttft_otel.router.routing.policies.pending_load import (
-    ARRIVAL_WINDOW_S,
-    US_PER_SECOND,
-    PendingLoads,
-)
+from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import (
     FirstTokenListener,
@@ -72,7 +68,6 @@ class RoutingService:
 
     Args:
         policy_name: of the leg that prefills.
-        window_s: seconds over which requests are counted.
         prompt_reader, prefix_source: None if the policy does not read prompts.
         others_policy, encoders_policy: names for the other legs; encoders_policy "" is others_policy.
     """
@@ -82,7 +77,6 @@ class RoutingService:
         pool: InstancePool,
         policy_name: str = DEFAULT_POLICY,
         options: PolicyOptions | None = None,
-        window_s: int = ARRIVAL_WINDOW_S,
         prompt_reader: PromptReader | None = None,
         prefix_source: PrefixSource | None = None,
         others_policy: str = OTHER_LEGS_POLICY,
@@ -96,7 +90,6 @@ class RoutingService:
         self.first_token_listener: FirstTokenListener | None = None
         self.read_others: Callable[[], None] | None = None  # with --workers: what they have said
         self._options = options or PolicyOptions()
-        self._window_s = window_s
         self._leg_policies = {self.prefilling_leg: self._build_prefill_policy(policy_name)}
         self._others_policy = others_policy
         self._encoders_policy = encoders_policy or others_policy
@@ -124,8 +117,7 @@ class RoutingService:
         return self._make_leg_policy(policy_name, BlockHolders(1), options)
 
     def _make_leg_policy(self, name: str, index: BlockHolders, options: PolicyOptions) -> LegPolicy:
-        state = PolicyState(index, options, PendingLoads(window_s=self._window_s))
-        state.counts_arrivals = POLICIES[name].tracks_load
+        state = PolicyState(index, options)
         return LegPolicy(name, POLICIES[name](state), state)
 
     def listen_to_first_tokens(self, listener: FirstTokenListener) -> None:
@@ -150,9 +142,9 @@ class RoutingService:
     def add_load_entry(
         self, request: RoutingRequest, decision: Decision, span_id: str, now_us: int
     ) -> LoadEntry | None:
-        """Record the load of an attempt that starts now, if the leg's policy tracks load."""
+        """Record the load of an attempt that starts now, if the leg's policy compares work."""
         leg_policy = self.get_leg_policy(request.leg)
-        if not leg_policy.policy.tracks_load:
+        if not leg_policy.policy.reads_prompts:
             return None
         return LoadEntry(leg_policy.state, request, decision, span_id, now_us)
 
@@ -167,11 +159,11 @@ class RoutingService:
 
     @property
     def reported_legs(self) -> tuple[str, ...]:
-        """Legs shown by metrics and GET /instances: the one that prefills, and encoders that track load."""
+        """Legs shown by metrics and GET /instances: the one that prefills, and encoders by work."""
         encoders = self._leg_policies.get(ENCODE)
         return (
             (self.prefilling_leg, ENCODE)
-            if encoders and encoders.policy.tracks_load
+            if encoders and encoders.policy.reads_prompts
             else (self.prefilling_leg,)
         )
 

@@ -57,7 +57,7 @@ class Chooser(Protocol):
     def add_load_entry(
         self, request: types.RoutingRequest, decision: types.Decision, span_id: str, now_us: int
     ) -> types.AttemptLoad | None:
-        """An attempt starts; None where the leg's policy does not track load."""
+        """An attempt starts; None where the leg's policy compares no work."""
         ...
 
     def needs_timing(self, leg: str) -> bool:

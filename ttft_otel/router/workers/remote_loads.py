@@ -84,11 +84,6 @@ class RemoteLoads:
             view = places[index]
             if in_flight != view.in_flight:
                 _set_in_flight(view, in_flight)
-            if arrivals > view.arrivals:
-                state = self._find_state(view.leg)
-                if state.counts_arrivals:
-                    state.pending.count_arrivals(view.url, now_us, arrivals - view.arrivals)
-                view.arrivals = arrivals
 
     def apply_sent(self, owner: Hashable, sent: Sent) -> None:
         """`owner` sent this, whose work is pending. Idempotent."""
@@ -101,7 +96,7 @@ class RemoteLoads:
         # What it was predicted is judged by the worker that predicted it.
         entry = PendingRequest(sent.url, sent.sent_us, work, sent.block_keys, None)
         pending = self._find_state(sent.leg).pending
-        pending.add_pending((sent.leg, sent.span_id), entry, is_counted=True)
+        pending.add_pending((sent.leg, sent.span_id), entry)
 
     def apply_first_token(self, owner: Hashable, token: FirstToken) -> None:
         """Its attempt has its first token: the work is done, the blocks are cached, the time is known."""

@@ -24,7 +24,7 @@ class LeastTtftPolicy(RoutingPolicy):
     The number of (query, key) pairs left to compute is the trapezoid formula of `count_pairs`.
     """
 
-    tracks_load = reads_prompts = True
+    reads_prompts = True
 
     def __init__(self, state: PolicyState) -> None:
         self._state = state

@@ -8,7 +8,7 @@ they return to exactly zero.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -20,7 +20,7 @@ RequestKey = tuple[str, str]  # leg, request id
 US_PER_SECOND: Final = 1_000_000  # microseconds
 # Entries older than this are dropped: a safety net in case the end of a request was never recorded.
 MAX_PENDING_US: Final = 600 * US_PER_SECOND
-ARRIVAL_WINDOW_S: Final = 60  # seconds; default of --request-stats-window
+AVERAGING_S: Final = 60  # seconds over which arrival rate and utilisation are averaged
 # Upper bound of utilisation in the queueing formula, which diverges at 1.
 MAX_BUSY_SHARE: Final = 0.95
 
@@ -55,20 +55,10 @@ class InstanceLoad:
     head_started_us: int = 0
     # Blocks of pending prompts: cached once those have run.
     queued_blocks: Counter[int] = field(default_factory=Counter)
-    arrivals_by_second: deque[list[int]] = field(default_factory=deque)  # [second, arrivals]
-    arrivals: int = 0  # the sum of those
     recent_tokens: int = 0  # tokens sent to be computed, halved every window
+    last_sent_us: int = 0
     # Cached prediction of a policy; reset whenever the entries change.
     busy_until: BusyUntil | None = None
-
-    def count_arrivals(self, now_us: int, window_s: int) -> int:
-        """Requests sent here within the last `window_s` seconds before `now_us`."""
-        while (
-            self.arrivals_by_second
-            and self.arrivals_by_second[0][0] <= now_us // US_PER_SECOND - window_s
-        ):
-            self.arrivals -= self.arrivals_by_second.popleft()[1]
-        return self.arrivals
 
     def estimate_running(self, now_us: int) -> tuple[PrefillWork, float] | None:
         """The prefill that is assumed to run at `now_us`, and for how many seconds; None when idle.
@@ -94,9 +84,7 @@ class PendingLoads:
     and utilisation are averaged.
     """
 
-    def __init__(
-        self, max_pending_us: int = MAX_PENDING_US, window_s: int = ARRIVAL_WINDOW_S
-    ) -> None:
+    def __init__(self, max_pending_us: int = MAX_PENDING_US, window_s: int = AVERAGING_S) -> None:
         self.max_pending_us = max_pending_us
         self.window_s = window_s
         self._loads: dict[str, InstanceLoad] = {}  # by URL, of instances that were sent something
@@ -141,15 +129,13 @@ class PendingLoads:
             / instance_count
         )
 
-    def add_pending(self, key: RequestKey, entry: PendingRequest, is_counted: bool = False) -> None:
-        """Record that `entry` was sent; an earlier entry of `key` (a retried request) is replaced.
-
-        is_counted: `count_arrivals` is called for it, too.
-        """
+    def add_pending(self, key: RequestKey, entry: PendingRequest) -> None:
+        """Record that `entry` was sent; an earlier entry of `key` (a retried request) is replaced."""
         if key in self._entries:
             self.remove_pending(key, entry.sent_us)
         self.drop_expired(entry.sent_us)
         load = self._loads.get(entry.url) or self._add_load(entry.url, entry.sent_us)
+        load.last_sent_us = entry.sent_us
         # Before the counts change: the time that has passed belongs to the old ones.
         self._update_averages(entry.sent_us)
         # With the decay below this is the mean rate over the window, without a list of arrivals.
@@ -164,22 +150,6 @@ class PendingLoads:
         load.pairs += entry.work.pairs
         if entry.block_keys:  # Counter's update() is slow also for nothing
             load.queued_blocks.update(entry.block_keys)
-        if not is_counted:
-            self._count_arrivals(load, entry.sent_us, 1)
-
-    def count_arrivals(self, url: str, now_us: int, number: int) -> None:
-        """Record that other workers sent `number` requests to the instance at `url`."""
-        self._count_arrivals(self._loads.get(url) or self._add_load(url, now_us), now_us, number)
-
-    def _count_arrivals(self, load: InstanceLoad, now_us: int, number: int) -> None:
-        load.arrivals += number
-        # One element per second bounds the memory at any arrival rate.
-        second = now_us // US_PER_SECOND
-        if load.arrivals_by_second and load.arrivals_by_second[-1][0] == second:
-            load.arrivals_by_second[-1][1] += number
-        else:
-            load.count_arrivals(now_us, self.window_s)  # drops what is too old
-            load.arrivals_by_second.append([second, number])
 
     def remove_pending(self, key: RequestKey, now_us: int) -> PendingRequest | None:
         """Remove the entry of `key`: it has its first token or will never have one. Idempotent.
@@ -234,10 +204,11 @@ class PendingLoads:
                 load.recent_tokens //= 2
 
     def _add_load(self, url: str, now_us: int) -> InstanceLoad:
-        """Add an instance; those without entries and recent arrivals are removed on this occasion."""
+        """Add an instance; those without entries that were sent nothing lately are removed."""
         # Here and not by a timer: only new instances can make it grow.
+        outdated_us = now_us - self.window_s * US_PER_SECOND
         for other, load in list(self._loads.items()):
-            if not load.entries and not load.count_arrivals(now_us, self.window_s):
+            if not load.entries and load.last_sent_us < outdated_us:
                 del self._loads[other]
         load = self._loads[url] = InstanceLoad()
         return load

@@ -40,28 +40,6 @@ class RoundRobinPolicy(RoutingPolicy):
         return Decision(instances[turn % len(instances)], 0.0, "round_robin")
 
 
-class RequestRatePolicy(RoutingPolicy):
-    """Counts arrivals within the window of --request-stats-window (pending_load.py)."""
-
-    tracks_load = True
-
-    def __init__(self, state: PolicyState) -> None:
-        self._pending = state.pending
-
-    def choose_instance(
-        self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
-    ) -> Decision:
-        """Choose the fewest arrivals, ties in the order of `instances`; the score is that number."""
-        window_s = self._pending.window_s
-        # Arrivals, and not requests in flight, which least_requests compares.
-        arrivals = [
-            self._pending.get_load(each.url).count_arrivals(now_us, window_s) for each in instances
-        ]
-        # The first of equals, which the next request then finds one ahead: they take turns.
-        position = arrivals.index(min(arrivals))
-        return Decision(instances[position], arrivals[position], "qps", candidate_scores=arrivals)
-
-
 class LeastRequestsPolicy(RoutingPolicy):
     """Compares `Instance.all_in_flight`, which counts a request until its response has ended.
 
@@ -142,11 +120,9 @@ class HashRing:
 class SessionPolicy(RoutingPolicy):
     """The session ID is the value of the header, or top-level body key, that --session-key names."""
 
-    tracks_load = True
-
     def __init__(self, state: PolicyState) -> None:
         self._session_key = state.options.session_key
-        self._fallback = RequestRatePolicy(state)
+        self._fallback = LeastRequestsPolicy(state)
         self._ring = HashRing()
 
     def choose_instance(
@@ -175,7 +151,7 @@ class SessionPolicy(RoutingPolicy):
                 value = msgspec.json.decode(raw)
             except JSON_ERRORS:
                 return ""
-        # Other values are no names; such a request goes by rate, like one without a session.
+        # Other values are no names; such a request counts as one without a session.
         return str(value) if isinstance(value, (str, int)) else ""
 
 
@@ -194,7 +170,7 @@ MAX_REQUEST_RATIO: Final = 1.5
 class PrefixPolicy(RoutingPolicy):
     """Prefers the longest prefix; load only limits how many requests a popular prefix attracts."""
 
-    tracks_load = reads_prompts = True
+    reads_prompts = True
 
     def __init__(self, state: PolicyState) -> None:
         self._state = state
@@ -229,10 +205,10 @@ class PrefixPolicy(RoutingPolicy):
 class KvAwarePolicy(RoutingPolicy):
     """The rule of production-stack's kvaware router: at most `kv_aware_threshold` tokens uncached.
 
-    Other requests follow their session, or without one the lowest request rate.
+    Other requests follow their session; without one the fewest requests in flight decide.
     """
 
-    tracks_load = reads_prompts = True
+    reads_prompts = True
 
     def __init__(self, state: PolicyState) -> None:
         self._state = state
@@ -241,7 +217,7 @@ class KvAwarePolicy(RoutingPolicy):
     def choose_instance(
         self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
     ) -> Decision:
-        """Choose the longest cached prefix, ties by session or rate; the score is uncached tokens."""
+        """Choose the longest cached prefix, ties by session or load; the score is uncached tokens."""
         # Without loads: what is cached now counts, not what is queued.
         cached_tokens = self._state.estimate_cached(request, instances)
         longest = max(cached_tokens)
@@ -267,9 +243,8 @@ class KvAwarePolicy(RoutingPolicy):
 
 
 class PolicyFactory(Protocol):
-    """A policy class: its requirements are known before an instance of it exists."""
+    """A policy class: what it requires is known before an instance of it exists."""
 
-    tracks_load: bool
     reads_prompts: bool
 
     def __call__(self, state: PolicyState, /) -> RoutingPolicy:
@@ -280,7 +255,6 @@ class PolicyFactory(Protocol):
 POLICIES: Final[dict[str, PolicyFactory]] = {
     "round_robin": RoundRobinPolicy,
     "session": SessionPolicy,
-    "qps": RequestRatePolicy,
     "least_requests": LeastRequestsPolicy,
     "prefix": PrefixPolicy,
     "kvaware": KvAwarePolicy,

@@ -74,7 +74,6 @@ class PolicyState:
     tie_breaker: random.Random = field(default_factory=random.Random)  # seedable for simulations
     # Called with key, time in microseconds and what was measured; None without workers.
     first_token_listener: FirstTokenListener | None = None
-    counts_arrivals: bool = True  # whether the policy compares how many requests arrived
 
     def estimate_cached(
         self,
