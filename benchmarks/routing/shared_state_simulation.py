@@ -13,7 +13,6 @@ from collections import Counter
 from typing import Any, Final
 
 from benchmarks.routing.worker_simulation import LEG, SimulatedWorker, WorkerSimulation, deliver
-from ttft_otel.router import types
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
 from ttft_otel.router.shared_state.store_link import EXCHANGE_INTERVAL_S
 from ttft_otel.router.workers import messages
@@ -43,15 +42,6 @@ class SharedStateSimulation(WorkerSimulation):
             message = messages.FirstToken(message.span_id, now_us)
         for replica, due_us in self.list_readers(owner, now_us):
             self.schedule_event(due_us, functools.partial(deliver, replica, owner, message))
-
-    def tell_numbers(self, owner: int, instance: types.Instance, now_us: int) -> None:
-        """Show all others what the replica `owner` has at `instance`."""
-        changes = [
-            (self.indices[instance.url], instance.in_flight, self.arrivals[owner, instance.url])
-        ]
-        for replica, due_us in self.list_readers(owner, now_us):
-            show = functools.partial(replica.remote.apply_counts, owner, changes)
-            self.schedule_event(due_us, show)
 
     def list_readers(self, owner: int, now_us: int) -> list[tuple[SimulatedWorker, int]]:
         """The other replicas, and when each has what happens at the replica `owner` now."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it is worth that workers of one router share their books: mean TTFT in the simulation.
+"""What it is worth that workers of one router share their load: mean TTFT in the simulation.
 
     python -m benchmarks.routing.worker_sharing --traces DIR [--workers 4] [--seeds 1 2 3] [--json FILE]
 

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several workers of one router in the simulation of fleet_simulation.py, for worker_sharing.py.
 
-Each has policies and books of its own and gets a random share of the requests. They tell one another by
-the messages and books of ttft_otel/router/workers, which arrive TELL_S later.
+Each has policies of its own and gets a random share of the requests. They tell one another by the messages
+of ttft_otel/router/workers, which arrive TELL_S later.
 """
 
 from __future__ import annotations
 
 import functools
 import random
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,17 +27,18 @@ from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import PolicyState, PrefillSample
 from ttft_otel.router.workers import messages
+from ttft_otel.router.workers.load_link import TELL_INTERVAL_S
 from ttft_otel.router.workers.remote_loads import RemoteLoads
 
 LEG: Final = "prefill"
-# What is in a ring is read before the next decision. Two that decide in the same moment know nothing of
-# each other: more seconds than a decision and its message take.
-TELL_S: Final = 0.0002
+# Two that decide in the same moment know nothing of each other: as long as four workers wait between two
+# datagrams, and more than a decision and its message take.
+TELL_S: Final = 4 * TELL_INTERVAL_S + 0.0002
 
 
 @dataclass(slots=True)
 class SimulatedWorker:
-    """One worker: its own view of the instances, its policy, and its books of the others."""
+    """One worker: its own view of the instances, its policy, and the load of the others."""
 
     instances: dict[str, types.Instance]
     state: PolicyState
@@ -60,14 +60,6 @@ class WorkerSimulation(Simulation):
             for number in range(worker_count)
         ]
         self.owners: dict[str, int] = {}  # worker by request
-        # Requests ever sent, by worker and instance; indices of the numbers that workers share.
-        self.arrivals: Counter[tuple[int, str]] = Counter()
-        self.indices = {url: index for index, url in enumerate(self.by_url)}
-        places = messages.Places([(LEG, url, 0) for url in self.by_url])
-        for number, worker in enumerate(self.workers):
-            for owner in range(worker_count):
-                if owner != number and are_sharing:
-                    worker.remote.apply_places(owner, places)
         self.last_sample: PrefillSample | None = None
 
     def _build_worker(self, case: dict[str, Any], policy: str, ties: str) -> SimulatedWorker:
@@ -100,8 +92,7 @@ class WorkerSimulation(Simulation):
         choice.instance.in_flight += 1
         self.owners[request.request_id] = owner
         self.sent_at_us[request.request_id] = now_us
-        self.arrivals[owner, choice.instance.url] += 1
-        self.tell_numbers(owner, choice.instance, now_us)
+        self.tell_in_flight(owner, choice.instance, now_us)
         if worker.policy.reads_prompts:
             entry = worker.state.pending.find_entry((LEG, request.request_id))
             assert entry is not None
@@ -126,7 +117,7 @@ class WorkerSimulation(Simulation):
         learned = () if self.last_sample is None else self.last_sample
         token = messages.FirstToken(request.request_id, now_us, *learned)
         self.tell_others(owner, token, now_us)
-        self.tell_numbers(owner, worker.instances[server.instance.url], now_us)
+        self.tell_in_flight(owner, worker.instances[server.instance.url], now_us)
 
     def tell_others(self, owner: int, message: messages.LoadMessage, now_us: int) -> None:
         """Deliver a message to all other workers."""
@@ -134,14 +125,9 @@ class WorkerSimulation(Simulation):
             due_us = now_us + round(TELL_S * US_PER_SECOND)
             self.schedule_event(due_us, functools.partial(deliver, worker, owner, message))
 
-    def tell_numbers(self, owner: int, instance: types.Instance, now_us: int) -> None:
-        """Show all other workers what the worker `owner` has at `instance` now."""
-        arrivals = self.arrivals[owner, instance.url]
-        changes = [(self.indices[instance.url], instance.in_flight, arrivals)]
-        for worker in self.list_others(owner):
-            due_us = now_us + round(TELL_S * US_PER_SECOND)
-            show = functools.partial(worker.remote.apply_counts, owner, changes)
-            self.schedule_event(due_us, show)
+    def tell_in_flight(self, owner: int, instance: types.Instance, now_us: int) -> None:
+        """Tell all other workers what the worker `owner` has at `instance` now."""
+        self.tell_others(owner, messages.InFlight(LEG, instance.url, instance.in_flight), now_us)
 
     def list_others(self, owner: int) -> list[SimulatedWorker]:
         """Whom the worker `owner` tells anything."""
@@ -153,8 +139,10 @@ class WorkerSimulation(Simulation):
 
 
 def deliver(worker: SimulatedWorker, owner: int, message: messages.LoadMessage, _: int) -> None:
-    """Put a message of the worker `owner` into the books of another one; an event of the simulation."""
-    if isinstance(message, messages.Sent):
+    """Have another worker take in a message of the worker `owner`; an event of the simulation."""
+    if isinstance(message, messages.InFlight):
+        worker.remote.apply_in_flight(owner, message)
+    elif isinstance(message, messages.Sent):
         worker.remote.apply_sent(owner, message)
     elif isinstance(message, messages.FirstToken):
         worker.remote.apply_first_token(owner, message)
@@ -175,6 +163,6 @@ def run_workers(
     simulation.run(rows, compute_speedup(rows, case["load"], capacity))
     assert len(simulation.ttfts_s) == len(rows)
     for worker in simulation.workers:
-        assert not len(worker.state.pending) and not worker.remote.count_attempts()
+        assert not len(worker.state.pending)
         assert not any(each.all_in_flight for each in worker.instances.values())
     return simulation

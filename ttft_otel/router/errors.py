@@ -114,7 +114,3 @@ class SourceUnreachable(Exception):
 
 class WatchExpired(Exception):
     """The API server has forgotten the version from which a watch should go on: list again."""
-
-
-class RingOverrun(Exception):
-    """A worker was too slow: what another one wrote was overwritten before it was read."""

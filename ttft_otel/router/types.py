@@ -7,7 +7,7 @@ The protocols let upstream/ call routing/ without importing it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 from urllib.parse import urlsplit
@@ -43,7 +43,7 @@ class LoadElsewhere:
 
     in_flight: int = 0  # of all of them
     # Results of ended attempts, by worker.
-    results_by_owner: dict[int, Mapping[str, int]] = field(default_factory=dict)
+    results_by_owner: dict[Hashable, Mapping[str, int]] = field(default_factory=dict)
     # Processes of other replicas whose circuit breaker is open (shared_state/snapshots.py).
     breaker_openers: set[str] = field(default_factory=set)
 
@@ -81,6 +81,12 @@ class Instance:
         self.model_cards = model_cards
         known = [each for each in lengths if isinstance(each, int) and each > 0]
         self.max_model_len = min(known, default=0)
+
+    def make_elsewhere(self) -> LoadElsewhere:
+        """What others have sent to it, to be changed."""
+        if self.elsewhere is None:
+            self.elsewhere = LoadElsewhere()
+        return self.elsewhere
 
     @property
     def all_in_flight(self) -> int:

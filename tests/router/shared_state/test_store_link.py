@@ -36,10 +36,6 @@ class LinkedReplica(JoinedWorker):
         settings = StoreSettings(url, password_file, prefix)
         self.link = StoreLink(settings, self.pool, self.own, self.remote, replica)
 
-    def count_elsewhere(self) -> int:
-        """Requests in flight of others, as it believes."""
-        return sum(each.all_in_flight - each.in_flight for each in self.pool)
-
     def read_metrics(self) -> dict[str, float]:
         """Its metrics, by name and result."""
         return {

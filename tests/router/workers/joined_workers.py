@@ -14,7 +14,6 @@ from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers import messages
 from ttft_otel.router.workers.own_loads import OwnLoads
 from ttft_otel.router.workers.remote_loads import RemoteLoads
-from ttft_otel.router.workers.shared_memory import SharedMemory, SlotReader, SlotWriter
 from ttft_otel.tracing import clock
 
 LEG = "mono"
@@ -31,10 +30,8 @@ class JoinedWorker:
         self.state = self.routing.get_leg_policy(LEG).state
         self.state.index = SentHistory(16, 1000)
         self.outbox: list[messages.LoadMessage] = []
-        self.counts = SharedMemory(1)
-        self.own = OwnLoads(self.pool, self.routing, SlotWriter(self.counts, 0), self.outbox.append)
+        self.own = OwnLoads(self.pool, self.routing, self.outbox.append)
         self.own.start()
-        self._readers: dict[int, SlotReader] = {}
         self.remote = RemoteLoads(self.pool.find_instance, lambda _: self.state)
 
     def choose(self, request: types.RoutingRequest) -> types.Decision:
@@ -58,29 +55,27 @@ class JoinedWorker:
     def hear(self, slot: int, message: messages.LoadMessage) -> None:
         """Take in a message of the worker on `slot`."""
         handlers: dict[type, Callable[[int, Any], None]] = {
-            messages.Places: self.remote.apply_places,
+            messages.InFlight: self.remote.apply_in_flight,
             messages.Sent: self.remote.apply_sent,
             messages.FirstToken: self.remote.apply_first_token,
             messages.Ended: self.remote.apply_ended,
         }
-        handlers[type(message)](slot, messages.decode_load(messages.encode_load(message)))
+        _, (heard,) = messages.decode_frame(messages.encode_frame(slot, [message]))
+        handlers[type(message)](slot, heard)
 
-    def see(self, slot: int, other: JoinedWorker) -> None:
-        """Read the numbers of the worker on `slot`, all of them the first time."""
-        if slot not in self._readers:
-            self._readers[slot] = SlotReader(other.counts, 0)
-            self._readers[slot].read_all_next()
-        changes = self._readers[slot].read_changes(self.remote.count_places(slot))
-        self.remote.apply_counts(slot, changes, clock.now_us())
-
-    def resync(self, slot: int, other: JoinedWorker) -> None:
-        """Hear everything anew that the worker on `slot` has under way."""
+    def hear_all(self, slot: int, other: JoinedWorker) -> bool:
+        """Compare with the totals of the worker on `slot`; hear everything anew if they differ."""
+        if self.remote.agrees_with(slot, other.own.build_totals()):
+            return True
         self.remote.forget_process(slot, clock.now_us())
-        self._readers.pop(slot, None)
-        self.hear(slot, other.own.describe_places())
         for sent in other.own.list_pending():
             self.hear(slot, sent)
-        self.see(slot, other)
+        assert self.remote.agrees_with(slot, other.own.build_totals())
+        return False
+
+    def count_elsewhere(self) -> int:
+        """Requests in flight of others, as it believes."""
+        return sum(each.all_in_flight - each.in_flight for each in self.pool)
 
 
 def build_request(number: int, tokens: int = 64) -> types.RoutingRequest:

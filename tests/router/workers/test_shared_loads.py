@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
 
+from router.fake_instances import wait_until
 from router.workers.joined_workers import LEG, URLS, JoinedWorker, build_request
 from ttft_otel.router import types
 from ttft_otel.router.timeline import Attempt
-from ttft_otel.router.workers import messages, own_loads, shared_memory
+from ttft_otel.router.workers import load_link, messages, own_loads, worker_socket
+from ttft_otel.router.workers.load_link import LoadLink
 from ttft_otel.tracing import clock
 
 
@@ -25,7 +28,6 @@ def deliver(speaker: JoinedWorker, listener: JoinedWorker) -> None:
     for message in speaker.outbox:
         listener.hear(0, message)
     speaker.outbox.clear()
-    listener.see(0, speaker)
 
 
 @pytest.mark.parametrize("busy", URLS)
@@ -55,7 +57,7 @@ def test_an_end_is_told() -> None:
     )
     deliver(one, other)
     assert not len(other.state.pending)
-    assert other.remote.count_attempts() == 1, "its answer goes on"
+    assert other.count_elsewhere() == 1, "its answer goes on"
     assert other.pool.get(LEG)[URLS.index(attempt.instance.url)].all_in_flight == 1
     assert other.state.index.match_blocks(request.block_keys, [attempt.instance.url]) == [4]
     fits = {url: fit.samples for (_, url), fit in other.state.models.list_fits().items() if url}
@@ -63,8 +65,7 @@ def test_an_end_is_told() -> None:
 
     one.pool.record_ended(attempt)
     deliver(one, other)
-    assert not other.remote.count_attempts()
-    assert [each.all_in_flight for each in other.pool] == [0, 0]
+    assert not other.count_elsewhere()
 
 
 def test_round_robin_says_nothing() -> None:
@@ -84,8 +85,7 @@ def test_a_worker_that_is_gone() -> None:
 
     other.remote.forget_process(0, clock.now_us())
 
-    assert not other.remote.count_attempts() and not len(other.state.pending)
-    assert [each.all_in_flight for each in other.pool] == [0, 0]
+    assert not other.count_elsewhere() and not len(other.state.pending)
 
 
 def test_an_instance_that_came_later_has_its_load() -> None:
@@ -107,7 +107,7 @@ def test_an_instance_that_came_later_has_its_load() -> None:
 def test_lost_messages(policy: str, seed: int) -> None:
     """A third of the messages is lost: totals say so, and after everything anew both agree again.
 
-    Where no work is compared, the only message is what the numbers mean: they themselves cannot be lost.
+    Where no work is compared, the totals alone have the numbers.
     """
     chance = random.Random(seed)
     one, other = JoinedWorker(policy), JoinedWorker(policy)
@@ -121,13 +121,8 @@ def test_lost_messages(policy: str, seed: int) -> None:
             if chance.random() < 0.67:
                 other.hear(0, message)
         one.outbox.clear()
-        other.see(0, one)
 
-    has_lost = not other.remote.agrees_with(0, one.own.build_totals())
-    assert has_lost or policy == "least_requests"
-    if has_lost:
-        other.resync(0, one)
-    assert other.remote.agrees_with(0, one.own.build_totals())
+    assert other.hear_all(0, one) == (policy == "least_requests")
     assert len(other.state.pending) == len(one.state.pending)
     for ours, theirs in zip(other.pool, one.pool, strict=True):
         assert (ours.in_flight, ours.all_in_flight) == (0, theirs.in_flight)
@@ -135,33 +130,24 @@ def test_lost_messages(policy: str, seed: int) -> None:
     for attempt in open_attempts:
         one.pool.record_ended(attempt)
     deliver(one, other)
-    assert not other.remote.count_attempts() and not len(other.state.pending)
+    assert not other.count_elsewhere() and not len(other.state.pending)
 
 
 def test_instances_come_and_go() -> None:
-    """The numbers of one that has left serve another, once nothing is under way there any more."""
+    """What is under way at one that has left is nobody's load, and counts again when it is back."""
     one, other = JoinedWorker("least_requests"), JoinedWorker("least_requests")
-    attempts = [one.send(build_request(1), URLS[0]), one.send(build_request(2), URLS[1])]
+    attempts = [one.send(build_request(number), url) for number, url in enumerate(URLS)]
     deliver(one, other)
-    for worker in (one, other):
-        worker.pool.remove_instance(worker.pool.get(LEG)[0])
-        worker.remote.sync_instances()
-    for number in range(3):
-        url = f"http://127.0.0.1:{10 + number}"
-        for worker in (one, other):
-            worker.pool.add_instance(types.parse_instance_url(url, LEG))
-            worker.remote.sync_instances()
-        one.send(build_request(3 + number), url)
-        deliver(one, other)
-        assert [each.all_in_flight for each in other.pool] == [1] * (2 + number)
-        # At first its own request is under way; from the second one on its index is taken again.
-        assert len(one.own.describe_places().rows) == (3, 3, 4)[number]
-        if not number:
-            one.pool.record_ended(attempts[0])
-    for attempt in attempts:
-        one.pool.record_ended(attempt)
+    left = other.pool.get(LEG)[0]
+    other.pool.remove_instance(left)
+    other.remote.sync_instances()
+    assert other.count_elsewhere() == 1
+    one.pool.record_ended(attempts[1])
     deliver(one, other)
-    assert [each.all_in_flight for each in other.pool] == [0, 1, 1, 1]
+    other.pool.add_instance(types.parse_instance_url(left.url, LEG))
+    other.remote.sync_instances()
+
+    assert [each.all_in_flight for each in other.pool] == [0, 1]
 
 
 def test_results_are_told_with_totals() -> None:
@@ -179,26 +165,70 @@ def test_results_are_told_with_totals() -> None:
 
 
 def test_all_anew_is_bounded() -> None:
-    """What a worker tells anew does not overwrite itself in the ring: blocks of the latest are left out."""
+    """Who asks for everything gets no more than it can keep: blocks of the latest are left out."""
     one = JoinedWorker("ttft")
     for number in range(60):
-        one.send(build_request(number, 16 * messages.MAX_BLOCK_KEYS))
+        one.send(build_request(number, 16 * 2 * messages.MAX_BLOCK_KEYS))
 
     told = list(one.own.list_pending())
 
     assert len(told) == 60 and all(sent.pairs for sent in told)
+    # Of a very long prompt only the first blocks are told, so that a message fits into a datagram.
     assert [len(sent.block_keys) for sent in told[:2]] == [messages.MAX_BLOCK_KEYS] * 2
     assert sum(len(sent.block_keys) for sent in told) == own_loads.MAX_RESENT_KEYS
-    assert sum(len(messages.encode_load(sent)) for sent in told) < shared_memory.RING_BYTES // 2
+    assert len(messages.encode_frame(0, told[:1])) < worker_socket.MAX_JOINED_BYTES
 
 
-def test_long_prompts_fit() -> None:
-    """Of a very long prompt only the first blocks are told, so that a message fits into a datagram."""
-    one = JoinedWorker("ttft")
-    one.send(build_request(1, 16 * 2 * messages.MAX_BLOCK_KEYS))
+async def test_a_burst_is_one_datagram(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What happens in a moment is told together, by the latest numbers; after a pause at once."""
+    monkeypatch.setattr(load_link, "TELL_INTERVAL_S", 0.05)
+    one, other = JoinedWorker("least_requests"), JoinedWorker("ttft")
+    told: list[list[messages.Message]] = []
+    for each in (one, other):
+        link = LoadLink(each.pool, each.routing, [1], lambda sent, _: told.append(list(sent)))
+        link.start()
+    told.clear()
+    for number in range(20):
+        one.send(build_request(number), URLS[number % 2])
+    assert not told, "the turn of the loop is not over"
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert told == [[messages.InFlight(LEG, url, 10) for url in URLS]]
+    for number in range(20):
+        other.send(build_request(number), URLS[0])
+        await asyncio.sleep(0)
+    await wait_until(lambda: len(told) == 3)
+    sent = [each for frame in told[1:] for each in frame if isinstance(each, messages.Sent)]
+    assert len(sent) == 20 and messages.InFlight(LEG, URLS[0], 20) in told[2]
 
-    _, sent = one.outbox
 
-    assert isinstance(sent, messages.Sent)
-    assert len(sent.block_keys) == messages.MAX_BLOCK_KEYS
-    assert len(messages.encode_load(sent)) < 64 * 1024
+async def test_who_has_missed_something_asks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the totals of the other one, which tells it everything; who says nothing more is forgotten."""
+    one, other = JoinedWorker("ttft"), JoinedWorker("ttft")
+    sent: list[messages.Message] = []
+    asked: list[messages.Message] = []
+    speaker = LoadLink(one.pool, one.routing, [1], lambda said, _: sent.extend(said))
+    listener = LoadLink(other.pool, other.routing, [0], lambda said, _: asked.extend(said))
+
+    def deliver_sent() -> None:
+        for message in sent:
+            listener.handlers[type(message)](0, message)
+        sent.clear()
+
+    speaker.own.start()
+    one.send(build_request(1), URLS[0])
+    speaker.tell_totals()
+    sent.pop(1)  # that it was sent; the first is the number in flight, the last the totals
+    for _ in range(2):
+        deliver_sent()
+        speaker.tell_totals()
+    assert asked == [messages.Question(0, "load")], "once in a while is enough"
+    sent.clear()
+    speaker.tell_all(1)
+    deliver_sent()
+    assert len(other.state.pending) == other.count_elsewhere() == len(asked) == 1
+
+    listener.note_heard(0)
+    monkeypatch.setattr(load_link, "SILENCE_S", -1.0)
+    listener.forget_silent()
+    assert not len(other.state.pending) and not other.count_elsewhere()

@@ -22,12 +22,10 @@ sys.exit(WorkerSupervisor(2, lambda slot: sys.exit(3), 1.0, lambda: None).run())
 HUNG_WORKER = """
 import os, signal, sys, time
 from ttft_otel.router.workers import supervisor
-from ttft_otel.router.workers.shared_memory import SlotWriter
 supervisor.CHECK_INTERVAL_S, supervisor.MAX_SILENT_CHECKS = 0.2, 3
 def work(slot):
-    writer = SlotWriter(slot.shared, slot.number)
     for beat in range(1, 1000):
-        writer.record_heartbeat(beat)
+        slot.shared.record_heartbeat(slot.number, beat)
         if slot.number == 0 and beat == 20:
             if slot.is_successor:
                 os.kill(os.getppid(), signal.SIGTERM)

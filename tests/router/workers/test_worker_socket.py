@@ -52,6 +52,17 @@ async def test_messages_arrive_in_order(tmp_path: Path) -> None:
         assert not received[0]
 
 
+async def test_many_messages_are_several_datagrams(tmp_path: Path) -> None:
+    """What is too long for the kernel's buffers arrives in parts, in order."""
+    with make_sockets(tmp_path, 2) as (sockets, received):
+        for each in sockets:
+            each.open()
+        sent: list[Message] = [Answer(number, b"x" * 30_000) for number in range(50)]
+        sockets[0].send(sent, [1])
+        await wait_until(lambda: len(list_messages(received[1])) >= 50)
+        assert list_messages(received[1]) == sent and not sockets[0].lost
+
+
 async def test_a_full_queue_is_tried_again(tmp_path: Path) -> None:
     """A worker that reads nothing for a while loses nothing, and then no more than the backlog is kept."""
     with make_sockets(tmp_path, 2) as (sockets, received):

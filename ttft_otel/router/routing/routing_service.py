@@ -88,7 +88,6 @@ class RoutingService:
         self.prefilling_leg = pool.prefilling_leg
         self.slo_rejections = 0  # requests that no instance could have answered in time
         self.first_token_listener: FirstTokenListener | None = None
-        self.read_others: Callable[[], None] | None = None  # with --workers: what they have said
         self._options = options or PolicyOptions()
         self._leg_policies = {self.prefilling_leg: self._build_prefill_policy(policy_name)}
         self._others_policy = others_policy
@@ -130,10 +129,8 @@ class RoutingService:
         self, request: RoutingRequest, candidates: Sequence[Instance], now_us: int, is_retry: bool
     ) -> Decision:
         """By the policy of the request's leg. Raises SloUnreachable."""
-        leg_policy = self.get_leg_policy(request.leg)
-        if self.read_others is not None and leg_policy.policy_name != DEFAULT_POLICY:
-            self.read_others()
-        return leg_policy.policy.choose_instance(request, candidates, now_us, is_retry)
+        policy = self.get_leg_policy(request.leg).policy
+        return policy.choose_instance(request, candidates, now_us, is_retry)
 
     def get_policy_name(self, leg: str) -> str:
         """What --routing-logic calls the policy of a leg."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Annotated, Final
 
 import msgspec
@@ -18,14 +17,13 @@ import msgspec
 from ttft_otel.router.routing.policies.pending_load import MAX_PENDING_US
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.workers.messages import Ended, Places, Sent
+from ttft_otel.router.workers.messages import Ended, Sent
 from ttft_otel.router.workers.own_loads import OwnLoads
 from ttft_otel.router.workers.remote_loads import RemoteLoads
 from ttft_otel.tracing import clock
 
 MAX_INSTANCES: Final = 1024  # instances in one value; others are not shared
 MAX_REQUESTS: Final = 2048  # requests without a first token in one value
-MAX_ROWS: Final = 2 * MAX_INSTANCES  # instances, those that have left included, of one process
 MAX_URL_CHARS: Final = 512  # instances with longer URLs are not shared
 MAX_VALUE_BYTES: Final = 1 << 20  # more than all of these take
 _NUMBER_MASK: Final = 2**62 - 1
@@ -56,7 +54,6 @@ class SharedInstance(msgspec.Struct, array_like=True, frozen=True):
     leg: Name
     url: Url
     in_flight: InFlight
-    arrivals: Number  # requests ever sent there
     is_breaker_open: bool
 
 
@@ -75,13 +72,7 @@ def build_snapshot(pool: InstancePool, own: OwnLoads) -> bytes:
     """What this process has under way, as a value of the store."""
     shared = [each for each in pool if len(each.url) <= MAX_URL_CHARS][:MAX_INSTANCES]
     instances = tuple(
-        SharedInstance(
-            each.leg,
-            each.url,
-            each.in_flight,
-            each.in_flight + each.attempt_results.total(),
-            each.breaker.state == "open",
-        )
+        SharedInstance(each.leg, each.url, each.in_flight, each.breaker.state == "open")
         for each in shared
     )
     indices = {(each.leg, each.url): index for index, each in enumerate(shared)}
@@ -101,15 +92,6 @@ def build_snapshot(pool: InstancePool, own: OwnLoads) -> bytes:
     return _ENCODER.encode(Snapshot(instances, requests))
 
 
-@dataclass(slots=True)
-class KnownProcess:
-    """What is known of one process of another replica."""
-
-    rows: list[tuple[str, str, int]] = field(default_factory=list)  # leg, URL, arrivals before
-    indices: dict[tuple[str, str], int] = field(default_factory=dict)  # of rows, by leg and URL
-    numbers: set[int] = field(default_factory=set)  # requests without a first token
-
-
 class OtherReplicas:
     """The load of other replicas' processes, by the names under which the store has them.
 
@@ -118,7 +100,8 @@ class OtherReplicas:
 
     def __init__(self, pool: InstancePool, loads: RemoteLoads) -> None:
         self._pool, self._loads = pool, loads
-        self._processes: dict[str, KnownProcess] = {}
+        # Numbers of requests without a first token, by process.
+        self._processes: dict[str, set[int]] = {}
         self._instances: dict[str, list[Instance]] = {}  # by URL
         self.sync_instances()
 
@@ -137,30 +120,19 @@ class OtherReplicas:
     def apply_value(self, owner: str, value: bytes) -> None:
         """The store has this of the process `owner`. Raises MsgspecError for what is no snapshot."""
         snapshot = _DECODER.decode(value)
-        is_new = owner not in self._processes
-        process = self._processes.setdefault(owner, KnownProcess())
         found = [self._find_instance(each) for each in snapshot.instances]
-        changes = {index: (index, 0, 0) for index in range(len(process.rows))}
+        in_flight = {
+            (instance.leg, instance.url): row.in_flight
+            for row, instance in zip(snapshot.instances, found, strict=True)
+            if instance is not None
+        }
+        self._loads.replace_in_flight(owner, in_flight)
+        self._apply_requests(owner, snapshot, found)
         for row, instance in zip(snapshot.instances, found, strict=True):
-            if instance is None:
-                continue
-            key = (instance.leg, instance.url)
-            index = process.indices.setdefault(key, len(process.rows))
-            if index == len(process.rows):
-                # Arrivals before the first snapshot are no news.
-                process.rows.append((*key, row.arrivals if is_new else 0))
-            changes[index] = (index, row.in_flight, row.arrivals)
-        if len(changes) > MAX_ROWS:
-            # Most are of instances that have left: the next snapshot begins anew.
-            self.forget_process(owner)
-            return
-        self._loads.apply_places(owner, Places(process.rows[:]))
-        self._loads.apply_counts(owner, changes.values(), clock.now_us())
-        self._apply_requests(owner, process, snapshot, found)
-        for row, instance in zip(snapshot.instances, found, strict=True):
-            if instance is not None and instance.elsewhere is not None:
-                openers = instance.elsewhere.breaker_openers
-                (openers.add if row.is_breaker_open else openers.discard)(owner)
+            if instance is not None and row.is_breaker_open:
+                instance.make_elsewhere().breaker_openers.add(owner)
+            elif instance is not None and instance.elsewhere is not None:
+                instance.elsewhere.breaker_openers.discard(owner)
 
     def forget_process(self, owner: str) -> None:
         """The process `owner` is gone, and with it all that it had."""
@@ -177,23 +149,20 @@ class OtherReplicas:
         found = same_leg or (same_url if len(same_url) == 1 else [])
         return found[0] if found else None
 
-    def _apply_requests(
-        self, owner: str, process: KnownProcess, snapshot: Snapshot, found: list[Instance | None]
-    ) -> None:
-        now_us = clock.now_us()
-        numbers = set()
+    def _apply_requests(self, owner: str, snapshot: Snapshot, found: list[Instance | None]) -> None:
+        now_us, before = clock.now_us(), self._processes.get(owner, set())
+        numbers = self._processes[owner] = set()
         for each in snapshot.requests:
             instance = found[each.instance] if each.instance < len(found) else None
             if instance is None:
                 continue
             numbers.add(each.number)
-            if each.number not in process.numbers:
+            if each.number not in before:
                 sent_us = now_us - each.age_us
                 work = (each.tokens_to_compute, each.pairs)
                 name = f"{owner}/{each.number}"
                 self._loads.apply_sent(
                     owner, Sent(name, instance.leg, instance.url, sent_us, *work)
                 )
-        for number in process.numbers - numbers:
+        for number in before - numbers:
             self._loads.apply_ended(owner, Ended(f"{owner}/{number}", now_us))
-        process.numbers = numbers

@@ -42,11 +42,10 @@ from ttft_otel.router.shared_state.snapshots import (
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers.own_loads import OwnLoads
 from ttft_otel.router.workers.remote_loads import RemoteLoads
-from ttft_otel.router.workers.shared_memory import SharedMemory, SlotWriter
 from ttft_otel.tracing.guard import Guard
 
 CHANNEL: Final = "changes"
-FORMAT: Final = 1  # of keys and values: releases that differ in it know nothing of one another
+FORMAT: Final = 2  # of keys and values: releases that differ in it know nothing of one another
 # Seconds between two exchanges: what happens meanwhile shares one.
 EXCHANGE_INTERVAL_S: Final = 0.005
 REFRESH_INTERVAL_S: Final = 1.0  # seconds after which a key is written though nothing has changed
@@ -326,7 +325,7 @@ def build_lone_link(
     settings: StoreSettings, pool: InstancePool, routing: RoutingService
 ) -> StoreLink:
     """The link of a router without --workers, which else would not keep account of its load."""
-    own = OwnLoads(pool, routing, SlotWriter(SharedMemory(1), 0), lambda _: None)
+    own = OwnLoads(pool, routing, lambda _: None)
     loads = RemoteLoads(pool.find_instance, lambda leg: routing.get_leg_policy(leg).state)
     own.start()
     pool.change_listeners.add(loads.sync_instances)

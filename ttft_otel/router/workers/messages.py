@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers of one router send one another, in MessagePack.
+"""What workers of one router send one another through worker_socket.py, in MessagePack.
 
-What happens to requests goes through the rings of shared_memory.py, orders, questions and answers go through
-worker_socket.py. Times are microseconds of the monotonic clock, which processes of one machine share.
+Times are microseconds of the monotonic clock, which processes of one machine share.
 """
 
 from __future__ import annotations
@@ -16,19 +15,18 @@ MAX_BLOCK_KEYS: Final = 4096  # leading blocks of a prompt that are reported: 36
 
 
 # array_like: the names of fields would be most of the bytes.
-class Places(msgspec.Struct, array_like=True, tag="p", frozen=True):
-    """Where the numbers of shared_memory.py belong, by index.
+class InFlight(msgspec.Struct, array_like=True, tag="i", frozen=True):
+    """So many requests of mine are under way at an instance now; the latest number counts."""
 
-    rows: leg, URL, and the requests that were ever sent there before the receiver counts; URL "": unused.
-    """
-
-    rows: list[tuple[str, str, int]]
+    leg: str
+    url: str
+    number: int
 
 
 class Sent(msgspec.Struct, array_like=True, tag="s", frozen=True):
     """An attempt is on its way, with the work and blocks that are pending until its first token.
 
-    Only where the leg's policy compares work; others count (shared_memory.py).
+    Only where the leg's policy compares work; others compare what is in flight.
     """
 
     span_id: str
@@ -61,20 +59,16 @@ class Ended(msgspec.Struct, array_like=True, tag="e", frozen=True):
 class Totals(msgspec.Struct, array_like=True, tag="n", frozen=True):
     """Once a second: by these the others see whether they have missed something.
 
-    pending: attempts that were sent and have no first token. places: indices in use. results: leg, URL, and
-    the results of what has ended at that instance since the worker's start, so that nothing is lost with
-    a message.
+    pending: attempts that were sent and have no first token. instances: leg, URL, requests in flight, and the
+    results of what has ended there since the worker's start, so that nothing is lost with a message.
     """
 
     pending: int
-    places: int
-    results: list[tuple[str, str, dict[str, int]]]
+    instances: list[tuple[str, str, int, dict[str, int]]]
 
 
 class Reset(msgspec.Struct, array_like=True, tag="z", frozen=True):
-    """Forget what I have under way: all of it follows. slot: whom this is for, -1 for everybody."""
-
-    slot: int = -1
+    """Forget what I have under way: what still is follows."""
 
 
 class Order(msgspec.Struct, array_like=True, tag="o", frozen=True):
@@ -92,8 +86,8 @@ class Order(msgspec.Struct, array_like=True, tag="o", frozen=True):
 class Question(msgspec.Struct, array_like=True, tag="q", frozen=True):
     """Answer with this number; topic: `report` of an owner's request, or `instances`.
 
-    The asker has missed something: topic `load` is answered through the ring, with all that is under way, and
-    `orders` by those that were given after the one whose number is the subject.
+    The asker has missed something: topic `load` is answered by all that is under way, and `orders` by those
+    that were given after the one whose number is the subject.
     """
 
     number: int
@@ -108,25 +102,13 @@ class Answer(msgspec.Struct, array_like=True, tag="a", frozen=True):
     data: bytes = b""
 
 
-# The decoders check tag and types, so that no handler has to.
-LoadMessage: TypeAlias = Places | Sent | FirstToken | Ended | Totals | Reset
-Message: TypeAlias = Order | Question | Answer
+# The decoder checks tag and types, so that no handler has to.
+LoadMessage: TypeAlias = InFlight | Sent | FirstToken | Ended | Totals | Reset
+Message: TypeAlias = LoadMessage | Order | Question | Answer
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
-_LOAD_DECODER: Final = msgspec.msgpack.Decoder(LoadMessage)
-_FRAME_DECODER: Final = msgspec.msgpack.Decoder(tuple[int, list[Message]])
-
-
-def encode_load(message: LoadMessage) -> bytes:
-    """The bytes of a message in a ring."""
-    return _ENCODER.encode(message)
-
-
-def decode_load(data: bytes) -> LoadMessage:
-    """The message in these bytes of a ring. Raises msgspec.MsgspecError for anything else."""
-    message: LoadMessage = _LOAD_DECODER.decode(data)
-    return message
+_DECODER: Final = msgspec.msgpack.Decoder(tuple[int, list[Message]])
 
 
 def encode_frame(slot: int, messages: Sequence[Message]) -> bytes:
@@ -134,6 +116,6 @@ def encode_frame(slot: int, messages: Sequence[Message]) -> bytes:
     return _ENCODER.encode((slot, messages))
 
 
-def decode_frame(data: bytes) -> tuple[int, list[Message]]:
+def decode_frame(data: bytes | memoryview) -> tuple[int, list[Message]]:
     """The sender's slot and the messages of a datagram. Raises msgspec.MsgspecError for anything else."""
-    return _FRAME_DECODER.decode(data)
+    return _DECODER.decode(data)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this worker has under way, reported to the others as it happens; pool and policies call it.
+"""What this process has under way, reported as it happens; pool and policies call it.
 
-How much is counted in memory that all share (shared_memory.py); where a policy compares work, each request
-is reported through the ring as well.
+load_link.py passes it on to other workers, shared_state/ to other replicas.
 """
 
 from __future__ import annotations
@@ -14,18 +13,17 @@ from ttft_otel.router.routing.policies.pending_load import PendingRequest, Reque
 from ttft_otel.router.routing.policies.policy_state import PrefillSample
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import Attempt
-from ttft_otel.router.types import DEFAULT_POLICY
+from ttft_otel.router.types import DEFAULT_POLICY, Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers.messages import (
     MAX_BLOCK_KEYS,
     Ended,
     FirstToken,
+    InFlight,
     LoadMessage,
-    Places,
     Sent,
     Totals,
 )
-from ttft_otel.router.workers.shared_memory import MAX_PLACES, SlotWriter
 from ttft_otel.tracing import clock
 
 MAX_RESENT_KEYS: Final = 1 << 17  # blocks of all prompts that are reported anew: 1.2 MB
@@ -33,34 +31,25 @@ MAX_RESENT: Final = 16_384  # attempts that are reported anew
 
 
 class OwnLoads:
-    """The attempts of this worker that others know of.
+    """The attempts of this process that others know of.
 
     Args:
         pool: The instances.
         routing: The policies, whose pending work is reported.
-        counts: This worker's numbers in the shared memory.
-        send: Reports a message to all other workers.
+        report: Takes each message for the other workers.
     """
 
     def __init__(
-        self,
-        pool: InstancePool,
-        routing: RoutingService,
-        counts: SlotWriter,
-        send: Callable[[LoadMessage], None],
+        self, pool: InstancePool, routing: RoutingService, report: Callable[[LoadMessage], None]
     ) -> None:
         self.pool = pool
         self.routing = routing
-        self.counts = counts
-        self.send = send
+        self.report = report
         self.on_change: Callable[[], None] | None = None  # with --shared-state
         self._pending: dict[str, Attempt] = {}  # by span ID, in the order of sending
-        self._places: list[tuple[str, str]] = []  # leg and URL, by index
-        self._indices: dict[tuple[str, str], int] = {}
 
     def start(self) -> None:
         """Report everything from now on."""
-        self.counts.clear()
         self.pool.attempt_listener = self
         self.routing.listen_to_first_tokens(self.record_first_token)
 
@@ -68,15 +57,9 @@ class OwnLoads:
         """Report an attempt that starts, unless nothing is decided by load on its leg."""
         if attempt.policy == DEFAULT_POLICY:
             return
-        place = (attempt.leg, attempt.instance.url)
-        index = self._indices.get(place)
-        if index is None:
-            index = self._add_place(place)
-        if index < MAX_PLACES:
-            self.counts.count_sent(index)
-            self._note_change()
+        self._report(_count_in_flight(attempt.instance))
         leg_policy = self.routing.get_leg_policy(attempt.leg)
-        # Who reads no prompts compares no work: the numbers are all that is needed.
+        # Who reads no prompts compares no work: the number is all that is needed.
         if leg_policy.policy.reads_prompts:
             # Booked before the attempt is reported (UpstreamClient._send_attempt), so it is there.
             entry = leg_policy.state.pending.find_entry((attempt.leg, attempt.span_id))
@@ -93,20 +76,13 @@ class OwnLoads:
 
     def record_ended(self, attempt: Attempt) -> None:
         """Report its end."""
-        index = self._indices.get((attempt.leg, attempt.instance.url), MAX_PLACES)
-        if index < MAX_PLACES:
-            self.counts.count_ended(index)
+        if attempt.policy != DEFAULT_POLICY:
+            self._report(_count_in_flight(attempt.instance))
         # Where nothing is decided by load, others want to know of failures all the same.
-        if index < MAX_PLACES or attempt.error:
+        elif attempt.error:
             self._note_change()
         if self._pending.pop(attempt.span_id, None) is not None:
             self._report(Ended(attempt.span_id, clock.now_us()))
-
-    def describe_places(self) -> Places:
-        """What the numbers mean to who has not read them before."""
-        return Places(
-            [(*place, self.counts.get_counts(index)[1]) for index, place in enumerate(self._places)]
-        )
 
     def list_pending(self, max_keys: int = MAX_RESENT_KEYS) -> Iterator[Sent]:
         """Every attempt without a first token, with so many blocks of all prompts; bounded."""
@@ -124,39 +100,28 @@ class OwnLoads:
 
     def build_totals(self) -> Totals:
         """How much is under way, and the results of what has ended at each instance."""
-        results = [(each.leg, each.url, dict(each.attempt_results)) for each in self.pool]
-        return Totals(len(self._pending), len(self._places), results)
+        instances = [
+            (
+                each.leg,
+                each.url,
+                0 if self.routing.get_policy_name(each.leg) == DEFAULT_POLICY else each.in_flight,
+                dict(each.attempt_results),
+            )
+            for each in self.pool
+        ]
+        return Totals(len(self._pending), instances)
 
     def _note_change(self) -> None:
         if self.on_change is not None:
             self.on_change()
 
     def _report(self, message: LoadMessage) -> None:
-        self.send(message)
+        self.report(message)
         self._note_change()
 
-    def _add_place(self, place: tuple[str, str]) -> int:
-        """Give `place` an index, one of an instance that has left the pool if there is one."""
-        index = next(
-            (at for at in range(len(self._places)) if self._is_free(at)), len(self._places)
-        )
-        # Not in _indices: nobody reports what is under way there.
-        if index == MAX_PLACES:
-            return index
-        if index == len(self._places):
-            self._places.append(place)
-        else:
-            del self._indices[self._places[index]]
-            self._places[index] = place
-        self._indices[place] = index
-        self.counts.reset_index(index)
-        # Before anything is counted there: whoever sees the numbers can read what they mean.
-        self.send(self.describe_places())
-        return index
 
-    def _is_free(self, index: int) -> bool:
-        has_left = self.pool.find_instance(*self._places[index]) is None
-        return has_left and not self.counts.get_counts(index)[0]
+def _count_in_flight(instance: Instance) -> InFlight:
+    return InFlight(instance.leg, instance.url, instance.in_flight)
 
 
 def _describe_entry(attempt: Attempt, entry: PendingRequest, max_keys: int) -> Sent:

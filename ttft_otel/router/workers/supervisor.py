@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import mmap
 import multiprocessing
 import os
 import secrets
@@ -22,7 +23,6 @@ from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any, Final
 
-from ttft_otel.router.workers.shared_memory import SharedMemory
 from ttft_otel.router.workers.worker_socket import make_private_folder
 
 WATCHED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
@@ -38,6 +38,35 @@ FIRST_PAUSE_S: Final = 0.5  # before one that died sooner is replaced; doubled w
 MAX_PAUSE_S: Final = 30.0
 
 log: Final = logging.getLogger("ttft_otel")
+
+
+class SharedMemory:
+    """Two numbers of each worker in memory that forked processes share.
+
+    Nothing is locked, because each number has one writer and is never seen in halves.
+    """
+
+    _LINE_WORDS: Final = 8  # a cache line for each worker, so that writers do not slow one another
+
+    def __init__(self, slots: int) -> None:
+        self._words = memoryview(mmap.mmap(-1, slots * self._LINE_WORDS * 8)).cast("q")
+
+    def get_heartbeat(self, slot: int) -> int:
+        """What the worker has last given to record_heartbeat(); 0 before it serves."""
+        return self._words[slot * self._LINE_WORDS]
+
+    def record_heartbeat(self, slot: int, now_us: int) -> None:
+        """The event loop runs at `now_us`; 0: a worker starts that does not serve yet."""
+        self._words[slot * self._LINE_WORDS] = now_us
+
+    def count_orders(self, slot: int) -> int:
+        """Orders that the worker and its predecessors have given to the others."""
+        return self._words[slot * self._LINE_WORDS + 1]
+
+    def add_order(self, slot: int) -> int:
+        """The worker gives an order: its number."""
+        self._words[slot * self._LINE_WORDS + 1] += 1
+        return self.count_orders(slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +165,7 @@ class WorkerSupervisor:
 
     def _start_worker(self, number: int) -> None:
         is_successor = self._has_served(number)
-        self._shared.reset_heartbeat(number)
+        self._shared.record_heartbeat(number, 0)
         slot = WorkerSlot(
             number,
             len(self._states),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker: its server on the shared port, joined to the other workers; worker_processes.py runs it.
 
-load_link.py has the load. Reports, metrics, operators' orders and the instances of a successor go through
-worker_socket.py and metrics_files.py.
+load_link.py has the load. That, reports, operators' orders and the instances of a successor go through
+worker_socket.py, metrics through metrics_files.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WorkerLink:
         self.app = app
         self.pool = app.endpoint.upstream.pool
         self.socket = WorkerSocket(slot.folder, slot.number, slot.count, self.receive_messages)
-        self.loads = LoadLink(slot, self.pool, app.endpoint.routing, self._ask_for_load)
+        self.loads = LoadLink(self.pool, app.endpoint.routing, self.socket.others, self.socket.send)
         self.metrics_files = MetricsFiles(slot.folder, slot.number)
         self._numbers = itertools.count(1)
         self._orders: deque[messages.Order] = deque(maxlen=MAX_ORDERS)  # that this worker has given
@@ -80,6 +80,7 @@ class WorkerLink:
             messages.Order: self._take_order,
             messages.Question: self._answer_question,
             messages.Answer: self._take_answer,
+            **self.loads.handlers,
         }
 
     async def start(self) -> None:
@@ -97,7 +98,7 @@ class WorkerLink:
             await self._stack.enter_async_context(self.companion)
         self._write_metrics(self.app.metrics.collect_own())
         # Last, as it is also the sign for the supervisor that this worker has started.
-        self.loads.writer.record_heartbeat(clock.now_us())
+        self.slot.shared.record_heartbeat(self.slot.number, clock.now_us())
         self._tasks.append(asyncio.create_task(self._compare_forever()))
 
     async def close(self) -> None:
@@ -113,6 +114,7 @@ class WorkerLink:
 
     def receive_messages(self, sender: int, received: list[messages.Message]) -> None:
         """Take in one datagram of the worker on slot `sender`."""
+        self.loads.note_heard(sender)
         # One message that cannot be handled must not end the reading.
         with Guard("router.workers"):
             for message in received:
@@ -120,19 +122,17 @@ class WorkerLink:
 
     async def _compare_forever(self) -> None:
         while True:
-            self.loads.writer.record_heartbeat(clock.now_us())
+            self.slot.shared.record_heartbeat(self.slot.number, clock.now_us())
             await asyncio.sleep(TOTALS_INTERVAL_S)
             with Guard("router.workers"):
                 self._ask_for_orders()
-                self.loads.report_totals()
+                self.loads.tell_totals()
                 self._write_metrics(self.app.metrics.collect_own())
                 self.loads.forget_silent()
 
-    def _ask_for_load(self, number: int) -> None:
-        self.socket.send([messages.Question(0, "load")], [number])
-
     def _relay_order(self, action: str, leg: str, url: str) -> None:
-        order = messages.Order(action, leg, url, self.loads.writer.count_order())
+        number = self.slot.shared.add_order(self.slot.number)
+        order = messages.Order(action, leg, url, number)
         self._orders.append(order)
         # Before the operator has the answer: the next order may go to another worker.
         self.socket.send([order], self.socket.others, are_orders=True)
@@ -168,7 +168,7 @@ class WorkerLink:
 
     def _answer_question(self, number: int, question: messages.Question) -> None:
         if question.topic == "load":
-            self.loads.report_all(number)
+            self.loads.tell_all(number)
             return
         if question.topic == "orders":
             self._repeat_orders(number, int(question.subject))
@@ -238,9 +238,7 @@ class WorkerLink:
         )
         lost_help = "Messages between workers that were given up; totals are compared each second."
         yield CounterMetricFamily(
-            metric_names.ROUTER_WORKER_MESSAGES_LOST,
-            lost_help,
-            value=self.socket.lost + self.loads.lost,
+            metric_names.ROUTER_WORKER_MESSAGES_LOST, lost_help, value=self.socket.lost
         )
 
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's Unix datagram socket: its orders, questions and answers to other workers; worker.py reads it.
-
-What is reported of each request goes through the rings of shared_memory.py.
+"""A worker's Unix datagram socket: what it tells and asks the other workers; worker.py reads it.
 
 The sockets lie in a folder that only this user can enter, so whoever sends is one of us.
 """
@@ -84,6 +82,8 @@ RETRY_S: Final = 0.005  # seconds until a datagram is tried again whose receiver
 # for some milliseconds has more to come.
 MAX_BACKLOG: Final = 256  # datagrams that wait for a worker; beyond it the oldest are lost
 MAX_DATAGRAM_BYTES: Final = 1 << 20
+# Messages that are longer together are sent in several datagrams: the kernel's buffers may be small.
+MAX_JOINED_BYTES: Final = 1 << 16
 MAX_READS: Final = 64  # datagrams read in one turn of the event loop
 
 log: Final = logging.getLogger("ttft_otel")
@@ -117,6 +117,7 @@ class WorkerSocket:
         }
         self._timer: asyncio.TimerHandle | None = None
         self._socket: socket.socket | None = None
+        self._buffer = memoryview(bytearray(MAX_DATAGRAM_BYTES))
 
     def open(self) -> None:
         """Bind the socket of this slot, in place of a predecessor's, and read it from now on."""
@@ -144,10 +145,15 @@ class WorkerSocket:
     def send(
         self, messages: Sequence[Message], slots: Sequence[int], are_orders: bool = False
     ) -> None:
-        """Send to those on `slots`, in one datagram each; orders go before what waits."""
+        """Send to those on `slots`, in one datagram each if they fit; orders go before what waits."""
         if not slots:
             return
         data = encode_frame(self.slot, messages)
+        if len(data) > MAX_JOINED_BYTES and len(messages) > 1:
+            half = len(messages) // 2
+            self.send(messages[:half], slots, are_orders)
+            self.send(messages[half:], slots, are_orders)
+            return
         for slot in slots:
             orders, others = self._backlogs[slot]
             (orders if are_orders else others).append(data)
@@ -188,13 +194,13 @@ class WorkerSocket:
     def _read_datagrams(self) -> None:
         for _ in range(MAX_READS):
             try:
-                data = self._socket.recv(MAX_DATAGRAM_BYTES) if self._socket else b""
+                length = self._socket.recv_into(self._buffer) if self._socket else 0
             except BlockingIOError:
                 return
-            if not data:
+            if not length:
                 return
             try:
-                sender, messages = decode_frame(data)
+                sender, messages = decode_frame(self._buffer[:length])
             except msgspec.MsgspecError as error:
                 log.warning("ttft-otel: a message of another worker is not readable: %s", error)
                 continue
