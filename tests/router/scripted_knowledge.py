@@ -104,7 +104,7 @@ def build_routing_factory(
         policy_options = PolicyOptions(**options)
         knowledge = (reader or ScriptedReader(), source or ScriptedSource())
         return RoutingService(
-            fleet, policy_name, policy_options, 60, *knowledge, "round_robin", encoders
+            fleet, policy_name, policy_options, *knowledge, "round_robin", encoders
         )
 
     return build_routing
