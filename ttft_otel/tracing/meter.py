@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics on vLLM's existing /metrics: records, losses, failed hooks, pending requests.
 
-recorder.py counts drops here; the router shows the same losses by make_lost_metric(). Uses the
-prometheus_client of the host process and its default registry.
+recorder.py counts drops here; the router builds its metrics as this does. Uses the prometheus_client of the
+host process and its default registry.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Final, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, Final, TypeAlias
 
 from prometheus_client import REGISTRY, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,6 +20,8 @@ from ttft_otel.model.names import metric_names
 from ttft_otel.tracing import guard
 
 CountsReader: TypeAlias = Callable[[], Mapping[str, int]]
+# One, or by the value of a label, or by the values of several.
+Values: TypeAlias = float | Mapping[Any, float]
 
 # Keys of handoff.get_counts() that are losses: in records, `failed` in spans, `merged` in labels of values.
 LOSS_REASONS: Final = ("lost", "overflowed", "foreign", "failed", "merged")
@@ -59,33 +61,29 @@ class _LiveCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Requests without a first token, errors of our hooks by place, records sent and lost."""
         counts = self.counts()
-        yield CounterMetricFamily(
-            metric_names.RECORDS, RECORDS_HELP, value=counts.get(SENT_RECORDS, 0)
-        )
-        yield GaugeMetricFamily(
-            metric_names.PENDING,
-            PENDING_HELP,
-            value=len(self.awaiting),
-        )
-        errors = CounterMetricFamily(metric_names.HOOK_ERRORS, ERRORS_HELP, labels=["place"])
-        # A copy: hooks in other threads may count while the scrape iterates.
-        for place, number in list(guard.error_counts.items()):
-            errors.add_metric([place], number)
-        yield errors
-        yield make_lost_metric(metric_names.LOST, counts)
+        yield build_counter(metric_names.RECORDS, RECORDS_HELP, counts.get(SENT_RECORDS, 0))
+        yield build_gauge(metric_names.PENDING, PENDING_HELP, len(self.awaiting))
+        yield build_counter(metric_names.HOOK_ERRORS, ERRORS_HELP, guard.error_counts, "place")
+        losses = {reason: counts.get(reason, 0) for reason in LOSS_REASONS}
+        yield build_counter(metric_names.LOST, LOST_HELP, losses, "reason")
 
 
-def make_lost_metric(
-    name: str, counts: Mapping[str, int], reasons: Iterable[str] = LOSS_REASONS
-) -> Metric:
-    """A counter of records lost after they were sent, from the exporter's own counts.
+def build_counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
+    """A counter with its value, or with `labels` its values by what these are."""
+    return _add_values(CounterMetricFamily(name, help_text, labels=labels), values)
 
-    name: of the metric. counts: by reason, as of handoff.get_counts(). reasons: its label values.
-    """
-    metric = CounterMetricFamily(name, LOST_HELP, labels=["reason"])
-    for reason in reasons:
-        metric.add_metric([reason], counts.get(reason, 0))
-    return metric
+
+def build_gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:
+    """A gauge, likewise."""
+    return _add_values(GaugeMetricFamily(name, help_text, labels=labels), values)
+
+
+def _add_values(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> Metric:
+    samples = values if isinstance(values, Mapping) else {(): values}
+    # A copy: others may count something new while the scrape iterates.
+    for label_values, number in list(samples.items()):
+        family.add_metric([label_values] if isinstance(label_values, str) else label_values, number)
+    return family
 
 
 class SharedPublisher:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from ttft_otel.model.names import metric_names
@@ -15,26 +15,14 @@ from ttft_otel.model.stages import ENCODE
 from ttft_otel.router.discovery.discovery import Discovery
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.routing.policies.policy_state import PolicyState
-from ttft_otel.router.routing.policies.prefill_model import PredictionQuality
 from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource
 from ttft_otel.router.routing.routing_service import RoutingService
-from ttft_otel.router.types import Instance, InstanceState
+from ttft_otel.router.types import InstanceState
 from ttft_otel.tracing import guard, meter
+from ttft_otel.tracing.meter import build_counter, build_gauge
 
 INSTANCE_LABELS: Final = ("leg", "instance")
 KV_EVENTS_SOURCE: Final = "kv-events"
-
-
-def build_counter(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
-    """A counter family with one `label`.
-
-    name, help_text: of the metric. values: counts by label value.
-    """
-    family = CounterMetricFamily(name, help_text, labels=[label])
-    # A copy, so that a count that is new in this moment cannot break the loop.
-    for value, number in list(values.items()):
-        family.add_metric([value], number)
-    return family
 
 
 def collect_routing_metrics(routing: RoutingService) -> Iterator[Metric]:
@@ -43,94 +31,90 @@ def collect_routing_metrics(routing: RoutingService) -> Iterator[Metric]:
     if not routing.prefill_policy.policy.reads_prompts:
         return
     help_text = "Requests refused because no instance could have begun to answer in time."
-    yield CounterMetricFamily(
-        metric_names.ROUTER_SLO_REFUSALS, help_text, value=routing.slo_rejections
-    )
+    yield build_counter(metric_names.ROUTER_SLO_REFUSALS, help_text, routing.slo_rejections)
     if routing.prompt_reader is not None:
-        prompts_help = "Prompts by how their tokens became known, or why not."
-        yield build_counter(
-            metric_names.ROUTER_PROMPTS, prompts_help, "result", routing.prompt_reader.counts
-        )
+        help_text = "Prompts by how their tokens became known, or why not."
+        counts = routing.prompt_reader.counts
+        yield build_counter(metric_names.ROUTER_PROMPTS, help_text, counts, "result")
     yield from _collect_pending(routing)
     yield from _collect_prediction_quality(routing)
     yield from _collect_fits(routing)
 
 
-def _list_tracked_instances(routing: RoutingService) -> Iterator[tuple[Instance, PolicyState]]:
-    """Each instance with the state of its leg's policy."""
-    for leg in routing.reported_legs:
-        for instance in routing.pool.get(leg):
-            yield instance, routing.get_leg_policy(leg).state
+def _map_states(routing: RoutingService) -> dict[tuple[str, ...], PolicyState]:
+    """The state of the policy that chooses each instance, by leg and URL."""
+    return {
+        (leg, instance.url): routing.get_leg_policy(leg).state
+        for leg in routing.reported_legs
+        for instance in routing.pool.get(leg)
+    }
 
 
 def _collect_pending(routing: RoutingService) -> Iterator[Metric]:
-    requests = _build_gauge(
-        metric_names.ROUTER_PENDING_PREFILLS, "Requests sent that have no first token yet."
-    )
-    tokens = _build_gauge(
-        metric_names.ROUTER_PENDING_TOKENS, "Prompt tokens that these still need computed."
-    )
-    for instance, state in _list_tracked_instances(routing):
-        load = state.pending.get_load(instance.url)
-        requests.add_metric([instance.leg, instance.url], len(load.entries))
-        tokens.add_metric([instance.leg, instance.url], load.tokens_to_compute)
-    yield from (requests, tokens)
+    loads = {key: state.pending.get_load(key[1]) for key, state in _map_states(routing).items()}
+    help_text = "Requests sent that have no first token yet."
+    requests = {key: len(load.entries) for key, load in loads.items()}
+    yield build_gauge(metric_names.ROUTER_PENDING_PREFILLS, help_text, requests, *INSTANCE_LABELS)
+    help_text = "Prompt tokens that these still need computed."
+    tokens = {key: load.tokens_to_compute for key, load in loads.items()}
+    yield build_gauge(metric_names.ROUTER_PENDING_TOKENS, help_text, tokens, *INSTANCE_LABELS)
 
 
 def _collect_prediction_quality(routing: RoutingService) -> Iterator[Metric]:
-    error = _build_gauge(
-        metric_names.ROUTER_PREDICTION_MAPE, "Mean error of predicted TTFTs, as a share."
-    )
-    explained = _build_gauge(
-        metric_names.ROUTER_PREDICTION_R2, "Share of the TTFTs' variance that was predicted."
-    )
-    for instance, state in _list_tracked_instances(routing):
-        quality = state.outcomes.get(instance.url, PredictionQuality())
-        for family, value in ((error, quality.mape), (explained, quality.r2)):
-            # None before something was judged; 0 would look like a perfect prediction.
-            if value is not None:
-                family.add_metric([instance.leg, instance.url], value)
-    yield from (error, explained)
+    judged = {
+        key: state.outcomes[key[1]]
+        for key, state in _map_states(routing).items()
+        # Before something was judged 0 would look like a perfect prediction.
+        if key[1] in state.outcomes
+    }
+    help_text = "Mean error of predicted TTFTs, as a share."
+    errors = {key: each.mape for key, each in judged.items() if each.mape is not None}
+    yield build_gauge(metric_names.ROUTER_PREDICTION_MAPE, help_text, errors, *INSTANCE_LABELS)
+    help_text = "Share of the TTFTs' variance that was predicted."
+    explained = {key: each.r2 for key, each in judged.items() if each.r2 is not None}
+    yield build_gauge(metric_names.ROUTER_PREDICTION_R2, help_text, explained, *INSTANCE_LABELS)
 
 
 def _collect_fits(routing: RoutingService) -> Iterator[Metric]:
+    fits = {
+        (leg, url, model): fit
+        for leg in routing.reported_legs
+        for (model, url), fit in routing.get_leg_policy(leg).state.models.list_fits().items()
+        # Without a URL it is the line that the instances of a model share.
+        if url
+    }
     help_text = "Seconds of a prefill: once (a), per token computed (b), per pair (d)."
-    lines = _build_gauge(metric_names.ROUTER_PREFILL_FIT, help_text, "model", "coefficient")
-    samples = _build_gauge(
-        metric_names.ROUTER_PREFILL_SAMPLES, "Prefills that these were learnt from.", "model"
+    coefficients = {
+        (*key, name): value
+        for key, fit in fits.items()
+        # There is no line before enough samples were taken.
+        for name, value in (fit.line._asdict() if fit.line is not None else {}).items()
+    }
+    labels = (*INSTANCE_LABELS, "model")
+    yield build_gauge(
+        metric_names.ROUTER_PREFILL_FIT, help_text, coefficients, *labels, "coefficient"
     )
-    for leg in routing.reported_legs:
-        for (model, url), fit in routing.get_leg_policy(leg).state.models.list_fits().items():
-            # Without a URL it is the line that the instances of a model share.
-            if url:
-                samples.add_metric([leg, url, model], fit.samples)
-            # There is no line before enough samples were taken.
-            if url and fit.line is not None:
-                for name, value in fit.line._asdict().items():
-                    lines.add_metric([leg, url, model, name], value)
-    yield from (lines, samples)
+    help_text = "Prefills that these were learnt from."
+    samples = {key: fit.samples for key, fit in fits.items()}
+    yield build_gauge(metric_names.ROUTER_PREFILL_SAMPLES, help_text, samples, *labels)
 
 
 def collect_cache_metrics(leg: str, prefix_source: PrefixSource) -> Iterator[Metric]:
     """Metrics of `prefix_source`, which knows the instances of `leg`."""
-    blocks = _build_gauge(
-        metric_names.ROUTER_CACHED_BLOCKS, "Blocks that it is known to have cached.", "source"
-    )
-    help_text = "What became of its KV events."
-    events = CounterMetricFamily(
-        metric_names.ROUTER_KV_EVENTS, help_text, labels=[*INSTANCE_LABELS, "event"]
-    )
     # Sorted, so that the lines of two scrapes can be compared.
-    for url, described in sorted(prefix_source.describe_instances().items()):
-        blocks.add_metric([leg, url, described["source"]], described["blocks"])
-        if described["source"] == KV_EVENTS_SOURCE:
-            for event, number in described["counts"].items():
-                events.add_metric([leg, url, event], number)
-    yield from (blocks, events)
-
-
-def _build_gauge(name: str, help_text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, help_text, labels=[*INSTANCE_LABELS, *labels])
+    described = sorted(prefix_source.describe_instances().items())
+    blocks = {(leg, url, each["source"]): each["blocks"] for url, each in described}
+    help_text = "Blocks that it is known to have cached."
+    labels = INSTANCE_LABELS
+    yield build_gauge(metric_names.ROUTER_CACHED_BLOCKS, help_text, blocks, *labels, "source")
+    events = {
+        (leg, url, event): number
+        for url, each in described
+        if each["source"] == KV_EVENTS_SOURCE
+        for event, number in each["counts"].items()
+    }
+    help_text = "What became of its KV events."
+    yield build_counter(metric_names.ROUTER_KV_EVENTS, help_text, events, *labels, "event")
 
 
 # By how much each state keeps away, so that a graph of it can be read.
@@ -189,100 +173,80 @@ class RouterMetrics(Collector):
 
     def _collect_tracing(self) -> Iterator[Metric]:
         counts = self.handoff_counts()
-        records = CounterMetricFamily(metric_names.RECORDS, "Records given to the exporter.")
         # From 0 on: rate() sees the first rise only of a series that was there before.
-        records.add_metric([], counts.get("sent", 0))
-        yield records
-        yield meter.make_lost_metric(
-            metric_names.DROPPED, {"handoff": counts.get("dropped", 0)}, ["handoff"]
+        yield build_counter(
+            metric_names.RECORDS, "Records given to the exporter.", counts.get("sent", 0)
         )
-        help_text = "Errors of the tracing itself, caught."
-        yield build_counter(metric_names.HOOK_ERRORS, help_text, "place", guard.error_counts)
-        yield meter.make_lost_metric(metric_names.LOST, counts)
+        dropped = {"handoff": counts.get("dropped", 0)}
+        yield build_counter(metric_names.DROPPED, meter.LOST_HELP, dropped, "reason")
+        errors = guard.error_counts
+        yield build_counter(metric_names.HOOK_ERRORS, meter.ERRORS_HELP, errors, "place")
+        losses = {reason: counts.get(reason, 0) for reason in meter.LOSS_REASONS}
+        yield build_counter(metric_names.LOST, meter.LOST_HELP, losses, "reason")
 
     def _collect_requests(self) -> Iterator[Metric]:
-        upstream = self.endpoint.upstream
-        admission = self.endpoint.admission
-        ended_help = "Requests that ended."
-        retries_help = "Attempts after a failed one."
+        upstream, admission = self.endpoint.upstream, self.endpoint.admission
+        responses, refusals = self.endpoint.response_counts, admission.refusal_counts
         yield build_counter(
-            metric_names.ROUTER_REQUESTS, ended_help, "result", self.endpoint.response_counts
+            metric_names.ROUTER_REQUESTS, "Requests that ended.", responses, "result"
         )
-        refusals_help = "Requests and connections that the router refused."
-        yield build_counter(
-            metric_names.ROUTER_REFUSALS, refusals_help, "reason", admission.refusal_counts
-        )
+        help_text = "Requests and connections that the router refused."
+        yield build_counter(metric_names.ROUTER_REFUSALS, help_text, refusals, "reason")
         # Not the sum over instances: one request may have several attempts under way.
-        yield GaugeMetricFamily(
+        yield build_gauge(
             metric_names.ROUTER_REQUESTS_IN_FLIGHT,
             "Requests under way.",
-            value=admission.requests_under_way,
+            admission.requests_under_way,
         )
-        yield build_counter(metric_names.ROUTER_RETRIES, retries_help, "leg", upstream.retry_counts)
-        mismatch_help = "Requests whose first token from D was not P's."
-        yield CounterMetricFamily(
-            metric_names.ROUTER_FIRST_TOKEN_MISMATCHES,
-            mismatch_help,
-            value=self.endpoint.prefill_decode.decode_leg.mismatch_count,
-        )
-        budget_help = "Retries allowed right now."
-        yield GaugeMetricFamily(
-            metric_names.ROUTER_RETRY_BUDGET,
-            budget_help,
-            value=upstream.retry_budget.available_retries,
-        )
-        reloads_help = "Configurations read again."
-        yield build_counter(metric_names.ROUTER_RELOADS, reloads_help, "result", self.reloads)
+        help_text, retries = "Attempts after a failed one.", upstream.retry_counts
+        yield build_counter(metric_names.ROUTER_RETRIES, help_text, retries, "leg")
+        help_text = "Requests whose first token from D was not P's."
+        mismatches = self.endpoint.prefill_decode.decode_leg.mismatch_count
+        yield build_counter(metric_names.ROUTER_FIRST_TOKEN_MISMATCHES, help_text, mismatches)
+        help_text, available = "Retries allowed right now.", upstream.retry_budget.available_retries
+        yield build_gauge(metric_names.ROUTER_RETRY_BUDGET, help_text, available)
+        help_text = "Configurations read again."
+        yield build_counter(metric_names.ROUTER_RELOADS, help_text, self.reloads, "result")
 
     def _collect_discovery(self, discovery: Discovery) -> Iterator[Metric]:
-        found = GaugeMetricFamily(
-            metric_names.ROUTER_DISCOVERED_INSTANCES,
-            "Instances that a source names.",
-            labels=["source"],
-        )
-        failures_help = "Times that a source of instances could not be asked."
-        failures = CounterMetricFamily(
-            metric_names.ROUTER_DISCOVERY_FAILURES, failures_help, labels=["source"]
-        )
+        help_text = "Instances that a source names."
         # What was refused is not in `roles_by_url`.
-        for each in discovery.watched:
-            found.add_metric([each.name], len(each.roles_by_url))
-            failures.add_metric([each.name], each.failures)
-        yield found
-        yield failures
+        found = {each.name: len(each.roles_by_url) for each in discovery.watched}
+        yield build_gauge(metric_names.ROUTER_DISCOVERED_INSTANCES, help_text, found, "source")
+        help_text = "Times that a source of instances could not be asked."
+        failures = {each.name: each.failures for each in discovery.watched}
+        yield build_counter(metric_names.ROUTER_DISCOVERY_FAILURES, help_text, failures, "source")
 
-    # Instances that were removed are not in the pool, so their series end.
     def _collect_instances(self) -> Iterator[Metric]:
-        labels = ["leg", "instance"]
-        state = GaugeMetricFamily(
-            metric_names.ROUTER_INSTANCE, "1 for the state it is in.", labels=[*labels, "state"]
-        )
-        in_flight = GaugeMetricFamily(
-            metric_names.ROUTER_IN_FLIGHT, "Attempts under way.", labels=labels
-        )
-        breaker = GaugeMetricFamily(
-            metric_names.ROUTER_BREAKER_OPEN,
-            "1 while it gets nothing, 0.5 while it is tried.",
-            labels=labels,
-        )
-        attempts = CounterMetricFamily(
-            metric_names.ROUTER_ATTEMPTS, "Attempts that ended.", labels=[*labels, "result"]
-        )
-        recomputed_help = "Media items that it encoded although an encoder had encoded them."
-        recomputed = CounterMetricFamily(
-            metric_names.ROUTER_RECOMPUTED_ITEMS, recomputed_help, labels=labels
-        )
-        for instance in self.endpoint.upstream.pool:
-            values = [instance.leg, instance.url]
-            # A series per state, of which one is 1: no query has to know numbers for states.
-            for state_name in get_args(InstanceState):
-                state.add_metric([*values, state_name], float(instance.state == state_name))
-            # Of this worker; with several, metrics_files.py adds them up.
-            in_flight.add_metric(values, instance.in_flight)
-            breaker.add_metric(values, _BREAKER_VALUES[instance.breaker.state])
-            for result, number in instance.attempt_results.items():
-                attempts.add_metric([*values, result], number)
+        # Instances that were removed are not in the pool, so their series end.
+        instances = {(each.leg, each.url): each for each in self.endpoint.upstream.pool}
+        # A series per state, of which one is 1: no query has to know numbers for states.
+        states = {
+            (*key, name): float(each.state == name)
+            for key, each in instances.items()
+            for name in get_args(InstanceState)
+        }
+        labels = INSTANCE_LABELS
+        help_text = "1 for the state it is in."
+        yield build_gauge(metric_names.ROUTER_INSTANCE, help_text, states, *labels, "state")
+        # Of this worker; with several, metrics_files.py adds them up.
+        in_flight = {key: each.in_flight for key, each in instances.items()}
+        yield build_gauge(metric_names.ROUTER_IN_FLIGHT, "Attempts under way.", in_flight, *labels)
+        help_text = "1 while it gets nothing, 0.5 while it is tried."
+        breakers = {key: _BREAKER_VALUES[each.breaker.state] for key, each in instances.items()}
+        yield build_gauge(metric_names.ROUTER_BREAKER_OPEN, help_text, breakers, *labels)
+        results = {
+            (*key, result): number
+            for key, each in instances.items()
+            for result, number in each.attempt_results.items()
+        }
+        help_text = "Attempts that ended."
+        yield build_counter(metric_names.ROUTER_ATTEMPTS, help_text, results, *labels, "result")
+        recomputed = {
+            key: each.recomputed_items
+            for key, each in instances.items()
             # An encoder encodes an item for the first time, so it is not asked.
-            if self.endpoint.upstream.pool.has_encoders and instance.leg != ENCODE:
-                recomputed.add_metric(values, instance.recomputed_items)
-        yield from (state, in_flight, breaker, attempts, recomputed)
+            if self.endpoint.upstream.pool.has_encoders and each.leg != ENCODE
+        }
+        help_text = "Media items that it encoded although an encoder had encoded them."
+        yield build_counter(metric_names.ROUTER_RECOMPUTED_ITEMS, help_text, recomputed, *labels)

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import redis.asyncio
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from redis.asyncio.client import PubSub
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -43,6 +43,7 @@ from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers.own_loads import OwnLoads
 from ttft_otel.router.workers.remote_loads import RemoteLoads
 from ttft_otel.tracing.guard import Guard
+from ttft_otel.tracing.meter import build_counter, build_gauge
 
 CHANNEL: Final = "changes"
 FORMAT: Final = 2  # of keys and values: releases that differ in it know nothing of one another
@@ -114,15 +115,10 @@ class StoreLink:
     def collect_metrics(self) -> Iterator[Metric]:
         """For /metrics."""
         replicas = {each.partition(".")[0] for each in self._others}
-        for name, help_text, value in (
-            (metric_names.ROUTER_REPLICAS, "Other replicas whose load is known.", len(replicas)),
-            (
-                metric_names.ROUTER_SHARED_STATE_UP,
-                "Whether the store of --shared-state answers.",
-                bool(self._is_up),
-            ),
-        ):
-            yield GaugeMetricFamily(name, help_text, value=value)
+        help_text = "Other replicas whose load is known."
+        yield build_gauge(metric_names.ROUTER_REPLICAS, help_text, len(replicas))
+        help_text = "Whether the store of --shared-state answers."
+        yield build_gauge(metric_names.ROUTER_SHARED_STATE_UP, help_text, bool(self._is_up))
         for name, help_text, counts in (
             (
                 metric_names.ROUTER_SHARED_STATE_EXCHANGES,
@@ -135,10 +131,7 @@ class StoreLink:
                 self._results,
             ),
         ):
-            counter = CounterMetricFamily(name, help_text, labels=["result"])
-            for result, number in counts.items():
-                counter.add_metric([result], number)
-            yield counter
+            yield build_counter(name, help_text, counts, "result")
 
     def _note_change(self) -> None:
         self._has_changed = True

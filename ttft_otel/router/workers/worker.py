@@ -20,7 +20,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Final, TypeAlias
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from ttft_otel.model.names import metric_names
 from ttft_otel.router.control.admin import apply_order
@@ -37,6 +37,7 @@ from ttft_otel.router.workers.supervisor import WorkerSlot, bind_shared_port
 from ttft_otel.router.workers.worker_socket import WorkerSocket, leave_folder
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.guard import Guard
+from ttft_otel.tracing.meter import build_counter, build_gauge
 
 # Seconds between two comparisons of totals, and two files of metrics.
 TOTALS_INTERVAL_S: Final = 1.0
@@ -228,18 +229,13 @@ class WorkerLink:
         self.metrics_files.write_own(itertools.chain(own, self._collect_workers()), urls)
 
     def _collect_workers(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily(
-            metric_names.ROUTER_WORKERS, "Workers that serve the port.", value=1
-        )
-        restarts_help = "Workers that ended and were replaced."
+        yield build_gauge(metric_names.ROUTER_WORKERS, "Workers that serve the port.", 1)
+        help_text = "Workers that ended and were replaced."
         # 0 or 1 for each process: a successor inherits what was counted before it.
-        yield CounterMetricFamily(
-            metric_names.ROUTER_WORKER_RESTARTS, restarts_help, value=int(self.slot.is_successor)
-        )
-        lost_help = "Messages between workers that were given up; totals are compared each second."
-        yield CounterMetricFamily(
-            metric_names.ROUTER_WORKER_MESSAGES_LOST, lost_help, value=self.socket.lost
-        )
+        restarts = int(self.slot.is_successor)
+        yield build_counter(metric_names.ROUTER_WORKER_RESTARTS, help_text, restarts)
+        help_text = "Messages between workers that were given up; totals are compared each second."
+        yield build_counter(metric_names.ROUTER_WORKER_MESSAGES_LOST, help_text, self.socket.lost)
 
 
 class WorkerServer(DrainingServer):
