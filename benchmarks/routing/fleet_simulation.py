@@ -71,10 +71,7 @@ class Simulation:
         )
         options = PolicyOptions(session_key=SESSION_HEADER, ttft_model=score)
         self.state = PolicyState(index, options, tie_breaker=random.Random(f"ties {seed}"))
-        policy_classes: dict[str, Callable[[PolicyState], types.RoutingPolicy]] = {
-            **POLICIES,
-            **PEER_POLICIES,
-        }
+        policy_classes = {**POLICIES, **PEER_POLICIES}
         name = "ttft" if policy in ("trapezoid", "calibrated") else policy
         self.policy = (
             OraclePolicy(self.by_url, self.state)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.routing.simulated_instance import SimulatedInstance
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
-from ttft_otel.router.routing.policies.policy_state import PolicyState
-from ttft_otel.router.types import Decision, Instance, RoutingPolicy, RoutingRequest
+from ttft_otel.router.routing.policies.policy_state import PolicyState, RoutingPolicy
+from ttft_otel.router.types import Decision, Instance, RoutingRequest
 
 
 class OraclePolicy(RoutingPolicy):
@@ -18,8 +18,8 @@ class OraclePolicy(RoutingPolicy):
     """
 
     def __init__(self, by_url: Mapping[str, SimulatedInstance], state: PolicyState) -> None:
+        super().__init__(state)
         self._by_url = by_url
-        self._state = state
 
     def choose_instance(
         self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool

@@ -9,8 +9,8 @@ from typing import Final
 
 from ttft_otel.router.routing.policies.pending_load import InstanceLoad
 from ttft_otel.router.routing.policies.policy_registry import HashRing
-from ttft_otel.router.routing.policies.policy_state import PolicyState
-from ttft_otel.router.types import Decision, Instance, RoutingPolicy, RoutingRequest
+from ttft_otel.router.routing.policies.policy_state import PolicyState, RoutingPolicy
+from ttft_otel.router.types import Decision, Instance, RoutingRequest
 
 MAX_LOAD_FACTOR: Final = 1.25  # of an instance's requests to the mean, as KubeAI has it by default
 
@@ -20,26 +20,23 @@ class TokenLoadPolicy(RoutingPolicy):
 
     name = "tokens"
 
-    def __init__(self, state: PolicyState) -> None:
-        self.state = state
-
     def choose_instance(
         self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
     ) -> Decision:
         """The fewest."""
         # Without `loads`: blocks that pending prompts will add are not counted.
-        cached = self.state.estimate_cached(request, instances)
+        cached = self._state.estimate_cached(request, instances)
         scores = [
             self.score_instance(
                 each.url,
-                self.state.pending.get_load(each.url),
+                self._state.pending.get_load(each.url),
                 request.prompt_tokens - cached_tokens,
                 now_us,
             )
             for each, cached_tokens in zip(instances, cached, strict=True)
         ]
         # Random among equals: the first of the list would get all requests of an idle fleet.
-        position = self.state.choose_least(scores)
+        position = self._state.choose_least(scores)
         return Decision(instances[position], scores[position], self.name, cached[position])
 
     def score_instance(self, url: str, load: InstanceLoad, new_tokens: int, now_us: int) -> float:
@@ -65,7 +62,7 @@ class DecayPolicy(TokenLoadPolicy):
     def score_instance(self, url: str, load: InstanceLoad, new_tokens: int, now_us: int) -> float:
         """Tokens left, by the same fitted times that ours has."""
         # "model" is the name under which the simulation's requests teach the fit.
-        running, known = load.estimate_running(now_us), self.state.models.get_line("model")
+        running, known = load.estimate_running(now_us), self._state.models.get_line("model")
         done = 0.0
         if running is not None and known is not None:
             (work, elapsed), (line, factors) = running, known
@@ -82,6 +79,7 @@ class HashedPrefixPolicy(RoutingPolicy):
     reads_prompts = True
 
     def __init__(self, state: PolicyState) -> None:
+        super().__init__(state)
         self._ring = HashRing()
 
     def choose_instance(

@@ -25,7 +25,11 @@ from ttft_otel.router import types
 from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
-from ttft_otel.router.routing.policies.policy_state import PolicyState, PrefillSample
+from ttft_otel.router.routing.policies.policy_state import (
+    PolicyState,
+    PrefillSample,
+    RoutingPolicy,
+)
 from ttft_otel.router.workers import messages
 from ttft_otel.router.workers.load_link import TELL_INTERVAL_S
 from ttft_otel.router.workers.remote_loads import RemoteLoads
@@ -42,7 +46,7 @@ class SimulatedWorker:
 
     instances: dict[str, types.Instance]
     state: PolicyState
-    policy: types.RoutingPolicy
+    policy: RoutingPolicy
     remote: RemoteLoads
 
 

@@ -8,15 +8,13 @@ holds them to that.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from ttft_otel.model.endpoints import RESPONSES_PATH
 from ttft_otel.model.names import keys
 from ttft_otel.router.timeline import Attempt, RequestTimeline, find_failed_stage
-from ttft_otel.router.types import HeaderList
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.context import TraceContext
 
@@ -195,56 +193,3 @@ class Exchange(msgspec.Struct):
         began_us = self.timeline.ended_us
         self.handover_timeline = RequestTimeline(began_us, began_us)
         return self.handover_timeline
-
-
-class AnswerReader(Protocol):
-    """An instance's answer whose head is read; InstanceAnswer of upstream/."""
-
-    def at_eof(self) -> bool:
-        """Whether everything was received and read."""
-        ...
-
-    async def readany(self) -> bytes:
-        """The next of the body; b"" at its end."""
-        ...
-
-    async def push_to(self, sink: Callable[[bytes], None]) -> bytes:
-        """Give `sink` each part as it comes; returns what came with the end."""
-        ...
-
-    def pause_reading(self) -> None:
-        """Read no more from the instance for now."""
-        ...
-
-    def resume_reading(self) -> None:
-        """Read on."""
-        ...
-
-
-class ClientWriter(Protocol):
-    """The client's side of an exchange, as seen by disagg/; ClientStream of proxy/ implements it."""
-
-    exchange: Exchange
-
-    async def send_first_chunk(
-        self, status: int, response_headers: HeaderList, data: bytes, has_more: bool
-    ) -> None:
-        """Send `status`, headers and the first body chunk, `data`."""
-        ...
-
-    async def send_chunk(self, data: bytes) -> None:
-        """Send the next chunk, `data`."""
-        ...
-
-    async def send_rest(
-        self, answer: AnswerReader, rewrite: Callable[[bytes], bytes] | None = None
-    ) -> bytes:
-        """Send the rest of `answer` as it comes, but for what came with its end, which is returned.
-
-        rewrite: makes of each part what is sent or returned, which may be nothing.
-        """
-        ...
-
-    async def send_end(self, data: bytes = b"") -> None:
-        """End the response, with `data` before."""
-        ...

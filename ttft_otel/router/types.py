@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -150,27 +150,6 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     media_encoded: bool = False
     media_item: bytes = b""
     body_frame: tuple[bytes, bytes] | None = None
-
-
-class RoutingPolicy(Protocol):
-    """Chooses an instance; called on the event loop, so it must not block."""
-
-    # Whether it needs prompt lengths, cached prefixes and the work that is pending.
-    reads_prompts: ClassVar[bool] = False
-
-    @property
-    def uses_predictions(self) -> bool:
-        """Whether it learns from the Server-Timing of instances, which then is requested."""
-        return False
-
-    def choose_instance(
-        self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
-    ) -> Decision:
-        """Choose one of `instances`, which is never empty.
-
-        now_us: CLOCK_MONOTONIC in microseconds. is_retry: an earlier attempt of the request failed.
-        """
-        ...
 
 
 class AttemptLoad(Protocol):

@@ -19,6 +19,7 @@ from ttft_otel.model.names import header_names, keys
 from ttft_otel.router import types
 from ttft_otel.router.control import app
 from ttft_otel.router.limits import RouterLimits
+from ttft_otel.router.routing.policies.policy_registry import RoundRobinPolicy
 from ttft_otel.tracing import clock
 
 
@@ -343,12 +344,13 @@ async def test_client_may_ask_for_the_breakdown() -> None:
 async def test_a_fault_of_the_routers_own_is_told_as_one(capfd: pytest.CaptureFixture[str]) -> None:
     """An exception in the router is a 500 in OpenAI's form, error.type on the span, a log traceback."""
 
-    class FailingPolicy(types.RoutingPolicy):
+    class FailingPolicy(RoundRobinPolicy):
         def choose_instance(self, *_: Any) -> types.Decision:
             raise LookupError("not the client's business")
 
     def install_failing_policy(built: app.RouterApp) -> None:
-        built.endpoint.routing.prefill_policy.policy = FailingPolicy()
+        leg_policy = built.endpoint.routing.prefill_policy
+        leg_policy.policy = FailingPolicy(leg_policy.state)
 
     async with run_routed_instances(prepare=install_failing_policy) as (router, one):
         status, _, body = await router.post_chat()

@@ -22,13 +22,12 @@ from ttft_otel.model.names import header_names, keys, metric_names
 from ttft_otel.model.record import Attributes, Record
 from ttft_otel.model.timing import ServerTiming, TokenCounts
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
-from ttft_otel.router.routing.policies.policy_state import PolicyState
+from ttft_otel.router.routing.policies.policy_state import PolicyState, RoutingPolicy
 from ttft_otel.router.routing.policies.prefill_model import compute_work
 from ttft_otel.router.routing.routing_service import LoadEntry, RoutingService
 from ttft_otel.router.types import (
     Decision,
     Instance,
-    RoutingPolicy,
     RoutingRequest,
     parse_instance_url,
 )
@@ -156,15 +155,15 @@ class ToyPolicy(RoutingPolicy):
     reads_prompts = True
 
     def __init__(self, state: PolicyState) -> None:
-        self.state = state
+        super().__init__(state)
         self.observations: list[tuple[int, list[int], int]] = []
 
     def choose_instance(
         self, request: RoutingRequest, instances: Sequence[Instance], *_: Any
     ) -> Decision:
         """The first one; keeps what it could have decided by."""
-        cached = self.state.estimate_cached(request, instances)
-        fresh = self.state.pending.get_load(instances[0].url).tokens_to_compute
+        cached = self._state.estimate_cached(request, instances)
+        fresh = self._state.pending.get_load(instances[0].url).tokens_to_compute
         self.observations.append((request.prompt_tokens, cached, fresh))
         return Decision(instances[0], 0.0, "toy", cached[0])
 

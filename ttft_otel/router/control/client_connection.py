@@ -24,11 +24,11 @@ from ttft_otel.http.bounded_connection import (
 from ttft_otel.http.head_checks import CallerRules, HeadLimits, HeadRefused
 from ttft_otel.router import lost_hosts
 from ttft_otel.router.errors import RequestRejected
-from ttft_otel.router.exchange import AnswerReader
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy.client_stream import OUTPUT_EXTENSION
 from ttft_otel.router.proxy.error_responses import render_error
 from ttft_otel.router.time_limits import DeadlineQueue
+from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 
 IDLE_S: Final = 5.0  # seconds for which a connection stays open after an answer, as uvicorn's do
 MAX_LINGER_S: Final = 30.0  # seconds for which bytes after a refusal are read and thrown away
@@ -105,7 +105,7 @@ class ClientOutput(asyncio.Transport):
     def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
         self._transport = transport
         self._flow = flow
-        self._reader: AnswerReader | None = None
+        self._reader: InstanceAnswer | None = None
         self._waits_with_head = False
         self._head = b""
         self._is_lost = False
@@ -158,7 +158,7 @@ class ClientOutput(asyncio.Transport):
         if self._on_lost is not None:
             self._on_lost()
 
-    def begin_push(self, reader: AnswerReader) -> None:
+    def begin_push(self, reader: InstanceAnswer) -> None:
         """From now on a slow client pauses `reader`."""
         self._reader = reader
         # A client that was slow before is not reported once more by pause_writing().

@@ -23,7 +23,7 @@ from ttft_otel.router.disagg.ec_params import splice_params
 from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.disagg.stream_splice import StreamSplicer
 from ttft_otel.router.errors import UpstreamUnavailable
-from ttft_otel.router.exchange import ClientWriter, Exchange
+from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream import failures, http_headers
@@ -34,7 +34,12 @@ from ttft_otel.router.upstream.instance_answer import (
     read_first_chunk,
 )
 from ttft_otel.router.upstream.query_client import QUERY_ERRORS
-from ttft_otel.router.upstream.response_relay import AnswerReading, finish_attempt, relay_response
+from ttft_otel.router.upstream.response_relay import (
+    AnswerReading,
+    ClientWriter,
+    finish_attempt,
+    relay_response,
+)
 from ttft_otel.router.upstream.upstream_client import UpstreamClient, record_server_timing
 from ttft_otel.tracing import context
 

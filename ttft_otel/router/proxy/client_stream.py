@@ -13,11 +13,12 @@ from msgspec.structs import replace
 
 from ttft_otel.model import timing
 from ttft_otel.model.names import header_names
-from ttft_otel.router.exchange import AnswerReader, Exchange
+from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter
 from ttft_otel.router.timeline import partition_timeline
 from ttft_otel.router.types import AsgiScope, AsgiSend, HeaderList
+from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.tracing import clock
 
 OUTPUT_EXTENSION: Final = "ttft_otel.output"  # of the scope: an AnswerOutput
@@ -38,7 +39,7 @@ class AnswerOutput(Protocol):
         """The request is over."""
         ...
 
-    def begin_push(self, reader: AnswerReader) -> None:
+    def begin_push(self, reader: InstanceAnswer) -> None:
         """From now on a slow client pauses `reader`."""
         ...
 
@@ -108,7 +109,7 @@ class ClientStream:
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def send_rest(
-        self, answer: AnswerReader, rewrite: Callable[[bytes], bytes] | None = None
+        self, answer: InstanceAnswer, rewrite: Callable[[bytes], bytes] | None = None
     ) -> bytes:
         """Send the rest of `answer` as it comes, but for what came with its end, which is returned.
 

@@ -23,6 +23,7 @@ from ttft_otel.router.routing.policies.policy_state import (
     FirstTokenListener,
     PolicyOptions,
     PolicyState,
+    RoutingPolicy,
 )
 from ttft_otel.router.timeline import PromptLookup, RequestTimeline
 from ttft_otel.router.types import (
@@ -30,7 +31,6 @@ from ttft_otel.router.types import (
     OTHER_LEGS_POLICY,
     Decision,
     Instance,
-    RoutingPolicy,
     RoutingRequest,
 )
 from ttft_otel.router.upstream.instance_pool import InstancePool

@@ -8,13 +8,14 @@ slows its leg down.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 from ttft_otel.model.names import keys
-from ttft_otel.router.exchange import ClientWriter
+from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.timeline import Attempt
-from ttft_otel.router.types import AttemptLoad
+from ttft_otel.router.types import AttemptLoad, HeaderList
 from ttft_otel.router.upstream import http_headers
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer, read_first_chunk
@@ -23,6 +24,35 @@ from ttft_otel.router.upstream.upstream_client import record_server_timing
 # How vLLM begins the stream of a completion that failed before its first token; said by an instance
 # that does not report it in Server-Timing.
 _ERROR_EVENT: Final = b'data: {"error":'
+
+
+class ClientWriter(Protocol):
+    """The client's side of an exchange; ClientStream of proxy/ implements it."""
+
+    exchange: Exchange
+
+    async def send_first_chunk(
+        self, status: int, response_headers: HeaderList, data: bytes, has_more: bool
+    ) -> None:
+        """Send `status`, headers and the first body chunk, `data`."""
+        ...
+
+    async def send_chunk(self, data: bytes) -> None:
+        """Send the next chunk, `data`."""
+        ...
+
+    async def send_rest(
+        self, answer: InstanceAnswer, rewrite: Callable[[bytes], bytes] | None = None
+    ) -> bytes:
+        """Send the rest of `answer` as it comes, but for what came with its end, which is returned.
+
+        rewrite: makes of each part what is sent or returned, which may be nothing.
+        """
+        ...
+
+    async def send_end(self, data: bytes = b"") -> None:
+        """End the response, with `data` before."""
+        ...
 
 
 async def relay_response(

@@ -8,9 +8,9 @@ from typing import Final
 
 from ttft_otel.router.errors import SloUnreachable
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND, BusyUntil, InstanceLoad
-from ttft_otel.router.routing.policies.policy_state import PolicyState
+from ttft_otel.router.routing.policies.policy_state import RoutingPolicy
 from ttft_otel.router.routing.policies.prefill_model import PrefillLine, PrefillWork, count_pairs
-from ttft_otel.router.types import Decision, Instance, RoutingPolicy, RoutingRequest
+from ttft_otel.router.types import Decision, Instance, RoutingRequest
 
 # Relative difference below which scores count as equal: predictions are not more accurate than that.
 TIE_MARGIN: Final = 0.05
@@ -25,9 +25,6 @@ class LeastTtftPolicy(RoutingPolicy):
     """
 
     reads_prompts = True
-
-    def __init__(self, state: PolicyState) -> None:
-        self._state = state
 
     @property
     def uses_predictions(self) -> bool:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Container, Sequence, Set
 from hashlib import blake2b
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from ttft_otel.router.routing.policies.least_ttft import LeastTtftPolicy
-from ttft_otel.router.routing.policies.policy_state import PolicyState
-from ttft_otel.router.types import JSON_ERRORS, Decision, Instance, RoutingPolicy, RoutingRequest
+from ttft_otel.router.routing.policies.policy_state import PolicyState, RoutingPolicy
+from ttft_otel.router.types import JSON_ERRORS, Decision, Instance, RoutingRequest
 
 SECONDS_PER_REQUEST: Final = 5.0  # of overdue answers that weigh as much as one more request
 
@@ -24,7 +24,8 @@ SECONDS_PER_REQUEST: Final = 5.0  # of overdue answers that weigh as much as one
 class RoundRobinPolicy(RoutingPolicy):
     """Needs no state of requests or instances, only one counter per leg."""
 
-    def __init__(self, _: PolicyState) -> None:
+    def __init__(self, state: PolicyState) -> None:
+        super().__init__(state)
         self._next_turn: dict[str, int] = {}
 
     def choose_instance(
@@ -46,9 +47,6 @@ class LeastRequestsPolicy(RoutingPolicy):
     An instance that owes answers for long, and has begun none meanwhile, counts as if it had more: one
     that hangs would keep its share for as long as its clients leave and others come.
     """
-
-    def __init__(self, state: PolicyState) -> None:
-        self._state = state
 
     def choose_instance(
         self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
@@ -121,7 +119,7 @@ class SessionPolicy(RoutingPolicy):
     """The session ID is the value of the header, or top-level body key, that --session-key names."""
 
     def __init__(self, state: PolicyState) -> None:
-        self._session_key = state.options.session_key
+        super().__init__(state)
         self._fallback = LeastRequestsPolicy(state)
         self._ring = HashRing()
 
@@ -138,14 +136,15 @@ class SessionPolicy(RoutingPolicy):
 
     def read_session_key(self, request: RoutingRequest) -> str:
         """The session ID of `request`, "" without one; the header takes precedence over the body."""
-        if not self._session_key:
+        session_key = self._state.options.session_key
+        if not session_key:
             return ""
-        value = request.headers.get(self._session_key.lower())
+        value = request.headers.get(session_key.lower())
         if value is None:
             try:
                 # Raw values: only the one that is asked for is decoded, however long the prompt is.
                 fields = msgspec.json.decode(request.body, type=dict[str, msgspec.Raw])
-                raw = fields.get(self._session_key, _NO_SESSION)
+                raw = fields.get(session_key, _NO_SESSION)
                 if len(memoryview(raw)) > MAX_KEY_BYTES:
                     return ""
                 value = msgspec.json.decode(raw)
@@ -173,7 +172,7 @@ class PrefixPolicy(RoutingPolicy):
     reads_prompts = True
 
     def __init__(self, state: PolicyState) -> None:
-        self._state = state
+        super().__init__(state)
         self._fallback = LeastRequestsPolicy(state)
 
     def choose_instance(
@@ -211,7 +210,7 @@ class KvAwarePolicy(RoutingPolicy):
     reads_prompts = True
 
     def __init__(self, state: PolicyState) -> None:
-        self._state = state
+        super().__init__(state)
         self._fallback = SessionPolicy(state)
 
     def choose_instance(
@@ -242,17 +241,7 @@ class KvAwarePolicy(RoutingPolicy):
         )
 
 
-class PolicyFactory(Protocol):
-    """A policy class: what it requires is known before an instance of it exists."""
-
-    reads_prompts: bool
-
-    def __call__(self, state: PolicyState, /) -> RoutingPolicy:
-        """Create the policy of one leg over its `state`."""
-        ...
-
-
-POLICIES: Final[dict[str, PolicyFactory]] = {
+POLICIES: Final[dict[str, type[RoutingPolicy]]] = {
     "round_robin": RoundRobinPolicy,
     "session": SessionPolicy,
     "least_requests": LeastRequestsPolicy,

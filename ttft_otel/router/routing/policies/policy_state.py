@@ -7,10 +7,11 @@ any other end. All times are arguments, so that simulations can use it.
 
 from __future__ import annotations
 
+import abc
 import random
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple
+from typing import ClassVar, Final, Literal, NamedTuple
 
 from ttft_otel.router.routing.policies.block_index import BlockHolders
 from ttft_otel.router.routing.policies.pending_load import (
@@ -240,6 +241,30 @@ class PolicyState:
         return self.tie_breaker.choice(
             [position for position, score in enumerate(scores) if score == lowest]
         )
+
+
+class RoutingPolicy(abc.ABC):
+    """Chooses instances of one leg over its `state`; called on the event loop, so it must not block."""
+
+    # Whether it needs prompt lengths, cached prefixes and the work that is pending.
+    reads_prompts: ClassVar[bool] = False
+
+    def __init__(self, state: PolicyState) -> None:
+        self._state = state
+
+    @property
+    def uses_predictions(self) -> bool:
+        """Whether it learns from the Server-Timing of instances, which then is requested."""
+        return False
+
+    @abc.abstractmethod
+    def choose_instance(
+        self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
+    ) -> Decision:
+        """Choose one of `instances`, which is never empty.
+
+        now_us: CLOCK_MONOTONIC in microseconds. is_retry: an earlier attempt of the request failed.
+        """
 
 
 def _extend_with_queued(
