@@ -27,7 +27,7 @@ class OraclePolicy(RoutingPolicy):
         """The instance with the least true time; a random one of equals."""
         scores = [predict_ttft_s(self._by_url[each.url], request, now_us) for each in instances]
         # Ties as the router breaks them, so that the oracle differs by what it knows only.
-        position = self._state.choose_least(scores)
+        position = self.state.choose_least(scores)
         return Decision(instances[position], scores[position], "oracle")
 
 

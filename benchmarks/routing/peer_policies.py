@@ -25,18 +25,18 @@ class TokenLoadPolicy(RoutingPolicy):
     ) -> Decision:
         """The fewest."""
         # Without `loads`: blocks that pending prompts will add are not counted.
-        cached = self._state.estimate_cached(request, instances)
+        cached = self.state.estimate_cached(request, instances)
         scores = [
             self.score_instance(
                 each.url,
-                self._state.pending.get_load(each.url),
+                self.state.pending.get_load(each.url),
                 request.prompt_tokens - cached_tokens,
                 now_us,
             )
             for each, cached_tokens in zip(instances, cached, strict=True)
         ]
         # Random among equals: the first of the list would get all requests of an idle fleet.
-        position = self._state.choose_least(scores)
+        position = self.state.choose_least(scores)
         return Decision(instances[position], scores[position], self.name, cached[position])
 
     def score_instance(self, url: str, load: InstanceLoad, new_tokens: int, now_us: int) -> float:
@@ -62,7 +62,7 @@ class DecayPolicy(TokenLoadPolicy):
     def score_instance(self, url: str, load: InstanceLoad, new_tokens: int, now_us: int) -> float:
         """Tokens left, by the same fitted times that ours has."""
         # "model" is the name under which the simulation's requests teach the fit.
-        running, known = load.estimate_running(now_us), self._state.models.get_line("model")
+        running, known = load.estimate_running(now_us), self.state.models.get_line("model")
         done = 0.0
         if running is not None and known is not None:
             (work, elapsed), (line, factors) = running, known

@@ -7,6 +7,7 @@ Stages add up exactly to the TTFT; leg_partition.py places those of the attempts
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
@@ -26,14 +27,6 @@ if TYPE_CHECKING:
 CANCELLED: Final = keys.ERROR_CANCELLED
 
 
-class AttemptObserver(Protocol):
-    """Is called at an attempt's first byte; the instance pool."""
-
-    def record_begun(self, attempt: Attempt) -> None:
-        """The answer to `attempt` has begun."""
-        ...
-
-
 class AttemptListener(Protocol):
     """Is called at every attempt; workers/own_loads.py passes it on to the other workers."""
 
@@ -49,7 +42,7 @@ class AttemptListener(Protocol):
 class Attempt(msgspec.Struct, eq=False):
     """One HTTP call to a leg; times are microseconds of CLOCK_MONOTONIC, 0 if not reached yet.
 
-    Fields up to `observer` are set at creation, the others only by its methods.
+    Fields up to `on_begun` are set at creation, the others only by its methods.
 
     first_byte_us: end of the leg on the way to the first token, which is the first body chunk of a
     backend and the whole response of an encoder. is_lost: it failed, and was retried if possible.
@@ -66,7 +59,7 @@ class Attempt(msgspec.Struct, eq=False):
     decision: Decision | None = None
     policy: str = ""
     load_entry: AttemptLoad | None = None  # its entry in the policy's pending load
-    observer: AttemptObserver | None = None
+    on_begun: Callable[[Attempt], None] | None = None  # called at its first byte
 
     is_new_connection: bool = False
     status: int = 0
@@ -112,8 +105,8 @@ class Attempt(msgspec.Struct, eq=False):
     def record_first_byte(self) -> None:
         """Record that the first body chunk was received."""
         self.first_byte_us = clock.now_us()
-        if self.observer is not None:
-            self.observer.record_begun(self)
+        if self.on_begun is not None:
+            self.on_begun(self)
 
     def record_whole_answer(self) -> None:
         """Record that a response on which the next leg depends was received completely."""
@@ -121,8 +114,8 @@ class Attempt(msgspec.Struct, eq=False):
             self.ended_us = clock.now_us()
         # The next leg needs the whole answer, so its first byte did not end this leg.
         self.first_byte_us = self.ended_us
-        if self.observer is not None:
-            self.observer.record_begun(self)
+        if self.on_begun is not None:
+            self.on_begun(self)
 
     def record_server_timing(self, header: str) -> None:
         """Record what the instance said in Server-Timing, "" for nothing."""

@@ -57,7 +57,7 @@ def build_image_chat(*items: int, tokens: int = 800, **more: Any) -> dict[str, A
 
 def teach_leg(router: fake_instances.RunningRouter, leg: str, url: str, seconds: float) -> None:
     """So many seconds a token, on this instance."""
-    models = router.app.endpoint.routing.get_leg_policy(leg).state.models
+    models = router.app.endpoint.routing.get_policy(leg).state.models
     for tokens in range(100, 2100, 100):
         models.add_sample("tiny", url, compute_work(tokens, 0), tokens * seconds)
 
@@ -133,7 +133,7 @@ def test_what_is_learnt_of_encoders() -> None:
     routing = build_routing_factory(encoders="ttft")(
         InstancePool({ENCODE: [A], "prefill_decode": [B]})
     )
-    state = routing.get_leg_policy(ENCODE).state
+    state = routing.get_policy(ENCODE).state
     kept: list[tuple[Any, ...]] = []
     state.models.add_sample = lambda *told: kept.append(told)  # type: ignore[method-assign]
     stages = {
@@ -193,7 +193,7 @@ async def test_items_go_where_the_least_work_is() -> None:
         assert sorted(list_sent_images(small)) == sorted(
             [list_image_urls(first)[0], list_image_urls(first)[2], *list_image_urls(second)]
         )
-        pending = router.app.endpoint.routing.get_leg_policy(ENCODE).state.pending
+        pending = router.app.endpoint.routing.get_policy(ENCODE).state.pending
         assert (
             pending.get_load(big.url).tokens_to_compute,
             pending.get_load(small.url).tokens_to_compute,
@@ -212,7 +212,7 @@ async def test_items_of_unknown_size_are_alike() -> None:
         task = asyncio.create_task(router.post_body(CHAT_PATH, body))
         await fake_instances.wait_until(lambda: len(a.received) + len(b.received) == 6)
         assert len(a.received) == len(b.received) == 3
-        state = router.app.endpoint.routing.get_leg_policy(ENCODE).state
+        state = router.app.endpoint.routing.get_policy(ENCODE).state
         assert state.pending.get_load(a.url).tokens_to_compute == 3 * DEFAULT_ITEM_TOKENS
         assert (await task)[0] == 200
         assert (state.models.list_fits(), len(state.pending)) == ({}, 0)
@@ -249,7 +249,7 @@ async def test_what_the_encoders_policy_believes_is_seen(apart: bool) -> None:
         routes = [each.attributes for each in record.ttft.pieces if each.attributes]
         assert keys.ROUTE_SCORE in next(each for each in routes if keys.ROUTE_POLICY in each)
         leg = router.app.endpoint.routing.prefilling_leg
-        own = router.app.endpoint.routing.get_leg_policy(leg).state.models.get_line("tiny")
+        own = router.app.endpoint.routing.get_policy(leg).state.models.get_line("tiny")
         assert (keys.PREDICTED_MS in record.ttft.attributes) is (own is not None)
 
 
@@ -342,9 +342,7 @@ def test_encoders_by_work_need_items_that_are_counted(flags: tuple[str, ...], re
         "--backend", INSTANCE_URL, "--encoder", INSTANCE_URL, "--routing-logic", "ttft"
     )
     assert (
-        options.build_routing(InstancePool(options.build_instances()))
-        .get_leg_policy(ENCODE)
-        .policy_name
+        options.build_routing(InstancePool(options.build_instances())).get_policy(ENCODE).name
         == "least_requests"
     )
 
@@ -355,7 +353,7 @@ def test_an_encoder_that_is_gone_is_forgotten() -> None:
         {ENCODE: [A, B], "prefill_decode": [parse_instance_url(INSTANCE_URL, "prefill_decode")]}
     )
     routing = build_routing_factory(encoders="ttft")(fleet)
-    state = routing.get_leg_policy(ENCODE).state
+    state = routing.get_policy(ENCODE).state
     for each in (A, B):
         state.models.add_sample("tiny", each.url, compute_work(500, 0), 0.1)
         state.record_overhead(each.url, 0.01)

@@ -215,5 +215,5 @@ async def test_policies_follow_the_legs() -> None:
         for role, url in (("decode", A), ("encode", B), ("prefill", C)):
             found.add_instance(role, url)
         assert routing.prefilling_leg == "prefill"
-        assert routing.prefill_policy is chosen and routing.get_leg_policy("decode") is not chosen
+        assert routing.prefill_policy is chosen and routing.get_policy("decode") is not chosen
         assert sorted(routing.reported_legs) == ["encode", "prefill"]

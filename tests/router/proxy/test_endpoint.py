@@ -349,8 +349,8 @@ async def test_a_fault_of_the_routers_own_is_told_as_one(capfd: pytest.CaptureFi
             raise LookupError("not the client's business")
 
     def install_failing_policy(built: app.RouterApp) -> None:
-        leg_policy = built.endpoint.routing.prefill_policy
-        leg_policy.policy = FailingPolicy(leg_policy.state)
+        routing = built.endpoint.routing
+        routing._policies["mono"] = FailingPolicy(routing.prefill_policy.state)
 
     async with run_routed_instances(prepare=install_failing_policy) as (router, one):
         status, _, body = await router.post_chat()

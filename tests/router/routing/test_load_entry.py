@@ -67,7 +67,7 @@ async def test_books_end_empty(sent: list[Request], logic: str, apart: bool, enc
             assert count_pending(routing) == 0
             for leg in routing.reported_legs:
                 for each in (a, b):
-                    load = routing.get_leg_policy(leg).state.pending.get_load(each.url)
+                    load = routing.get_policy(leg).state.pending.get_load(each.url)
                     assert (load.tokens_to_compute, load.pairs, len(load.queued_blocks)) == (
                         0,
                         0,
@@ -98,7 +98,7 @@ async def send_one(url: str, request: Request) -> None:
 
 def count_pending(routing: RoutingService) -> int:
     """Requests without a first token, and items at encoders, as their policies believe."""
-    return sum(len(routing.get_leg_policy(leg).state.pending) for leg in routing.reported_legs)
+    return sum(len(routing.get_policy(leg).state.pending) for leg in routing.reported_legs)
 
 
 async def test_the_same_id_twice() -> None:

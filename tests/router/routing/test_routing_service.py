@@ -137,21 +137,20 @@ def test_who_decides_for_which_leg() -> None:
     made = read_options("--routing-logic", "round_robin").build_routing(
         InstancePool(given | {"decode": [parse_instance_url(INSTANCE_URL, "d")]})
     )
-    logics = {leg: made.get_leg_policy(leg).policy_name for leg in ("encode", "prefill", "decode")}
+    logics = {leg: made.get_policy(leg).name for leg in ("encode", "prefill", "decode")}
     assert logics == {
         "encode": "least_requests",
         "prefill": "round_robin",
         "decode": "least_requests",
     }
     assert (made.prompt_reader, made.prefix_source) == (None, None)
-    assert (
-        read_options().build_routing(InstancePool({})).prefill_policy.policy_name == "round_robin"
-    )
+    assert read_options().build_routing(InstancePool({})).prefill_policy.name == "round_robin"
 
 
 class ToyPolicy(RoutingPolicy):
     """All that adding a policy takes, but its line in the registry."""
 
+    name = "toy"
     reads_prompts = True
 
     def __init__(self, state: PolicyState) -> None:
@@ -162,8 +161,8 @@ class ToyPolicy(RoutingPolicy):
         self, request: RoutingRequest, instances: Sequence[Instance], *_: Any
     ) -> Decision:
         """The first one; keeps what it could have decided by."""
-        cached = self._state.estimate_cached(request, instances)
-        fresh = self._state.pending.get_load(instances[0].url).tokens_to_compute
+        cached = self.state.estimate_cached(request, instances)
+        fresh = self.state.pending.get_load(instances[0].url).tokens_to_compute
         self.observations.append((request.prompt_tokens, cached, fresh))
         return Decision(instances[0], 0.0, "toy", cached[0])
 
@@ -180,7 +179,7 @@ async def test_a_new_policy_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatc
         [InstancePlan({"prefill.compute": 500})],
         routing=scripted_knowledge.build_routing_factory("toy"),
     ) as (router, one):
-        toy = get_routing(router).prefill_policy.policy
+        toy = get_routing(router).prefill_policy
         assert isinstance(toy, ToyPolicy)
         first = asyncio.create_task(router.post_body(COMPLETIONS_PATH, build_completion(800)))
         await fake_instances.wait_until(lambda: len(toy.observations) == 1)

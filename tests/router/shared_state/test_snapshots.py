@@ -97,7 +97,7 @@ def test_instances_that_are_unknown_or_on_another_leg() -> None:
 
     first = other.pool.get(LEG)[0]
     assert first.all_in_flight == 7 and first.is_suspect
-    assert set(other.routing._leg_policies) == {LEG}, "a leg of others is none of this router's"
+    assert set(other.routing._policies) == {LEG}, "a leg of others is none of this router's"
     other.others.forget_process("third")
     assert not (first.all_in_flight or first.is_suspect)
 

@@ -27,7 +27,7 @@ class JoinedWorker:
         instances = tuple(types.parse_instance_url(url, LEG) for url in URLS)
         self.pool = InstancePool({LEG: instances})
         self.routing = RoutingService(self.pool, policy)
-        self.state = self.routing.get_leg_policy(LEG).state
+        self.state = self.routing.get_policy(LEG).state
         self.state.index = SentHistory(16, 1000)
         self.outbox: list[messages.LoadMessage] = []
         self.own = OwnLoads(self.pool, self.routing, self.outbox.append)

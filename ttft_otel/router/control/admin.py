@@ -75,9 +75,9 @@ class AdminApi:
         """Answer GET: every instance with its state and what routing knows of it."""
         routing = self.routing
         described = {leg: routing.describe_instances(leg) for leg in routing.reported_legs}
-        policies = {"leg": routing.prefilling_leg, "logic": routing.prefill_policy.policy_name}
+        policies = {"leg": routing.prefilling_leg, "logic": routing.prefill_policy.name}
         if self.upstream.pool.get(stages.ENCODE):
-            policies["encoders"] = routing.get_leg_policy(stages.ENCODE).policy_name
+            policies["encoders"] = routing.get_policy(stages.ENCODE).name
         instances = [
             _describe_instance(instance) | described.get(instance.leg, {}).get(instance.url, {})
             for instance in self.upstream.pool

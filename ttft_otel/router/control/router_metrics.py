@@ -28,7 +28,7 @@ KV_EVENTS_SOURCE: Final = "kv-events"
 def collect_routing_metrics(routing: RoutingService) -> Iterator[Metric]:
     """Metrics of the legs in `routing.reported_legs`; none if the policy compares no work."""
     # Without pending load nothing is predicted: all of the rest would be zeros for ever.
-    if not routing.prefill_policy.policy.reads_prompts:
+    if not routing.prefill_policy.reads_prompts:
         return
     help_text = "Requests refused because no instance could have begun to answer in time."
     yield build_counter(metric_names.ROUTER_SLO_REFUSALS, help_text, routing.slo_rejections)
@@ -44,7 +44,7 @@ def collect_routing_metrics(routing: RoutingService) -> Iterator[Metric]:
 def _map_states(routing: RoutingService) -> dict[tuple[str, ...], PolicyState]:
     """The state of the policy that chooses each instance, by leg and URL."""
     return {
-        (leg, instance.url): routing.get_leg_policy(leg).state
+        (leg, instance.url): routing.get_policy(leg).state
         for leg in routing.reported_legs
         for instance in routing.pool.get(leg)
     }
@@ -79,7 +79,7 @@ def _collect_fits(routing: RoutingService) -> Iterator[Metric]:
     fits = {
         (leg, url, model): fit
         for leg in routing.reported_legs
-        for (model, url), fit in routing.get_leg_policy(leg).state.models.list_fits().items()
+        for (model, url), fit in routing.get_policy(leg).state.models.list_fits().items()
         # Without a URL it is the line that the instances of a model share.
         if url
     }

@@ -54,15 +54,6 @@ BYTES_PER_TOKEN: Final = 4  # bytes of the body per token, if the prompt could n
 MAX_ESTIMATED_TOKENS: Final = 8192  # limit of that estimate: long bodies mostly hold images
 
 
-@dataclasses.dataclass(slots=True)
-class LegPolicy:
-    """The policy of one leg and its state."""
-
-    policy_name: str
-    policy: RoutingPolicy
-    state: PolicyState
-
-
 class RoutingService:
     """The policies of one router.
 
@@ -89,78 +80,74 @@ class RoutingService:
         self.slo_rejections = 0  # requests that no instance could have answered in time
         self.first_token_listener: FirstTokenListener | None = None
         self._options = options or PolicyOptions()
-        self._leg_policies = {self.prefilling_leg: self._build_prefill_policy(policy_name)}
+        self._policies = {self.prefilling_leg: self._build_policy(policy_name, True)}
         self._others_policy = others_policy
         self._encoders_policy = encoders_policy or others_policy
         if pool.has_encoders:
-            self.get_leg_policy(ENCODE)
+            self.get_policy(ENCODE)
         self._remove_listener: Callable[[], None] | None = None
         self._sync_states()
 
-    def _build_prefill_policy(self, policy_name: str) -> LegPolicy:
-        index = BlockHolders(1) if self.prefix_source is None else self.prefix_source.index
-        return self._make_leg_policy(policy_name, index, self._options)
+    def _build_policy(self, name: str, is_prefilling: bool) -> RoutingPolicy:
+        """A policy; that of another leg than the one that prefills has no prefix cache and no objective."""
+        index, options = BlockHolders(1), self._options
+        if not is_prefilling:
+            options = dataclasses.replace(options, shared_cache=False, slo_s=0.0)
+        elif self.prefix_source is not None:
+            index = self.prefix_source.index
+        state = PolicyState(index, options, first_token_listener=self.first_token_listener)
+        return POLICIES[name](state)
 
-    def get_leg_policy(self, leg: str) -> LegPolicy:
+    def get_policy(self, leg: str) -> RoutingPolicy:
         """The policy of `leg`, created when first needed."""
-        leg_policy = self._leg_policies.get(leg)
-        if leg_policy is None:
-            policy_name = self._encoders_policy if leg == ENCODE else self._others_policy
-            leg_policy = self._leg_policies[leg] = self._build_leg_policy(policy_name)
-            leg_policy.state.first_token_listener = self.first_token_listener
-        return leg_policy
-
-    def _build_leg_policy(self, policy_name: str) -> LegPolicy:
-        """A policy for a leg without prefix cache and TTFT objective."""
-        options = dataclasses.replace(self._options, shared_cache=False, slo_s=0.0)
-        return self._make_leg_policy(policy_name, BlockHolders(1), options)
-
-    def _make_leg_policy(self, name: str, index: BlockHolders, options: PolicyOptions) -> LegPolicy:
-        state = PolicyState(index, options)
-        return LegPolicy(name, POLICIES[name](state), state)
+        policy = self._policies.get(leg)
+        if policy is None:
+            name = self._encoders_policy if leg == ENCODE else self._others_policy
+            policy = self._policies[leg] = self._build_policy(name, False)
+        return policy
 
     def listen_to_first_tokens(self, listener: FirstTokenListener) -> None:
         """Call `listener` at every first token that a policy learns from."""
         self.first_token_listener = listener
-        for leg_policy in self._leg_policies.values():
-            leg_policy.state.first_token_listener = listener
+        for policy in self._policies.values():
+            policy.state.first_token_listener = listener
 
     def choose_instance(
         self, request: RoutingRequest, candidates: Sequence[Instance], now_us: int, is_retry: bool
     ) -> Decision:
         """By the policy of the request's leg. Raises SloUnreachable."""
-        policy = self.get_leg_policy(request.leg).policy
+        policy = self.get_policy(request.leg)
         return policy.choose_instance(request, candidates, now_us, is_retry)
 
     def get_policy_name(self, leg: str) -> str:
         """What --routing-logic calls the policy of a leg."""
-        return self.get_leg_policy(leg).policy_name
+        return self.get_policy(leg).name
 
     def add_load_entry(
         self, request: RoutingRequest, decision: Decision, span_id: str, now_us: int
     ) -> LoadEntry | None:
         """Record the load of an attempt that starts now, if the leg's policy compares work."""
-        leg_policy = self.get_leg_policy(request.leg)
-        if not leg_policy.policy.reads_prompts:
+        policy = self.get_policy(request.leg)
+        if not policy.reads_prompts:
             return None
-        return LoadEntry(leg_policy.state, request, decision, span_id, now_us)
+        return LoadEntry(policy.state, request, decision, span_id, now_us)
 
     def needs_timing(self, leg: str) -> bool:
         """Whether the leg's policy predicts by what instances say of their prefills."""
-        return self.get_leg_policy(leg).policy.uses_predictions
+        return self.get_policy(leg).uses_predictions
 
     @property
-    def prefill_policy(self) -> LegPolicy:
+    def prefill_policy(self) -> RoutingPolicy:
         """The policy of the leg that prefills."""
-        return self._leg_policies[self.prefilling_leg]
+        return self._policies[self.prefilling_leg]
 
     @property
     def reported_legs(self) -> tuple[str, ...]:
         """Legs shown by metrics and GET /instances: the one that prefills, and encoders by work."""
-        encoders = self._leg_policies.get(ENCODE)
+        encoders = self._policies.get(ENCODE)
         return (
             (self.prefilling_leg, ENCODE)
-            if encoders and encoders.policy.reads_prompts
+            if encoders and encoders.reads_prompts
             else (self.prefilling_leg,)
         )
 
@@ -185,18 +172,18 @@ class RoutingService:
         """Follow a change of the pool's instances, and possibly of the leg that prefills."""
         if self.prefilling_leg != self.pool.prefilling_leg:
             # the policy keeps its state: models by name, and instances by URL, which may stay the same
-            leg_policy = self._leg_policies.pop(self.prefilling_leg)
+            policy = self._policies.pop(self.prefilling_leg)
             self.prefilling_leg = self.pool.prefilling_leg
-            self._leg_policies[self.prefilling_leg] = leg_policy
+            self._policies[self.prefilling_leg] = policy
         if self.pool.has_encoders:
-            self.get_leg_policy(ENCODE)
+            self.get_policy(ENCODE)
         self._sync_states()
         if self.prefix_source is not None:
             self.prefix_source.sync_instances()
 
     def _sync_states(self) -> None:
-        for leg, leg_policy in self._leg_policies.items():
-            leg_policy.state.sync_instances({each.url for each in self.pool.get(leg)})
+        for leg, policy in self._policies.items():
+            policy.state.sync_instances({each.url for each in self.pool.get(leg)})
 
     async def read_prompt(
         self, request: RoutingRequest, path: str, timeline: RequestTimeline, has_media: bool = False
@@ -207,7 +194,7 @@ class RoutingService:
         counted for the encode leg's policy. A prompt that cannot be read is estimated from its bytes.
         """
         is_needed = request.leg == self.prefilling_leg or (
-            has_media and self.get_leg_policy(ENCODE).policy.reads_prompts
+            has_media and self.get_policy(ENCODE).reads_prompts
         )
         if self.prompt_reader is None or not is_needed:
             return request
@@ -254,33 +241,33 @@ class RoutingService:
             now_us = clock.now_us()
             wait_s, are_busy = self._estimate_encode_wait(item_requests, now_us)
             request = replace(request, encode_wait_s=wait_s, encoders_busy=are_busy)
-            self.prefill_policy.policy.choose_instance(request, candidates, now_us, True)
+            self.prefill_policy.choose_instance(request, candidates, now_us, True)
 
     def _estimate_encode_wait(
         self, item_requests: Sequence[RoutingRequest], now_us: int
     ) -> tuple[float, bool]:
         """Predicted seconds of the largest item, and whether every encoder has pending items."""
-        leg_policy = self.get_leg_policy(ENCODE)
+        policy = self.get_policy(ENCODE)
         counted_items = [each for each in item_requests if not each.tokens_estimated]
         # Items are encoded side by side: the largest decides when the prefill can begin.
         largest_item = max(counted_items, key=lambda each: each.prompt_tokens, default=None)
         candidates = (
             () if largest_item is None else self.pool.get_candidates(ENCODE, largest_item.model)
         )
-        if largest_item is None or not candidates or not leg_policy.policy.uses_predictions:
+        if largest_item is None or not candidates or not policy.uses_predictions:
             return 0.0, False
-        seconds = leg_policy.state.predict_ttft(
-            leg_policy.policy.choose_instance(largest_item, candidates, now_us, True)
+        seconds = policy.state.predict_ttft(
+            policy.choose_instance(largest_item, candidates, now_us, True)
         )
         return seconds or 0.0, all(
-            leg_policy.state.pending.get_load(each.url).entries for each in candidates
+            policy.state.pending.get_load(each.url).entries for each in candidates
         )
 
     def describe_instances(self, leg: str = "") -> dict[str, dict[str, Any]]:
         """The policy's knowledge of the instances of `leg` ("": the one that prefills), by URL."""
         leg = leg or self.prefilling_leg
         prefix_source = self.prefix_source if leg == self.prefilling_leg else None
-        state = self.get_leg_policy(leg).state
+        state = self.get_policy(leg).state
         status = {} if prefix_source is None else prefix_source.describe_instances()
         fits = state.models.list_fits()
         described: dict[str, dict[str, Any]] = {}

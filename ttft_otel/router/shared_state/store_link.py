@@ -319,7 +319,7 @@ def build_lone_link(
 ) -> StoreLink:
     """The link of a router without --workers, which else would not keep account of its load."""
     own = OwnLoads(pool, routing, lambda _: None)
-    loads = RemoteLoads(pool.find_instance, lambda leg: routing.get_leg_policy(leg).state)
+    loads = RemoteLoads(pool.find_instance, lambda leg: routing.get_policy(leg).state)
     own.start()
     pool.change_listeners.add(loads.sync_instances)
     return StoreLink(settings, pool, own, loads, secrets.token_hex(8))

@@ -272,7 +272,7 @@ class UpstreamClient:
             decision,
             self.chooser.get_policy_name(request.leg),
             load_entry,
-            self.pool,
+            self.pool.record_begun,
         )
         attempts.append(attempt)
         self.pool.record_sent(attempt)

@@ -44,7 +44,7 @@ class LoadLink:
     ) -> None:
         self.pool = pool
         self.own = OwnLoads(pool, routing, self._add_message)
-        self.remote = RemoteLoads(pool.find_instance, lambda leg: routing.get_leg_policy(leg).state)
+        self.remote = RemoteLoads(pool.find_instance, lambda leg: routing.get_policy(leg).state)
         self.others = others
         self.handlers: dict[type, Callable[[int, Any], None]] = {
             messages.InFlight: self.remote.apply_in_flight,

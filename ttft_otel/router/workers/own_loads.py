@@ -58,9 +58,9 @@ class OwnLoads:
         if attempt.policy == DEFAULT_POLICY:
             return
         self._report(_count_in_flight(attempt.instance))
-        leg_policy = self.routing.get_leg_policy(attempt.leg)
+        leg_policy = self.routing.get_policy(attempt.leg)
         # Who reads no prompts compares no work: the number is all that is needed.
-        if leg_policy.policy.reads_prompts:
+        if leg_policy.reads_prompts:
             # Booked before the attempt is reported (UpstreamClient._send_attempt), so it is there.
             entry = leg_policy.state.pending.find_entry((attempt.leg, attempt.span_id))
             if entry is not None:
@@ -88,7 +88,7 @@ class OwnLoads:
         """Every attempt without a first token, with so many blocks of all prompts; bounded."""
         keys_left = max_keys
         for span_id, attempt in list(self._pending.items())[:MAX_RESENT]:
-            state = self.routing.get_leg_policy(attempt.leg).state
+            state = self.routing.get_policy(attempt.leg).state
             entry = state.pending.find_entry((attempt.leg, span_id))
             # It has expired here, and so it has there.
             if entry is None:

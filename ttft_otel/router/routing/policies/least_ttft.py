@@ -24,18 +24,19 @@ class LeastTtftPolicy(RoutingPolicy):
     The number of (query, key) pairs left to compute is the trapezoid formula of `count_pairs`.
     """
 
+    name = "ttft"
     reads_prompts = True
 
     @property
     def uses_predictions(self) -> bool:
         """Whether it learns prefill times; comparing pairs needs none."""
-        return self._state.options.ttft_model == "calibrated"
+        return self.state.options.ttft_model == "calibrated"
 
     def choose_instance(
         self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
     ) -> Decision:
         """Choose the least score, ties at random. Raises SloUnreachable."""
-        state = self._state
+        state = self.state
         if self.uses_predictions:
             # None until MIN_SAMPLES prefills of this model were measured.
             model = state.models.get_line(request.model)
@@ -73,10 +74,10 @@ class LeastTtftPolicy(RoutingPolicy):
         the wait is delayed by all of `prefill`, one that arrives during the prefill by half of it on
         average; `delay_cost` is the number of such requests per second.
         """
-        pending = self._state.pending
+        pending = self.state.pending
         loads = pending.list_loads(instances)
         # With pending prompts: their blocks are there by the time this one is prefilled.
-        cached_tokens = self._state.estimate_cached(request, instances, loads)
+        cached_tokens = self.state.estimate_cached(request, instances, loads)
         prefills = _predict_prefills(request.prompt_tokens, cached_tokens, line)
         # Usually empty: most instances do not differ significantly from the shared line.
         if speed_factors:
@@ -94,14 +95,14 @@ class LeastTtftPolicy(RoutingPolicy):
         ]
         position = self._choose_freshest(loads, scores)
         # Without a prompt length the prefill time is unknown, so nothing is rejected.
-        if self._state.options.slo_s and request.prompt_tokens:
+        if self.state.options.slo_s and request.prompt_tokens:
             spent_s = (now_us - request.arrived_us) / US_PER_SECOND if request.arrived_us else 0.0
             # Encoding runs while the prompt would queue at the instance: only the longer wait counts.
             times = [
                 spent_s
                 + max(wait, request.encode_wait_s)
                 + prefill
-                + self._state.overheads_s.get(instance.url, 0.0)
+                + self.state.overheads_s.get(instance.url, 0.0)
                 for wait, prefill, instance in zip(waits, prefills, instances, strict=True)
             ]
             position = self._choose_in_time(request, loads, waits, times, position)
@@ -131,12 +132,12 @@ class LeastTtftPolicy(RoutingPolicy):
         and a stale prediction is only corrected by new samples. If the request must queue for an encoder
         first, or no instance is idle, it is rejected: raises SloUnreachable.
         """
-        slo_s = self._state.options.slo_s
+        slo_s = self.state.options.slo_s
         queue_s = request.encode_wait_s if request.encoders_busy else 0.0
         # The policy's own choice first: it is better for the requests to come.
         if ttfts_s[position] <= slo_s:
             return position
-        position = self._state.choose_least(ttfts_s)
+        position = self.state.choose_least(ttfts_s)
         if ttfts_s[position] <= slo_s:
             return position
         idle = [index for index, load in enumerate(loads) if not load.entries]
@@ -156,7 +157,7 @@ class LeastTtftPolicy(RoutingPolicy):
         positions = [at for at, score in enumerate(scores) if score <= highest]
         if len(positions) == 1:
             return positions[0]
-        return positions[self._state.choose_least([loads[at].recent_tokens for at in positions])]
+        return positions[self.state.choose_least([loads[at].recent_tokens for at in positions])]
 
 
 def _predict_prefills(

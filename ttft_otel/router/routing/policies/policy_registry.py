@@ -16,13 +16,22 @@ import msgspec
 
 from ttft_otel.router.routing.policies.least_ttft import LeastTtftPolicy
 from ttft_otel.router.routing.policies.policy_state import PolicyState, RoutingPolicy
-from ttft_otel.router.types import JSON_ERRORS, Decision, Instance, RoutingRequest
+from ttft_otel.router.types import (
+    DEFAULT_POLICY,
+    JSON_ERRORS,
+    OTHER_LEGS_POLICY,
+    Decision,
+    Instance,
+    RoutingRequest,
+)
 
 SECONDS_PER_REQUEST: Final = 5.0  # of overdue answers that weigh as much as one more request
 
 
 class RoundRobinPolicy(RoutingPolicy):
     """Needs no state of requests or instances, only one counter per leg."""
+
+    name = DEFAULT_POLICY
 
     def __init__(self, state: PolicyState) -> None:
         super().__init__(state)
@@ -38,7 +47,7 @@ class RoundRobinPolicy(RoutingPolicy):
         if not is_retry:
             self._next_turn[request.leg] = turn + 1
         # Modulo here and not in the counter: the number of candidates changes.
-        return Decision(instances[turn % len(instances)], 0.0, "round_robin")
+        return Decision(instances[turn % len(instances)], 0.0, self.name)
 
 
 class LeastRequestsPolicy(RoutingPolicy):
@@ -47,6 +56,8 @@ class LeastRequestsPolicy(RoutingPolicy):
     An instance that owes answers for long, and has begun none meanwhile, counts as if it had more: one
     that hangs would keep its share for as long as its clients leave and others come.
     """
+
+    name = OTHER_LEGS_POLICY
 
     def choose_instance(
         self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
@@ -58,7 +69,7 @@ class LeastRequestsPolicy(RoutingPolicy):
             each.all_in_flight + each.owed_answers.measure_overdue_s(now_us) / SECONDS_PER_REQUEST
             for each in instances
         ]
-        position = self._state.choose_least(counts)
+        position = self.state.choose_least(counts)
         return Decision(
             instances[position], counts[position], "least_requests", candidate_scores=counts
         )
@@ -118,6 +129,8 @@ class HashRing:
 class SessionPolicy(RoutingPolicy):
     """The session ID is the value of the header, or top-level body key, that --session-key names."""
 
+    name = "session"
+
     def __init__(self, state: PolicyState) -> None:
         super().__init__(state)
         self._fallback = LeastRequestsPolicy(state)
@@ -136,7 +149,7 @@ class SessionPolicy(RoutingPolicy):
 
     def read_session_key(self, request: RoutingRequest) -> str:
         """The session ID of `request`, "" without one; the header takes precedence over the body."""
-        session_key = self._state.options.session_key
+        session_key = self.state.options.session_key
         if not session_key:
             return ""
         value = request.headers.get(session_key.lower())
@@ -169,6 +182,7 @@ MAX_REQUEST_RATIO: Final = 1.5
 class PrefixPolicy(RoutingPolicy):
     """Prefers the longest prefix; load only limits how many requests a popular prefix attracts."""
 
+    name = "prefix"
     reads_prompts = True
 
     def __init__(self, state: PolicyState) -> None:
@@ -179,15 +193,15 @@ class PrefixPolicy(RoutingPolicy):
         self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
     ) -> Decision:
         """Choose the longest cached prefix, ties by requests in flight; the score is uncached tokens."""
-        loads = self._state.pending.list_loads(instances)
+        loads = self.state.pending.list_loads(instances)
         # With pending prompts: a burst with one prefix should go where the first of it went.
-        cached_tokens = self._state.estimate_cached(request, instances, loads)
+        cached_tokens = self.state.estimate_cached(request, instances, loads)
         longest = max(cached_tokens)
         if longest <= MIN_PREFIX_SHARE * request.prompt_tokens:
             return self._fallback.choose_instance(request, instances, now_us, is_retry)
         in_flight = [each.all_in_flight for each in instances]
         positions = [position for position, there in enumerate(cached_tokens) if there == longest]
-        position = positions[self._state.choose_least([in_flight[each] for each in positions])]
+        position = positions[self.state.choose_least([in_flight[each] for each in positions])]
         lowest = min(in_flight)
         if (
             # Both: 8 more are little among hundreds, and half as many again is little among two.
@@ -207,6 +221,7 @@ class KvAwarePolicy(RoutingPolicy):
     Other requests follow their session; without one the fewest requests in flight decide.
     """
 
+    name = "kvaware"
     reads_prompts = True
 
     def __init__(self, state: PolicyState) -> None:
@@ -218,9 +233,9 @@ class KvAwarePolicy(RoutingPolicy):
     ) -> Decision:
         """Choose the longest cached prefix, ties by session or load; the score is uncached tokens."""
         # Without loads: what is cached now counts, not what is queued.
-        cached_tokens = self._state.estimate_cached(request, instances)
+        cached_tokens = self.state.estimate_cached(request, instances)
         longest = max(cached_tokens)
-        if not longest or longest < request.prompt_tokens - self._state.options.kv_aware_threshold:
+        if not longest or longest < request.prompt_tokens - self.state.options.kv_aware_threshold:
             return self._fallback.choose_instance(request, instances, now_us, is_retry)
         tied = [
             each for each, tokens in zip(instances, cached_tokens, strict=True) if tokens == longest
@@ -242,10 +257,13 @@ class KvAwarePolicy(RoutingPolicy):
 
 
 POLICIES: Final[dict[str, type[RoutingPolicy]]] = {
-    "round_robin": RoundRobinPolicy,
-    "session": SessionPolicy,
-    "least_requests": LeastRequestsPolicy,
-    "prefix": PrefixPolicy,
-    "kvaware": KvAwarePolicy,
-    "ttft": LeastTtftPolicy,
+    each.name: each
+    for each in (
+        RoundRobinPolicy,
+        SessionPolicy,
+        LeastRequestsPolicy,
+        PrefixPolicy,
+        KvAwarePolicy,
+        LeastTtftPolicy,
+    )
 }

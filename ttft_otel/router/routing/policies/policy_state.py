@@ -244,13 +244,17 @@ class PolicyState:
 
 
 class RoutingPolicy(abc.ABC):
-    """Chooses instances of one leg over its `state`; called on the event loop, so it must not block."""
+    """Chooses instances of one leg over its `state`; called on the event loop, so it must not block.
 
+    name: in --routing-logic.
+    """
+
+    name: ClassVar[str]
     # Whether it needs prompt lengths, cached prefixes and the work that is pending.
     reads_prompts: ClassVar[bool] = False
 
     def __init__(self, state: PolicyState) -> None:
-        self._state = state
+        self.state = state
 
     @property
     def uses_predictions(self) -> bool:
