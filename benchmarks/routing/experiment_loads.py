@@ -20,6 +20,8 @@ ROUTER_FLAGS_BY_POLICY: Final[dict[str, tuple[str, ...]]] = {
         *("--kv-aware-threshold", "1000000"),
     ),
 }
+# The order of tables, in which results may have a policy that there is no more: qps chose by rate.
+SHOWN_POLICIES: Final = ("trapezoid", "calibrated", "kvaware", "qps", *ROUTER_FLAGS_BY_POLICY)
 # The others on demand only: each policy adds a run to every round.
 MEASURED_POLICIES: Final = ("trapezoid", "calibrated", "kvaware", "least_requests", "round_robin")
 

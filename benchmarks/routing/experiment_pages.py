@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.routing.experiment_loads import ROUTER_FLAGS_BY_POLICY
+from benchmarks.routing.experiment_loads import SHOWN_POLICIES
 from benchmarks.routing.experiment_statistics import (
     MIN_ROUNDS,
     compare_policies,
@@ -183,8 +183,9 @@ def _format_svg_text(x: float, y: float, text: str, **more: Any) -> str:
 
 
 def _order_by_mean(policies: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    # In the order of ROUTER_FLAGS_BY_POLICY, so that rows keep their places from page to page.
-    return [(policy, policies[policy]) for policy in ROUTER_FLAGS_BY_POLICY if policy in policies]
+    # In a fixed order, so that rows keep their places from page to page.
+    names = dict.fromkeys(SHOWN_POLICIES)
+    return [(policy, policies[policy]) for policy in names if policy in policies]
 
 
 def _format_seconds(values: Sequence[float]) -> str:

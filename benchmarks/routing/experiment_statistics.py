@@ -26,7 +26,8 @@ GAIN_GOAL: Final = (
 )  # what the first policy's mean TTFT shall have less than kvaware's and qps's
 POLICY_COMPARISONS: Final = (
     ("trapezoid", "kvaware", GAIN_GOAL),
-    ("trapezoid", "qps", GAIN_GOAL),  # a policy of then, which chose by the rate of requests
+    ("trapezoid", "qps", GAIN_GOAL),
+    ("trapezoid", "least_requests", GAIN_GOAL),
     ("calibrated", "trapezoid", 0.0),
 )
 
