@@ -24,7 +24,7 @@ from router import fake_instances
 from router.fake_instances import InstancePlan
 
 from ttft_otel.commands.router.command import command
-from ttft_otel.model.names import metric_names
+from ttft_otel.model.names import env_names, metric_names
 
 REQUESTS = f'{metric_names.ROUTER_REQUESTS}_total{{result="2xx"}}'
 
@@ -84,6 +84,37 @@ async def test_a_full_folder(tmp_path: Path) -> None:
                     pass
                 log = it.log.read_text()
                 assert log.count("could not start") == log.count("Traceback") == 0
+
+
+# The process that is named behind it has no byte left in either folder, and nobody else notices.
+FULL_FOLDERS = """
+for folder in /tmp /dev/shm; do
+  mount -t tmpfs -o size=4k tmpfs "$folder" && head -c 9999 /dev/zero >"$folder/filler" 2>/dev/null
+  [ -s "$folder/filler" ] || exit 1
+done
+exec "$@"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_full_shared_folders(
+    workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/tmp and /dev/shm are full: a router starts, answers, traces and counts as ever."""
+    with mount_small("size=4k"):
+        pass  # skips where nothing can be mounted
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    wrapper = ("unshare", "--mount", "--propagation", "private", "bash", "-c", FULL_FOLDERS, "bash")
+    async with fake_instances.run_instance(InstancePlan({})) as one:
+        flags = ("--backend", one.url, "--workers", workers)
+        env = {env_names.TTFT_OTEL: "1", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+        async with run_command(tmp_path, *flags, wrapper=wrapper, **env) as it:
+            assert [await post_alone(it) for _ in range(6)] == [200] * 6
+            while (await read_metrics(it)).get(REQUESTS) != 6:
+                pass
+            log = it.log.read_text()
+            assert "Traceback" not in log and "stay as they are" not in log
 
 
 def test_no_room_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

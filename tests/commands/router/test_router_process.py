@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -53,13 +53,18 @@ class CommandProcess:
 
 
 @contextlib.asynccontextmanager
-async def run_command(folder: Path, *flags: str, **env: str) -> AsyncIterator[CommandProcess]:
-    """The command with these flags, once it answers; killed at the end if it still runs."""
+async def run_command(
+    folder: Path, *flags: str, wrapper: Sequence[str] = (), **env: str
+) -> AsyncIterator[CommandProcess]:
+    """The command with these flags, once it answers; killed at the end if it still runs.
+
+    wrapper: words of a command that becomes it.
+    """
     port = fake_instances.find_unused_url().rpartition(":")[2]
     log = folder / "log"
     with log.open("wb") as file:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", COMMAND_CODE, "--port", port, *flags),
+            *(*wrapper, sys.executable, "-c", COMMAND_CODE, "--port", port, *flags),
             env={**os.environ, env_names.TTFT_OTEL: "0", **env},
             stderr=file,
         )
