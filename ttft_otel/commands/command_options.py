@@ -39,7 +39,10 @@ def write_whole(path: Path, text: str) -> None:
     place = path.resolve()  # a link stays one
     partial = place.with_name(f"{place.name}.part")
     try:
-        partial.write_text(text, "utf-8", "replace")
+        partial.unlink(missing_ok=True)
+        # Exclusively: not through a link that somebody has laid there.
+        with partial.open("x", encoding="utf-8", errors="replace") as file:
+            file.write(text)
         partial.replace(place)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -67,10 +67,16 @@ def open_for_writing(path: Path, max_bytes: int) -> tuple[sqlite3.Connection, in
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        files = path, Path(f"{path}-wal"), Path(f"{path}-shm")
+        trusted = os.getuid(), path.parent.stat().st_uid
+        for each in files:
+            # In a folder that all may write to, somebody may have laid a link, or a file to read along.
+            if os.path.lexists(each) and each.lstat().st_uid not in trusted:
+                raise PermissionError(f"{each} is another user's")
         # Readable for its owner only: it has request IDs and timings. SQLite's -wal and -shm files
         # take over this mode.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-        for each in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+        for each in files:
             # Somebody has opened it to all: closed again, or refused where it is another user's.
             if each.exists() and (mode := each.stat().st_mode & 0o777) & 0o007:
                 each.chmod(mode & 0o770)
