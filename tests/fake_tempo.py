@@ -74,9 +74,13 @@ class FakeTempo:
         """The parameters of all searches."""
         return [asked for path, asked in self.asked if path == "/api/search"]
 
+    def list_fetched(self) -> list[str]:
+        """The traces that were fetched, by their paths."""
+        return [path for path, _ in self.asked if path.startswith("/api/traces/")]
+
     def count_fetched(self) -> int:
         """How many traces were fetched."""
-        return sum(path.startswith("/api/traces/") for path, _ in self.asked)
+        return len(self.list_fetched())
 
     def search(self, asked: dict[str, str]) -> tuple[int, dict[str, object] | str]:
         """Status and answer of a search: traces that overlap the window and hold a matching span."""

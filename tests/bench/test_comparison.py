@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from bench.conftest import RunBench, invoke_bench, validate_document
 from bench.scripted_server import ServerScript, run_scripted_server
 from bench.test_request_statistics import build_result, build_target_document
 from ttft_otel.bench.comparison import compare_targets, compute_margins
 from ttft_otel.bench.result_document import RESULT_FORMAT
+from ttft_otel.bench.terminal_report import print_document
 
 
 def build_request_row(queue_ms: float, compute_ms: float) -> dict[str, Any]:
@@ -273,3 +276,21 @@ def test_strange(tmp_path: Path, text: str) -> None:
 
     assert result.exit_code == 1
     assert "strange.json" in result.output
+
+
+@pytest.mark.parametrize("factor", [0.001, 1.0, 300.0])
+def test_width(factor: float) -> None:
+    """Tables and headlines fit 80 columns, with the longest names and seconds; no number is cut."""
+    parts = {
+        f"prefill_decode.{name}": round(lengths * factor)
+        for name, lengths in {"prefill.compute": 20_000, "encoder.compute": 9_000}.items()
+    }
+    lengths = [round(each * 1000 * factor) / 1000 for each in (10, 20, 40)]
+    target = build_target_document([build_result(at, lengths, parts) for at in range(4)])
+    out = io.StringIO()
+    comparison = compare_targets(target, copy.deepcopy(target), paired=False)
+    document = {"targets": [target], "comparison": comparison, "uncompared": ""}
+    print_document(document, Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert max(len(line) for line in lines) <= 80 and "…" not in out.getvalue()
+    assert sum("prefill_decode.prefill.compute" in line for line in lines) >= 2

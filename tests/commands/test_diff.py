@@ -11,9 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
 
 from tests.explain.shell_commands import DOCS, StoreCommand
 from tests.explain.stored_records import build_noisy_record, build_spans, name_window, store_spans
+from tests.fake_tempo import FakeTempo
 from tests.report.sample_records import make_routed_records
 from ttft_otel.exporter.spans import span_builder
 from ttft_otel.model.names import keys
@@ -26,6 +28,11 @@ WINDOWS = {version: name_window((version - 1) * WINDOW_S, version * WINDOW_S) fo
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with these requests."""
+    return store_spans(tmp_path_factory.mktemp("diff") / "spans.db", make_version_spans())
+
+
+def make_version_spans() -> list[ReadableSpan]:
     """A hundred requests of version 1, then a hundred of version 2 that wait 50 ms longer, a second apart."""
     spans = []
     for version in (1, 2):
@@ -35,7 +42,21 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for number in range((version - 1) * WINDOW_S, version * WINDOW_S)
         ]
         spans += build_spans(records, {"service.version": str(version)})
-    return store_spans(tmp_path_factory.mktemp("diff") / "spans.db", spans)
+    return spans
+
+
+def test_tempo(database: Path) -> None:
+    """Tempo gives the same answer; a trace that is in both windows is fetched once."""
+    both = name_window(0, 2 * WINDOW_S)
+    with FakeTempo() as tempo:
+        tempo.add(make_version_spans())
+        for words in (
+            ["--a", WINDOWS[1], "--b", both],
+            ["--by", "service.version", "--a", "1", "--b", "2", "--since", both],
+        ):
+            tempo.asked.clear()
+            assert DIFF.run_tempo(tempo, *words).stdout == DIFF.run(database, *words).stdout
+            assert tempo.count_fetched() == len(set(tempo.list_fetched())) == 2 * WINDOW_S
 
 
 @pytest.mark.parametrize("by_attribute", [False, True])
@@ -47,6 +68,8 @@ def test_slower(database: Path, by_attribute: bool) -> None:
     assert result.exit_code == 0, result.output
     assert "prefill.queue of like requests" in result.output and "100 → 100" in result.output
     reported = DIFF.read_json(database, *words)
+    # What divides the sides is no mix that changed between them.
+    assert reported["cause"]["kind"] != "mix_change", reported["cause"]
     assert reported["named"] == ["prefill.queue"] and reported["requests"] == {"a": 100, "b": 100}
     (queue,) = (each for each in reported["stages"] if each["name"] == "prefill.queue")
     assert queue["change_ms"] == pytest.approx(50, rel=0.05)

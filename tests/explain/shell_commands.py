@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 from click.testing import CliRunner, Result
 
+from tests.fake_tempo import FakeTempo
 from ttft_otel.commands import main as cli
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -24,9 +25,14 @@ class StoreCommand:
 
     def run(self, database: Path, *words: str) -> Result:
         """Run it in a terminal that is wide enough for one line each."""
-        return CliRunner(env={"COLUMNS": "160"}).invoke(
-            cli.main, [self.name, "--db", str(database), *self.flags, *words]
-        )
+        return self._invoke("--db", str(database), *words)
+
+    def run_tempo(self, tempo: FakeTempo, *words: str) -> Result:
+        """Run it in the same terminal, over a Tempo."""
+        return self._invoke("--tempo", tempo.url, *words)
+
+    def _invoke(self, *words: str) -> Result:
+        return CliRunner(env={"COLUMNS": "2000"}).invoke(cli.main, [self.name, *self.flags, *words])
 
     def read_json(self, database: Path, *words: str) -> dict[str, Any]:
         """Its JSON, which keeps to the schema."""

@@ -15,7 +15,6 @@ from ttft_otel.bench.comparison import MIN_ROUNDS
 from ttft_otel.bench.load_driver import LoadRun
 
 COLUMNS: Final = ("p50", "p95", "p99", "mean")
-MIN_PIPE_COLUMNS: Final = 110  # width in characters of output that is not a terminal
 METRIC_TITLES: Final = {
     "ttft": "TTFT",
     "queue_wait": "Queue wait",
@@ -29,12 +28,6 @@ METRIC_TITLES: Final = {
 FEW_ROUNDS: Final = (
     f"No intervals and no marks: how much rounds differ is known from {MIN_ROUNDS} on (--repeat)."
 )
-
-
-def create_console() -> Console:
-    """The console for results; output to a pipe is wide enough that no number is cut."""
-    out = Console()
-    return out if out.is_terminal else Console(width=max(MIN_PIPE_COLUMNS, out.width))
 
 
 class ProgressLine:
@@ -136,7 +129,7 @@ def _build_headline(run: Mapping[str, Any], number: int) -> Text:
 
 def _build_table(kind: str, distributions: Mapping[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column(f"{kind}, ms", no_wrap=True, min_width=32)
+    table.add_column(f"{kind}, ms", no_wrap=True)
     for word in ("in", *COLUMNS):
         table.add_column(word, justify="right", no_wrap=True)
     for name, line in distributions.items():
@@ -170,15 +163,12 @@ def print_comparison(comparison: Mapping[str, Any], out: Console) -> None:
     """Print a comparison as a table; ● marks differences whose interval does not contain 0."""
     out.print(Text(f"A {comparison['a']}\nB {comparison['b']}", style="bold"))
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("ms", no_wrap=True, min_width=32)
-    for word in ("A", "B", "B − A", "95 % interval", ""):
+    table.add_column("ms", no_wrap=True)
+    for word in ("A", "B", "B − A", "± 95 %", ""):
         table.add_column(word, justify="right", no_wrap=True)
     for row in comparison["rows"]:
-        interval = (
-            "–"
-            if row["low"] is None
-            else f"{_format_ms(row['low'], '+')} … {_format_ms(row['high'], '+')}"
-        )
+        # Symmetric: half of it beside the difference is enough.
+        interval = "–" if row["low"] is None else _format_ms((row["high"] - row["low"]) / 2)
         values = (_format_ms(row["a"]), _format_ms(row["b"]), _format_ms(row["difference"], "+"))
         table.add_row(row["name"], *values, interval, "●" if row["clear"] else "")
     out.print(table)

@@ -252,7 +252,7 @@ def compare_files(a: Path, b: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(comparison, indent=2, ensure_ascii=False))
     else:
-        terminal_report.print_comparison(comparison, terminal_report.create_console())
+        terminal_report.print_comparison(comparison, Console())
 
 
 def _read_results(path: Path) -> Any:
@@ -492,7 +492,7 @@ def _write_results(results: Any, options: dict[str, Any]) -> None:
     if options["as_json"]:
         click.echo(json.dumps(results, indent=2, ensure_ascii=False))
     else:
-        terminal_report.print_document(results, terminal_report.create_console())
+        terminal_report.print_document(results, Console())
     try:
         if options["output"]:
             text = json.dumps(results, ensure_ascii=False) + "\n"

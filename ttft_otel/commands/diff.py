@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 from ttft_otel.commands import source_options
 from ttft_otel.commands.command_options import write_whole
@@ -25,7 +27,7 @@ from ttft_otel.explain.window.window_reading import WindowReading, read_window
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import SourceChoice
-from ttft_otel.report.show.terminal import remove_controls
+from ttft_otel.report.show.terminal import print_sentence, remove_controls
 from ttft_otel.report.store.database_schema import StoreError
 from ttft_otel.report.time_window import WINDOW_HELP, filter_window
 from ttft_otel.report.window_sample import LOST
@@ -153,7 +155,7 @@ def _print_answer(
         click.echo(release_gate.build_markdown(verdicts, sentences), nl=False)
     else:
         for line in release_gate.list_lines(verdicts):
-            click.echo(remove_controls(line))
+            print_sentence(Console(highlight=False), remove_controls(line))
         difference_text.print_answer(answer, verbose)
 
 
@@ -186,7 +188,12 @@ def _load_sides(
     weight = reading.coverage.counts[LOST] / max(len(reading.failed), 1)
     first, second = (
         ComparedSide(
-            [each for each, side in zip(reading.evidence, found, strict=True) if side == name],
+            [
+                # Else the value would be told as a mix that changed.
+                replace(each, facts=replace(each.facts, group=""))
+                for each, side in zip(reading.evidence, found, strict=True)
+                if side == name
+            ],
             count_lost(
                 [
                     each.request

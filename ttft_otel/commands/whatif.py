@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+from rich.console import Console
 
 from ttft_otel.commands import source_options
 from ttft_otel.commands.command_options import OptionDecorator
@@ -31,6 +32,7 @@ from ttft_otel.explain.window.window_reading import (
 )
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.report_types import SourceChoice
+from ttft_otel.report.show.terminal import print_sentence
 from ttft_otel.report.store.database_reader import MAX_REQUESTS
 from ttft_otel.report.time_window import WINDOW_HELP, filter_window
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
@@ -160,7 +162,8 @@ def whatif(
     if as_json:
         click.echo(json.dumps({**described, "coverage": describe_coverage(coverage)}, indent=2))
         return
-    click.echo(describe_reading(coverage))
+    console = Console(highlight=False)
+    print_sentence(console, describe_reading(coverage))
     if autotune:
-        click.echo(what_if_text.name_found(found))
-    what_if_text.print_answer(answer)
+        print_sentence(console, what_if_text.name_found(found))
+    what_if_text.print_answer(answer, console)

@@ -16,8 +16,10 @@ from ttft_otel.explain.explain.explanation_text import MAX_LINES, describe_share
 from ttft_otel.explain.window.lost_requests import describe_lost
 from ttft_otel.explain.window.window_reading import describe_coverage, describe_reading
 from ttft_otel.report.show.terminal import (
+    format_ms,
     format_short,
     format_signed,
+    print_sentences,
     remove_controls,
     round_ms,
     to_local_time,
@@ -187,30 +189,25 @@ def print_answer(answer: ChangeAnswer, verbose: bool) -> None:
     ttft = difference.ttft
     # Rich's highlighting would colour the digits in what is already styled.
     console = Console(highlight=False)
-    first, *rest = list_sentences(answer, verbose)
-    # Not wrapped by rich: in a pipe, a sentence stays on one line for grep.
-    console.print(Text(first, style="bold"), soft_wrap=True)
-    for sentence in rest:
-        console.print(Text(f"• {sentence}"), soft_wrap=True)
+    print_sentences(console, list_sentences(answer, verbose), verbose)
     if not verbose:
-        console.print(Text("more: --verbose", style="dim"))
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("mean", no_wrap=True)
-    for word in ("A", "B", "B - A, alike", f"{LEVEL:.0%} interval"):
-        table.add_column(word, justify="right")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("mean, ms", no_wrap=True)
+    for word in ("A", "B", "B - A", f"{LEVEL:.0%} interval"):
+        table.add_column(word, justify="right", no_wrap=True)
     for change in (*difference.stages, difference.mix, ttft):
         # The mix is a difference only: neither window has a mean of it.
         is_mix = change is difference.mix
         table.add_row(
             remove_controls(change.name),
-            "" if is_mix else format_short(change.a_us),
-            "" if is_mix else format_short(change.b_us),
-            format_signed(change.change_us),
-            f"{format_signed(change.low_us)} … {format_signed(change.high_us)}",
+            "" if is_mix else format_ms(change.a_us),
+            "" if is_mix else format_ms(change.b_us),
+            format_ms(change.change_us, "+"),
+            f"{format_ms(change.low_us, '+')} … {format_ms(change.high_us, '+')}",
             style="" if change.named else "dim",
         )
     console.print(table)
     console.print(
-        Text("stages + mix = ttft, of the means; intervals hold all together", style="dim")
+        Text("B - A of like requests; stages + mix = ttft; intervals hold together", style="dim")
     )

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.diff.stage_difference import LEVEL
@@ -22,6 +21,7 @@ from ttft_otel.model.stages import UNATTRIBUTED, find_rule_group
 from ttft_otel.report.show.terminal import (
     format_short,
     format_signed,
+    print_sentences,
     remove_controls,
     round_ms,
     to_local_time,
@@ -211,14 +211,7 @@ def _describe_holders_in_words(holding: HoldingWork) -> str:
 
 def print_explanation(explanation: Explanation, verbose: bool = False) -> None:
     """Print the sentences; the first one is the answer in short."""
-    console = Console(highlight=False)
-    first, *rest = list_explanation(explanation, verbose)
-    # Not wrapped by rich: in a pipe, a sentence stays on one line for grep.
-    console.print(Text(first, style="bold"), soft_wrap=True)
-    for sentence in rest:
-        console.print(Text(f"• {sentence}"), soft_wrap=True)
-    if not verbose:
-        console.print(Text("more: --verbose", style="dim"))
+    print_sentences(Console(highlight=False), list_explanation(explanation, verbose), verbose)
 
 
 def describe_explanation(explanation: Explanation) -> dict[str, Any]:

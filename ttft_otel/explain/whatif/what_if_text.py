@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from ttft_otel.explain.whatif.plan_search import (
     FoundPlan,
@@ -19,7 +18,12 @@ from ttft_otel.explain.whatif.plan_search import (
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.what_if import Prediction
 from ttft_otel.explain.whatif.what_if_figures import LEVEL, QUANTILES, TTFT, PredictedFigure
-from ttft_otel.report.show.terminal import format_short, remove_controls, round_ms
+from ttft_otel.report.show.terminal import (
+    format_short,
+    print_sentence,
+    remove_controls,
+    round_ms,
+)
 
 QUANTILE_NAMES: Final = tuple(f"p{round(100 * share)}" for share in QUANTILES)
 SHOWN_SHARE: Final = 0.005  # of the predicted p95 of the TTFT; smaller stages are only in the JSON
@@ -121,32 +125,29 @@ def name_found(found: FoundPlan) -> str:
     )
 
 
-def print_answer(answer: Prediction) -> None:
+def print_answer(answer: Prediction, console: Console) -> None:
     """Print the TTFT, every stage that matters, the error of the replay, and what is assumed."""
-    console = Console(highlight=False)
     ttft = answer.figures[TTFT]
     whole = ", ".join(
         f"{name} {format_short(figure.recorded)} → {format_short(figure.predicted)} "
         f"({format_short(figure.low)} to {format_short(figure.high)})"
         for name, figure in zip(QUANTILE_NAMES, ttft, strict=True)
     )
-    console.print(
-        Text(f"{_name_change(answer.change)}: TTFT {whole}", style="bold"), soft_wrap=True
-    )
+    print_sentence(console, f"{_name_change(answer.change)}: TTFT {whole}", style="bold")
     errors = ", ".join(
         f"{name} {error:+.1%}" for name, error in zip(QUANTILE_NAMES, answer.errors, strict=True)
     )
-    console.print(
-        Text(f"The same model on the {answer.requests} recorded requests, unchanged: {errors}"),
-        soft_wrap=True,
+    print_sentence(
+        console,
+        f"The same model on the {answer.requests} recorded requests, unchanged: {errors}",
     )
     if answer.token_time:
-        console.print(Text(_describe_token_time(answer)), soft_wrap=True)
+        print_sentence(console, _describe_token_time(answer))
     console.print(build_table(answer))
     for warning in answer.warnings:
-        console.print(Text(f"! {remove_controls(warning)}", style="yellow"), soft_wrap=True)
+        print_sentence(console, remove_controls(warning), "! ", "yellow")
     for note in answer.notes:
-        console.print(Text(f"• {remove_controls(note)}", style="dim"), soft_wrap=True)
+        print_sentence(console, remove_controls(note), "• ", "dim")
 
 
 def _describe_token_time(answer: Prediction) -> str:
@@ -167,25 +168,29 @@ def _describe_token_time(answer: Prediction) -> str:
 
 def build_table(answer: Prediction) -> Table:
     """Stages with their recorded and predicted quantiles."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("", no_wrap=True)
-    for name in QUANTILE_NAMES:
-        table.add_column(name, justify="right")
-        table.add_column(f"{name} predicted", justify="right")
-    table.add_column(f"{LEVEL:.0%} interval of p95", justify="right")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("ms, now→then", no_wrap=True)
+    for name in (*QUANTILE_NAMES, f"p95, {LEVEL:.0%}"):
+        table.add_column(name, justify="right", no_wrap=True)
     least = SHOWN_SHARE * answer.figures[TTFT][1].predicted
     for name, figures in answer.figures.items():
         if max(max(each.recorded, each.predicted) for each in figures) < least:
             continue
         cells = [
-            format_short(value) for each in figures for value in (each.recorded, each.predicted)
+            f"{_round_figure(each.recorded)}→{_round_figure(each.predicted)}" for each in figures
         ]
         middle = figures[1]
         table.add_row(
             # Names come from stored spans, which anybody may have sent.
             remove_controls(name),
             *cells,
-            f"{format_short(middle.low)} … {format_short(middle.high)}",
+            f"{_round_figure(middle.low)}…{_round_figure(middle.high)}",
             style="bold" if name == TTFT else "",
         )
     return table
+
+
+def _round_figure(us: float) -> str:
+    """Milliseconds with three digits, or all of a whole number: four pairs of them fit beside a stage."""
+    ms = us / 1000
+    return f"{ms:.{0 if ms >= 100 else 1 if ms >= 10 else 2}f}"

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Terminal output of `ttft-otel report`: a waterfall for one request, percentiles for many.
+"""Terminal output of `ttft-otel report`: a waterfall for one request, percentiles for many; what all commands
+format alike.
 
-`rich` determines the terminal's width and colours.
+`rich` determines the width and colours: the terminal's, or $COLUMNS, else 80 columns.
 """
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Final
@@ -20,6 +23,7 @@ from ttft_otel.report.assemble import waterfall_rows
 from ttft_otel.report.assemble.summary import (
     RecomputedCount,
     Summary,
+    SummaryLine,
     collect_recomputed,
     describe_clock_error,
     describe_recomputed,
@@ -31,6 +35,7 @@ from ttft_otel.report.store.database_reader import StoredTrace
 
 EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 MAX_SHOWN_ROWS: Final = 400  # spans shown in one waterfall
+UNIT_GAP: Final = re.compile(r"(?<=\d) (?=(?:µs|ms|s|%|tokens|requests)(?!\w))")
 
 
 def print_summary(requests: Sequence[Request], console: Console | None = None) -> None:
@@ -142,21 +147,25 @@ def _format_headline(summary: Summary) -> Text:
 
 def _build_percentile_table(summary: Summary) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("stage", no_wrap=True, min_width=32)
-    for word in ("in", "p50 ms", "p95 ms", "p99 ms", "mean ms", "share"):
+    table.add_column("stage, ms", no_wrap=True)
+    for word in ("in", "p50", "p95", "p99", "mean", "share"):
         table.add_column(word, justify="right", no_wrap=True)
     for line in (*summary.stages, summary.ttft):
         last = line is summary.ttft
         # Of means, which add up; percentiles do not.
         share = 100 * line.mean / summary.ttft.mean if summary.ttft.mean else 0.0
-        numbers = (f"{value:.3f}" for value in (line.p50, line.p95, line.p99, line.mean))
+        numbers = _list_quantiles(line)
         name = Text("ttft") if last else _draw_swatch(line.name)
         style = "bold" if last else ""
         table.add_row(name, str(line.count), *numbers, f"{share:.0f} %", style=style)
     if before := summary.before:
-        numbers = (f"{value:.3f}" for value in (before.p50, before.p95, before.p99, before.mean))
+        numbers = _list_quantiles(before)
         table.add_row("before, not in the sum", str(before.count), *numbers, "", style="dim")
     return table
+
+
+def _list_quantiles(line: SummaryLine) -> list[str]:
+    return [format_ms(1000 * value) for value in (line.p50, line.p95, line.p99, line.mean)]
 
 
 def _format_verdict(summary: Summary) -> Text:
@@ -168,8 +177,8 @@ def _format_verdict(summary: Summary) -> Text:
 def _build_sum_panel(request: Request, width: int) -> Panel:
     """One request's stages as a bar, and as a sum that the reader can check."""
     parts = request.ordered_stages
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column()
+    table = Table(box=None, padding=(0, 1, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
     table.add_column(justify="right")
     table.add_column(justify="right", style="dim")
     for name, us in (*parts, (stages.UNATTRIBUTED, request.unattributed_us)):
@@ -180,14 +189,14 @@ def _build_sum_panel(request: Request, width: int) -> Panel:
         for kind, length in request.list_holding_kinds(name):
             table.add_row(f"    held by: {kind}", f"{length / 1000:,.3f}", style="dim")
     mark = "✓" if request.closed else "✗"
-    sentence = f"{mark} Σ stages + unattributed = ttft"
-    table.add_row("ttft, ms", f"{request.ttft_us / 1000:,.3f}", sentence, style="bold")
+    table.add_row("ttft, ms", f"{request.ttft_us / 1000:,.3f}", style="bold")
+    sentence = Text(f"{mark} Σ stages + unattributed = ttft", style="bold")
     bar = _draw_bar([*parts, (stages.UNATTRIBUTED, request.unattributed_us)], width - 4)
     title = remove_controls(request.request_id or request.trace_id)
     error = f" · {request.error} in {request.died or '?'}" if request.error else ""
     roles = remove_controls(" → ".join(request.roles))
     return Panel(
-        Group(bar, Text(), table),
+        Group(bar, Text(), table, sentence),
         title=Text(f"{title} · {roles}{remove_controls(error)}", style="red" if error else "bold"),
         title_align="left",
         border_style="dim",
@@ -253,6 +262,11 @@ def round_ms(us: float) -> float:
     return round(float(us) / 1000, 3)
 
 
+def format_ms(us: float, sign: str = "") -> str:
+    """Milliseconds with three decimals, or one from 1000 ms on, so that columns keep their width."""
+    return f"{us / 1000:{sign}.{3 if abs(us) < 1e6 else 1}f}"
+
+
 def format_short(us: float) -> str:
     """Microseconds as text in µs, ms or s."""
     if us < 1000:
@@ -263,6 +277,29 @@ def format_short(us: float) -> str:
 def format_signed(us: float) -> str:
     """A time with its sign."""
     return f"{'-' if us < 0 else '+'}{format_short(abs(us))}"
+
+
+def print_sentence(out: Console, sentence: str, mark: str = "", style: str = "") -> None:
+    """Print a sentence, wrapped below its mark; numbers stay beside their units."""
+    wrapped = textwrap.fill(
+        mark + UNIT_GAP.sub("\N{NO-BREAK SPACE}", sentence),
+        out.width,
+        subsequent_indent=" " * len(mark),
+        break_long_words=False,
+        # Flags are full of hyphens.
+        break_on_hyphens=False,
+    )
+    out.print(Text(wrapped.replace("\N{NO-BREAK SPACE}", " "), style=style), soft_wrap=True)
+
+
+def print_sentences(out: Console, sentences: Sequence[str], verbose: bool) -> None:
+    """Print an answer, of which the first sentence is the answer in short; `verbose`: nothing is left out."""
+    first, *rest = sentences
+    print_sentence(out, first, style="bold")
+    for sentence in rest:
+        print_sentence(out, sentence, "• ")
+    if not verbose:
+        out.print(Text("more: --verbose", style="dim"))
 
 
 def to_local_time(unix_ns: int) -> datetime:

@@ -3,7 +3,8 @@
 
 Tempo's search has no cursor: windows of time are halved until each has fewer traces than the limit of a
 search, newest first, and no more traces are fetched than the answer needs. Of a window that is sampled the
-searches select what tells its requests' TTFT, and only those that are chosen are fetched, each once.
+searches select what tells its requests' TTFT, and only those that are chosen are fetched. No trace is fetched
+twice: its bytes are kept, compressed, for the holders and the replay of the same requests.
 breakdown_source.py opens it.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,10 +45,11 @@ from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED, ReadReque
 SEARCH_LIMIT: Final = 1000  # traces of one search
 MAX_SECOND_LIMIT: Final = 20_000  # of a search in one second, which cannot be divided
 MAX_PARALLEL: Final = 8  # traces that are fetched at the same time
+MAX_KEPT_BYTES: Final = 64 << 20  # compressed, of traces that were fetched; one has about 3 kB
 # How far back a search without a window goes; Tempo's own retention is two weeks by default.
 MAX_LOOKBACK_S: Final = 14 * 86_400
 
-Answer = TypeVar("Answer")
+ExplainAnswer = TypeVar("ExplainAnswer")
 # (what is done, how many are done, of how many; 0 where that is not known)
 ProgressReporter = Callable[[str, int, int], None]
 # Of the search backwards from now; each further window is twice as long.
@@ -89,6 +92,8 @@ class TempoSource:
         self._report_progress = report_progress
         self._report_note = report_note
         self._allowed = MAX_SECOND_LIMIT  # traces of one search, as far as Tempo has said
+        self._kept: dict[str, bytes] = {}  # by trace ID, the oldest first
+        self._kept_bytes = 0
         # Of its own, because the commands are not asynchronous.
         self._loop = asyncio.new_event_loop()
         try:
@@ -185,7 +190,11 @@ class TempoSource:
         spans = self._run(self._fetch_spans(trace_id.lower()))
         return build_stored_trace(trace_id.lower(), spans) if spans else None
 
-    def _run(self, asked: Coroutine[Any, Any, Answer]) -> Answer:
+    def list_models(self) -> list[str]:
+        """Names of models of the newest requests. Raises TempoError."""
+        return sorted({each.model for each in self.list_latest(RequestFilter()) if each.model})
+
+    def _run(self, asked: Coroutine[Any, Any, ExplainAnswer]) -> ExplainAnswer:
         try:
             return self._loop.run_until_complete(asked)
         finally:
@@ -335,7 +344,7 @@ class TempoSource:
 
     async def _fetch_spans(self, trace_id: str) -> list[StoredSpan]:
         """A trace's spans in the order of the embedded store, each once; [] when Tempo has none."""
-        body = await self._client.fetch_trace(trace_id)
+        body = await self._fetch_once(trace_id)
         if body is None:
             return []
         try:
@@ -347,6 +356,18 @@ class TempoSource:
         # Tempo stores what an exporter sent twice twice.
         unique = {span.span_id: span for span in reversed(batch.spans)}
         return sorted(unique.values(), key=get_time_order)[:MAX_TRACE_SPANS]
+
+    async def _fetch_once(self, trace_id: str) -> bytes | None:
+        """A trace's bytes, from those that are kept where it was fetched before."""
+        if kept := self._kept.get(trace_id):
+            return zlib.decompress(kept)
+        body = await self._client.fetch_trace(trace_id)
+        if body is not None:
+            self._kept[trace_id] = zlib.compress(body, 1)
+            self._kept_bytes += len(self._kept[trace_id])
+        while self._kept_bytes > MAX_KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.pop(next(iter(self._kept))))
+        return body
 
     async def _check_retention(self, since_s: int) -> None:
         kept_s = await self._client.read_retention_s()
