@@ -39,11 +39,12 @@ from lab.report_files import ClientMeasurement
 from lab.server_commands import EC_CPU_CONNECTOR, EC_EXAMPLE_CONNECTOR, VllmOptions
 from lab.ttft_client import TimedRequest, TimedResponse
 from lab.vllm_releases import PROJECT_ROOT
-from ttft_otel.explain.explain.single_answer import list_page_answer
+from ttft_otel.explain.explain.window_answer import answer_question
 from ttft_otel.model import stages
 from ttft_otel.model.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
 from ttft_otel.model.names import header_names, keys
-from ttft_otel.report.report_types import SPAN_KINDS, StoredSpan
+from ttft_otel.report.breakdown_source import ExplainQuestion
+from ttft_otel.report.report_types import SPAN_KINDS, SourceChoice, StoredSpan
 from ttft_otel.report.show import terminal
 from ttft_otel.report.store.database_reader import DatabaseReader, StoredTrace, open_reader
 
@@ -400,7 +401,10 @@ def measure_requests(
     for problem in validate_report(report):
         faults.setdefault("report.json", []).append(problem)
     slowest = find_slowest(report)
-    reason = list_page_answer(fleet.database, slowest["request_id"])[0] if slowest else ""
+    reason = ""
+    if slowest:
+        question = ExplainQuestion(request_id=slowest["request_id"])
+        reason = answer_question(SourceChoice(db=fleet.database), question).sentences[0]
     return DemoResult(report, faults, seconds, reason)
 
 

@@ -110,6 +110,11 @@ def build_stacked_panel(title: str, says: str, unit: str, *targets: Any) -> Any:
     return made.stacking(common.StackingConfig().mode(shapes.StackingMode.NORMAL).group("A"))
 
 
+def link_series(panel: Any, pattern: str, link: dict[str, object]) -> Any:
+    """Give the series of a panel a link, which a click on one of them shows; `pattern`: on their names."""
+    return panel.override_by_regexp(pattern, [series_colors.set_property("links", [link])])
+
+
 def rank_series(panel: Any, by: str) -> Any:
     """Many series: a table beside them, highest first."""
     shown = common.VizLegendOptions().placement(shapes.LegendPlacement.RIGHT).show_legend(True)

@@ -17,6 +17,9 @@ from ttft_otel.model.names import keys
 
 TTFT_UID: Final = "ttft"
 WHY_PANEL: Final = 35  # the id of the panel "Why?"; tests/stack/test_dashboards.py holds it
+# `ttft-otel serve` of deploy/docker-compose.alerts.yml. No variable: a link to the dashboard could set it
+# and with it where links lead.
+PAGE_URL: Final = "http://127.0.0.1:4319"
 # Tempo has no port of its own in docker-compose.yml; the data source's uid is what the variable holds.
 TEMPO_THROUGH_GRAFANA: Final = (
     "http://127.0.0.1:3000/api/datasources/proxy/uid/${tempo:percentencode}"
@@ -98,8 +101,15 @@ def add_request_trace(dashboard_builder: Any) -> None:
     )
 
 
+def link_explanation() -> dict[str, object]:
+    """A link to the page's explanation of the requests over the SLO in a panel's time range."""
+    window = "from=${__from}&to=${__to}&model=${model:percentencode}&slo_ms=${slo:percentencode}"
+    # In a tab of its own: the page is no part of Grafana, and may not run.
+    return {"title": "Why?", "url": f"{PAGE_URL}/why?{window}", "targetBlank": True}
+
+
 def add_why(dashboard_builder: Any) -> None:
-    """What to type to get the reason: a dashboard compares no request with its like."""
+    """Links to the reason, and what to type: a dashboard compares no request with its like."""
     source = f"--tempo {TEMPO_THROUGH_GRAFANA}"
     dashboard_builder.with_panel(
         panel_kinds.build_text_panel(
@@ -107,12 +117,14 @@ def add_why(dashboard_builder: Any) -> None:
             "The commands that explain the request in the variable Trace, and all late requests.",
             # percentencode: whoever makes a link to this dashboard chooses the variable, and this is copied
             # into a shell. A trace id stays as it is.
-            "Click a request above, then ask in a terminal why it took so long; `--tempo` is the address of "
-            "Tempo, here through Grafana:\n\n"
+            f"Where the page runs: [why this request]({PAGE_URL}/why?trace=${{trace:percentencode}}), "
+            f"[why those of this time]({link_explanation()['url']}).\n\n"
+            "Else click a request above, and ask in a terminal why it took so long; `--tempo` is the address "
+            "of Tempo, here through Grafana:\n\n"
             f"    ttft-otel explain --trace ${{trace:percentencode}} {source}\n\n"
             "What the requests over the SLO have in common, and which stage ate how much of it:\n\n"
             f"    ttft-otel explain --since 1h --slo ${{slo:percentencode}} {source}\n\n"
-            "docs/guides/slow-ttft.md says how it decides; the page of `ttft-otel serve` has it, too.",
+            "docs/guides/slow-ttft.md says how it decides, docs/guides/alerts.md how the page is started.",
         )
     )
 

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from grafana.build import panel_kinds, series_colors, server_queries, ttft_queries
+from grafana.build import (
+    panel_kinds,
+    request_panels,
+    series_colors,
+    server_queries,
+    ttft_queries,
+)
 from grafana.build.ttft_queries import RANGE, RATE
 from ttft_otel.model import palette
 
@@ -30,7 +36,11 @@ def add_stages(dashboard_builder: Any) -> None:
         "{{ttft_stage}}",
     )
     dashboard_builder.with_panel(
-        panel_kinds.color_series(longest, series_colors.list_stage_colors())
+        panel_kinds.link_series(
+            panel_kinds.color_series(longest, series_colors.list_stage_colors()),
+            ".*",
+            request_panels.link_explanation(),
+        )
     )
     _add_stage_stacks(dashboard_builder, sums)
     tails = panel_kinds.build_lines_panel(

@@ -145,7 +145,9 @@ def _add_time_series(dashboard_builder: Any) -> None:
         percentiles,
         [("^SLO$", [series_colors.fix_color(series_colors.LIMIT_COLOR), dashed, thin, bare])],
     )
-    dashboard_builder.with_panel(percentiles)
+    why = request_panels.link_explanation()
+    # Not on the exemplars' fields, which have links of their own.
+    dashboard_builder.with_panel(panel_kinds.link_series(percentiles, r"^p\d+$", why))
     dashboard_builder.with_panel(
         panel_kinds.build_heatmap_panel(
             "TTFT distribution",
@@ -162,11 +164,10 @@ def _add_time_series(dashboard_builder: Any) -> None:
         panel_kinds.build_range_target(ttft_queries.share_over_slo(RATE), "over SLO"),
         legend=False,
     )
-    dashboard_builder.with_panel(
-        panel_kinds.color_series(
-            over, [("^over SLO$", [series_colors.fix_color(series_colors.LIMIT_COLOR)])]
-        ).height(6)
+    panel_kinds.color_series(
+        over, [("^over SLO$", [series_colors.fix_color(series_colors.LIMIT_COLOR)])]
     )
+    dashboard_builder.with_panel(panel_kinds.link_series(over, "^over SLO$", why).height(6))
     dashboard_builder.with_panel(_build_burn_rate_panel().height(6))
     answer_panels.add_whole_answers(dashboard_builder, _PERCENTILES)
 

@@ -22,6 +22,7 @@ class StackBinaries:
     prometheus: Path
     promtool: Path
     compose: Path
+    alertmanager: Path
 
 
 def find_named_program(program: StackProgram) -> Path | None:
@@ -84,6 +85,7 @@ PROGRAMS_BY_ROLE = {
         ("prometheus", program_pins.PROMETHEUS),
         ("promtool", program_pins.PROMTOOL),
         ("compose", program_pins.COMPOSE),
+        ("alertmanager", program_pins.ALERTMANAGER),
     )
     for tool in program_pins.GO_TOOLS
     if program in tool.programs

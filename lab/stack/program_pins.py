@@ -88,6 +88,11 @@ PROMETHEUS: Final = StackProgram(
 PROMTOOL: Final = StackProgram(
     "promtool", "github.com/prometheus/prometheus/cmd/promtool", "TTFT_STACK_PROMTOOL"
 )
+ALERTMANAGER: Final = StackProgram(
+    "alertmanager",
+    "github.com/prometheus/alertmanager/cmd/alertmanager",
+    "TTFT_STACK_ALERTMANAGER",
+)
 COMPOSE: Final = StackProgram("compose-config", ".", "TTFT_STACK_COMPOSE")
 OCB: Final = StackProgram(
     "builder", "go.opentelemetry.io/collector/cmd/builder", "TTFT_STACK_BUILDER"
@@ -98,6 +103,7 @@ BUILDER_TOOL: Final = GoTool("builder", (OCB,))
 # the linker from dropping unused methods.
 COLLECTOR_TOOL: Final = GoTool("collector", (OTELCOL,), "grpcnotrace", COLLECTOR_MANIFEST)
 GO_TOOLS: Final = (
+    GoTool("alertmanager", (ALERTMANAGER,)),
     COLLECTOR_TOOL,
     GoTool("compose", (COMPOSE,)),
     # Without the clouds' service discoveries, half of what there is to compile.

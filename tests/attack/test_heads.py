@@ -20,7 +20,8 @@ from router.control.test_admin import open_admin
 from router.fake_instances import InstancePlan, find_unused_url
 
 from ttft_otel.report.receive.receiver import OTLP_TRACE_SERVICE
-from ttft_otel.report.report_server import ReportServer, ServeOptions, run_server
+from ttft_otel.report.report_server import ReportServer, run_server
+from ttft_otel.report.serve_options import ServeOptions
 
 PORTS = ("router", "serve", "admin")
 ENOUGH_BYTES = 2 << 20  # of an attack in these tests

@@ -19,7 +19,8 @@ from router.fake_instances import InstancePlan, RunningRouter
 from attack.test_export_elements import encode_export
 from ttft_otel.model.names import env_names
 from ttft_otel.report.receive.receiver import OTLP_TRACE_SERVICE
-from ttft_otel.report.report_server import ReportServer, ServeOptions, run_server
+from ttft_otel.report.report_server import ReportServer, run_server
+from ttft_otel.report.serve_options import ServeOptions
 from ttft_otel.tracing.settings import Settings
 
 ALICE, BOB = "alice-1", "bob-ü"

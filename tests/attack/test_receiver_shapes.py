@@ -20,7 +20,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys, span_names
-from ttft_otel.report.report_server import ReportServer, ServeOptions, run_server
+from ttft_otel.report.report_server import ReportServer, run_server
+from ttft_otel.report.serve_options import ServeOptions
 
 JSON_TYPE, PROTOBUF_TYPE = "application/json", "application/x-protobuf"
 TIMES = st.one_of(

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 
 from tests.explain.shell_commands import StoreCommand
 from tests.explain.stored_records import build_noisy_record, build_spans, name_window, store_spans
 from tests.fake_tempo import FakeTempo
-from ttft_otel.commands import main as cli
+from ttft_otel.commands import command_options
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import Record, Server
+from ttft_otel.report.tempo import tempo_source
 
 EXPLAIN = StoreCommand("explain")
 COUNT = 200
@@ -44,7 +45,7 @@ def make_record(number: int) -> Record:
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, FakeTempo]]:
     """The same requests of two instances in a database, and in a Tempo; only chat-0 has late ones."""
     spans = []
     for instance in range(2):
@@ -53,10 +54,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
     path = store_spans(tmp_path_factory.mktemp("explain") / "spans.db", spans)
     with FakeTempo() as tempo:
         tempo.add(spans)
-        yield path, tempo.url
+        yield path, tempo
 
 
-def test_window(places: tuple[Path, str]) -> None:
+def test_window(places: tuple[Path, FakeTempo]) -> None:
     """Late by an objective: the stage, its share, reason and instance; the JSON keeps to its schema."""
     words = ("--since", WINDOW, "--slo", "150")
     result = EXPLAIN.run(places[0], *words)
@@ -82,7 +83,7 @@ def test_window(places: tuple[Path, str]) -> None:
     assert reported["instances"][0]["name"] == "chat-0" and cause["stage_confidence"] == "high"
 
 
-def test_slowest_hundredth(places: tuple[Path, str]) -> None:
+def test_slowest_hundredth(places: tuple[Path, FakeTempo]) -> None:
     """Without an objective the slowest are explained; `--last` and `--model` choose the window."""
     reported = EXPLAIN.read_json(places[0])
     assert reported["requests"]["late"] == 5 and reported["slo"] is None
@@ -95,20 +96,28 @@ def test_slowest_hundredth(places: tuple[Path, str]) -> None:
     assert nobody.exit_code == 1 and "0 requests with a first token" in nobody.output
 
 
-def test_from_tempo(places: tuple[Path, str]) -> None:
+def test_from_tempo(places: tuple[Path, FakeTempo], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tempo gives the same answer, word by word, for a window and for a request."""
-    database, url = places
+    database, tempo = places
     for words in (
         ["--since", WINDOW, "--slo", "150", "--json"],
         ["--trace", f"{17:032x}", "--since", WINDOW],
     ):
         stored = EXPLAIN.run(database, *words)
-        searched = CliRunner().invoke(cli.main, ["explain", "--tempo", url, *words])
+        tempo.asked.clear()
+        searched = EXPLAIN.run_tempo(tempo, *words)
         assert searched.stdout == stored.stdout and stored.exit_code == 0, searched.output
+        # Who is compared, who held them, and the replay of the remedy: each trace is fetched once.
+        assert COUNT - 2 < tempo.count_fetched() == len(set(tempo.list_fetched())) <= COUNT
+    # Counter-test: without what is kept they are fetched again.
+    monkeypatch.setattr(tempo_source, "MAX_KEPT_BYTES", 0)
+    tempo.asked.clear()
+    EXPLAIN.run_tempo(tempo, "--since", WINDOW, "--slo", "150")
+    assert tempo.count_fetched() > len(set(tempo.list_fetched()))
 
 
 @pytest.mark.parametrize("words", [("--request", "r16"), ("--trace", f"{17:032X}")])
-def test_single(places: tuple[Path, str], words: tuple[str, str]) -> None:
+def test_single(places: tuple[Path, FakeTempo], words: tuple[str, str]) -> None:
     """One request, by either ID: how it compares with its like, and why."""
     result = EXPLAIN.run(places[0], *words)
     assert result.exit_code == 0, result.output
@@ -135,6 +144,25 @@ def test_single(places: tuple[Path, str], words: tuple[str, str]) -> None:
         (["--slo", "0.0001"], "is not in the range"),
     ],
 )
-def test_remedies(places: tuple[Path, str], words: list[str], reported: str) -> None:
+def test_remedies(places: tuple[Path, FakeTempo], words: list[str], reported: str) -> None:
     """What cannot be explained is refused with what to do, in words and as JSON."""
     EXPLAIN.check_refusal(places[0], words, reported)
+
+
+@pytest.mark.parametrize("words", [["--slo", "150"], ["--since", "1999-01-01..1999-01-02"]])
+def test_watch(
+    places: tuple[Path, FakeTempo], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers again after so many seconds, also where there is nothing yet, until Ctrl-C."""
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_options, "time", SimpleNamespace(sleep=wait))
+    result = EXPLAIN.run(places[0], *words, "--watch", "5")
+    assert waits == [5, 5, 5] and result.exit_code == 1
+    said = "13 of 199 requests were later" if "--slo" in words else "0 requests with a first token"
+    assert result.output.count(said) == 3

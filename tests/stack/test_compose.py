@@ -22,6 +22,7 @@ from lab.stack import docker_compose
 from lab.stack.binaries import StackBinaries
 from lab.stack.program_pins import CHECKOUT
 from tests.stack.test_tools import run_program
+from ttft_otel.commands import main as cli
 from ttft_otel.commands.router.command import command as router
 
 Config = Callable[..., dict[str, Any]]
@@ -106,6 +107,31 @@ def test_hardened(config: Config) -> None:
         else:
             assert "cap_add" not in service
             assert int(service["user"].split(":")[0]) > 0, name
+
+
+def test_alerts_overlay(config: Config) -> None:
+    """Two more services, as contained as the others, on loopback whatever TTFT_BIND says."""
+    found = config(files=("deploy/docker-compose.alerts.yml",), env={"TTFT_BIND": "192.0.2.7"})
+    services = found["services"]
+    assert set(services) == ALWAYS | PROFILES[()] | {"alertmanager", "answers"}
+    for name, port in (("alertmanager", "9093"), ("answers", "4319")):
+        service = services[name]
+        (opened,) = service["ports"]
+        assert (opened["host_ip"], opened["published"]) == ("127.0.0.1", port)
+        assert service["read_only"] is True and service["cap_drop"] == ["ALL"]
+        assert int(service["user"].split(":")[0]) > 0
+        assert int(service["deploy"]["resources"]["limits"]["memory"]) <= 2**30
+        assert "healthcheck" in service and service["logging"]["options"]
+    mounted = {
+        each["source"]: each["target"]
+        for name in ("prometheus", "alertmanager")
+        for each in services[name]["volumes"]
+        if "/deploy/alerts/" in each["source"]
+    }
+    assert len(mounted) == 2 and all(Path(source).is_file() for source in mounted)
+    assert "/etc/ttft/alertmanagers/targets.yml" in mounted.values()
+    words = services["answers"]["entrypoint"][1:] + services["answers"]["command"]
+    cli.load_subcommand(words[0], cli.SUBCOMMANDS[words[0]]).make_context(words[0], words[1:])
 
 
 def test_health(config: Config) -> None:

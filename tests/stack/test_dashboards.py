@@ -281,11 +281,27 @@ def test_why_link() -> None:
     assert len(why) == 2 and all(f"&viewPanel={panel['id']}" in url for url in why)
     assert all("var-trace=${__" in url for url in why)
     text = panel["options"]["content"]
+    # The page's own address stands there as it is: a link to the dashboard cannot choose it.
+    pages = re.findall(r"\]\((\S+)\)", text)
+    assert [url.split("?")[0] for url in pages] == ["http://127.0.0.1:4319/why"] * 2
+    linked = {
+        panel["title"]: link["url"]
+        for panel in board.list_panels()
+        for override in panel.get("fieldConfig", {}).get("overrides", ())
+        for each in override["properties"]
+        if each["id"] == "links"
+        for link in each["value"]
+        if "/why?" in link["url"]
+    }
+    assert linked == dict.fromkeys(("TTFT percentiles", "Over SLO", "Longest stages"), pages[1])
     # A link to the dashboard may put anything into its variables, and a shell gets it.
     assert set(re.findall(r"\$\{?(\w+)(:\w+)?", text)) == {
         ("trace", ":percentencode"),
         ("slo", ":percentencode"),
         ("tempo", ":percentencode"),
+        ("model", ":percentencode"),
+        ("__from", ""),
+        ("__to", ""),
     }
     for line in text.splitlines():
         if line.startswith("    "):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make click options, add a list of them to a command, write the file that one names; for all commands."""
+"""Make click options, add them to commands, write the file that one names; for all commands."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -29,6 +31,34 @@ def add_options(*options: OptionDecorator) -> Callable[[Command], Command]:
 def make_number_option(name: str, kind: Any, default: Any, help_text: str) -> OptionDecorator:
     """An option with a number and a default that --help shows. kind: its type, or click's range."""
     return click.option(name, type=kind, default=default, show_default=True, help=help_text)
+
+
+def add_watch_option(command: Command) -> Command:
+    """Give a click command the option --watch, with which it is run again and again until Ctrl-C."""
+
+    @wraps(command)
+    def call(*args: Any, watch: float | None, **rest: Any) -> None:
+        while True:
+            try:
+                command(*args, **rest)
+            except click.exceptions.Exit:
+                # Watched, a window without requests is one that waits for them.
+                if not watch:
+                    raise
+            if not watch:
+                return
+            time.sleep(watch)
+            click.clear()
+
+    option = click.option(
+        "--watch",
+        metavar="SECONDS",
+        type=click.FloatRange(1, 86_400),
+        help="Answer again every so many seconds, until Ctrl-C.",
+    )
+    decorated: Any = option(call)
+    result: Command = decorated
+    return result
 
 
 def write_whole(path: Path, text: str) -> None:

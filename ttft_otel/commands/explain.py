@@ -7,29 +7,19 @@ Reads the embedded store, or Tempo; prints sentences, or JSON (docs/explain.sche
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Final
 
 import click
 
 from ttft_otel.commands import source_options
+from ttft_otel.commands.command_options import add_watch_option
 from ttft_otel.explain.explain import explanation_text
-from ttft_otel.explain.explain.explanation import Explanation, explain_requests
-from ttft_otel.explain.explain.remedy_prediction import REPETITIONS, predict_remedy
-from ttft_otel.explain.explain.single_answer import LIKE_LAST, add_holding, explain_one
-from ttft_otel.explain.window.late_requests import split_window
-from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence
-from ttft_otel.explain.window.window_reading import read_window, record_window, track_replays
+from ttft_otel.explain.explain.single_answer import LIKE_LAST, explain_one
+from ttft_otel.explain.explain.window_answer import explain_window
+from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.report import breakdown_source
-from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import SourceChoice
-from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
+from ttft_otel.report.store.database_reader import MAX_REQUESTS
 from ttft_otel.report.time_window import WINDOW_HELP, filter_window
-
-FEW_REPETITIONS: Final = 4  # replays that tell whether a remedy moves anything
-MIN_BEFORE: Final = 50  # requests of the time before, to say what is usual
 
 
 @click.command(
@@ -38,6 +28,7 @@ Examples:
   ttft-otel explain                            the slowest of the last 2000 requests
   ttft-otel explain --since 1h --slo 500       those later than 500 ms, in the last hour
   ttft-otel explain --since 1h --verbose       also what was looked at and refuted
+  ttft-otel explain --since 15m --watch 30     again every 30 seconds
   ttft-otel explain --request ID               one request, against others like it
   ttft-otel explain --trace ID --tempo http://127.0.0.1:3200
   ttft-otel explain --since 2h..1h --json | jq .cause
@@ -76,6 +67,7 @@ Examples:
     "--verbose", is_flag=True, help="Also what was looked at and refuted, and all figures."
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
+@add_watch_option
 @source_options.add_source_options
 def explain(
     request_id: str | None,
@@ -107,70 +99,8 @@ def explain(
         else:
             # Without a window the newest ones, which a store of months has in its newest part.
             wanted = filter_window(since, model, last or (0 if since else MAX_REQUESTS))
-            explanation = _explain_window(opened, wanted, slo_us, group_by)
-            explanation = add_holding(opened, explanation)
-            explanation = _add_prediction(opened, explanation, wanted, thorough=predict)
+            explanation = explain_window(opened, wanted, slo_us, group_by, thorough=predict)
     if as_json:
         click.echo(json.dumps(explanation_text.describe_explanation(explanation), indent=2))
     else:
         explanation_text.print_explanation(explanation, verbose)
-
-
-def _explain_window(
-    opened: BreakdownSource, wanted: RequestFilter, slo_us: int, group_by: str
-) -> Explanation:
-    """Explain the late ones of a window. Raises CannotTellError, StoreError."""
-    reading = read_window(opened, wanted, slo_us, group_by)
-    lost = reading.lost
-    try:
-        compared = split_window(reading.evidence, slo_us)
-    except CannotTellError as error:
-        # Those are the reason, where a window has nothing but requests that timed out.
-        raise CannotTellError(f"{error}. {lost.sentence}" if lost.total else str(error)) from error
-    before = _load_before(opened, wanted, group_by)
-    return replace(explain_requests(compared, slo_us, lost, before), coverage=reading.coverage)
-
-
-def _load_before(
-    opened: BreakdownSource, wanted: RequestFilter, group_by: str
-) -> Sequence[RequestEvidence]:
-    """The evidence of the time before a window, as long as itself; [] where nothing comparable is stored."""
-    if not wanted.since_ns:
-        return []
-    length = (wanted.until_ns or time.time_ns()) - wanted.since_ns
-    earlier = replace(wanted, since_ns=wanted.since_ns - length, until_ns=wanted.since_ns)
-    found = read_window(
-        opened, earlier, group_by=group_by, label="reading the time before"
-    ).evidence
-    return found if len(found) >= MIN_BEFORE else []
-
-
-def _add_prediction(
-    opened: BreakdownSource, explanation: Explanation, wanted: RequestFilter, thorough: bool
-) -> Explanation:
-    """The explanation with what its remedy would bring, or why that is not known. Raises StoreError.
-
-    thorough: as many replays as `whatif` makes, instead of a few that tell whether the remedy helps.
-    """
-    remedy = explanation.remedy
-    if remedy is None or remedy.trial is None:
-        return explanation
-    repetitions = REPETITIONS if thorough else FEW_REPETITIONS
-    with track_replays(repetitions) as track:
-        try:
-            recording, _ = record_window(opened, _choose_stretch(explanation, wanted))
-            return replace(
-                explanation, prediction=predict_remedy(remedy, recording, repetitions, track)
-            )
-        except CannotTellError as error:
-            return replace(explanation, no_prediction=str(error))
-
-
-def _choose_stretch(explanation: Explanation, wanted: RequestFilter) -> RequestFilter:
-    """The part of a window around its late requests that can be replayed: MAX_REQUESTS end with it."""
-    coverage = explanation.coverage
-    if coverage is None or coverage.requests <= MAX_REQUESTS:
-        return wanted
-    starts = sorted(each.facts.start_ns for each in explanation.difference.compared.late)
-    length = (coverage.last_ns - coverage.first_ns) * MAX_REQUESTS // coverage.requests
-    return replace(wanted, until_ns=starts[len(starts) // 2] + length // 2)

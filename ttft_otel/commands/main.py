@@ -9,12 +9,15 @@ from __future__ import annotations
 import errno
 import importlib
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from ttft_otel import __version__
+
+if TYPE_CHECKING:
+    from ttft_otel.report.breakdown_source import ExplainAnswer, ExplainQuestion
+    from ttft_otel.report.report_types import SourceChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +135,21 @@ def _describe_missing_package(name: str, extra: str, module: str) -> str:
     return f"ttft-otel {name} needs {module}, which is not installed: pip install '{package}'"
 
 
-def list_page_answer(database: Path, request_id: str) -> list[str]:
-    """Why a request took so long, as sentences: the page's "Why?", which `serve` gets from here.
+def answer_question(source: SourceChoice, question: ExplainQuestion) -> ExplainAnswer:
+    """What a page or an alert asks, answered by `explain`: the Explainer that `serve` gets from here.
 
     The page is below explain/ in the layers, and works without its packages.
     """
     try:
-        answer = importlib.import_module("ttft_otel.explain.explain.single_answer")
+        answers = importlib.import_module("ttft_otel.explain.explain.window_answer")
     except ModuleNotFoundError as error:
-        return [_describe_missing_package("explain", "explain", error.name or "")]
-    sentences: list[str] = answer.list_page_answer(database, request_id)
-    return sentences
+        text = _describe_missing_package("explain", "explain", error.name or "")
+        refusal: ExplainAnswer = importlib.import_module(
+            type(question).__module__
+        ).ExplainAnswer.refuse(text)
+        return refusal
+    answer: ExplainAnswer = answers.answer_question(source, question)
+    return answer
 
 
 @click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
@@ -150,7 +157,7 @@ def list_page_answer(database: Path, request_id: str) -> list[str]:
 @click.pass_context
 def main(context: click.Context) -> None:
     """Say where each vLLM request's time to first token went."""
-    context.obj = list_page_answer
+    context.obj = answer_question
 
 
 if __name__ == "__main__":

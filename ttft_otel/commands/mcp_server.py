@@ -32,7 +32,7 @@ CALL_TIMEOUT_S: Final = 300.0
 MAX_CALLS_AT_ONCE: Final = 2  # what-if takes a CPU core for some seconds
 # Of the commands' options: where requests come from is chosen at the start, files are not written, and an
 # answer is JSON.
-_NOT_OFFERED: Final = {"as_json", "markdown", "verbose", "db", "help"}
+_NOT_OFFERED: Final = {"as_json", "markdown", "verbose", "watch", "db", "help"}
 _REPORT_LAST: Final = (
     20  # requests, where the caller does not say; 200 make more than MAX_ANSWER_BYTES
 )

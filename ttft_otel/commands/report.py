@@ -18,7 +18,7 @@ from rich import progress
 from rich.console import Console
 
 from ttft_otel.commands import source_options
-from ttft_otel.commands.command_options import write_whole
+from ttft_otel.commands.command_options import add_watch_option, write_whole
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.breakdown_source import BreakdownSource
@@ -62,6 +62,7 @@ Examples:
     type=click.Path(path_type=Path, dir_okay=False, writable=True),
     help="Write the spans to this file instead, for Perfetto's UI.",
 )
+@add_watch_option
 @source_options.add_source_options
 def report(
     last: int | None,

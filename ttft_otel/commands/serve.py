@@ -9,15 +9,29 @@ from typing import Final, TextIO
 
 import click
 
-from ttft_otel.commands.command_options import make_number_option
+from ttft_otel.commands.command_options import OptionDecorator, make_number_option
+from ttft_otel.commands.source_options import add_source_options
 from ttft_otel.http.head_checks import is_loopback
 from ttft_otel.model.names import env_names
-from ttft_otel.report.app import RequestExplainer
-from ttft_otel.report.report_server import ReportServer, ServeOptions, run_server
+from ttft_otel.report.breakdown_source import Explainer
+from ttft_otel.report.report_server import ReportServer, run_server
+from ttft_otel.report.report_types import SourceChoice
+from ttft_otel.report.serve_options import ServeOptions
 from ttft_otel.report.store import database_schema
 
 MEGABYTE: Final = 1 << 20
 DEFAULTS: Final = ServeOptions(Path())
+
+
+def _check_url(context: click.Context, option: click.Parameter, value: str) -> str:
+    """A URL without the slash at its end. Raises BadParameter for what no link may be made of."""
+    if value and not value.startswith(("http://", "https://")):
+        raise click.BadParameter("write http://HOST:PORT", context, option)
+    return value.rstrip("/")
+
+
+def _make_url_option(name: str, help_text: str) -> OptionDecorator:
+    return click.option(name, metavar="URL", default="", callback=_check_url, help=help_text)
 
 
 @click.command(
@@ -26,6 +40,7 @@ Examples:
   ttft-otel serve
   ttft-otel serve --keep-requests 5000 --keep-hours 24 --db /data/spans.db
   ttft-otel serve --host 0.0.0.0 --insecure       for servers on other machines
+  ttft-otel serve --tempo http://127.0.0.1:3200 --http-port 4319 --grafana http://127.0.0.1:3000
 The page, /ttft_report/ID, /api/... and OTLP over HTTP share --http-port.
 """
 )
@@ -41,9 +56,6 @@ The page, /ttft_report/ID, /api/... and OTLP over HTTP share --http-port.
     click.IntRange(-1, 65535),
     DEFAULTS.grpc_port,
     "OTLP/gRPC; 0 takes a free port, -1 disables it.",
-)
-@click.option(
-    "--db", type=click.Path(path_type=Path, dir_okay=False), help=database_schema.DB_OPTION_HELP
 )
 # Three limits, since any of them may be what a disk or a policy demands; the first one reached counts.
 @make_number_option(
@@ -76,22 +88,35 @@ The page, /ttft_report/ID, /api/... and OTLP over HTTP share --http-port.
     type=click.File(),
     help="File with a token that whoever sends or reads has to show; in a browser it is the password.",
 )
-# `explain_request` is from main.py, which may import explain/; None where the command is called by itself.
+@_make_url_option("--grafana", "Where people reach Grafana: pages link to its dashboard.")
+@_make_url_option(
+    "--alertmanager",
+    "Where answers to the alerts of /api/alerts go, as alerts of their own: http://127.0.0.1:9093.",
+)
+@_make_url_option("--page-url", "Where people reach the pages, for the links of such answers.")
+@add_source_options
+# `explain` is from main.py, which may import explain/; None where the command is called by itself.
 @click.pass_obj
 def serve(
-    explain_request: RequestExplainer | None,
+    explain: Explainer | None,
     host: str,
     http_port: int,
     grpc_port: int,
-    db: Path | None,
     keep_requests: int,
     keep_hours: float,
     keep_mb: int,
     insecure: bool,
     allowed_host: tuple[str, ...],
     token_file: TextIO | None,
+    grafana: str,
+    alertmanager: str,
+    page_url: str,
+    source: SourceChoice,
 ) -> None:
-    """Receive spans over OTLP (gRPC and HTTP), store them, and show where the time went."""
+    """Receive spans over OTLP (gRPC and HTTP), store them, show where the time went, and answer alerts.
+
+    With --tempo nothing is received: pages and answers are of the requests in Tempo.
+    """
     token = token_file.read().strip() if token_file else ""
     if token_file and not token:
         raise click.UsageError("--token-file: the file is empty.")
@@ -101,7 +126,7 @@ def serve(
             "add --token-file, or --insecure if something else decides who reaches it."
         )
     options = ServeOptions(
-        path=db or database_schema.get_default_path(),
+        path=source.db or database_schema.get_default_path(),
         host=host,
         http_port=http_port,
         grpc_port=grpc_port,
@@ -110,7 +135,11 @@ def serve(
         max_bytes=keep_mb * MEGABYTE,
         allowed_hosts=allowed_host,
         token=token,
-        explain_request=explain_request,
+        explain=explain,
+        tempo=source if source.tempo else None,
+        page_url=page_url,
+        grafana_url=grafana,
+        alertmanager_url=alertmanager,
     )
     try:
         # Printed when both ports are bound: scripts wait for these lines.
@@ -123,6 +152,9 @@ def _print_addresses(server: ReportServer) -> None:
     """Print the addresses, the database's path, and how to start a server that sends here."""
     options = server.options
     at = f"[{options.host}]:" if ":" in options.host else f"{options.host}:"
+    if options.tempo:
+        click.echo(f"ttft-otel serve: page on http://{at}{server.http_port}, of Tempo's requests")
+        return
     lines = [f"ttft-otel serve: page and OTLP/HTTP on http://{at}{server.http_port}"]
     if server.grpc_port >= 0:
         lines.append(f"                 OTLP/gRPC on {at}{server.grpc_port}")

@@ -1,25 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web app of `ttft-otel serve`: OTLP/HTTP receiver, pages and JSON API; report_server.py runs it.
+"""The web app of `ttft-otel serve`: OTLP/HTTP receiver, pages, JSON API, answers to alerts.
 
 All on one port, so that an operator has a single address to forward and to open in a firewall.
+report_server.py runs it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from fastapi import Depends, FastAPI, HTTPException, Request, Response
+import msgspec
+from anyio.to_thread import run_sync
+from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.staticfiles import StaticFiles
 
 from ttft_otel import __version__
 from ttft_otel.model import palette
 from ttft_otel.report.assemble.summary import summarize
-from ttft_otel.report.receive import receiver
+from ttft_otel.report.breakdown_source import (
+    BreakdownSource,
+    ExplainAnswer,
+    Explainer,
+    ExplainQuestion,
+    open_source,
+)
+from ttft_otel.report.receive import alert_webhook, receiver
 from ttft_otel.report.receive.receiver import Receiver
+from ttft_otel.report.serve_options import ServeOptions
 from ttft_otel.report.show import json_answers, pages
 from ttft_otel.report.store.database_reader import (
     MAX_REQUESTS,
@@ -66,32 +79,63 @@ def _parse_number(text: str, default: float) -> float:
     except ValueError:
         return default
     # NaN fails both comparisons.
-    return value if 0.0 <= value <= 1e12 else default
+    return value if 0.0 <= value <= 1e15 else default
 
 
 Filters = Annotated[RequestFilter, Depends(_read_filters)]
 
 
-# Sentences why a request took so long, by the database's path and the request's ID.
-RequestExplainer = Callable[[Path, str], list[str]]
+def _read_question(
+    begin: Annotated[str, Query(alias="from")] = "",
+    end: Annotated[str, Query(alias="to")] = "",
+    model: str = "",
+    slo_ms: str = "",
+    trace: str = "",
+) -> ExplainQuestion:
+    """What a link of a dashboard or of an alert asks; what is empty or invalid restricts nothing.
 
-
-def create_app(
-    span_receiver: Receiver,
-    explain_request: RequestExplainer | None = None,
-) -> FastAPI:
-    """Create the app.
-
-    span_receiver: stores what is posted; pages read the same database.
-    explain_request: answers "Why?" of a request's page, which has no such link without it.
+    begin, end: Unix milliseconds. slo_ms: the objective, milliseconds. trace: one request, by its trace ID.
     """
+    since_ms, until_ms = _parse_number(begin, 0.0), _parse_number(end, 0.0)
+    until_ms = max(until_ms, since_ms) if until_ms else 0.0
+    # Grafana's variable has a pattern for all models, and braces around several.
+    model = "" if model == ".*" or model.startswith("{") else model
+    # SQLite's integers have 64 bits.
+    wanted = RequestFilter(
+        model=model,
+        since_ns=min(int(since_ms) * 10**6, 1 << 62),
+        until_ns=min(int(until_ms) * 10**6, 1 << 62),
+        last=0 if since_ms else MAX_REQUESTS,
+    )
+    return ExplainQuestion("", trace, wanted, min(int(_parse_number(slo_ms, 0.0) * 1000), 1 << 50))
+
+
+AskedQuestion = Annotated[ExplainQuestion, Depends(_read_question)]
+
+
+@dataclass(frozen=True, slots=True)
+class WebContext:
+    """What routes need. span_receiver: stores what is posted; None where pages show Tempo's requests."""
+
+    options: ServeOptions
+    span_receiver: Receiver | None
+    #: An explanation reads up to a thousand requests: one at a time, so that spans are stored meanwhile.
+    is_free: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(1))
+
+    def open(self) -> AbstractContextManager[BreakdownSource]:
+        """Open what pages show. Raises StoreError."""
+        return open_source(self.options.source)
+
+
+def create_app(span_receiver: Receiver | None, options: ServeOptions) -> FastAPI:
+    """Create the app. span_receiver: as in WebContext."""
 
     async def check_token(request: Request) -> None:
         # Probes have no token, and files are public.
         is_open = request.url.path == "/healthz"
         # Starlette reads headers as Latin-1, and a token may be any text.
         authorization = request.headers.get("authorization", "").encode("latin-1")
-        if not is_open and not span_receiver.admits(authorization):
+        if not is_open and not receiver.is_admitted(authorization, options.token):
             challenge = {"WWW-Authenticate": 'Basic realm="ttft-otel"'}
             raise HTTPException(401, receiver.TOKEN_HINT, challenge)
 
@@ -103,23 +147,28 @@ def create_app(
         redoc_url=None,
         dependencies=[Depends(check_token)],
     )
-    # On the same port, so that OTEL_EXPORTER_OTLP_ENDPOINT is also the page's address.
-    app.include_router(receiver.create_routes(span_receiver))
+    context = WebContext(options, span_receiver)
+    if span_receiver:
+        # On the same port, so that OTEL_EXPORTER_OTLP_ENDPOINT is also the page's address.
+        app.include_router(receiver.create_routes(span_receiver))
     app.mount("/static", StaticFiles(directory=STATIC_FOLDER), name="static")
     app.add_exception_handler(StoreError, _answer_store_error)
     _add_health_route(app, span_receiver)
-    _add_api_routes(app, span_receiver.store.path)
-    _add_page_routes(app, span_receiver.store.path, is_explained=explain_request is not None)
-    if explain_request is not None:
-        _add_why_route(app, span_receiver.store.path, explain_request)
+    _add_api_routes(app, context)
+    _add_page_routes(app, context)
+    if options.explain is not None:
+        _add_why_routes(app, context, options.explain)
+        _add_alert_route(app, context)
     return app
 
 
-def _add_health_route(app: FastAPI, span_receiver: Receiver) -> None:
+def _add_health_route(app: FastAPI, span_receiver: Receiver | None) -> None:
     @app.get("/healthz")
     # Plain functions, here and below: FastAPI runs them in threads, where SQLite may block.
     def healthz() -> JSONResponse:
         """200 while spans can be stored, else 503; counts of spans, and the last error."""
+        if span_receiver is None:
+            return JSONResponse({"status": "ok", "version": __version__})
         trouble = span_receiver.store.last_error
         with open_reader(span_receiver.store.path) as db:
             sizes = db.count_rows()
@@ -135,13 +184,13 @@ def _add_health_route(app: FastAPI, span_receiver: Receiver) -> None:
         return JSONResponse(content, 503 if trouble else 200)
 
 
-def _add_api_routes(app: FastAPI, path: Path) -> None:
+def _add_api_routes(app: FastAPI, context: WebContext) -> None:
     # `path`: clients choose request IDs, which may contain a slash.
     @app.get("/ttft_report/{request_id:path}")
     def ttft_report(request_id: str) -> Response:
         """The TTFT report of one request: by role and combined, in milliseconds."""
-        with open_reader(path) as db:
-            request = db.find_request(request_id)
+        with context.open() as opened:
+            request = opened.find_request(request_id)
         return (
             JSONResponse(json_answers.build_report(request))
             if request
@@ -151,13 +200,13 @@ def _add_api_routes(app: FastAPI, path: Path) -> None:
     @app.get("/api/requests")
     def list_requests(wanted: Filters) -> list[dict[str, Any]]:
         """The newest requests that match the filter."""
-        with open_reader(path) as db:
-            return [json_answers.describe_request(each) for each in db.list_latest(wanted)]
+        with context.open() as opened:
+            return [json_answers.describe_request(each) for each in opened.list_latest(wanted)]
 
     @app.get("/api/trace/{trace_id}")
     def get_trace(trace_id: str) -> Response:
         """All spans of one trace."""
-        stored_trace = _find_trace(path, trace_id)
+        stored_trace = _find_trace(context, trace_id)
         return (
             JSONResponse(json_answers.describe_trace(stored_trace))
             if stored_trace
@@ -167,23 +216,25 @@ def _add_api_routes(app: FastAPI, path: Path) -> None:
     @app.get("/api/summary")
     def get_summary(wanted: Filters) -> dict[str, Any]:
         """Percentiles over the newest requests that match the filter."""
-        with open_reader(path) as db:
-            return json_answers.describe_summary(summarize(db.list_latest(wanted)))
+        with context.open() as opened:
+            return json_answers.describe_summary(summarize(opened.list_latest(wanted)))
 
 
-def _add_page_routes(app: FastAPI, path: Path, is_explained: bool) -> None:
+def _add_page_routes(app: FastAPI, context: WebContext) -> None:
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     def index_page(wanted: Filters) -> HTMLResponse:
-        with open_reader(path) as db:
-            text = pages.render_index(db.list_latest(wanted), wanted, db.list_models())
+        with context.open() as opened:
+            text = pages.render_index(opened.list_latest(wanted), wanted, opened.list_models())
         return HTMLResponse(text, headers=SECURITY_HEADERS)
 
     @app.get("/trace/{trace_id}", response_class=HTMLResponse, include_in_schema=False)
     def trace_page(trace_id: str) -> HTMLResponse:
-        stored_trace = _find_trace(path, trace_id)
+        stored_trace = _find_trace(context, trace_id)
         if not stored_trace:
             return HTMLResponse(pages.render_missing(trace_id), 404, SECURITY_HEADERS)
-        text = pages.render_trace(stored_trace, is_explained)
+        text = pages.render_trace(
+            stored_trace, context.options.explain is not None, context.options.grafana_url
+        )
         return HTMLResponse(text, headers=SECURITY_HEADERS)
 
     @app.get("/stages.css", include_in_schema=False)
@@ -191,27 +242,70 @@ def _add_page_routes(app: FastAPI, path: Path, is_explained: bool) -> None:
         return Response(palette.build_style_sheet(), media_type="text/css")
 
 
-def _add_why_route(app: FastAPI, path: Path, explain_request: RequestExplainer) -> None:
-    # It reads up to a thousand requests: one at a time, so that spans are stored meanwhile.
-    is_free = threading.Semaphore(1)
+def _add_why_routes(app: FastAPI, context: WebContext, explain: Explainer) -> None:
+    def answer_page(question: ExplainQuestion) -> HTMLResponse:
+        if not context.is_free.acquire(blocking=False):
+            busy = ExplainAnswer.refuse("Something else is being explained: try again in a moment.")
+            return HTMLResponse(_render_why(context, question, busy), 503, SECURITY_HEADERS)
+        try:
+            answer = explain(context.options.source, question)
+        finally:
+            context.is_free.release()
+        return HTMLResponse(_render_why(context, question, answer), headers=SECURITY_HEADERS)
+
+    @app.get("/why", response_class=HTMLResponse, include_in_schema=False)
+    def why_window_page(question: AskedQuestion) -> HTMLResponse:
+        return answer_page(question)
 
     # `path`: clients choose request IDs, which may contain a slash.
     @app.get("/why/{request_id:path}", response_class=HTMLResponse, include_in_schema=False)
     def why_page(request_id: str) -> HTMLResponse:
-        if not is_free.acquire(blocking=False):
-            busy = ["Another request is being explained: try again in a moment."]
-            return HTMLResponse(pages.render_why(request_id, busy), 503, SECURITY_HEADERS)
+        return answer_page(ExplainQuestion(request_id=request_id))
+
+
+def _render_why(context: WebContext, question: ExplainQuestion, answer: ExplainAnswer) -> str:
+    return pages.render_why(question, answer, context.options.grafana_url)
+
+
+def _add_alert_route(app: FastAPI, context: WebContext) -> None:
+    answerer = alert_webhook.AlertAnswerer(context.options)
+
+    @app.post("/api/alerts")
+    async def answer_alerts(request: Request) -> JSONResponse:
+        """Explanations of the alerts that Alertmanager's webhook posts (version 4)."""
+        # Another site's page may post only other types without being asked whether it may.
+        if not request.headers.get("content-type", "").lower().startswith(receiver.JSON_TYPE):
+            raise HTTPException(415, f"send {receiver.JSON_TYPE}")
         try:
-            sentences = explain_request(path, request_id)
+            body = await asyncio.wait_for(_read_bounded(request), receiver.MAX_READ_S)
+            group = answerer.decode.decode(body)
+        except asyncio.TimeoutError as error:
+            raise HTTPException(408, "the body did not arrive in time") from error
+        except msgspec.MsgspecError as error:
+            raise HTTPException(400, f"not of Alertmanager's version 4: {error}") from error
+        if not context.is_free.acquire(blocking=False):
+            # Upon which Alertmanager tries again.
+            raise HTTPException(503, "something else is being explained: try again")
+        try:
+            return JSONResponse(await run_sync(answerer.answer_group, group))
         finally:
-            is_free.release()
-        return HTMLResponse(pages.render_why(request_id, sentences), headers=SECURITY_HEADERS)
+            context.is_free.release()
 
 
-def _find_trace(path: Path, trace_id: str) -> StoredTrace | None:
-    with open_reader(path) as db:
+async def _read_bounded(request: Request) -> bytes:
+    """The body of a webhook. Raises HTTPException for one that is too large."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > alert_webhook.MAX_BODY_BYTES:
+            raise HTTPException(413, f"more than {alert_webhook.MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def _find_trace(context: WebContext, trace_id: str) -> StoredTrace | None:
+    with context.open() as opened:
         # As IDs are stored and shown; the search itself takes both cases.
-        return db.find_trace(trace_id.lower())
+        return opened.find_trace(trace_id.lower())
 
 
 def _answer_unknown(kind: str, name: str) -> JSONResponse:

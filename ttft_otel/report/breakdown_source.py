@@ -2,14 +2,16 @@
 """Where the breakdowns of requests come from: the embedded database, or Tempo.
 
 Commands make a SourceChoice of their flags (commands/source_options.py) and read through open_source(); what
-they get is the same from either (BreakdownSource).
+they get is the same from either (BreakdownSource). Pages and alerts ask an Explainer, which `serve` gets from
+commands/main.py: explain/ is above this room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import click
 from rich.console import Console
@@ -17,7 +19,12 @@ from rich.progress import Progress
 
 from ttft_otel.report.report_types import Request, SourceChoice
 from ttft_otel.report.store import database_schema
-from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace, open_reader
+from ttft_otel.report.store.database_reader import (
+    MAX_REQUESTS,
+    RequestFilter,
+    StoredTrace,
+    open_reader,
+)
 from ttft_otel.report.window_sample import WindowSample
 
 NEEDED_EXTRA: Final = "explain"  # the pip extra that reading from Tempo needs
@@ -42,6 +49,36 @@ class BreakdownSource(Protocol):
 
     def find_trace(self, trace_id: str) -> StoredTrace | None:
         """All spans and requests of a trace; None when there is none."""
+
+    def list_models(self) -> list[str]:
+        """Names of models, for the page's filter."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainQuestion:
+    """What is to be explained: one request, by either ID, or without them the late ones of a window."""
+
+    request_id: str = ""
+    trace_id: str = ""
+    wanted: RequestFilter = RequestFilter(last=MAX_REQUESTS)
+    slo_us: int = 0  #: longer TTFTs are late; 0: the slowest hundredth
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainAnswer:
+    """An explanation, or why there is none."""
+
+    sentences: Sequence[str]  #: the first one is the answer in short
+    document: Mapping[str, Any]  #: the same by docs/explain.schema.json
+
+    @classmethod
+    def refuse(cls, reason: str) -> ExplainAnswer:
+        """The answer where there is none."""
+        return cls([reason], {"answered": False, "refusal": reason})
+
+
+# Raises StoreError.
+Explainer = Callable[[SourceChoice, ExplainQuestion], ExplainAnswer]
 
 
 @contextmanager

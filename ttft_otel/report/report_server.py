@@ -13,8 +13,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
 from time import monotonic
 from typing import Any, Final, cast
 
@@ -25,6 +23,7 @@ from ttft_otel.http.bounded_connection import BoundedConnection
 from ttft_otel.http.head_checks import CallerRules, HeadLimits
 from ttft_otel.report import app
 from ttft_otel.report.receive.receiver import Receiver, create_grpc_server
+from ttft_otel.report.serve_options import ServeOptions
 from ttft_otel.report.store.database_schema import StoreError
 from ttft_otel.report.store.span_store import SpanStore
 
@@ -32,23 +31,6 @@ from ttft_otel.report.store.span_store import SpanStore
 MAX_WAIT_S: Final = 10.0  # seconds for the head of a request
 MAX_CONNECTIONS: Final = 256  # with more, those that have waited longest are closed
 SHUTDOWN_GRACE_S: Final = 3  # seconds for requests in progress at the end
-
-
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """Options of `ttft-otel serve`."""
-
-    path: Path  #: of the database
-    host: str = "127.0.0.1"
-    http_port: int = 4318  #: 0 takes a free one
-    grpc_port: int = 4317  #: likewise; -1 disables gRPC
-    # Limits of the database; the oldest traces are removed.
-    max_traces: int = 20_000
-    max_age_hours: float = 168.0
-    max_bytes: int = 2 << 30
-    allowed_hosts: tuple[str, ...] = ()  #: further Host headers to accept
-    token: str = ""  #: that whoever sends or reads has to show; "" asks nobody
-    explain_request: app.RequestExplainer | None = None  #: answers the page's "Why?"; None: no link
 
 
 class ReportServer(uvicorn.Server):
@@ -60,7 +42,7 @@ class ReportServer(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        span_receiver: Receiver,
+        span_receiver: Receiver | None,
         options: ServeOptions,
         on_started: Callable[[ReportServer], None],
     ) -> None:
@@ -81,8 +63,8 @@ class ReportServer(uvicorn.Server):
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         """Bind (`sockets` as in uvicorn), then call on_started. Raises StoreError for gRPC's port."""
         # gRPC first: if its port is taken, nothing has begun to listen yet.
-        if self.options.grpc_port >= 0:
-            self._grpc_server = self._bind_grpc()
+        if self._span_receiver and self.options.grpc_port >= 0:
+            self._grpc_server = self._bind_grpc(self._span_receiver)
             await self._grpc_server.start()
         try:
             await super().startup(sockets)  # type: ignore[arg-type]
@@ -138,8 +120,8 @@ class ReportServer(uvicorn.Server):
         if self._grpc_server:
             await self._grpc_server.stop(SHUTDOWN_GRACE_S)
 
-    def _bind_grpc(self) -> grpc.aio.Server:
-        server = create_grpc_server(self._span_receiver)
+    def _bind_grpc(self, span_receiver: Receiver) -> grpc.aio.Server:
+        server = create_grpc_server(span_receiver)
         wanted = self.options
         host = f"[{wanted.host}]" if ":" in wanted.host else wanted.host
         try:
@@ -157,6 +139,9 @@ def run_server(options: ServeOptions, on_started: Callable[[ReportServer], None]
         # uvicorn raises SIGTERM again after its shutdown: without a handler that would end the process
         # before the store is closed.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if options.tempo:
+        _run_until_signal(options, None, on_started)
+        return
     store = SpanStore(options.path, options.max_traces, options.max_age_hours, options.max_bytes)
     try:
         _run_until_signal(options, Receiver(store, options.token), on_started)
@@ -166,9 +151,11 @@ def run_server(options: ServeOptions, on_started: Callable[[ReportServer], None]
 
 
 def _run_until_signal(
-    options: ServeOptions, span_receiver: Receiver, on_started: Callable[[ReportServer], None]
+    options: ServeOptions,
+    span_receiver: Receiver | None,
+    on_started: Callable[[ReportServer], None],
 ) -> None:
-    web = app.create_app(span_receiver, options.explain_request)
+    web = app.create_app(span_receiver, options)
     config = uvicorn.Config(
         web,
         host=options.host,

@@ -13,6 +13,8 @@ import pytest
 from sample_records import RunningServer, fetch_page, make_routed_records, make_stored_spans
 
 from ttft_otel.commands import main as cli
+from ttft_otel.report.breakdown_source import ExplainAnswer, ExplainQuestion
+from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.store.span_store import SpanStore
 
 ODD_ID = "a/b <script>alert(1)</script>?x"
@@ -38,7 +40,7 @@ def fill_database(path: Path) -> str:
 def test_why(start_report_server: Callable[..., RunningServer], tmp_path: Path) -> None:
     """The link leads to the answer of `ttft-otel explain`; nothing of an ID gets out of the page."""
     trace_id = fill_database(tmp_path / "why.db")
-    server = start_report_server(path=tmp_path / "why.db", explain_request=cli.list_page_answer)
+    server = start_report_server(path=tmp_path / "why.db", explain=cli.answer_question)
     link = f"/why/{quote(ODD_ID)}"
     assert f'href="{link}"' in open_page(server, f"/trace/{trace_id}")[1]
     status, text = open_page(server, link)
@@ -63,12 +65,12 @@ def test_one_at_a_time(start_report_server: Callable[..., RunningServer]) -> Non
     """While one request is explained a second one gets 503 and is told to try again; later it is answered."""
     begun, done = threading.Event(), threading.Event()
 
-    def wait_to_answer(_: Path, request_id: str) -> list[str]:
+    def wait_to_answer(_: SourceChoice, question: ExplainQuestion) -> ExplainAnswer:
         begun.set()
         assert done.wait(20)
-        return [f"because of {request_id}"]
+        return ExplainAnswer([f"because of {question.request_id}"], {})
 
-    server = start_report_server(explain_request=wait_to_answer)
+    server = start_report_server(explain=wait_to_answer)
     answers: list[tuple[int, str]] = []
     first = threading.Thread(target=lambda: answers.append(open_page(server, "/why/one")))
     first.start()
@@ -86,5 +88,8 @@ def test_without_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [name for name in sys.modules if name.startswith("ttft_otel.explain")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "numpy", None)
-    (sentence,) = cli.list_page_answer(tmp_path / "spans.db", "r1")
-    assert "pip install 'ttft-otel[explain]'" in sentence
+    answer = cli.answer_question(
+        SourceChoice(db=tmp_path / "spans.db"), ExplainQuestion(request_id="r1")
+    )
+    assert "pip install 'ttft-otel[explain]'" in answer.sentences[0]
+    assert not answer.document["answered"]

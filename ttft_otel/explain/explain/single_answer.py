@@ -1,36 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain one stored request: find it and those like it; the command and the page's "Why?" ask."""
+"""Explain one stored request: find it and those like it; the command and window_answer.py ask."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 from ttft_otel.explain.explain.explanation import Explanation, explain_requests
-from ttft_otel.explain.explain.explanation_text import list_explanation
 from ttft_otel.explain.window.holding_work import read_holding
 from ttft_otel.explain.window.late_requests import choose_like
 from ttft_otel.explain.window.request_facts import CannotTellError, build_evidence
 from ttft_otel.explain.window.window_reading import read_window
 from ttft_otel.model.wait_reasons import WAIT_STAGES
-from ttft_otel.report.breakdown_source import BreakdownSource, open_source
-from ttft_otel.report.report_types import Request, SourceChoice
+from ttft_otel.report.breakdown_source import BreakdownSource
+from ttft_otel.report.report_types import Request
 from ttft_otel.report.store.database_reader import RequestFilter
 
 LIKE_LAST: Final = 1000  # requests among which those like a single one are looked for
 # Where like requests are looked for, by default.
 AROUND: Final = RequestFilter(last=LIKE_LAST)
 AFTER_NS: Final = 600 * 10**9  # how long after a single request these may have begun
-
-
-def list_page_answer(database: Path, request_id: str) -> list[str]:
-    """Why a request of the embedded store took so long, as sentences. Raises StoreError."""
-    with open_source(SourceChoice(db=database)) as opened:
-        try:
-            return list_explanation(explain_one(opened, request_id, None))
-        except CannotTellError as error:
-            return [str(error)]
 
 
 def add_holding(opened: BreakdownSource, explanation: Explanation) -> Explanation:

@@ -106,6 +106,17 @@ class BodyBudget:
 UNAVAILABLE: Final = (StoreUnavailableError, asyncio.TimeoutError)
 
 
+def is_admitted(authorization: bytes, token: str) -> bool:
+    """Whether a caller with this `Authorization` has the token; "" asks nobody. Compares in constant time."""
+    scheme, _, data = authorization.partition(b" ")
+    if scheme.lower() == b"basic":
+        try:
+            data = base64.b64decode(data).partition(b":")[2]
+        except ValueError:
+            data = b""
+    return not token or hmac.compare_digest(data, token.encode())
+
+
 class Receiver:
     """Receives exports by gRPC and HTTP for one store.
 
@@ -116,21 +127,11 @@ class Receiver:
 
     def __init__(self, store: SpanStore, token: str = "") -> None:
         self.store = store
-        self._token = token.encode()
+        self._token = token
         self.counts: Counter[str] = Counter()
         self._budget = BodyBudget()
         self._decoding = anyio.CapacityLimiter(MAX_DECODING)
         self._arriving: dict[asyncio.Future[bytes], None] = {}  # gRPC messages, oldest first
-
-    def admits(self, authorization: bytes) -> bool:
-        """Whether a caller with this `Authorization` may send and read; compares in constant time."""
-        scheme, _, data = authorization.partition(b" ")
-        if scheme.lower() == b"basic":
-            try:
-                data = base64.b64decode(data).partition(b":")[2]
-            except ValueError:
-                data = b""
-        return not self._token or hmac.compare_digest(data, self._token)
 
     async def export(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
@@ -140,7 +141,7 @@ class Receiver:
         messages: the one message of a unary call, which as a stream can be awaited for a limited time.
         """
         authorization = dict(context.invocation_metadata() or ()).get("authorization", "")
-        if not self.admits(str(authorization).encode()):
+        if not is_admitted(str(authorization).encode(), self._token):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, TOKEN_HINT)
         with self._budget.open_body() as body:
             try:

@@ -7,11 +7,13 @@ server's Content-Security-Policy forbids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -26,6 +28,7 @@ from ttft_otel.report.assemble.summary import (
     find_clock_error,
     summarize,
 )
+from ttft_otel.report.breakdown_source import ExplainAnswer, ExplainQuestion
 from ttft_otel.report.report_types import SPAN_KINDS, STATUS_ERROR, Request
 from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace
 
@@ -34,6 +37,8 @@ PERCENT_PER_LETTER: Final = 0.56  # width of one letter of a label, in percent o
 MIN_LABEL_PERCENT: Final = 6.5  # width of a label's number, in percent of the bar
 MAX_INDENT: Final = 12  # levels of indentation in the style sheet
 MAX_ROWS: Final = 2000  # spans drawn per trace
+DASHBOARD: Final = "ttft"  # the uid of grafana/dashboards/ttft.json
+AROUND_NS: Final = 300 * 10**9  # what a dashboard shows before and after a trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +80,63 @@ def render_index(requests: Sequence[Request], wanted: RequestFilter, models: Seq
     )
 
 
-def render_trace(stored_trace: StoredTrace, is_explained: bool = False) -> str:
+def render_trace(
+    stored_trace: StoredTrace, is_explained: bool = False, grafana_url: str = ""
+) -> str:
     """The page of one trace: its requests with their legs, and the waterfall of all spans.
 
-    is_explained: requests have a link "Why?".
+    is_explained: requests have a link "Why?". grafana_url: "" without a link to the dashboard.
     """
-    return render_template("trace.html", trace=stored_trace, is_explained=is_explained)
+    start_ns, end_ns = waterfall_rows.find_window(stored_trace.spans)
+    dashboard = link_dashboard(
+        grafana_url,
+        start_ns - AROUND_NS,
+        end_ns + AROUND_NS,
+        {"var-trace": stored_trace.trace_id},
+    )
+    return render_template(
+        "trace.html", trace=stored_trace, is_explained=is_explained, dashboard=dashboard
+    )
 
 
-def render_why(request_id: str, sentences: Sequence[str]) -> str:
-    """The page that says why a request took so long; the first sentence is the answer in short."""
-    return render_template("why.html", request_id=request_id, sentences=sentences)
+def render_why(question: ExplainQuestion, answer: ExplainAnswer, grafana_url: str = "") -> str:
+    """The page that says why requests took so long; grafana_url as in render_trace()."""
+    wanted, document = question.wanted, answer.document
+    variables = {"var-model": wanted.model} if wanted.model else {}
+    held = document.get("held") or {}
+    return render_template(
+        "why.html",
+        question=question,
+        sentences=answer.sentences,
+        examples=document.get("examples", ()),
+        holders=[each for each in held.get("holders", ()) if each["trace_id"]],
+        command=_name_command(question),
+        dashboard=link_dashboard(grafana_url, wanted.since_ns, wanted.until_ns, variables),
+    )
+
+
+def link_dashboard(
+    grafana_url: str, since_ns: int, until_ns: int, variables: Mapping[str, str]
+) -> str:
+    """The address of the dashboard TTFT at a time, 0 for its own; "" without Grafana."""
+    ends = {"from": since_ns // 10**6, "to": until_ns // 10**6}
+    asked = {name: str(ms) for name, ms in ends.items() if ms} | dict(variables)
+    return f"{grafana_url}/d/{DASHBOARD}?{urlencode(asked)}" if grafana_url else ""
+
+
+def _name_command(question: ExplainQuestion) -> str:
+    """The same question in a terminal, safe to be copied into a shell."""
+    wanted = question.wanted
+    ends = [_format_iso(ns) if ns else "" for ns in (wanted.since_ns, wanted.until_ns)]
+    given = {
+        "--request": question.request_id,
+        "--trace": question.trace_id,
+        "--since": "..".join(ends) if wanted.since_ns else "",
+        "--model": wanted.model,
+        "--slo": f"{question.slo_us / 1000:g}" if question.slo_us else "",
+    }
+    words = [f"{flag} {shlex.quote(value)}" for flag, value in given.items() if value]
+    return " ".join(["ttft-otel explain", *words])
 
 
 def render_missing(trace_id: str) -> str:
