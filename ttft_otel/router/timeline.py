@@ -28,7 +28,7 @@ CANCELLED: Final = keys.ERROR_CANCELLED
 
 
 class AttemptListener(Protocol):
-    """Is called at every attempt; workers/own_loads.py passes it on to the other workers."""
+    """Is called at every attempt; workers/process_loads.py passes it on to the other workers."""
 
     def record_sent(self, attempt: Attempt) -> None:
         """A request goes to its instance now."""

@@ -39,7 +39,7 @@ InstanceState = Literal["healthy", "failed", "draining"]
 
 @dataclass(slots=True)
 class LoadElsewhere:
-    """What other workers and replicas have sent to an instance; workers/remote_loads.py keeps it."""
+    """What other workers and replicas have sent to an instance; workers/process_loads.py keeps it."""
 
     in_flight: int = 0  # of all of them
     # Results of ended attempts, by worker.

@@ -12,8 +12,7 @@ from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers import messages
-from ttft_otel.router.workers.own_loads import OwnLoads
-from ttft_otel.router.workers.remote_loads import RemoteLoads
+from ttft_otel.router.workers.process_loads import OwnLoads, RemoteLoads
 from ttft_otel.tracing import clock
 
 LEG = "mono"

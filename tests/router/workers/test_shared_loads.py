@@ -12,7 +12,7 @@ from router.fake_instances import wait_until
 from router.workers.joined_workers import LEG, URLS, JoinedWorker, build_request
 from ttft_otel.router import types
 from ttft_otel.router.timeline import Attempt
-from ttft_otel.router.workers import load_link, messages, own_loads, worker_socket
+from ttft_otel.router.workers import load_link, messages, process_loads, worker_socket
 from ttft_otel.router.workers.load_link import LoadLink
 from ttft_otel.tracing import clock
 
@@ -175,7 +175,7 @@ def test_all_anew_is_bounded() -> None:
     assert len(told) == 60 and all(sent.pairs for sent in told)
     # Of a very long prompt only the first blocks are told, so that a message fits into a datagram.
     assert [len(sent.block_keys) for sent in told[:2]] == [messages.MAX_BLOCK_KEYS] * 2
-    assert sum(len(sent.block_keys) for sent in told) == own_loads.MAX_RESENT_KEYS
+    assert sum(len(sent.block_keys) for sent in told) == process_loads.MAX_RESENT_KEYS
     assert len(messages.encode_frame(0, told[:1])) < worker_socket.MAX_JOINED_BYTES
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process's load as a value of the store, and other processes' values put into pool and policies.
 
-workers/own_loads.py says what is under way here, store_link.py writes and reads the values. They hold no
+workers/process_loads.py says what is under way here, store_link.py writes and reads the values. They hold no
 blocks of prompts, IDs of requests or measured times. Every number has a bound, which the decoder checks: a
 replica is believed about how much it sent where and which breakers it opened, and about nothing else.
 """
@@ -18,8 +18,7 @@ from ttft_otel.router.routing.policies.pending_load import MAX_PENDING_US
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers.messages import Ended, Sent
-from ttft_otel.router.workers.own_loads import OwnLoads
-from ttft_otel.router.workers.remote_loads import RemoteLoads
+from ttft_otel.router.workers.process_loads import OwnLoads, RemoteLoads
 from ttft_otel.tracing import clock
 
 MAX_INSTANCES: Final = 1024  # instances in one value; others are not shared

@@ -40,8 +40,7 @@ from ttft_otel.router.shared_state.snapshots import (
     build_snapshot,
 )
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.workers.own_loads import OwnLoads
-from ttft_otel.router.workers.remote_loads import RemoteLoads
+from ttft_otel.router.workers.process_loads import OwnLoads, RemoteLoads
 from ttft_otel.tracing.guard import Guard
 from ttft_otel.tracing.meter import build_counter, build_gauge
 

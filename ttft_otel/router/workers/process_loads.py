@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this process has under way, reported as it happens, and what others have, put into pool and policies.
+
+load_link.py passes messages between workers, shared_state/ values between replicas. What a process has
+under way is forgotten with it. `owner` is what names another process here: the slot of a worker, the store's
+name of a replica's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Final
+
+from ttft_otel.router.routing.policies.pending_load import PendingRequest, RequestKey
+from ttft_otel.router.routing.policies.policy_state import PolicyState, PrefillSample
+from ttft_otel.router.routing.policies.prefill_model import PrefillWork
+from ttft_otel.router.routing.routing_service import RoutingService
+from ttft_otel.router.timeline import Attempt
+from ttft_otel.router.types import DEFAULT_POLICY, Instance
+from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.workers.messages import (
+    MAX_BLOCK_KEYS,
+    Ended,
+    FirstToken,
+    InFlight,
+    LoadMessage,
+    Sent,
+    Totals,
+)
+from ttft_otel.tracing import clock
+
+MAX_RESENT_KEYS: Final = 1 << 17  # blocks of all prompts that are reported anew: 1.2 MB
+MAX_RESENT: Final = 16_384  # attempts that are reported anew
+
+
+class OwnLoads:
+    """The attempts of this process that others know of.
+
+    Args:
+        pool: The instances.
+        routing: The policies, whose pending work is reported.
+        report: Takes each message for the other workers.
+    """
+
+    def __init__(
+        self, pool: InstancePool, routing: RoutingService, report: Callable[[LoadMessage], None]
+    ) -> None:
+        self.pool = pool
+        self.routing = routing
+        self.report = report
+        self.on_change: Callable[[], None] | None = None  # with --shared-state
+        self._pending: dict[str, Attempt] = {}  # by span ID, in the order of sending
+
+    def start(self) -> None:
+        """Report everything from now on."""
+        self.pool.attempt_listener = self
+        self.routing.listen_to_first_tokens(self.record_first_token)
+
+    def record_sent(self, attempt: Attempt) -> None:
+        """Report an attempt that starts, unless nothing is decided by load on its leg."""
+        if attempt.policy == DEFAULT_POLICY:
+            return
+        self._report(_count_in_flight(attempt.instance))
+        leg_policy = self.routing.get_policy(attempt.leg)
+        # Who reads no prompts compares no work: the number is all that is needed.
+        if leg_policy.reads_prompts:
+            # Booked before the attempt is reported (UpstreamClient._send_attempt), so it is there.
+            entry = leg_policy.state.pending.find_entry((attempt.leg, attempt.span_id))
+            if entry is not None:
+                self._pending[attempt.span_id] = attempt
+                self._report(_describe_entry(attempt, entry, MAX_BLOCK_KEYS))
+
+    def record_first_token(
+        self, key: RequestKey, now_us: int, sample: PrefillSample | None
+    ) -> None:
+        """Report the first token of the request of `key`, and what its prefill took."""
+        if self._pending.pop(key[1], None) is not None:
+            self._report(FirstToken(key[1], now_us, *(() if sample is None else sample)))
+
+    def record_ended(self, attempt: Attempt) -> None:
+        """Report its end."""
+        if attempt.policy != DEFAULT_POLICY:
+            self._report(_count_in_flight(attempt.instance))
+        # Where nothing is decided by load, others want to know of failures all the same.
+        elif attempt.error:
+            self._note_change()
+        if self._pending.pop(attempt.span_id, None) is not None:
+            self._report(Ended(attempt.span_id, clock.now_us()))
+
+    def list_pending(self, max_keys: int = MAX_RESENT_KEYS) -> Iterator[Sent]:
+        """Every attempt without a first token, with so many blocks of all prompts; bounded."""
+        keys_left = max_keys
+        for span_id, attempt in list(self._pending.items())[:MAX_RESENT]:
+            state = self.routing.get_policy(attempt.leg).state
+            entry = state.pending.find_entry((attempt.leg, span_id))
+            # It has expired here, and so it has there.
+            if entry is None:
+                del self._pending[span_id]
+                continue
+            sent = _describe_entry(attempt, entry, min(MAX_BLOCK_KEYS, keys_left))
+            keys_left -= len(sent.block_keys)
+            yield sent
+
+    def build_totals(self) -> Totals:
+        """How much is under way, and the results of what has ended at each instance."""
+        instances = [
+            (
+                each.leg,
+                each.url,
+                0 if self.routing.get_policy_name(each.leg) == DEFAULT_POLICY else each.in_flight,
+                dict(each.attempt_results),
+            )
+            for each in self.pool
+        ]
+        return Totals(len(self._pending), instances)
+
+    def _note_change(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
+
+    def _report(self, message: LoadMessage) -> None:
+        self.report(message)
+        self._note_change()
+
+
+def _count_in_flight(instance: Instance) -> InFlight:
+    return InFlight(instance.leg, instance.url, instance.in_flight)
+
+
+def _describe_entry(attempt: Attempt, entry: PendingRequest, max_keys: int) -> Sent:
+    # Cut for the size of a message; prefixes match from their beginning.
+    keys = entry.block_keys[:max_keys]
+    return Sent(attempt.span_id, attempt.leg, entry.url, entry.sent_us, *entry.work, keys)
+
+
+Place = tuple[str, str]  # leg and URL of an instance
+
+
+class RemoteLoads:
+    """The load of all other processes.
+
+    Args:
+        find_instance: By leg and URL, None if this process does not have it (yet).
+        find_state: Of a leg's policy.
+    """
+
+    def __init__(
+        self,
+        find_instance: Callable[[str, str], Instance | None],
+        find_state: Callable[[str], PolicyState],
+    ) -> None:
+        self._find_instance = find_instance
+        self._find_state = find_state
+        # By owner: its requests in flight, and its attempts without a first token by span ID.
+        self._in_flight: dict[Hashable, dict[Place, int]] = {}
+        self._attempts: dict[Hashable, dict[str, Sent]] = {}
+
+    def apply_in_flight(self, owner: Hashable, news: InFlight) -> None:
+        """`owner` has so many requests under way at an instance now."""
+        place, known = (news.leg, news.url), self._in_flight.setdefault(owner, {})
+        before = known.pop(place, 0)
+        if news.number:
+            known[place] = news.number
+        # Mostly nothing has changed at most instances, and looking for one takes time.
+        if news.number != before:
+            instance = self._find_instance(*place)
+            if instance is not None:
+                instance.make_elsewhere().in_flight += news.number - before
+
+    def replace_in_flight(self, owner: Hashable, numbers: Mapping[Place, int]) -> None:
+        """The same for all instances: `owner` has nothing under way at those that are not in `numbers`."""
+        gone = dict.fromkeys(self._in_flight.get(owner, {}), 0)
+        for place, number in {**gone, **numbers}.items():
+            self.apply_in_flight(owner, InFlight(*place, number))
+
+    def apply_sent(self, owner: Hashable, sent: Sent) -> None:
+        """`owner` sent this, whose work is pending. Idempotent."""
+        attempts = self._attempts.setdefault(owner, {})
+        # It may come twice: as it happens, and when another worker has missed something.
+        if sent.span_id in attempts:
+            return
+        attempts[sent.span_id] = sent
+        work = PrefillWork(sent.tokens_to_compute, sent.pairs)
+        # What it was predicted is judged by the worker that predicted it.
+        entry = PendingRequest(sent.url, sent.sent_us, work, sent.block_keys, None)
+        self._find_state(sent.leg).pending.add_pending((sent.leg, sent.span_id), entry)
+
+    def apply_first_token(self, owner: Hashable, token: FirstToken) -> None:
+        """Its attempt has its first token: the work is done, the blocks are cached, the time is known."""
+        sent = self._attempts.get(owner, {}).pop(token.span_id, None)
+        if sent is None:
+            return
+        sample = None
+        if token.seconds is not None:
+            sample = PrefillSample(token.model, token.tokens_to_compute, token.pairs, token.seconds)
+        key = (sent.leg, token.span_id)
+        self._find_state(sent.leg).record_first_token_elsewhere(key, token.now_us, sample)
+
+    def apply_ended(self, owner: Hashable, ended: Ended) -> None:
+        """Its attempt is over without a first token: the work is not waited for any more."""
+        sent = self._attempts.get(owner, {}).pop(ended.span_id, None)
+        if sent is not None:
+            self._remove_pending(sent, ended.now_us)
+
+    def forget_process(self, owner: Hashable, now_us: int) -> None:
+        """`owner` is gone, or reports everything anew: forget what it had under way."""
+        self.replace_in_flight(owner, {})
+        self._in_flight.pop(owner, None)
+        for sent in self._attempts.pop(owner, {}).values():
+            self._remove_pending(sent, now_us)
+
+    def agrees_with(self, owner: Hashable, totals: Totals) -> bool:
+        """Whether no attempt of `owner` was missed, by its `totals`; takes over their numbers and results."""
+        numbers = {(leg, url): in_flight for leg, url, in_flight, _ in totals.instances}
+        self.replace_in_flight(owner, numbers)
+        for leg, url, _, results in totals.instances:
+            instance = self._find_instance(leg, url) if results else None
+            if instance is not None:
+                instance.make_elsewhere().results_by_owner[owner] = results
+        return len(self._attempts.get(owner, ())) == totals.pending
+
+    def sync_instances(self) -> None:
+        """After a change of the pool: instances that are new here get what is under way at them."""
+        numbers = [each for owned in self._in_flight.values() for each in owned.items()]
+        found = [(self._find_instance(*place), number) for place, number in numbers]
+        for instance, _ in found:
+            if instance is not None:
+                instance.make_elsewhere().in_flight = 0
+        # Set anew: those that were here before have counted it already.
+        for instance, number in found:
+            if instance is not None:
+                instance.make_elsewhere().in_flight += number
+
+    def _remove_pending(self, sent: Sent, now_us: int) -> None:
+        self._find_state(sent.leg).pending.remove_pending((sent.leg, sent.span_id), now_us)
