@@ -191,6 +191,7 @@ STAGES: Final[tuple[Stage, ...]] = (
         lost_with="compute",
         injected_at=("pipeline",),
         ends_as="prefill.compute",
+        service_of=("prefill",),
     ),
     Stage(
         name="ec.transfer",

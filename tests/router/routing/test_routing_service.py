@@ -317,12 +317,15 @@ def test_what_is_learnt() -> None:
     book_and_answer(stages, None)
     book_and_answer({}, None)
     book_and_answer(stages, TokenCounts(801, 320, 481, 481))  # its engine has counted
+    # What earlier pipeline stages take grows with the prompt, too.
+    book_and_answer({**stages, "pipeline": 90_000}, TokenCounts(801, 320, 481, 481))
     assert kept == [
         ("tiny", INSTANCE_URL, compute_work(801, 320), 0.11),
         ("tiny", INSTANCE_URL, compute_work(801, 320), 0.055),
         ("tiny", INSTANCE_URL, compute_work(800, 160), 0.11),
         ("tiny", INSTANCE_URL, compute_work(800, 160), 0.5),
         ("tiny", INSTANCE_URL, compute_work(801, 320), 0.11),
+        ("tiny", INSTANCE_URL, compute_work(801, 320), 0.2),
     ]
 
 
