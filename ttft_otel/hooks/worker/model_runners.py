@@ -296,9 +296,10 @@ class WorkerTracer:
         name = vllm_fields.find_awaited_event(pending)
         if name and isinstance(event := getattr(pending, name), AwaitedEvent):
             setattr(pending, name, event.event)
-        if step not in self.bound_steps:
+        try:
+            self.bound_steps.remove(step)
+        except ValueError:
             return  # it waited for so long that they are already
-        self.bound_steps.remove(step)
         if getattr(result, "req_ids", None):
             result._ttft_record = self.resolve_step(step)
 
