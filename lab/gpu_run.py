@@ -27,7 +27,17 @@ from lab.gpu_pieces import (
 
 SITE: Final = Path(tempfile.gettempdir()) / "ttft-otel-gpu"
 # What each benchmark needs besides torch with CUDA.
-PIECES_NEEDED: Final = {"clock": frozenset[str](), "serve": frozenset({CLOCK_PIECE, KERNELS_PIECE})}
+PIECES_NEEDED: Final = {
+    "clock": frozenset[str](),
+    "runners": frozenset({CLOCK_PIECE}),
+    "serve": frozenset({CLOCK_PIECE, KERNELS_PIECE}),
+}
+# Beside the tests' runners and loops, which it uses.
+MODULES: Final = {
+    "clock": "benchmarks.gpu_clock",
+    "runners": "hooks.device.gpu_runners",
+    "serve": "benchmarks.gpu_serve",
+}
 ATTENTION_FLAG: Final = "--plain-attention"  # where FlashAttention 3 was not brought
 ASK_FOR_DEVICE: Final = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
@@ -42,7 +52,8 @@ def unpack_pieces(folder: Path, site: Path) -> list[str]:
 
 def build_environment(site: Path) -> dict[str, str]:
     """The environment in which the unpacked packages are importable, behind this checkout's code."""
-    paths = [str(PROJECT_ROOT), str(site), os.environ.get("PYTHONPATH", "")]
+    roots = [str(PROJECT_ROOT), str(PROJECT_ROOT / "tests"), str(site)]
+    paths = [*roots, os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": ":".join(filter(None, paths))}
 
 
@@ -69,12 +80,12 @@ def run_benchmark(what: str, arguments: list[str], folder: Path, site: Path) -> 
         return 2
     if what == "serve" and "attention" not in unpacked and ATTENTION_FLAG not in arguments:
         arguments = [*arguments, ATTENTION_FLAG]
-    command = [sys.executable, "-m", f"benchmarks.gpu_{what}", *arguments]
+    command = [sys.executable, "-m", MODULES[what], *arguments]
     return subprocess.run(command, cwd=PROJECT_ROOT, env=env, check=False).returncode
 
 
 def main() -> int:
-    """`unpack`, or `run clock|serve` with the benchmark's own arguments."""
+    """`unpack`, or `run clock|runners|serve` with the benchmark's own arguments."""
     parser = argparse.ArgumentParser(prog="scripts/gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--folder", type=Path, default=PIECES_FOLDER, help="where the pieces are")
     parser.add_argument("--site", type=Path, default=SITE, help="where they are unpacked")

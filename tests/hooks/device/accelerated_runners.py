@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's model runners on a simulated device: the same calls in the same order, under the real hooks.
+"""vLLM's model runners without a model: the same calls in the same order, under the real hooks.
 
-accelerator_loops.py drives them. Beside each step they note the truth: when its work really ran.
+On a simulated device accelerator_loops.py drives them, on a GPU gpu_runners.py. Beside each step they note
+the truth: when its work really ran.
 Files and lines are those of vLLM 0.32, other releases keep the order (test_call_order.py): R1 =
 v1/worker/gpu_model_runner.py, R2 = v1/worker/gpu/model_runner.py, A = v1/worker/gpu/async_utils.py, E =
 v1/worker/mm_encoder_model_runner.py, C1 = v1/worker/kv_connector_model_runner_mixin.py, C2 =
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, Final
 
-from hooks.device.accelerator import SimulatedDevice, SimulatedEvent, SimulatedStream
+from hooks.device.accelerator import SimulatedDevice
 from hooks.process import wrap_ec_connector, wrap_methods
 from hooks.worker.runners import wrap_runner_methods
 from ttft_otel.model import breakdown
@@ -54,6 +55,12 @@ class StepTruth:
     intervals: list[tuple[int, float, float]] = field(default_factory=list)
     sampled: float = 0.0
 
+    def resolve_times(self, device: Any) -> None:
+        """Host times of what the streams' mark() gave; a GPU knows them after a run."""
+        resolve = device.resolve_time
+        self.intervals = [(code, resolve(low), resolve(high)) for code, low, high in self.intervals]
+        self.sampled = self.sampled and resolve(self.sampled)
+
 
 class AsyncRunnerOutput:
     """An output whose copy is under way on a stream of its own (R1:269, A:115)."""
@@ -63,9 +70,8 @@ class AsyncRunnerOutput:
         self.output = output
         stream = runner.copy_stream
         stream.wait_stream(runner.device.main)
-        _, copied_at = stream.queue_work(COPY_US)
-        event = SimulatedEvent(stream, copied_at)
-        setattr(self, runner.awaited_event, event)
+        stream.queue_work(COPY_US)
+        setattr(self, runner.awaited_event, stream.make_awaited())
 
     def get_output(self) -> Any:
         """Sleep until the copy is complete (R1:324, A:174), then make lists of what was copied."""
@@ -96,7 +102,7 @@ class AcceleratedRunner:
         self.rows: int = options.get("rows", 1)
         self.aux_us: float = options.get("aux_us", 0.0)
         self.speculative_config = object() if work.drafter_us else None
-        self.copy_stream = SimulatedStream(device)
+        self.copy_stream = device.make_stream()
         self.truth = StepTruth()
         self.scheduled: Any = None
 
@@ -208,7 +214,7 @@ class AcceleratedRunnerV1(AcceleratedRunner):
         self.device.host.work(self.work.bookkeeping_us)
         if not self.asynchronous:  # R1:7195, a copy on the main stream and a wait for it
             self.device.main.queue_work(COPY_US)
-            SimulatedEvent(self.device.main, self.device.main.busy_until).synchronize()
+            self.device.main.make_awaited().synchronize()
             self.device.host.work(self.work.bookkeeping_us)
         if self.kv_connector is not None and self.work.drafter_us:
             self.kv_connector.wait_for_save(self)
@@ -244,6 +250,18 @@ class AcceleratedStepTiming:
         """The forward begins."""
 
 
+class AcceleratedPreForward:
+    """What begins before V2's forward up to vLLM 0.28: v1/worker/gpu/kv_connector.py:51 of 0.24."""
+
+    def __init__(self, runner: AcceleratedRunner) -> None:
+        self.runner = runner
+
+    def pre_forward(self) -> None:
+        """Loads of KV blocks begin here, whether the forward needs them or not."""
+        if self.runner.kv_connector is not None:
+            self.runner.kv_connector.start_load_kv(self.runner)
+
+
 class AcceleratedRunnerV2(AcceleratedRunner):
     """R2, and E where it only encodes. Its outputs are always asynchronous (A:115)."""
 
@@ -266,13 +284,18 @@ class AcceleratedRunnerV2(AcceleratedRunner):
             return self.make_output()
         if intermediate_tensors is not None:
             self.await_tensors()
-        AcceleratedStepTiming().forward_start()  # R2:1995
-        begin = self.device.main.mark()
-        if self.kv_connector is not None and scheduler_output.has_sync_kv_loads:  # C2:89
-            self.kv_connector.start_load_kv(self)
+        begin = self.begin_forward()
         self.launch_forward()
         self.note(breakdown.CODE_FORWARD, begin)
         return None
+
+    def begin_forward(self) -> Any:
+        """R2:1995, C2:89; the truth of where it begins."""
+        AcceleratedStepTiming().forward_start()
+        begin = self.device.main.mark()
+        if self.kv_connector is not None and self.scheduled.has_sync_kv_loads:
+            self.kv_connector.start_load_kv(self)
+        return begin
 
     def sample_tokens(self, grammar_output: Any = None) -> Any:
         """R2:2088: sample, start the copy (R2:2184), draft, save (R2:2299, C2:139)."""
@@ -301,6 +324,19 @@ class AcceleratedRunnerV2Of033(AcceleratedRunnerV2):
     """As of vLLM 0.33 (R2:2259): KV loads start right after the output's copy."""
 
     loads_before_drafter = True
+
+
+class AcceleratedRunnerV2Of026(AcceleratedRunnerV2):
+    """As up to vLLM 0.28: hooked where loads begin, before the forward and nowhere else."""
+
+    def begin_forward(self) -> Any:
+        """R2:1261 of 0.24."""
+        begin = self.device.main.mark()
+        AcceleratedPreForward(self).pre_forward()
+        return begin
+
+    def _start_load(self) -> None:
+        """They have begun before the forward."""
 
 
 class AcceleratedKvConnector:
@@ -344,7 +380,7 @@ class AcceleratedEcConnector:
         begin = runner.device.main.mark()
         runner.device.host.work(host_us)
         if waits:
-            SimulatedEvent(runner.device.main, runner.device.main.busy_until).synchronize()
+            runner.device.main.make_awaited().synchronize()
         runner.note(breakdown.CODE_EC_TRANSFER, begin)
 
 
@@ -357,6 +393,7 @@ def wrap_accelerated_classes() -> dict[str, type[AcceleratedRunner]]:
         AcceleratedStepTiming,
         AsyncRunnerOutput,
     )
+    wrap_methods(AcceleratedPreForward, {"worker.forward": "pre_forward"})
     wrap_methods(
         AcceleratedKvConnector,
         {"kv.load": "start_load_kv", "kv.save": "wait_for_save"},

@@ -106,6 +106,10 @@ class SimulatedHost:
                 limits = (5_000.0, half_us)
             self.sleep(self.chance.uniform(*limits))
 
+    def make_queue(self, latency_us: float) -> SimulatedQueue:
+        """A queue between two of its threads."""
+        return SimulatedQueue(self, latency_us)
+
     def start_thread(self, target: Callable[[], None]) -> None:
         """Start `target` as a thread of this host; it runs once the others sleep."""
         own = threading.Semaphore(0)
@@ -199,6 +203,22 @@ class SimulatedDevice:
         self.busy_until = 0.0
         self.main = SimulatedStream(self)
 
+    def synchronize(self) -> None:
+        """Wait for the main stream; a spinning host wakes up at once."""
+        self.host.sleep(max(0.0, self.main.busy_until - self.host.at) + 3)
+
+    def make_stream(self) -> SimulatedStream:
+        """One more stream."""
+        return SimulatedStream(self)
+
+    def measure_truth(self) -> AbstractContextManager[Any]:
+        """While the block runs, the package's clock is the host's, and marks are host times."""
+        return self.host.replace_clock()
+
+    def resolve_time(self, mark: float) -> float:
+        """The host's time of what a stream's mark() gave."""
+        return mark
+
     def make_event(self) -> SimulatedEvent:
         """An event with timing, on the main stream."""
         self.calls["make"] += 1
@@ -261,6 +281,10 @@ class SimulatedStream:
     def wait_stream(self, other: SimulatedStream) -> None:
         """Later work of this stream begins after all that `other` has queued by now."""
         self.busy_until = max(self.busy_until, other.busy_until)
+
+    def make_awaited(self) -> SimulatedEvent:
+        """A blocking event behind all that is queued by now."""
+        return SimulatedEvent(self, self.busy_until)
 
     def mark(self) -> float:
         """When an event that is recorded now would happen."""

@@ -203,23 +203,30 @@ CASES: Final[tuple[AcceleratorCase, ...]] = (
 )
 
 
+def simulate_device(case: AcceleratorCase) -> SimulatedDevice:
+    """The device of `case`, with a host of its own."""
+    host = SimulatedHost()
+    host.main_thread, host.late_us = case.main_thread, case.late_us
+    return SimulatedDevice(host, case.drift_ppm, case.sleepy, case.one_queue, case.foreign_us)
+
+
 def run_case(
     case: AcceleratorCase,
     kinds: dict[str, Any],
     runner_kind: str,
     loop: str,
     make_clock: Callable[..., device.StepClock] = device.DeviceClock,
+    make_device: Callable[[AcceleratorCase], Any] = simulate_device,
 ) -> Judgement:
     """Run `case` on a runner of `kinds` in a loop of LOOPS, and judge it.
 
-    make_clock: called as DeviceClock is.
+    make_clock: called as DeviceClock is. make_device: gives the device, and its host.
     """
-    host = SimulatedHost()
-    host.main_thread, host.late_us = case.main_thread, case.late_us
+    simulated = make_device(case)
+    host = simulated.host
     began_at = host.at
-    simulated = SimulatedDevice(host, case.drift_ppm, case.sleepy, case.one_queue, case.foreign_us)
     WORKER.clock = make_clock(simulated.make_event, simulated.is_idle)
-    with host.replace_clock():
+    with simulated.measure_truth():
         runner = _make_runner(case, kinds[runner_kind], simulated, loop)
         steps = [
             make_step(
@@ -237,6 +244,8 @@ def run_case(
     roles = {*WORKER.ec_roles}
     WORKER.drop_all()
     WORKER.ec_roles |= roles  # the connector stays
+    for outcome in outcomes:
+        outcome.truth.resolve_times(simulated)
     lost = breakdown.LATE_STAGE if case.receive_us else 0
     judgement = judge_outcomes(outcomes, case.chunks, case.encode_only, lost)
     judgement.reported_runs = len(step_loop.reported_runs)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from hooks.device.accelerated_runners import AcceleratedRunner, AsyncRunnerOutput, StepTruth
-from hooks.device.accelerator import SimulatedHost, SimulatedQueue
+from hooks.device.accelerator import SimulatedHost
 from hooks.process import CORE, WORKER
 from ttft_otel.model import breakdown
 from ttft_otel.tracing import carrier
@@ -141,9 +141,8 @@ class MultiprocLoop(StepLoop):
 
     def run(self, steps: list[Any]) -> list[StepOutcome]:
         """Three threads, which send to each other."""
-        to_worker = SimulatedQueue(self.host, 60)
-        to_reader = SimulatedQueue(self.host, 5)
-        to_core = SimulatedQueue(self.host, 60)
+        to_worker, to_core = self.host.make_queue(60), self.host.make_queue(60)
+        to_reader = self.host.make_queue(5)
 
         def work() -> None:
             for _ in steps:
