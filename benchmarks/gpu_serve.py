@@ -61,6 +61,9 @@ class ProbedServer(Protocol):
     ) -> list[ServeAnswer]:
         """All at once."""
 
+    def sleep_and_wake(self) -> None:
+        """Give the device's memory back, and take it again."""
+
     def delay_device(self, place: str, ms: float) -> AbstractContextManager[None]:
         """Each probe's step sleeps at `place`, on the device."""
 
@@ -153,6 +156,8 @@ def measure_servers(servers: ServerSet) -> dict[str, Figure]:
     with servers.traced.stream_beside(STREAMS):
         for place in STAGE_BY_PLACE:
             figures |= measure_delay(servers.traced, place, f"{place}_beside_{STREAMS}_streams")
+        servers.traced.sleep_and_wake()
+    figures["closed_after_sleep_share"] = measure_closing(servers.traced, (False, True))
     figures |= measure_saturation(servers.traced)
     figures |= measure_against_untraced(servers)
     figures["encoder_only_closed_share"] = measure_closing(servers.encoder, (True,), tokens=1)

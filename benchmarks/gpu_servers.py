@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ PLAIN_ATTENTION: Final = (
 PROBE_WORDS: Final = 600  # of a probe's prompt: more tokens than a step of the streams has
 MIN_PROBE_TOKENS: Final = 256
 STREAM_TOKENS: Final = 400
+CALL_TIMEOUT_S: Final = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def build_gpu_command(
         *("--dtype", "bfloat16", "--max-model-len", "8192", "--max-num-seqs", "64"),
         *("--gpu-memory-utilization", GPU_MEMORY_SHARE),
         *("--compilation-config", json.dumps(COMPILATION), "--enable-request-id-headers"),
-        *("--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"),
+        *("--no-enable-prefix-caching", "--mm-processor-cache-gb", "0", "--enable-sleep-mode"),
         *(PLAIN_ATTENTION if plain_attention else ()),
         *arguments,
     )
@@ -69,6 +71,7 @@ def build_gpu_command(
         "DO_NOT_TRACK": "1",
         "VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner],
         "VLLM_GPU_SYNC_CHECK": "error",
+        "VLLM_SERVER_DEV_MODE": "1",  # /sleep, /wake_up
     }
     plugins = join_plugin_paths(*(["inject"] if control else []))
     env["PYTHONPATH"] = ":".join(filter(None, (plugins, os.environ.get("PYTHONPATH", ""))))
@@ -119,6 +122,11 @@ class GpuServer:
             for seed in seeds
         ]
         return [read_answer(each) for each in ttft_client.send_timed_requests(self.url, requests)]
+
+    def sleep_and_wake(self) -> None:
+        """Its weights leave the device and come back, and what was captured is captured anew."""
+        for call in ("sleep?level=1", "wake_up"):
+            urllib.request.urlopen(f"{self.url}/{call}", data=b"", timeout=CALL_TIMEOUT_S).close()
 
     @contextlib.contextmanager
     def delay_device(self, place: str, ms: float) -> Iterator[None]:

@@ -21,8 +21,10 @@ STAGES = ("queue", "dispatch", "encoder.compute", "prefill.compute", "sample", "
 class SimulatedServer:
     """One request at a time on a device; `told_in`: a stage that gets what another one took.
 
-    unattributed_ms: of every answer.
+    unattributed_ms: of every answer; lost_by_sleep_ms: more of it after a sleep.
     """
+
+    lost_by_sleep_ms = 0.0
 
     def __init__(self, told_in: str = "", unattributed_ms: float = 0.0) -> None:
         self.told_in = told_in
@@ -56,6 +58,10 @@ class SimulatedServer:
         gaps = tuple(self.chance.randrange(990, 1010) for _ in range(tokens - 1))
         return ServeAnswer(stages, self.unattributed_ms, f"answer to {seed}", gaps)
 
+    def sleep_and_wake(self) -> None:
+        """After that something may be lost."""
+        self.unattributed_ms += self.lost_by_sleep_ms
+
     @contextlib.contextmanager
     def delay_device(self, place: str, ms: float) -> Iterator[None]:
         """For the block."""
@@ -87,6 +93,7 @@ def test_right() -> None:
               for beside in ("", "_beside_32_streams")]  # fmt: skip
     assert met.keys() == {
         *("closed_share", "encoder_only_closed_share", "equal_texts_share", "token_gap_ratio"),
+        "closed_after_sleep_share",
         *("saturated_wait_ms", "saturated_output_share"),
         *(f"{place}_{kind}_ms" for place in places for kind in ("error", "elsewhere")),
     }
@@ -107,6 +114,14 @@ def test_open() -> None:
 
     assert not met["closed_share"] and not met["encoder_only_closed_share"]
     assert met["forward_error_ms"]
+
+
+def test_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is lost once a server has slept misses the goal after it, and not the one before."""
+    monkeypatch.setattr(SimulatedServer, "lost_by_sleep_ms", 1.0)
+    met = measure(SimulatedServer(), SimulatedServer())
+
+    assert met["closed_share"] and not met["closed_after_sleep_share"]
 
 
 def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
