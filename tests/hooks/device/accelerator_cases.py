@@ -115,7 +115,6 @@ CASES: Final[tuple[AcceleratorCase, ...]] = (
         steps=400,
         drift_ppm=-500.0,
         unknowable_us=1_000,
-        untold=True,
     ),
     AcceleratorCase(
         "every thread gets a core 2 ms late, one request at a time",

@@ -17,8 +17,9 @@ from ttft_otel.tracing import clock
 
 UNKNOWN: Final = float("inf")
 # How fast the two clocks drift apart, as a rule; bounds widen with their age by as much. A host whose
-# time is being corrected drifts faster: ntpd slews by 500e-6, chrony by more.
+# time is being corrected drifts faster, as the third anchor can tell: ntpd slews by so much, chrony by more.
 DRIFT_SHARE: Final = 50e-6
+SLEW_SHARE: Final = 500e-6
 # From the end of a step's work until a thread that slept for its copy has read it, as a rule.
 READING_US: Final = 100
 # ... and until one that is woken has the interpreter's lock, beside a thread that computes in pure Python:
@@ -113,13 +114,14 @@ class TimeBounds:
 
     All bounds widen equally with their age, so that the best one stays the best: it is kept as if it
     had been learned at time 0. prompt: the best upper bound of those that a thread read which did not
-    wait for the interpreter's lock; second: the second best of these.
+    wait for the interpreter's lock, learned at the time `prompt_at`; second: the second best of these.
     """
 
-    __slots__ = ("high", "low", "prompt", "second")
+    __slots__ = ("high", "low", "prompt", "prompt_at", "second")
 
     def __init__(self) -> None:
         self.low = -UNKNOWN
+        self.prompt_at = 0
         self.high = self.prompt = self.second = UNKNOWN
 
     def add(self, now: int, low: float, high: float, is_prompt: bool) -> None:
@@ -134,7 +136,7 @@ class TimeBounds:
             return
         if high < self.prompt:
             self.second = self.prompt
-            self.prompt = high
+            self.prompt, self.prompt_at = high, now
         elif high < self.second:
             self.second = high
 
@@ -143,6 +145,7 @@ class TimeBounds:
         later = TimeBounds()
         later.low = self.low + us
         later.high, later.prompt, later.second = self.high + us, self.prompt + us, self.second + us
+        later.prompt_at = self.prompt_at
         return later
 
 
@@ -151,7 +154,8 @@ class Anchor:
 
     before: the anchor whose successor this is; what its steps have shown is valid for this one, too. What was
     inherited is not passed on, so that nothing older than two anchors counts. excess: by how much the
-    clocks drifted apart faster than DRIFT_SHARE within the last two anchors. steps: read so far.
+    clocks drifted apart faster than DRIFT_SHARE within the last two anchors, None: that is not known yet.
+    steps: read so far.
     """
 
     __slots__ = ("before", "bounds", "event", "excess", "inherited", "recorded_at", "steps")
@@ -162,7 +166,7 @@ class Anchor:
         self.before = before
         self.bounds = TimeBounds()
         self.inherited = TimeBounds()
-        self.excess = 0.0
+        self.excess: float | None = None
         self.steps = 0
 
     def estimate_time(
@@ -211,15 +215,20 @@ class Anchor:
             # How much later the second-best reader was shows how far the best one may be off.
             second = other.prompt if other.prompt < better.second else better.second
             spread = (second if second < UNKNOWN else better.prompt) + drift - high
-            error = min(error, READING_US + spread + 2 * self.excess)
+            error = min(error, READING_US + spread)
+            # Of the lower bounds as well, whose age is not known.
+            if self.excess is None:
+                error += (now - better.prompt_at) * SLEW_SHARE
+            else:
+                error += 2 * self.excess
         return base, round(error)
 
     def _inherit_bounds(self, before: Anchor) -> None:
         shift = before.event.elapsed_time(self.event) * 1000.0
         self.inherited = before.bounds.shift(shift)
         # Both are the best of their time: what was known before is too early by so much.
-        if before.inherited.prompt < before.bounds.prompt < UNKNOWN:
-            self.excess = before.bounds.prompt - before.inherited.prompt
+        if max(before.inherited.prompt, before.bounds.prompt) < UNKNOWN:
+            self.excess = max(0.0, before.bounds.prompt - before.inherited.prompt)
 
     def _start_anew(self, now: int, low: float, high: float, is_prompt: bool) -> None:
         """Drop what was known: the clocks have drifted faster than assumed, or one was set."""
