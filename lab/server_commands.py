@@ -44,6 +44,7 @@ class VllmOptions:
     async_scheduling: force what vLLM switches off on CPU, through the `inject` plugin.
     control: the JSON file of the `inject` plugin; naming one loads the plugin.
     connector: of the encoder cache; "ECCPUConnector" (here always over NIXL) needs runner v2.
+    plugins: more of lab/vllm_plugins.
     """
 
     model: Path
@@ -58,6 +59,7 @@ class VllmOptions:
     control: Path | None = None
     connector: str = EC_EXAMPLE_CONNECTOR
     connector_module: str | None = None
+    plugins: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -138,7 +140,7 @@ def build_vllm_environment(options: VllmOptions) -> dict[str, str]:
         "VLLM_USE_V2_MODEL_RUNNER": "1" if options.runner == "v2" else "0",
     }
     # Packages on PYTHONPATH with an entry point for vLLM's plugins.
-    plugins = ["no_spin"]
+    plugins = ["no_spin", *options.plugins]
     if options.runner == "v2":
         # The V2 runner's kernels are Triton's, which has no compiler for CPUs.
         env["TRITON_INTERPRET"] = "1"

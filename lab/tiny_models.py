@@ -51,6 +51,7 @@ class ModelRecipe:
     vision: also an image tower (Qwen2.5-VL instead of Qwen2).
     hidden, layers: width and depth of the language model; heads stay 32 wide.
     context: longest prompt in tokens.
+    experts: in each layer of a text model (Qwen3-MoE), of which a token takes two; 0: it has none.
     """
 
     vision: bool = True
@@ -59,10 +60,12 @@ class ModelRecipe:
     context: int = 8192
     vision_hidden: int = 128
     vision_depth: int = 4
+    experts: int = 0
 
 
 TEXT_RECIPE = ModelRecipe(vision=False)
 VISION_RECIPE = ModelRecipe()
+EXPERTS_RECIPE = ModelRecipe(vision=False, experts=4)
 # A 4k-token prefill takes about a second on one core: queueing becomes visible.
 HEAVY_RECIPE = ModelRecipe(hidden=512, layers=8)
 
@@ -222,10 +225,15 @@ def build_text_config(recipe: ModelRecipe, ids: dict[str, int]) -> dict[str, Any
 
 
 def build_text_model(recipe: ModelRecipe, ids: dict[str, int]) -> Any:
-    """A Qwen2 with random weights."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    """A Qwen2, or a Qwen3-MoE, with random weights."""
+    import transformers
 
-    return Qwen2ForCausalLM(Qwen2Config(**build_text_config(recipe, ids)))
+    fields = build_text_config(recipe, ids)
+    if not recipe.experts:
+        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields))
+    fields |= {"num_experts": recipe.experts, "num_experts_per_tok": 2, "head_dim": 32}
+    fields["moe_intermediate_size"] = recipe.hidden
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**fields))
 
 
 def build_vision_model(recipe: ModelRecipe, ids: dict[str, int]) -> Any:

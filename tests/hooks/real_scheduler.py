@@ -80,7 +80,7 @@ def make_vllm_config(**limits: Any) -> VllmConfig:
 class StepInFlight:
     """A step that was scheduled: the tokens that it samples, the embeddings that it encodes of each.
 
-    resumed: the scheduler had been paused since the step before.
+    resumed: the scheduler had been paused since the step before. is_dummy: another rank needed it.
     """
 
     output: Any
@@ -89,6 +89,7 @@ class StepInFlight:
     embeddings: dict[str, int]
     end: int = 0
     resumed: bool = False
+    is_dummy: bool = False
 
 
 class SchedulerDriver:
@@ -187,6 +188,18 @@ class SchedulerDriver:
         self.clock.tick(length_us)
         self.end_step(step)
         return step.output
+
+    def run_dummy(self, length_us: int = STEP_US) -> None:
+        """A batch without requests, which another rank needs; no step runs."""
+        core = SimpleNamespace(scheduler=self.scheduler)
+        none = SimpleNamespace(num_scheduled_tokens={})
+        step = StepInFlight(none, self.clock.at, {}, {}, resumed=self.paused, is_dummy=True)
+        self.paused = False
+        begun = clocks.now_us()
+        self.clock.tick(length_us)
+        CORE.record_dummy(begun, None, core)
+        step.end = self.last_end = self.clock.at
+        self.steps.append(step)
 
     def begin_step(self) -> StepInFlight:
         """Schedule a step; it may be that an earlier one has not ended."""

@@ -444,6 +444,24 @@ def test_the_step_before_is_a_part_of_dispatch() -> None:
     ]
 
 
+def test_the_wait_for_other_ranks_is_a_part_of_dispatch() -> None:
+    """It lies in the worker's preparation, as the host saw it; on a device the work may begin later."""
+    sync = {"taken": 1440, "sent": 1410, "sync_start": 1450, "sync_end": 1480}
+    step = EngineStep([(CODE_FORWARD, 1500, 1600)], 1700, **sync)
+    parts = [
+        ("schedule", 1400, 1410),
+        ("ipc", 1410, 1440),
+        ("prepare", 1440, 1450),
+        ("dp_sync", 1450, 1480),
+    ]
+
+    assert divide(steps=[step]) == [*parts, ("prepare", 1480, 1500)]
+    step.launched = 1485
+    assert divide(steps=[step])[4:] == [("prepare", 1480, 1485), ("previous_step", 1485, 1500)]
+    step.launched, step.sync_end = 0, 1510  # a clock that is off
+    assert divide(steps=[step]) == [*parts[:3], ("dp_sync", 1450, 1500)]
+
+
 def test_parts_of_dispatch_between_chunks() -> None:
     """The turnaround of the chunk before, then the next step; a stall between is no part."""
     steps = [

@@ -10,6 +10,7 @@ from tests.model.test_wait_reasons import PIECES, QUEUE
 from ttft_otel.model.breakdown import Breakdown
 from ttft_otel.model.held_waits import (
     SEGMENT_SIZE,
+    add_other_rank,
     divide_held,
     halve_segments,
     split_length,
@@ -25,7 +26,12 @@ from ttft_otel.tracing.request_trace import RequestTrace
 from ttft_otel.tracing.settings import Settings
 
 # From 50 on: 100 us of prompts, 200 us half prompts and half answers, nothing, own and others.
-SEGMENTS = [50, 100, 100, 0, 0, 0, 200, 100, 100, 0, 0, 140, 0, 0, 0, 0, 120, 60, 0, 0, 60]
+SEGMENTS = [
+    *(50, 100, 100, 0, 0, 0, 0),
+    *(200, 100, 100, 0, 0, 0),
+    *(140, 0, 0, 0, 0, 0),
+    *(120, 60, 0, 0, 60, 0),
+]
 TRACEPARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 
 
@@ -33,18 +39,22 @@ def test_divided() -> None:
     """A segment counts as far as it lies in the piece; time in none of them is idle."""
     queue, stall = divide_held(PIECES, SEGMENTS)
 
-    assert queue.lengths == (50 + 100, 100, 0, 0, 50)
-    assert stall.lengths == (50, 0, 0, 50, 0)
+    assert queue.lengths == (50 + 100, 100, 0, 0, 50, 0)
+    assert stall.lengths == (50, 0, 0, 50, 0, 0)
+    (stall,) = divide_held(PIECES[-1:], [0, 1000, 0, 0, 0, 0, 1000])
+    assert stall.lengths == (0, 0, 0, 0, 0, 100)
+    old = [50, 100, 100, 0, 0, 0, 200, 100, 100, 0, 0, 140, 0, 0, 0, 0, 120, 60, 0, 0, 60]
+    assert add_other_rank(old) == SEGMENTS and add_other_rank([]) == []
 
 
 def test_unknown() -> None:
     """An engine core that told nothing: no claim, rather than "idle"."""
     assert divide_held(PIECES, []) == []
-    assert divide_held(PIECES[1:2], [100])[0].lengths == (0, 0, 0, 0, 300)
+    assert divide_held(PIECES[1:2], [100])[0].lengths == (0, 0, 0, 0, 300, 0)
 
 
 segments = st.lists(
-    st.tuples(st.integers(0, 900), st.lists(st.integers(0, 300), min_size=4, max_size=4)),
+    st.tuples(st.integers(0, 900), st.lists(st.integers(0, 300), min_size=5, max_size=5)),
     max_size=40,
 )
 

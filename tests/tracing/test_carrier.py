@@ -12,6 +12,7 @@ from ttft_otel.model.breakdown import (
     CODE_ENCODER,
     CODE_FORWARD,
     LOST_FORWARD,
+    EngineStep,
     Marks,
 )
 from ttft_otel.model.names import keys
@@ -69,6 +70,33 @@ def test_one_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     short.steps[0].pairs = long.steps[0].pairs
     assert short == long and (long.steps[0].sent, long.steps[0].taken) == (910, 950)
     assert note == carrier.read_clock(made)
+
+
+def test_parts() -> None:
+    """What the host saw inside a step: sent, taken, the agreement of the ranks; and its drafter."""
+    made, marks = EngineTimeline(added=100, scheduled=900, entered=5000), Marks(1)
+    began = (carrier.CODE_SENT, 910, 0, carrier.CODE_TAKEN, 950, 970)
+    parts = (carrier.CODE_DRAFT, 4000, 4100, carrier.CODE_SYNC, 955, 965)
+    device = (carrier.CODE_CLOCK, clock.CLOCK_DEVICE, 30)
+    made.add_step((BOOT, 4000, 0, CODE_FORWARD, 1000, 3900, *parts, *began, *device))
+    carrier.decode_timeline(carrier.encode_timeline(made), marks)
+
+    pairs = [(CODE_FORWARD, 1000, 3900)]
+    step = EngineStep(pairs, 4000, 0, 950, 970, 910, 4000, 4100, 955, 965)
+    assert marks.steps == [step]
+
+
+def test_release_before() -> None:
+    """An engine core of the release before does not know waits for other ranks; all else is read."""
+    made, marks = make_timeline(), Marks(1)
+    made.held = [100, 700, 500, 100, 0, 0, 0]
+    text = carrier.encode_timeline(made)
+    old = text.replace("[11,", "[10,", 1).replace("500,100,0,0,0]", "500,100,0,0]")
+    found = carrier.decode_timeline(old, marks)
+
+    assert old != text and found is not None
+    assert marks.held == made.held and len(marks.steps) == 2
+    assert carrier.decode_timeline(old.replace("[10,", "[9,", 1), Marks(1)) is None
 
 
 def test_other_host() -> None:

@@ -43,7 +43,8 @@ class EngineStep(msgspec.Struct, gc=False):
     pairs: the worker's intervals (code, start, end). taken: the worker began with the step, by the host's
     clock. launched: it had queued the first interval's work for the device; 0 where the work began at once.
     sent: the engine core sent it to the workers, 0 unknown; `taken` where both are one process.
-    draft_start, draft_end: of a drafter that ran before the output was ready.
+    draft_start, draft_end: of a drafter that ran before the output was ready. sync_start, sync_end: of the
+    wait for other data-parallel ranks before the work, by the host's clock.
     """
 
     pairs: list[tuple[int, int, int]]
@@ -54,6 +55,8 @@ class EngineStep(msgspec.Struct, gc=False):
     sent: int = 0
     draft_start: int = 0
     draft_end: int = 0
+    sync_start: int = 0
+    sync_end: int = 0
 
 
 class Marks(msgspec.Struct, gc=False):
@@ -252,10 +255,10 @@ def divide_dispatch(pieces: list[tuple[str, int, int]], marks: Marks) -> list[tu
 
     pieces: of partition_marks(). Before the first interval of a step: `turnaround` until the request's step
     before has ended, `schedule` until the engine core sends it, `previous_step` until the one before its
-    first step has ended, `ipc` until the worker takes the step, `prepare` until the work is queued, and again
-    `previous_step` until the device begins. What lies between two intervals of a step is `prepare`. A piece
-    before a step that the worker does not tell of has no parts, and neither has a request with so many pieces
-    that the last ones are merged.
+    first step has ended, `ipc` until the worker takes the step, `prepare` until the work is queued, with
+    `dp_sync` inside it, and again `previous_step` until the device begins. What lies between two intervals of
+    a step is `prepare`. A piece before a step that the worker does not tell of has no parts, and neither has
+    a request with so many pieces that the last ones are merged.
     """
     if len(pieces) >= MAX_PIECES:
         return []
@@ -269,7 +272,7 @@ def _divide_usual_dispatch(
     if len(marks.steps) != 1 or marks.previous:
         return []
     step = marks.steps[0]
-    if len(step.pairs) != 1 or step.launched:
+    if len(step.pairs) != 1 or step.launched or step.sync_end:
         return []
     low, high, sent, taken = marks.scheduled, step.pairs[0][1], step.sent, step.taken
     if low < sent <= taken < high and ("dispatch", low, high) in pieces:
@@ -307,6 +310,8 @@ def _divide_dispatch_pieces(
             ("schedule", min(step.sent, step.taken)),
             ("previous_step", 0 if number else min(marks.previous, step.taken)),
             ("ipc", step.taken),
+            ("prepare", step.sync_start),
+            ("dp_sync", step.sync_end),
             ("prepare", step.launched or high),
         ):
             cursor.close_stage(part, max(cursor.position, min(mark, high)))

@@ -16,9 +16,8 @@ import msgspec
 from ttft_otel.model.stages import HOLDING_KIND_NAMES
 from ttft_otel.model.wait_reasons import WAIT_STAGES
 
-SEGMENT_SIZE: Final = len(
-    HOLDING_KIND_NAMES
-)  # its length, then all kinds but the last: idle is the rest
+SEGMENT_SIZE: Final = len(HOLDING_KIND_NAMES)  # its length, then all kinds but idle, the rest
+_IDLE: Final = HOLDING_KIND_NAMES.index("idle")
 _NOTHING: Final = (0,) * (SEGMENT_SIZE - 1)
 MAX_SEGMENTS: Final = 16  # of a wait; a longer one has longer segments
 
@@ -81,9 +80,7 @@ def divide_held(pieces: Iterable[tuple[str, int, int]], segments: Sequence[int])
 
 
 def _divide_piece(start: int, end: int, segments: Sequence[int]) -> tuple[int, ...]:
-    if len(segments) < SEGMENT_SIZE:  # nothing ran
-        return (*_NOTHING, end - start)
-    sums = list(_NOTHING)
+    sums = list(_NOTHING)  # where segments has only its begin, nothing ran
     position = segments[0]
     for index in range(1, len(segments) - SEGMENT_SIZE + 1, SEGMENT_SIZE):
         length = segments[index]
@@ -94,7 +91,16 @@ def _divide_piece(start: int, end: int, segments: Sequence[int]) -> tuple[int, .
             shares = kinds if high - low == length else split_length(high - low, kinds, length)
             sums = [*map(operator.add, sums, shares)]
         position += length
-    return (*sums, end - start - sum(sums))
+    return (*sums[:_IDLE], end - start - sum(sums), *sums[_IDLE:])
+
+
+def add_other_rank(segments: list[int]) -> list[int]:
+    """Segments of a release that did not know the last kind, with it."""
+    size = SEGMENT_SIZE - 1
+    wider = segments[:1]
+    for index in range(1, len(segments), size):
+        wider += (*segments[index : index + size], 0)
+    return wider
 
 
 def halve_segments(segments: list[int]) -> None:

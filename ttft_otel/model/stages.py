@@ -174,7 +174,7 @@ STAGES: Final[tuple[Stage, ...]] = (
         rule_group="engine_host",
         replayed="modelled",
         lost_with="compute",
-        injected_at=("schedule", "dispatch"),
+        injected_at=("schedule", "dispatch", "other_rank"),
         ends_as="dispatch",
         service_of=("encode", "prefill"),
     ),
@@ -304,7 +304,7 @@ UNATTRIBUTED: Final = "unattributed"
 # Parts are details inside a stage: child spans only. Adding them to stages would count time twice.
 STAGE_PARTS: Final[dict[str, tuple[str, ...]]] = {
     "preprocess": ("media", "tokenize", "multimodal"),
-    "dispatch": ("turnaround", "schedule", "previous_step", "ipc", "prepare"),
+    "dispatch": ("turnaround", "schedule", "previous_step", "ipc", "prepare", "dp_sync"),
     "output": ("draft", "collect", "transport", "detokenize"),
 }
 
@@ -327,14 +327,15 @@ WAIT_REASONS: Final[dict[str, str]] = {
     "stale_output": "What a step computed before its preemption is still on its way.",
 }
 WAIT_REASON_NAMES: Final[tuple[str, ...]] = tuple(WAIT_REASONS)
-# What the engine worked on while a request waited, in the order of EngineTimeline.held. Only
-# append. Time in a queue, and between chunks, is divided among them, too.
+# What the engine worked on while a request waited; EngineTimeline.held has all but `idle`, in this order.
+# Only append: a code is a position. Time in a queue, and between chunks, is divided among them, too.
 HOLDING_KINDS: Final[dict[str, str]] = {
     "prefill": "Prompts of other requests.",
     "decode": "Tokens of other requests' answers.",
     "encoder": "Media items of other requests.",
     "own": "Its own earlier chunks, or its own media items.",
     "idle": "No step ran, nor was it a step's turnaround: nothing could be scheduled, or a pause.",
+    "other_rank": "Requests of another data-parallel rank, for which this one ran a batch without requests.",
 }
 HOLDING_KIND_NAMES: Final[tuple[str, ...]] = tuple(HOLDING_KINDS)
 QUEUE_STAGES: Final[tuple[str, ...]] = ("encoder.queue", "prefill.queue")

@@ -13,12 +13,17 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from ttft_otel.model.breakdown import LOST_FORWARD, EngineStep, Marks
+from ttft_otel.model.held_waits import add_other_rank
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import Attributes
 from ttft_otel.model.stages import STAGES_BY_CODE
 from ttft_otel.model.timing import ClockNote
 from ttft_otel.tracing import clock, media_items
-from ttft_otel.tracing.engine_timeline import TIMELINE_VERSION, EngineTimeline
+from ttft_otel.tracing.engine_timeline import (
+    TIMELINE_VERSION,
+    WITHOUT_RANKS_VERSION,
+    EngineTimeline,
+)
 
 # Positions in a worker's record: the boot number of its host, the end of sampling, flags (LOST_* and
 # ENCODER_UNFINISHED), and from there on code, start and end of each interval.
@@ -34,7 +39,9 @@ CODE_CLOCK: Final = 0
 CODE_TAKEN: Final = -1
 # Before it: (CODE_SENT, when the engine core sent the step, by its host's clock, 0).
 CODE_SENT: Final = -2
-# No stage, but a part of `output`: (CODE_DRAFT, start, end) of the drafter, before that.
+# No stages, but parts: (CODE_SYNC, start, end) of the wait for other data-parallel ranks, by the host's
+# clock, before that; and of the drafter, in `output`, before both.
+CODE_SYNC: Final = -4
 CODE_DRAFT: Final = -3
 # Values of header_names.CARRIER_KEY on its way to the engine core: the API server reads the timeline that
 # replaces it, or does not trace the request. Without the key nobody would read a timeline.
@@ -124,7 +131,11 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
     except (msgspec.DecodeError, UnicodeEncodeError):
         return None
     details = timeline.read_details()
-    if timeline.version != TIMELINE_VERSION or 0 < len(details.media) < media_items.HEADER_LENGTH:
+    if 0 < len(details.media) < media_items.HEADER_LENGTH:
+        return None
+    if timeline.version == WITHOUT_RANKS_VERSION:
+        timeline.held = add_other_rank(timeline.held)
+    elif timeline.version != TIMELINE_VERSION:
         return None
     for place in range(0, len(details.waits) - 2, 3):
         code, start, end = details.waits[place : place + 3]
@@ -231,6 +242,8 @@ def _decode_step(record: tuple[int, ...]) -> EngineStep:
     if pairs and pairs[-1][0] == CODE_SENT:
         _, sent, _ = pairs.pop()
     step = EngineStep(pairs, record[RECORD_SAMPLED], record[RECORD_FLAGS], taken, launched, sent)
+    if pairs and pairs[-1][0] == CODE_SYNC:
+        _, step.sync_start, step.sync_end = pairs.pop()
     if pairs and pairs[-1][0] == CODE_DRAFT:
         _, step.draft_start, step.draft_end = pairs.pop()
     return step

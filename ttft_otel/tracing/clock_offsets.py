@@ -126,19 +126,14 @@ def _shift_core_marks(marks: Marks, offset: int) -> None:
     marks.held = [each - offset for each in marks.held[:1]] + marks.held[1:]
     if marks.foreign:
         return
-    marks.steps = [
-        EngineStep(
-            [(code, start - offset, end - offset) for code, start, end in step.pairs],
-            step.sampled and step.sampled - offset,
-            step.lost,
-            step.taken and step.taken - offset,
-            step.launched and step.launched - offset,
-            step.sent and step.sent - offset,
-            step.draft_start and step.draft_start - offset,
-            step.draft_end and step.draft_end - offset,
-        )
-        for step in marks.steps
-    ]
+    marks.steps = [_shift_step(step, offset) for step in marks.steps]
+
+
+def _shift_step(step: EngineStep, offset: int) -> EngineStep:
+    times = (step.sampled, step.taken, step.launched, step.sent, step.draft_start, step.draft_end)
+    sampled, *others = [time and time - offset for time in (*times, step.sync_start, step.sync_end)]
+    pairs = [(code, start - offset, end - offset) for code, start, end in step.pairs]
+    return EngineStep(pairs, sampled, step.lost, *others)
 
 
 def _remove_core_marks(marks: Marks) -> None:

@@ -45,8 +45,10 @@ def count_steps(steps: list[Any], start: int, end: int) -> int:
     return sum(low < end and high > start for low, high, _ in list_segments(steps))
 
 
-def divide_step(step: Any) -> dict[tuple[str, str], Fraction]:
+def divide_step(step: Any) -> Shares:
     """Each request's share of the step; they add up to 1, or to 0 for a step without work."""
+    if step.is_dummy:
+        return {("", "other_rank"): Fraction(1)}
     tokens = step.output.num_scheduled_tokens
     total = sum(tokens.values()) + sum(step.embeddings.values())
     shares: Shares = {}
@@ -81,4 +83,4 @@ def sum_kinds(steps: list[Any], own_id: str, start: int, end: int) -> dict[str, 
 def list_holders(steps: list[Any], own_id: str, start: int, end: int) -> list[Fraction]:
     """The shares of all holders, the largest first."""
     shares = sum_shares(steps, start, end)
-    return sorted([us for key, us in shares.items() if key[0] != own_id], reverse=True)
+    return sorted([us for key, us in shares.items() if key[0] not in ("", own_id)], reverse=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import tracemalloc
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from hooks.engine_core import blame_reference
 from hooks.engine_core.scheduler_events import with_any_events
 from hooks.fakes import FakeEngineCore, make_request
-from hooks.process import CORE
+from hooks.process import CORE, put_back_classes, wrap_methods
 from ttft_otel.hooks import vllm_fields
 from ttft_otel.hooks.engine_core import held_steps, holders
 from ttft_otel.model.stages import HOLDING_KIND_NAMES, QUEUE_STAGES, STALL_STAGE
@@ -100,6 +101,51 @@ def test_encoding(drive: MakeDriver) -> None:
     assert {kind for _, _, kind, _ in read_holders(driver, "image2")} == {"prefill", "encoder"}
 
 
+def test_other_rank(drive: MakeDriver) -> None:
+    """Who comes while its engine core runs a batch for another rank waits for that and its turnaround."""
+    driver = drive()
+    driver.clock.tick(5_000)
+    driver.run_dummy()  # nobody has come yet
+    driver.clock.tick(200)
+    late = driver.build("late")
+    driver.clock.tick(300)
+    driver.scheduler.add_request(late)
+    driver.run_dummy()
+    driver.clock.tick(700)
+    driver.run_until_answered("late")
+
+    assert sum_held(driver, "late", *QUEUE_STAGES) == {"idle": 300, "other_rank": 10_700}
+    assert read_holders(driver, "late") == []
+    assert not CORE.held.log.times
+
+
+def test_other_rank_of_a_real_engine_core(drive: MakeDriver) -> None:
+    """The hook is around the method that DPEngineCoreProc calls, and its failure is vLLM's own."""
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCore
+
+    driver = drive()
+    core = DPEngineCoreProc.__new__(DPEngineCoreProc)
+    core.scheduler = driver.scheduler
+
+    def execute_dummy_batch() -> None:
+        driver.clock.tick(2_000)
+        driver.add("late")
+        driver.clock.tick(3_000)
+
+    core.model_executor = SimpleNamespace(execute_dummy_batch=execute_dummy_batch)
+    wrap_methods(EngineCore, {"engine.dummy": "execute_dummy_batch"})
+    try:
+        core.execute_dummy_batch()
+        core.model_executor = None
+        with pytest.raises(AttributeError):
+            core.execute_dummy_batch()
+        driver.run_until_answered("late")
+    finally:
+        put_back_classes()
+
+    assert sum_held(driver, "late", *QUEUE_STAGES) == {"other_rank": 3_000}
+
+
 def test_alone(drive: MakeDriver) -> None:
     """Nobody else is there: no step ran, and nobody is named."""
     driver = drive()
@@ -142,7 +188,7 @@ def test_aborted(drive: MakeDriver) -> None:
     timeline = carrier.decode_timeline(CORE.aborted["second"], Marks(1))
 
     assert timeline is not None
-    assert timeline.held[1::5] == [10_000, 2_500] and timeline.held[3::5] == [10_000, 2_500]
+    assert timeline.held[1::6] == [10_000, 2_500] and timeline.held[3::6] == [10_000, 2_500]
     assert timeline.read_details().holders[0][:4] == (12_500, 2, 1, "first")
     assert not CORE.held.unanswered and not CORE.held.log.times
 
@@ -228,7 +274,9 @@ def check_blame(driver: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("overlapping", [False, True])
-@with_any_events(["add", "add", "other", "image", "step", "step", "begin", "abort", "pause"])
+@with_any_events(
+    ["add", "add", "other", "image", "step", "step", "begin", "abort", "pause", "dummy"]
+)
 def test_any_steps(
     drive: MakeDriver,
     overlapping: bool,
@@ -265,6 +313,9 @@ def test_any_steps(
             abort_request(driver, size, running)
         elif what == "pause":
             driver.pause(size)
+        elif what == "dummy":
+            if not running:  # the engine core makes one only where no step ran
+                driver.run_dummy(size * 10)
         else:
             running.append(driver.begin_step())
             if what == "step" or not overlapping or len(running) > 1:

@@ -2,7 +2,7 @@
 """Fake model runners with the method names of vLLM's V1 and V2, wrapped by the real hooks.
 
 Their work takes known times on a still clock: encoder 300, save 40, preparation 20, forward 1000,
-logits 5, sampler 7, drafter 60 microseconds.
+logits 5, sampler 7, drafter 60, agreement of the ranks 500 microseconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hooks.process import wrap_ec_connector, wrap_methods
 from ttft_otel.testing import FakeClock
 
 ENCODER_US, SAVE_US, PREPARE_US, FORWARD_US, LOGITS_US, SAMPLER_US = 300, 40, 20, 1000, 5, 7
-DRAFTER_US = 60
+DRAFTER_US, SYNC_US = 60, 500
 EMPTY = SimpleNamespace(req_ids=[])  # vLLM shares one empty output between all its steps
 
 
@@ -63,6 +63,7 @@ class FakeRunner:
         self.speculative_config: Any = None
         self.raises = False
         self.state: Any = None
+        self.ranks = 1  # data-parallel ones
         self.has_encoded = False  # all items of its steps are in its cache, or prompt embeddings
 
     def encode_items(self, scheduled: Any) -> None:
@@ -78,6 +79,12 @@ class FakeRunner:
         self.clock.tick(PREPARE_US)
         if self.raises:
             raise RuntimeError("out of memory")
+        for _ in range(self.ranks - 1):
+            self.synchronize_ranks()
+
+    def synchronize_ranks(self) -> None:
+        """Functions of their own in vLLM."""
+        self.clock.tick(SYNC_US)
 
     def make_output(self) -> Any:
         """The step's output."""
@@ -196,6 +203,8 @@ def wrap_runner_classes() -> dict[str, type[FakeRunner]]:
     wrap_runner_methods(
         RunnerV1, RunnerV2, FakeEncoderRunner, FakeStepTimingCollector, PendingOutput
     )
+    for kind in (RunnerV1, RunnerV2):
+        wrap_methods(kind, {"worker.dp_sync": "synchronize_ranks"})
     return {"V1": RunnerV1, "V2": RunnerV2}
 
 

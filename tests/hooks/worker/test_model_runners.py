@@ -21,6 +21,7 @@ from hooks.worker.runners import (
     PREPARE_US,
     SAMPLER_US,
     SAVE_US,
+    SYNC_US,
     PendingOutput,
     RunnerV1,
     connect_ec,
@@ -32,6 +33,7 @@ from ttft_otel.hooks.worker import device, model_runners
 from ttft_otel.model import breakdown
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing import clock as clocks
+from ttft_otel.tracing.engine_timeline import EngineTimeline
 
 RunnerMaker = Callable[..., Any]
 START_US = 1_000_000
@@ -93,6 +95,24 @@ def test_drafter(make_runner: RunnerMaker) -> None:
     drafts = [entry for entry in entries if entry[0] == carrier.CODE_DRAFT]
     is_v1 = isinstance(runner, RunnerV1)
     assert drafts == [(carrier.CODE_DRAFT, begin, begin + DRAFTER_US)] * is_v1
+
+
+def test_other_ranks(make_runner: RunnerMaker) -> None:
+    """The first agreement with other ranks, as the host saw it; a drafter's is not before the work."""
+    runner = make_runner()
+    runner.ranks = 3  # two agreements
+    record = run_step(runner, make_scheduler_output({"a": 10}))._ttft_record
+    marks = EngineTimeline(steps=[record], boot=record[0])
+    found = breakdown.Marks(1)
+    carrier.decode_timeline(carrier.encode_timeline(marks), found)
+    (step,) = found.steps
+
+    begin = START_US + PREPARE_US
+    assert (step.sync_start, step.sync_end) == (begin, begin + SYNC_US)
+    assert [pair[:2] for pair in step.pairs] == [(F, begin + 2 * SYNC_US)]
+    runner.ranks = 1
+    plain = run_step(runner, make_scheduler_output({"a": 10}))._ttft_record
+    assert carrier.CODE_SYNC not in plain[carrier.RECORD_INTERVALS :: 3]
 
 
 def test_marked(make_runner: RunnerMaker) -> None:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from ttft_otel.hooks import vllm_fields
-from ttft_otel.hooks.engine_core.step_log import HeldRequest, StepLog
+from ttft_otel.hooks.engine_core.step_log import NO_SUMS, HeldRequest, StepLog
 from ttft_otel.hooks.engine_core.step_work import (
     StepWork,
     describe_step,
@@ -26,7 +26,9 @@ from ttft_otel.tracing import clock
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 
 MAX_FOLLOWED: Final = 512  # requests; more are not followed
-_NO_STEP: Final = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+_NO_STEP: Final = SimpleNamespace(
+    num_scheduled_tokens={}, total_num_scheduled_tokens=0, scheduled_new_reqs=()
+)
 
 
 class HeldRequests:
@@ -122,7 +124,7 @@ class HeldRequests:
             # What lies between was not waited for, or nothing ran in it.
             segments = held.timeline.held
             gap = self.log.edge - segments[0] - sum(segments[1::SEGMENT_SIZE])
-            segments += (max(gap, 0), 0, 0, 0, 0)
+            segments += (max(gap, 0), *NO_SUMS, 0)
             held.last = max(self.log.edge, held.last)
             held.sums = self.log.sums
             held.own = None
@@ -156,6 +158,18 @@ class HeldRequests:
         if work is None:
             work = describe_step(scheduler, output, 0)
             log.holders.open_step(work, scheduler.requests)
+        self._close_work(scheduler, work, now)
+
+    def close_dummy(self, scheduler: Any, begun: int, now: int) -> None:
+        """A batch without requests, which another rank needed, has run from `begun` to `now` (us)."""
+        if self.followed or self.unmarked:
+            self.log.settle()
+            work = StepWork(_NO_STEP, begun, 0, 0, 0, resumed=self.log.halted, is_dummy=True)
+            self.log.halted = False  # the end of a pause is noted as well
+            self._close_work(scheduler, work, now)
+
+    def _close_work(self, scheduler: Any, work: StepWork, now: int) -> None:
+        log = self.log
         if not log.edge:
             if self._ended and len(self._ended) == len(self.unmarked) and self._settle_taken(work):
                 return
@@ -203,7 +217,7 @@ class HeldRequests:
         before = self.log.latest
         if (gap := begin - self.log.edge) <= 0:
             return
-        if before is None or not before.total or work.resumed:
+        if before is None or not (before.total or before.is_dummy) or work.resumed:
             self.log.add_edge(begin)
             self.log.edge = begin
             return
@@ -312,7 +326,7 @@ class HeldRequests:
             held.add_segment(begin, held.sums)
         if elapsed and work.total:
             shares = split_step(elapsed, work.prefill, work.decode, work.encoder, work.total)
-            held.timeline.held += (elapsed, *shares, 0)
+            held.timeline.held += (elapsed, *shares, 0, 0)
 
     def _forget_arrival(self, held: HeldRequest) -> None:
         for _ in range(len(self.unmarked)):  # the input thread may append meanwhile

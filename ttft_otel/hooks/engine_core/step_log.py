@@ -20,7 +20,8 @@ from ttft_otel.tracing.engine_timeline import EngineTimeline
 MAX_EDGES: Final = 512  # ends of steps that are kept; of older ones every second is forgotten
 MAX_IN_FLIGHT: Final = 8  # scheduled steps that have not ended
 
-Sums = tuple[int, int, int]  # microseconds of PREFILL, DECODE, ENCODER
+Sums = tuple[int, int, int, int]  # microseconds of PREFILL, DECODE, ENCODER, OTHER_RANK
+NO_SUMS: Final[Sums] = (0, 0, 0, 0)
 
 
 class HeldRequest(msgspec.Struct, eq=False, gc=False):
@@ -37,7 +38,7 @@ class HeldRequest(msgspec.Struct, eq=False, gc=False):
     ended: int = 0
     #: The time up to which `timeline.held` is written, and the log's sums then; 0 while it waits.
     last: int = 0
-    sums: Sums = (0, 0, 0)
+    sums: Sums = NO_SUMS
     #: The latest step that computed a part of it.
     own: StepWork | None = None
     #: False for one beyond MAX_FOLLOWED, or whose arrival was not seen.
@@ -55,7 +56,8 @@ class HeldRequest(msgspec.Struct, eq=False, gc=False):
         """Write what ran from `last` up to the time `upto` (us), when the log's sums are these."""
         before = self.sums
         self.timeline.held += (
-            upto - self.last, sums[0] - before[0], sums[1] - before[1], sums[2] - before[2], 0
+            upto - self.last, sums[0] - before[0], sums[1] - before[1], sums[2] - before[2],
+            0, sums[3] - before[3],
         )  # fmt: skip
         self.last = upto
         self.sums = sums
@@ -86,7 +88,7 @@ class StepLog:
         """Empty the log: no traced request waits any more."""
         #: The time up to which `sums` count: the latest step's end, later the next one's begin; 0: no step.
         self.edge = 0
-        self.sums: Sums = (0, 0, 0)
+        self.sums = NO_SUMS
         #: The end of the latest step.
         self.step_end = 0
         self.latest: StepWork | None = None
@@ -124,14 +126,21 @@ class StepLog:
         """Up to `now` (us) the engine was the step's for `length`: it has ended, or its turnaround has."""
         steady = 0
         if length:
-            prefill, decode, encoder = self.sums
-            if work.decode == work.total:  # most steps; also those without work
-                self.sums = (prefill, decode + length if work.total else decode, encoder)
-                steady = work.decoders if work.total else 0
+            prefill, decode, encoder, other_rank = self.sums
+            if not work.total:
+                self.sums = (prefill, decode, encoder, other_rank + length * work.is_dummy)
+            elif work.decode == work.total:  # most steps
+                self.sums = (prefill, decode + length, encoder, other_rank)
+                steady = work.decoders
             else:
                 shares = split_step(length, work.prefill, work.decode, work.encoder, work.total)
                 prefill_us, decode_us, encoder_us = shares
-                self.sums = (prefill + prefill_us, decode + decode_us, encoder + encoder_us)
+                self.sums = (
+                    prefill + prefill_us,
+                    decode + decode_us,
+                    encoder + encoder_us,
+                    other_rank,
+                )
             self.add_edge(now)
         self.edge = now
         self.latest = work
@@ -159,8 +168,8 @@ class StepLog:
         if not self.extended or self.latest is None:
             return
         length = self.edge - self.times[-1]
-        prefill, decode, encoder = self.sums
-        self.sums = self.all_sums[-1] = (prefill, decode + length, encoder)
+        prefill, decode, encoder, other_rank = self.sums
+        self.sums = self.all_sums[-1] = (prefill, decode + length, encoder, other_rank)
         self.times[-1] = self.step_end = self.edge
         self.holders.decoded += (length << SCALE) // self.latest.decoders
         self.holders.decode_steps += self.extended

@@ -16,7 +16,7 @@ import msgspec
 from ttft_otel.model.held_waits import SEGMENT_SIZE
 from ttft_otel.model.stages import HOLDING_KIND_NAMES
 
-PREFILL, DECODE, ENCODER, OWN, IDLE = range(len(HOLDING_KIND_NAMES))
+PREFILL, DECODE, ENCODER, OWN, IDLE, OTHER_RANK = range(len(HOLDING_KIND_NAMES))
 MAX_LOOKED_AT: Final = 32  # requests of a step that are looked at to find prompts
 MAX_NAMED: Final = 8  # requests of each kind that are named
 SCALE: Final = 10  # bits of a microsecond's fraction in `held`: shares of many short steps add up
@@ -52,10 +52,12 @@ class StepWork(msgspec.Struct, eq=False, gc=False):
     unnamed: bool = False
     #: The scheduler was paused before it.
     resumed: bool = False
+    #: Another data-parallel rank needed it; this one has nothing to compute.
+    is_dummy: bool = False
     #: Microseconds from its end to the next step's begin, once known.
     turnaround: int = 0
     #: The sums of the log at that begin (step_log.py).
-    sums: tuple[int, int, int] = (0, 0, 0)
+    sums: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 def describe_step(scheduler: Any, output: Any, scheduled: int) -> StepWork:
@@ -123,10 +125,11 @@ def take_out_own(segments: list[int], request_id: str, work: StepWork | None) ->
     tokens = work.output.num_scheduled_tokens.get(request_id, 0)
     embeddings = sum([count for count, each in work.items if each == request_id])
     # A request with one token counts as one that decodes (step_work.py).
-    for place, weight in ((-4 if tokens > 1 else -3, tokens), (-2, embeddings)):
+    for kind, weight in ((PREFILL if tokens > 1 else DECODE, tokens), (ENCODER, embeddings)):
+        place = kind + 1 - SEGMENT_SIZE
         own = min(length * weight // work.total, segments[place])
         segments[place] -= own
-        segments[-1] += own
+        segments[OWN + 1 - SEGMENT_SIZE] += own
 
 
 def share_decode(work: StepWork, length: int, total: int) -> int:

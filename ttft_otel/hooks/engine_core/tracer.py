@@ -20,7 +20,11 @@ from ttft_otel.hooks.engine_core.kv import BlockTransfers
 from ttft_otel.hooks.engine_core.own_requests import OwnRequests, find_error
 from ttft_otel.hooks.engine_core.waiting import WaitingQueue
 from ttft_otel.hooks.vllm_fields import SchedulerFacts
-from ttft_otel.hooks.worker.model_runners import MAX_UNFINISHED_STEPS, WorkerTracer
+from ttft_otel.hooks.worker.model_runners import (
+    MAX_UNFINISHED_STEPS,
+    WorkerTracer,
+    stamp_time,
+)
 from ttft_otel.hooks.wrap import NEW_REQUESTS, Hook, Patcher
 from ttft_otel.model import breakdown
 from ttft_otel.model.names import header_names, keys
@@ -141,6 +145,8 @@ class EngineCoreTracer:
             ),
             "scheduler.pause": Hook(after=self.record_pause, ready=unanswered),
             "scheduler.free": Hook(before=self.record_freed, ready=unanswered),
+            # Also while nobody waits: who waits at its end has come meanwhile.
+            "engine.dummy": Hook(before=stamp_time, after=self.record_dummy),
             "kv.arrive": Hook(before=self.blocks.record_arrivals, ready=self.blocks.tracked),
         }
 
@@ -265,6 +271,10 @@ class EngineCoreTracer:
             if not timeline.complete:
                 timeline.open_details().left_out = now
                 self.queue.note_stall(timeline, queue_reasons.PAUSED, now)
+
+    def record_dummy(self, begun: int, result: Any, core: Any) -> None:
+        """After execute_dummy_batch(): who came meanwhile has waited for it."""
+        self.held.close_dummy(core.scheduler, begun, clock.now_us())
 
     def _find_unseen(self, request: Any) -> EngineTimeline | None:
         """A timeline for a traced request whose arrival was not seen, as the hook at it is missing."""

@@ -57,6 +57,16 @@ CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
         part=True,
     ),
     PatchTarget(
+        # DPEngineCoreProc's loop, for models with experts; every rank takes part in each step of any.
+        name="engine.dummy",
+        process="core",
+        places=(TargetPlace("vllm.v1.engine.core", "EngineCore.execute_dummy_batch"),),
+        marks="that a queued request waits for a batch of another data-parallel rank",
+        why="it runs without schedule(), so that no step is seen",
+        drop_when="scheduling events say that requests wait, and why",
+        part=True,
+    ),
+    PatchTarget(
         # Called by finish_requests() (aborts) and by update_from_output(): hooks distinguish them.
         name="scheduler.free",
         process="core",

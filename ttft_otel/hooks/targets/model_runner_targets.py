@@ -79,6 +79,19 @@ WORKER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         drop_when=VLLM_EMITS_IT,
     ),
     PatchTarget(
+        # Only with experts. V2 does it in a function of its own, before encoder and forward as V1.
+        name="worker.dp_sync",
+        process="worker",
+        places=(
+            TargetPlace("vllm.v1.worker.dp_utils", "_synchronize_dp_ranks"),
+            TargetPlace("vllm.v1.worker.gpu.dp_utils", "sync_cudagraph_and_dp_padding"),
+        ),
+        marks="dispatch: the wait for other data-parallel ranks",
+        why="runner internals have no events",
+        drop_when=VLLM_EMITS_IT,
+        part=True,
+    ),
+    PatchTarget(
         name="worker.sample",
         process="worker",
         places=(

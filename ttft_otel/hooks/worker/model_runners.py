@@ -60,6 +60,8 @@ class StepStamps(msgspec.Struct, eq=False):
     #: When the worker took the step, and the engine core sent it, by the host's clock.
     taken: int = 0
     sent: int = 0
+    #: From when to when it waited for other data-parallel ranks, by the host's clock.
+    synced: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         self.taken = clock.now_us()
@@ -156,6 +158,7 @@ class WorkerTracer:
             "worker.forward": Hook(
                 before=self.stamp_forward_start, after=self.record_forward, ready=steps
             ),
+            "worker.dp_sync": Hook(before=stamp_time, after=self.record_sync, ready=steps),
             "worker.sample": Hook(after=self.stamp_sampled, ready=steps),
             "worker.draft": Hook(
                 before=self.stamp_interval_start, after=self.record_draft, ready=steps
@@ -227,6 +230,11 @@ class WorkerTracer:
         """After the encoder: on a device the end is an event in the stream; nothing waits for it."""
         if begin is not None and self.open_steps:
             self.open_steps[0].close_interval(breakdown.CODE_ENCODER, begin)
+
+    def record_sync(self, begin: int, result: Any, *args: Any, **kwargs: Any) -> None:
+        """After the agreement with other ranks; a drafter can have one more, which is not before the work."""
+        step = self.open_steps[0]
+        step.synced = step.synced or (begin, clock.now_us())
 
     def stamp_forward_start(self, owner: Any, *args: Any, **kwargs: Any) -> int | None:
         """Before the forward. V2's targets only mark its start (None): the first of them counts."""
@@ -330,6 +338,8 @@ class WorkerTracer:
         if step.draft is not None:
             begin, end = (placement.places[index] for index in step.draft)
             flat += (carrier.CODE_DRAFT, begin, end) if begin and end else ()
+        if step.synced is not None:
+            flat += (carrier.CODE_SYNC, *step.synced)
         flat += (carrier.CODE_SENT, step.sent, 0)
         if step.clock.kind == clock.CLOCK_HOST:
             flat += (carrier.CODE_TAKEN, step.taken, 0)
@@ -422,6 +432,11 @@ class WorkerTracer:
         if interval is not None:
             del self.unfinished_steps[request_id]
         return interval
+
+
+def stamp_time(*args: Any, **kwargs: Any) -> int:
+    """Before a wait for other data-parallel ranks: the time."""
+    return clock.now_us()
 
 
 def report_unhooked_runner(_: None, result: Any, worker: Any, *args: Any, **kwargs: Any) -> None:

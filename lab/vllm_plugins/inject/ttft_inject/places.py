@@ -67,6 +67,7 @@ class InjectionPoint:
 
 
 TEXT_FORWARD = ("vllm.model_executor.models.qwen2", "Qwen2ForCausalLM", "forward")
+EXPERTS_FORWARD = ("vllm.model_executor.models.qwen3_moe", "Qwen3MoeForCausalLM", "forward")
 # Of several addresses of one place those that a release has are used; no release runs two of them
 # for one call. `_tokenize_prompt_async` is a method up to 0.24 and made from the other one later.
 INJECTION_POINTS = (
@@ -106,6 +107,9 @@ INJECTION_POINTS = (
         "forward",
     ),
     InjectionPoint("forward", *TEXT_FORWARD, is_last_stage),
+    InjectionPoint("forward", *EXPERTS_FORWARD),
+    # A rank without requests, before it meets the others.
+    InjectionPoint("other_rank", "vllm.v1.worker.gpu_worker", "Worker", "execute_dummy_batch"),
     InjectionPoint("pipeline", *TEXT_FORWARD, is_earlier_stage),
     InjectionPoint("sample", "vllm.v1.sample.sampler", "Sampler", "forward"),
     InjectionPoint("sample", "vllm.v1.worker.gpu.sample.sampler", "Sampler", "__call__"),
@@ -129,8 +133,8 @@ FILE_CONNECTOR_PLACES = {
 # All places of the points above and of the patches below, in the order in which a request passes.
 PLACES = (
     "receive", "media", "tokenize", "multimodal", "ipc", "ec_wait", "ec_asked", "queue",
-    "kv_wait", "schedule", "dispatch", "pipeline", "ec_load", "encoder", "ec_save", "ec_copy", "kv_load",
-    "forward", "sample", "output", "egress",
+    "kv_wait", "schedule", "dispatch", "other_rank", "pipeline", "ec_load", "encoder", "ec_save", "ec_copy",
+    "kv_load", "forward", "sample", "output", "egress",
 )  # fmt: skip
 
 
