@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from pathlib import Path
 from threading import Event, Thread
@@ -21,6 +22,7 @@ from ttft_otel.model.names import env_names
 from ttft_otel.report.receive.receiver import OTLP_TRACE_SERVICE
 from ttft_otel.report.report_server import ReportServer, run_server
 from ttft_otel.report.serve_options import ServeOptions
+from ttft_otel.router.limits import RouterLimits
 from ttft_otel.tracing.settings import Settings
 
 ALICE, BOB = "alice-1", "bob-ü"
@@ -66,6 +68,38 @@ async def test_reports_have_owners(sampler: str) -> None:
         # Her own is replaced by her own.
         await router.post_chat(Authorization=f"Bearer {ALICE}", X_Request_Id=ORDER)
         assert await read_report(router, ALICE) != (200, hers)
+
+
+async def test_a_key_has_its_share() -> None:
+    """--max-key-requests: however many requests one key has open, the other key is answered."""
+    permits = asyncio.Semaphore(0)
+    plan, limits = InstancePlan({}, permits=permits), RouterLimits(max_key_requests=2)
+    async with fake_instances.run_routed_instances([plan], keys=[ALICE, BOB], limits=limits) as (
+        router,
+        one,
+    ):
+
+        async def post(key: str) -> int:
+            return (await router.post_chat(Authorization=f"Bearer {key}"))[0]
+
+        held = [asyncio.create_task(post(ALICE)) for _ in range(2)]
+        await fake_instances.wait_until(lambda: len(one.received) == 2)
+        assert [await post(ALICE) for _ in range(5)] == [429] * 5
+        assert (await router.post_body("/v1/files", b"x", Authorization=f"Bearer {ALICE}"))[
+            0
+        ] == 429
+        assert router.app.admission.refusal_counts["share"] == 6
+        other = asyncio.create_task(post(BOB))
+        await fake_instances.wait_until(lambda: len(one.received) == 3)
+        # Who leaves gives its share back, and so does who has its answer.
+        held[0].cancel()
+        await fake_instances.wait_until(lambda: any(each.cancelled_us for each in one.received))
+        held[0] = asyncio.create_task(post(ALICE))
+        await fake_instances.wait_until(lambda: len(one.received) == 4)
+        for _ in range(100):
+            permits.release()
+        assert [await each for each in (*held, other)] == [200] * 3
+        assert [await post(ALICE) for _ in range(5)] == [200] * 5
 
 
 async def test_without_keys_the_first_stays() -> None:

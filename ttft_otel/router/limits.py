@@ -58,6 +58,9 @@ class RouterLimits:
         "Bytes of all request bodies together that the router holds.",
         "503",
     )
+    max_key_requests: int = declare_limit(
+        0, "Requests of one API key under way, in each worker; 0: any number.", "429", minimum=0
+    )
 
     # Of instances, and of work that one request makes: upstream/ and disagg/.
     max_items: int = declare_limit(

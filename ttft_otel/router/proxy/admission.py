@@ -43,6 +43,7 @@ class AdmissionGate:
         self.is_memory_short = False  # its container's is used up nearly
         self.upstream_authorization = build_authorization(upstream_key)
         self.refusal_counts: Counter[str] = Counter()
+        self._requests_by_owner: Counter[str] = Counter()  # with --max-key-requests
         self._refreshed_us = 0
         self.client_keys: tuple[bytes, ...] = ()
         self.set_client_keys(client_keys)
@@ -94,7 +95,23 @@ class AdmissionGate:
             media_type = forwarded.get("content-type", "").partition(";")[0].strip().lower()
             if media_type != JSON_TYPE:
                 raise RequestRejected(415, f"Unsupported media type: send {JSON_TYPE}.")
+        if owner and (most := self.upstream.limits.max_key_requests):
+            # Last: what is refused before has no share to give back.
+            if self._requests_by_owner[owner] >= most:
+                raise RequestRejected(
+                    429,
+                    "Too many requests of this API key are under way.",
+                    "RateLimitError",
+                    retry_after_s=1,
+                    reason="share",
+                )
+            self._requests_by_owner[owner] += 1
         return owner
+
+    def end_request(self, owner: str) -> None:
+        """A request that was admitted is over."""
+        if owner and self.upstream.limits.max_key_requests:
+            self._requests_by_owner[owner] -= 1
 
     def check_api_key(self, authorization: str) -> str:
         """The owner of what has the key in `authorization`: the same for one key, whichever worker asks.

@@ -134,6 +134,8 @@ class ProxyEndpoint:
             if disconnect_watch is not None:
                 disconnect_watch.end()
             exchange.record_last_send()
+            if exchange.owner:
+                self.admission.end_request(exchange.owner)
             if client_body is not None:
                 self.body_budget.release_body(client_body)
             self._end_exchange(exchange)
