@@ -15,11 +15,13 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner
 from commands.router.test_router_process import run_command
+from opentelemetry.sdk.trace.export import SpanExportResult
 from router import fake_instances, raw_http
 from router.fake_instances import FakeInstance, InstancePlan, RunningRouter, find_unused_url
 
 from lab.certificates import make_certificate, sign_certificate
 from ttft_otel.commands.router.command import command
+from ttft_otel.exporter.otlp_exporter import build_span_exporter
 from ttft_otel.router.upstream import upstream_client
 from ttft_otel.router.upstream.client_tls import ClientTls
 
@@ -54,23 +56,31 @@ def authorities(tmp_path_factory: pytest.TempPathFactory) -> Authorities:
 
 
 @contextlib.asynccontextmanager
-async def run_encrypted(
-    own: Pair, clients: Path | None = None, port: int = 0
-) -> AsyncIterator[FakeInstance]:
-    """An instance that shows this certificate and, if asked, wants one of an authority in `clients`."""
+async def run_encrypted_app(
+    app: web.Application, own: Pair, clients: Path | None, port: int
+) -> AsyncIterator[str]:
+    """A server that shows this certificate and, if asked, wants one of an authority in `clients`; its URL."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=clients)
     context.load_cert_chain(*own)
     context.verify_mode = ssl.CERT_REQUIRED if clients else ssl.CERT_NONE
-    instance = FakeInstance(InstancePlan({}))
-    runner = web.AppRunner(instance.build_app(), access_log=None, handler_cancellation=True)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", port, ssl_context=context, reuse_address=True)
     await site.start()
-    instance.url = f"https://127.0.0.1:{runner.addresses[0][1]}"
     try:
-        yield instance
+        yield f"https://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def run_encrypted(
+    own: Pair, clients: Path | None = None, port: int = 0
+) -> AsyncIterator[FakeInstance]:
+    """An instance behind such a server."""
+    instance = FakeInstance(InstancePlan({}))
+    async with run_encrypted_app(instance.build_app(), own, clients, port) as instance.url:
+        yield instance
 
 
 def find_port() -> int:
@@ -219,6 +229,42 @@ async def test_no_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
             assert await asyncio.wait_for(post(router), 10) == 200
             assert await asyncio.wait_for(post(router), 10) == 200
     assert b"tiny" not in received
+
+
+async def test_spans_follow_the_file(
+    authorities: Authorities, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exports over HTTP verify the collector by the file that is there when they connect."""
+    trusted, port = tmp_path / "ca.crt", find_port()
+    shutil.copy(authorities.old[0], trusted)
+    # The HTTP client would take these for the file.
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"https://127.0.0.1:{port}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(trusted))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "5")
+    exporter = build_span_exporter("http/protobuf")
+
+    async def take(_: web.Request) -> web.Response:
+        answer = web.Response()
+        answer.force_close()  # each export opens a connection
+        return answer
+
+    async def export_to(own: Pair) -> list[bool]:
+        """Whether exports succeed, before and after the file is that of the new authority."""
+        app = web.Application()
+        app.router.add_post("/v1/traces", take)
+        results = []
+        async with run_encrypted_app(app, own, None, port):
+            for _ in range(2):
+                results.append(await asyncio.to_thread(exporter.export, []))
+                replace(trusted, authorities.new[0])
+        return [each is SpanExportResult.SUCCESS for each in results]
+
+    assert (await export_to(authorities.signed["right"]))[0]
+    shutil.copy(authorities.old[0], trusted)
+    assert await export_to(authorities.signed["renewed"]) == [False, True]
+    exporter.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ Where a request's time went:
     help="Number of recent requests that /ttft_report can show.",
 )
 @router_options.add_access_options(declare_option)
+@router_options.add_upstream_options(declare_option)
 @declare_option(
     "--health-interval",
     default=health_monitor.PROBE_INTERVAL_S,

@@ -332,6 +332,42 @@ def add_access_options(declare_option: OptionDeclarer) -> Callable[[Command], Co
             help="Serve whoever reaches --host, without a key.",
         ),
         declare_option(
+            "--trust-trace-headers",
+            is_flag=True,
+            # The second is the variable that vLLM's processes read: one setting for a deployment.
+            envvar=["TTFT_OTEL_ROUTER_TRUST_TRACE_HEADERS", env_names.TTFT_OTEL_TRUST_SAMPLED],
+            help="Honour the caller's sampled flag; by default only its trace ID is used.",
+        ),
+        declare_option(
+            # Without it browsers keep answers from pages of other origins.
+            "--cors-origin",
+            multiple=True,
+            metavar="ORIGIN",
+            help="An origin whose web pages may call the router, like https://chat.example; repeatable.",
+        ),
+        declare_option(
+            # On loopback only its own names are answered to: any page can have a name that resolves there.
+            "--allowed-host",
+            multiple=True,
+            metavar="NAME",
+            help="A name that Host may have besides localhost and addresses; repeatable. Not on loopback, "
+            "without it: any.",
+        ),
+    )
+
+
+def check_keys(_: click.Context, __: click.Parameter, keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `keys`. Raises BadParameter for an empty one: an unset variable would disable the check."""
+    # Blanks at the ends are lost in an HTTP header, so such a key could never match.
+    if not all(key and key == key.strip() for key in keys):
+        raise click.BadParameter("a key is empty or has blanks around it; leave it out or set it.")
+    return keys
+
+
+def add_upstream_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
+    """Add the flags of what instances are shown, and how they prove who they are, to a command."""
+    return add_options(
+        declare_option(
             # One key for all instances; clients' keys never reach an
             # instance where the router checks them.
             "--upstream-key",
@@ -364,37 +400,7 @@ def add_access_options(declare_option: OptionDeclarer) -> Callable[[Command], Co
             metavar="NAME",
             help="What certificates of instances are for, if not for the host of the URL.",
         ),
-        declare_option(
-            "--trust-trace-headers",
-            is_flag=True,
-            # The second is the variable that vLLM's processes read: one setting for a deployment.
-            envvar=["TTFT_OTEL_ROUTER_TRUST_TRACE_HEADERS", env_names.TTFT_OTEL_TRUST_SAMPLED],
-            help="Honour the caller's sampled flag; by default only its trace ID is used.",
-        ),
-        declare_option(
-            # Without it browsers keep answers from pages of other origins.
-            "--cors-origin",
-            multiple=True,
-            metavar="ORIGIN",
-            help="An origin whose web pages may call the router, like https://chat.example; repeatable.",
-        ),
-        declare_option(
-            # On loopback only its own names are answered to: any page can have a name that resolves there.
-            "--allowed-host",
-            multiple=True,
-            metavar="NAME",
-            help="A name that Host may have besides localhost and addresses; repeatable. Not on loopback, "
-            "without it: any.",
-        ),
     )
-
-
-def check_keys(_: click.Context, __: click.Parameter, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `keys`. Raises BadParameter for an empty one: an unset variable would disable the check."""
-    # Blanks at the ends are lost in an HTTP header, so such a key could never match.
-    if not all(key and key == key.strip() for key in keys):
-        raise click.BadParameter("a key is empty or has blanks around it; leave it out or set it.")
-    return keys
 
 
 def build_upstream_tls(options: RouterOptions) -> ClientTls | None:
