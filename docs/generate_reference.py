@@ -2,13 +2,15 @@
 """Write the tables of flags and limits into the reference pages: run it after one has changed.
 
 Tables stand between `<!-- flags NAME -->` and `<!-- end of flags NAME -->`, where NAME is a subcommand of
-`ttft-otel`, and between `<!-- limits -->` and `<!-- end of limits -->`. tests/test_docs.py fails when a
-page is not what this script makes.
+`ttft-otel`, and between `<!-- limits -->` and `<!-- end of limits -->`, and of what others call our stages,
+from vocabulary.json, between `<!-- vocabulary -->` and `<!-- end of vocabulary -->`. tests/test_docs.py fails
+when a page is not what this script makes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -21,10 +23,14 @@ from ttft_otel.router.limits import RouterLimits
 SOURCE_COMMAND = "report"
 SOURCE_FLAG = "--tempo"  # what the others have of it
 FOLDER = Path(__file__).parent / "reference"
-PAGES = (FOLDER / "commands.md", FOLDER / "router-flags.md", FOLDER / "limits.md")
+PAGES = tuple(
+    FOLDER / f"{name}.md" for name in ("commands", "router-flags", "limits", "vocabulary")
+)
 IN_HELP = re.compile(r"\s*\[default: ([^]]+)]")
 TABLE = re.compile(r"(<!-- flags ([a-z]+) -->\n).*?(<!-- end of flags \2 -->)", re.DOTALL)
 LIMITS = re.compile(r"(<!-- limits -->\n).*?(<!-- end of limits -->)", re.DOTALL)
+
+VOCABULARY = re.compile(r"(<!-- vocabulary -->\n).*?(<!-- end of vocabulary -->)", re.DOTALL)
 
 
 def describe_default(option: click.Option) -> str:
@@ -87,9 +93,23 @@ def render_limits() -> str:
     return "| limit | default | beyond it | meaning |\n|---|---|---|---|\n" + "".join(rows)
 
 
+def render_vocabulary() -> str:
+    """Make a list for each product: our stage, their names for it, what they mean beyond it."""
+    sections = []
+    for each in json.loads((FOLDER / "vocabulary.json").read_text("utf-8")):
+        rows = [
+            f"- {ours if ' ' in ours else f'`{ours}`' if ours else 'no stage'}: "
+            f"{', '.join(f'`{name}`' for name in names)}{f'; {note}' if note else ''}\n"
+            for ours, names, note in each["rows"]
+        ]
+        sections.append(f"**{each['product']}** ({each['read']}):\n\n{''.join(rows)}\n")
+    return "".join(sections)
+
+
 def render_page(text: str) -> str:
     """Replace every table between marks in a page's text."""
     text = TABLE.sub(lambda found: found[1] + render_flags(found[2]) + found[3], text)
+    text = VOCABULARY.sub(lambda found: f"{found[1]}\n{render_vocabulary()}{found[2]}", text)
     return LIMITS.sub(lambda found: found[1] + render_limits() + found[2], text)
 
 
