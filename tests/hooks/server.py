@@ -69,6 +69,7 @@ class ServerPlan:
     finish_reason: str = "stop"
     external_id: str = ""
     drafts: bool = False  # before its output is ready
+    renders: bool = False  # it answers with the prompt's tokens, as `vllm launch render` does
 
 
 class FakeRenderer:
@@ -184,6 +185,9 @@ class FakeApiServer:
             return
         await self.renderer.render_chat_async({})
         await asyncio.sleep(0)  # others' turn
+        if self.plan.renders:
+            await send_answer(send, 200, b"{}", "application/json")
+            return
         if self.plan.answers_first or self.plan.background:
             if self.plan.answers_first:
                 self.background_tasks.append(asyncio.create_task(self._generate_in_background()))

@@ -85,6 +85,36 @@ class HeaderKeeper(dict[str, Any]):
         super().__setitem__(key, value)
 
 
+@pytest.mark.parametrize("has_engine", [True, False])
+def test_render(client: FakeClient, monkeypatch: pytest.MonkeyPatch, has_engine: bool) -> None:
+    """A render server's time is that of a leg, and never the client's TTFT; it needs no engine for it."""
+    monkeypatch.setattr(identity, "can_see_outputs", lambda: has_engine)
+    client.server.plan = ServerPlan(stream=False, renders=True)
+    asyncio.run(client.call_server("/v1/chat/completions/render"))
+    (record,) = {each.span_id: each for each in client.records.kept}.values()
+
+    assert (record.role, record.outermost) == ("render", False)
+    assert {**client.get_ttft().stages} == {"receive": 10, "preprocess": 200}
+    assert client.get_ttft().unattributed == 0 and record.server is not None
+
+
+def test_render_refused(client: FakeClient) -> None:
+    """One that fails is told with its error and no first token of a client."""
+    client.server.plan = ServerPlan(status=400)
+    asyncio.run(client.call_server("/v1/completions/render"))
+    ttft = client.get_ttft()
+
+    assert (ttft.error, ttft.died) == ("400", "receive")
+
+
+def test_other_path(client: FakeClient) -> None:
+    """Another endpoint that renders and generates nothing has no record."""
+    client.server.plan = ServerPlan(stream=False, renders=True)
+    asyncio.run(client.call_server("/tokenize"))
+
+    assert not client.records.kept
+
+
 def test_pooling(client: FakeClient) -> None:
     """An embedding request makes no first token and is not traced, in the engine core neither."""
     request = SimpleNamespace(request_id="p", trace_headers={"a": "b"}, pooling_params=object())

@@ -10,6 +10,7 @@ CHAT_PATH: Final = "/v1/chat/completions"
 COMPLETIONS_PATH: Final = "/v1/completions"
 MESSAGES_PATH: Final = "/v1/messages"
 RESPONSES_PATH: Final = "/v1/responses"
+RENDER_SUFFIX: Final = "/render"  # makes the tokens of a prompt, for a server that takes tokens
 MODELS_PATH: Final = "/v1/models"
 
 # gen_ai.operation.name, of the paths whose requests are traced

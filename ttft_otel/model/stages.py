@@ -11,20 +11,24 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 StageKind = Literal["host", "work", "move", "wait"]
-Role = Literal["encode", "prefill", "decode", "prefill_decode", "mono", "router"]
+Role = Literal["render", "encode", "prefill", "decode", "prefill_decode", "mono", "router"]
 
+RENDER: Final = "render"  # makes a prompt's tokens for an instance that takes tokens
 ENCODE: Final = "encode"
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 PREFILL_DECODE: Final = "prefill_decode"  # answers alone, where encoders may join
 MONO: Final = "mono"  # encodes, prefills and decodes
-ROLES: Final[tuple[Role, ...]] = (ENCODE, PREFILL, DECODE, PREFILL_DECODE, MONO, "router")
+ROLES: Final[tuple[Role, ...]] = (
+    *(RENDER, ENCODE, PREFILL, DECODE, PREFILL_DECODE, MONO, "router"),
+)
 PREFILLING_ROLES: Final[tuple[Role, ...]] = (PREFILL, PREFILL_DECODE, MONO)
 ANSWERING_ROLES: Final[tuple[Role, ...]] = (DECODE, PREFILL_DECODE, MONO)
 # Roles whose answer goes to another instance: the client's first token never comes from them.
-INTERMEDIATE_ROLES: Final[frozenset[str]] = frozenset({ENCODE, PREFILL})
+INTERMEDIATE_ROLES: Final[frozenset[str]] = frozenset({RENDER, ENCODE, PREFILL})
 _TEXT_ROLES: Final[tuple[Role, ...]] = (PREFILL, DECODE, PREFILL_DECODE, MONO)
 _SERVER_ROLES: Final[tuple[Role, ...]] = (ENCODE, *_TEXT_ROLES)
+_FRONT_ROLES: Final[tuple[Role, ...]] = (RENDER, *_SERVER_ROLES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,7 @@ STAGES: Final[tuple[Stage, ...]] = (
         code=1,
         kind="host",
         process="api",
-        roles=_SERVER_ROLES,
+        roles=_FRONT_ROLES,
         says="Reading the body, JSON, validation.",
         color="#94a3b8",
         rule_group="receive",
@@ -98,7 +102,7 @@ STAGES: Final[tuple[Stage, ...]] = (
         code=2,
         kind="work",
         process="api",
-        roles=_SERVER_ROLES,
+        roles=_FRONT_ROLES,
         says="Chat template, media, tokenizer, multimodal processor.",
         color="#c084fc",
         rule_group="preprocess",
@@ -412,6 +416,7 @@ REPORT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
 
 # One per role, so that service maps show the instances of a request as nodes of their own.
 SERVICE_NAMES: Final[dict[Role, str]] = {
+    "render": "vllm-render",
     "encode": "vllm-encoder",
     "prefill": "vllm-prefill",
     "decode": "vllm-decode",

@@ -100,6 +100,8 @@ class TracingMiddleware:
             trace.path = scope["path"]
             trace.scheme = scope.get("scheme", "http")
             trace.server = tuple(scope.get("server") or trace.server)
+            if trace.path.endswith(endpoints.RENDER_SUFFIX):
+                trace.role = stages.RENDER
         return trace
 
     def _end_trace(self, scope: MutableMapping[str, Any], trace: RequestTrace, error: str) -> None:
@@ -215,7 +217,8 @@ class FirstChunkSender:
         ):
             # The application has answered to the end, so the client was there: the engine ended it.
             trace.error = trace.error or keys.ERROR_ENGINE
-        if trace.has_first_token or unseen:
+        is_rendered = trace.role == stages.RENDER and trace.status < 400
+        if trace.has_first_token or unseen or is_rendered:
             recorder.close_ttft(trace, now if egress else 0)
         elif not trace.error:
             return

@@ -162,6 +162,8 @@ def collect_marks(trace: RequestTrace, egress: int, end: int = 0) -> breakdown.M
     marks.egress = egress
     if engine is None:
         marks.assign = next(iter(trace.assign_times.values()), 0)
+        if trace.role == stages.RENDER:  # what it has made is its answer
+            marks.assign = egress
         return marks
     marks.assign = engine.assign
     marks.output = engine.output

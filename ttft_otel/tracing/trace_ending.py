@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeAlias
 
-from ttft_otel.model import endpoints
+from ttft_otel.model import endpoints, stages
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, Piece
 from ttft_otel.tracing import carrier, clock, handoff, meter, recorder, roles
@@ -56,7 +56,8 @@ class TraceEnding:
         """
         trace.end = clock.now_us()
         recorder.forget_trace(trace)
-        if not trace.engine_requests and trace.path not in endpoints.OPERATION_BY_PATH:
+        is_used = trace.engine_requests or trace.role == stages.RENDER
+        if not is_used and trace.path not in endpoints.OPERATION_BY_PATH:
             return  # an endpoint that does not generate, such as /tokenize
         # Its engine core is alive, and may know how far the request got.
         is_ended_by_engine = trace.error == keys.ERROR_ENGINE
