@@ -16,6 +16,7 @@ from tests.model.test_names import list_constants as list_all_constants
 from ttft_otel.commands import main as cli
 from ttft_otel.commands.router import router_options
 from ttft_otel.commands.router.command import command as router
+from ttft_otel.hooks import target_check
 from ttft_otel.model import stages, timing, ttft_report
 from ttft_otel.model.names import env_names, header_names, keys
 from ttft_otel.router import errors
@@ -121,13 +122,16 @@ def test_decisions() -> None:
 
 def test_stages() -> None:
     """The table of stages is stages.py: names, order, kinds, processes, roles, sentences."""
-    everyone = stages.STAGES_BY_NAME["receive"].roles
+    words = {
+        stages.STAGES_BY_NAME["ipc"].roles: "all",
+        stages.STAGES_BY_NAME["receive"].roles: "all, render",
+    }
     expected = [
         [
             f"`{stage.name}`",
             stage.kind,
             stage.process,
-            "all" if stage.roles == everyone else ", ".join(stage.roles),
+            words.get(stage.roles) or ", ".join(stage.roles),
             stage.says,
         ]
         for stage in stages.STAGES
@@ -228,6 +232,24 @@ def test_flags() -> None:
     assert shown == {*cli.SUBCOMMANDS, "limits"}
 
 
+def test_foreign_names() -> None:
+    """What the vocabulary says of others names stages of ours, and vLLM's names as vLLM has them."""
+    products = json.loads((ROOT / "docs" / "reference" / "vocabulary.json").read_text("utf-8"))
+    folder = target_check.find_vllm_folder()
+    known = {*stages.STAGE_NAMES, *stages.ROUTER_STAGES, "the TTFT", ""}
+    conventions = (ROOT / "tests" / "golden" / "genai_conventions.json").read_text("utf-8")
+    named = {
+        each["product"]: [name for _, names, _ in each["rows"] for name in names]
+        for each in products
+    }
+
+    assert {ours for each in products for ours, _, _ in each["rows"]} <= known
+    assert all(f'"{name}"' in conventions for name in named["GenAI conventions"])
+    assert folder is not None, "vLLM is not installed"
+    own = (folder / "tracing" / "utils.py").read_text("utf-8")
+    assert all(f'"{name}"' in own for name in named["vLLM's own tracing"])
+
+
 def test_promises() -> None:
     """Every promise of the security page names its tests, which exist; each file of attacks is there."""
     page = (ROOT / "docs" / "security.md").read_text("utf-8")
@@ -240,6 +262,23 @@ def test_promises() -> None:
     assert len(rows) > 10 and all(named)
     assert [name for names in named for name in names if not (tests / name).is_file()] == []
     assert attacks <= set().union(*named)
+
+
+def test_front_doors() -> None:
+    """Every row of the table of what is traced names tests that exist, or says why there is none."""
+    section = (ROOT / "docs" / "limits.md").read_text("utf-8")
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    missing = []
+    for *_, cell in rows:
+        named = re.findall(r"`([a-z]\S+?\.py)(?:::(\w+))?`", cell)
+        assert named or cell.startswith("none"), cell
+        for file, name in named:
+            path = ROOT / "tests" / file
+            text = path.read_text("utf-8") if path.is_file() else ""
+            if f"def {name or 'test_'}" not in text:
+                missing.append((file, name))
+
+    assert len(rows) > 15 and not missing
 
 
 def test_refusal_reasons() -> None:

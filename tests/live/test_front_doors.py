@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other front doors of a real vLLM than its HTTP server: the gRPC server, and the batch runner.
+
+Each starts an engine of its own and runs only with `scripts/test --full`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from lab import free_ports, tiny_models
+from lab.local_deployment import build_receiver_command
+from lab.local_servers import LocalServer, run_servers
+from lab.server_commands import ServerCommand, VllmOptions, build_vllm_environment
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+ARRIVAL_S = 20.0  # until a span must have come
+VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
+
+
+@pytest.fixture
+def receiver(tmp_path: Path) -> Iterator[LocalServer]:
+    """Our receiver, empty."""
+    with LocalServer(build_receiver_command(tmp_path / "spans.db")) as started:
+        started.wait_until_ready()
+        yield started
+
+
+@pytest.fixture
+def environment(receiver: LocalServer) -> dict[str, str]:
+    """Of a traced vLLM; packages on this process's PYTHONPATH are on its, too."""
+    model = tiny_models.build_model(tiny_models.TEXT_RECIPE)
+    own = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    return {
+        **build_vllm_environment(VllmOptions(model, env=own)),
+        "TTFT_OTEL": "1",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+    }
+
+
+def wait_for_requests(
+    receiver: LocalServer, is_wanted: Callable[[dict[str, Any]], bool], count: int = 1
+) -> list[dict[str, Any]]:
+    """Those of the receiver's requests, once `count` of them are there."""
+    until, found = time.monotonic() + ARRIVAL_S, list[dict[str, Any]]()
+    while len(found) < count and time.monotonic() < until:
+        time.sleep(0.2)
+        answer = httpx.get(f"{receiver.url}/api/requests", timeout=10)
+        answer.raise_for_status()
+        found = [each for each in answer.json() if is_wanted(each)]
+    assert len(found) == count, answer.json()
+    return found
+
+
+def check_stages(*reports: dict[str, Any]) -> None:
+    """Their stages add up, without those of HTTP."""
+    for report in reports:
+        assert not {"receive", "egress"} & set(report["stages"])
+        assert {"prefill.queue", "prefill.compute", "output"} <= set(report["stages"])
+        assert report["unattributed_ms"] == 0.0
+        assert sum(report["stages"].values()) == pytest.approx(report["ttft_ms"], abs=0.01)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("smg_grpc_servicer") is None, reason="pip install smg-grpc-servicer"
+)
+def test_grpc(receiver: LocalServer, environment: dict[str, str]) -> None:
+    """Requests to vLLM's gRPC server have a trace, under the caller's span."""
+    from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
+
+    port = free_ports.find_free_port()
+    model = tiny_models.build_model(tiny_models.TEXT_RECIPE)
+    argv = (
+        *VLLM, "serve", str(model), "--grpc", "--host", "127.0.0.1", "--port", str(port),
+        "--enforce-eager", "--max-model-len", "4096",
+    )  # fmt: skip
+    own = environment | {"SMG_VLLM_SERVICER_WARMUP": "off"}
+    server = LocalServer(ServerCommand("grpc", argv, own, port)).start()
+    try:
+        channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        until = time.monotonic() + 600
+        while server.is_alive and time.monotonic() < until:
+            try:
+                grpc.channel_ready_future(channel).result(timeout=5)
+                break
+            except grpc.FutureTimeoutError:
+                continue
+        assert server.is_alive, server.read_log_tail()
+        request = vllm_engine_pb2.GenerateRequest(
+            request_id="mine",
+            tokenized=vllm_engine_pb2.TokenizedInput(input_ids=list(range(5, 50))),
+            sampling_params=vllm_engine_pb2.SamplingParams(max_tokens=4, top_p=1.0, n=1),
+            stream=True,
+        )
+        parent = (("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-01"),)
+        generate = vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate
+        assert list(generate(request, metadata=parent, timeout=120))
+        # It warms itself up with requests of its own, which have traces, too.
+        found = wait_for_requests(receiver, lambda each: each["trace_id"] == TRACE_ID)
+        check_stages(*found)
+    finally:
+        server.stop()
+
+
+def test_batch(receiver: LocalServer, environment: dict[str, str], tmp_path: Path) -> None:
+    """Each line of a batch file is a request of its own."""
+    model = tiny_models.build_model(tiny_models.TEXT_RECIPE)
+    words = [{"role": "user", "content": "hello world"}]
+    body = {"model": str(model), "messages": words, "max_tokens": 3}
+    lines = [
+        {"custom_id": f"c{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for number in range(2)
+    ]
+    wanted, got = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    wanted.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = (
+        *VLLM, "run-batch", "-i", str(wanted), "-o", str(got), "--model", str(model),
+        "--enforce-eager", "--max-model-len", "4096",
+    )  # fmt: skip
+    done = subprocess.run(
+        argv, env=os.environ | environment, capture_output=True, text=True, timeout=800
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(got.read_text().splitlines()) == len(lines)
+    check_stages(*wait_for_requests(receiver, lambda each: True, len(lines)))
+
+
+def test_render(receiver: LocalServer, environment: dict[str, str], tmp_path: Path) -> None:
+    """A render server's time is a leg of its own before the server that takes its tokens."""
+    model = tiny_models.build_model(tiny_models.TEXT_RECIPE)
+    flags = ("--served-model-name", "tiny", "--max-model-len", "4096", "--host", "127.0.0.1")
+    ports = [free_ports.find_free_port() for _ in range(2)]
+    words = (("launch", "render", str(model)), ("serve", str(model), "--enforce-eager"))
+    render, mono = (
+        ServerCommand(name, (*VLLM, *own, *flags, "--port", str(port)), environment, port)
+        for name, own, port in zip(("render", "mono"), words, ports, strict=True)
+    )
+    parent = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01", "x-request-id": "both"}
+    with run_servers(render, mono, timeout=600, logs=tmp_path / "logs") as (first, second):
+        body = {"model": "tiny", "prompt": "hello world " * 20, "max_tokens": 3}
+        url = f"{first.url}/v1/completions/render"
+        (made,) = httpx.post(url, json=body, headers=parent, timeout=60).raise_for_status().json()
+        url = f"{second.url}/inference/v1/generate"
+        httpx.post(url, json=made, headers=parent, timeout=60).raise_for_status()
+        (report,) = wait_for_requests(receiver, lambda each: len(each["roles"]) > 1)
+
+    assert {"render.receive", "render.preprocess", "mono.prefill.compute"} <= set(report["stages"])
+    total = sum(report["stages"].values()) + report["unattributed_ms"]
+    assert total == pytest.approx(report["ttft_ms"], abs=0.01)
