@@ -17,8 +17,10 @@ from ttft_otel.model.stages import HOLDING_KIND_NAMES
 from ttft_otel.model.wait_reasons import WAIT_STAGES
 
 SEGMENT_SIZE: Final = len(HOLDING_KIND_NAMES)  # its length, then all kinds but idle, the rest
-_IDLE: Final = HOLDING_KIND_NAMES.index("idle")
 _NOTHING: Final = (0,) * (SEGMENT_SIZE - 1)
+_IDLE: Final = HOLDING_KIND_NAMES.index("idle")
+_BEFORE_IDLE: Final = _NOTHING[:_IDLE]
+_BEHIND_IDLE: Final = _NOTHING[_IDLE:]
 MAX_SEGMENTS: Final = 16  # of a wait; a longer one has longer segments
 
 
@@ -80,7 +82,9 @@ def divide_held(pieces: Iterable[tuple[str, int, int]], segments: Sequence[int])
 
 
 def _divide_piece(start: int, end: int, segments: Sequence[int]) -> tuple[int, ...]:
-    sums = list(_NOTHING)  # where segments has only its begin, nothing ran
+    if len(segments) < SEGMENT_SIZE:  # nothing ran
+        return (*_BEFORE_IDLE, end - start, *_BEHIND_IDLE)
+    sums = list(_NOTHING)
     position = segments[0]
     for index in range(1, len(segments) - SEGMENT_SIZE + 1, SEGMENT_SIZE):
         length = segments[index]

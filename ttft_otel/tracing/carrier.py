@@ -133,10 +133,10 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
     details = timeline.read_details()
     if 0 < len(details.media) < media_items.HEADER_LENGTH:
         return None
-    if timeline.version == WITHOUT_RANKS_VERSION:
+    if timeline.version != TIMELINE_VERSION:
+        if timeline.version != WITHOUT_RANKS_VERSION:
+            return None
         timeline.held = add_other_rank(timeline.held)
-    elif timeline.version != TIMELINE_VERSION:
-        return None
     for place in range(0, len(details.waits) - 2, 3):
         code, start, end = details.waits[place : place + 3]
         # A code of a later version is left out; its time then stays with the queue.
