@@ -8,11 +8,16 @@ so in their description and lie folded; here they stay folded, and test_panels.p
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from grafana.build import request_panels
+from lab import free_ports
+from lab.server_commands import ServerCommand
 from tests.stack import panel_queries
 from tests.stack.filled_stack import FilledStack
 from tests.stack.grafana_browser import (
@@ -23,7 +28,7 @@ from tests.stack.grafana_browser import (
     read_panel_number,
 )
 from tests.stack.known_requests import LEFT_ERRORS, SERVER_ERRORS, KnownTruth
-from tests.stack.running_stack import StackStarter
+from tests.stack.running_stack import StackPart, StackStarter
 from tests.stack.test_panels import BUCKET, is_near
 from ttft_otel.model import stages
 
@@ -171,3 +176,44 @@ def test_the_time_of_a_slow_request_leads_to_why(
     asked = re.search(r"explain --trace (\w+) --tempo \S+", window.page.inner_text("body"))
     assert asked and asked[1].zfill(32) in slow
     assert not window.errors and not window.list_panel_errors()
+
+
+def test_the_panel_leads_to_the_explanation_and_back(
+    window: GrafanaWindow, filled: FilledStack, bench: StackStarter
+) -> None:
+    """The link of "Why?" has its time and model; the page explains them from Tempo, and links back."""
+    port = free_ports.find_free_port()
+    command = ServerCommand(
+        "serve",
+        (
+            sys.executable, "-m", "ttft_otel.commands.main", "serve", f"--http-port={port}",
+            f"--tempo={filled.stack.tempo.url}", f"--grafana={window.url}",
+        ),
+        {}, port, "/healthz",
+    )  # fmt: skip
+    sent, model = get_sent_range(filled), "Qwen/Qwen3-8B"
+    with StackPart(command, filled.stack.addresses, bench.make_folder("serve")) as serve:
+        serve.start()
+        why = {"viewPanel": str(request_panels.WHY_PANEL), "var-model": model}
+        window.open_dashboard("ttft", {**sent, **why})
+        link = window.page.get_by_role("link", name="why those of this time").get_attribute("href")
+        assert link and link.startswith(f"{request_panels.PAGE_URL}/why?")
+        asked = parse_qs(urlsplit(link).query)
+        times = {name: [ms] for name, ms in sent.items()}
+        # A variable that may have several values is written so.
+        assert asked == {**times, "model": [f"{{{model}}}"], "slo_ms": ["1000"]}
+        page = window.page
+        page.set_default_timeout(300_000)
+        page.goto(link.replace(request_panels.PAGE_URL, f"http://127.0.0.1:{port}"))
+        assert "requests were later than 1000 ms" in page.inner_text("main")
+        back = page.get_by_role("link", name="The dashboard at that time").get_attribute("href")
+        page.locator('a[href^="/trace/"]').first.click()
+        page.get_by_text("Across all processes").wait_for()
+        trace_id = page.url.rpartition("/")[2]
+        assert trace_id in {row.trace_id for row in filled.truth.list_slow_rows()}
+        there = page.get_by_role("link", name="in Grafana").get_attribute("href")
+    assert back and there
+    window.open_path(back)
+    window.wait_until_right(lambda: find_differences(window, filled.truth.select_rows(model=model)))
+    window.open_path(there, tall=True)
+    window.wait_until_right(lambda: window.list_missing_words(trace_id))

@@ -98,8 +98,9 @@ def _read_question(
     """
     since_ms, until_ms = _parse_number(begin, 0.0), _parse_number(end, 0.0)
     until_ms = max(until_ms, since_ms) if until_ms else 0.0
-    # Grafana's variable has a pattern for all models, and braces around several.
-    model = "" if model == ".*" or model.startswith("{") else model
+    # Grafana writes a variable of several values as {a,b}, also for one, and all as a pattern.
+    names = model.removeprefix("{").removesuffix("}").split(",")
+    model = names[0] if len(names) == 1 and names[0] != ".*" else ""
     # SQLite's integers have 64 bits.
     wanted = RequestFilter(
         model=model,

@@ -71,6 +71,10 @@ def test_links(server: RunningServer, tempo: FakeTempo, tmp_path: Path) -> None:
             status, why, _ = fetch_page(server, single)
             assert status == 200 and "against 29 requests" in why, why
         assert "r29" in fetch_page(server, "/")[1]
+        # One model as Grafana writes it, and several.
+        for model, found in (("{tiny-vl}", 30), ("{other}", 0), ("{tiny-vl,other}", 30)):
+            answered = f"the slowest 5 of {found} requests" if found else "0 requests with"
+            assert answered in fetch_page(server, f"/why?{asked}&model={model}")[1]
     assert not (tmp_path / "unused.db").exists()
 
 
