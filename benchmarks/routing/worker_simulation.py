@@ -31,13 +31,13 @@ from ttft_otel.router.routing.policies.policy_state import (
     RoutingPolicy,
 )
 from ttft_otel.router.workers import messages
-from ttft_otel.router.workers.load_link import TELL_INTERVAL_S
+from ttft_otel.router.workers.load_link import MIN_TELL_INTERVAL_S
 from ttft_otel.router.workers.process_loads import RemoteLoads
 
 LEG: Final = "prefill"
 # Two that decide in the same moment know nothing of each other: as long as four workers wait between two
 # datagrams, and more than a decision and its message take.
-TELL_S: Final = 4 * TELL_INTERVAL_S + 0.0002
+TELL_S: Final = MIN_TELL_INTERVAL_S + 0.0002
 
 
 @dataclass(slots=True)

@@ -17,8 +17,9 @@ from ttft_otel.router.workers import messages
 from ttft_otel.router.workers.process_loads import OwnLoads, RemoteLoads
 from ttft_otel.tracing import clock
 
-# Seconds between two datagrams to another worker: what happens meanwhile shares one, at some 20 us.
-MIN_TELL_INTERVAL_S: Final = 0.003
+# Seconds between two datagrams to another worker, as between exchanges of replicas: what happens meanwhile
+# shares one, at some 20 us.
+MIN_TELL_INTERVAL_S: Final = 0.005
 # The same for each worker that there is: however many there are, one reads 1,000 a second at most.
 TELL_INTERVAL_S: Final = 0.001
 SILENCE_S: Final = 5.0  # seconds after which what a silent worker had under way is forgotten

@@ -110,6 +110,7 @@ class WorkerSocket:
         self.slot = slot
         self.receive = receive
         self.others = tuple(number for number in range(slot_count) if number != slot)
+        self._addresses = {number: str(build_path(folder, number)) for number in self.others}
         self.lost = 0  # datagrams that were given up
         # By slot: orders, which a flood of questions must not push out, and everything else.
         self._backlogs: dict[int, tuple[deque[bytes], deque[bytes]]] = {
@@ -181,7 +182,7 @@ class WorkerSocket:
         if self._socket is None:
             return True
         try:
-            self._socket.sendto(data, str(build_path(self.folder, slot)))
+            self._socket.sendto(data, self._addresses[slot])
         except BlockingIOError:
             return False
         except (ConnectionRefusedError, FileNotFoundError):
