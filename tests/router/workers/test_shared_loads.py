@@ -194,6 +194,9 @@ async def test_a_burst_is_one_datagram(monkeypatch: pytest.MonkeyPatch) -> None:
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert told == [[messages.InFlight(LEG, url, 10) for url in URLS]]
+    one.send(build_request(20), URLS[0])
+    await wait_until(lambda: len(told) == 2)
+    assert told.pop() == [messages.InFlight(LEG, URLS[0], 11)], "only what has changed"
     for number in range(20):
         other.send(build_request(number), URLS[0])
         await asyncio.sleep(0)
@@ -203,7 +206,7 @@ async def test_a_burst_is_one_datagram(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_who_has_missed_something_asks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the totals of the other one, which tells it everything; who says nothing more is forgotten."""
+    """By the totals of the other one, which tells it everything; who ends or falls silent is forgotten."""
     one, other = JoinedWorker("ttft"), JoinedWorker("ttft")
     sent: list[messages.Message] = []
     asked: list[messages.Message] = []
@@ -228,6 +231,11 @@ async def test_who_has_missed_something_asks_for_all(monkeypatch: pytest.MonkeyP
     deliver_sent()
     assert len(other.state.pending) == other.count_elsewhere() == len(asked) == 1
 
+    speaker.close()
+    deliver_sent()
+    assert not len(other.state.pending) and not other.count_elsewhere()
+    speaker.tell_all(1)
+    deliver_sent()
     listener.note_heard(0)
     monkeypatch.setattr(load_link, "SILENCE_S", -1.0)
     listener.forget_silent()
