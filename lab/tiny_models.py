@@ -323,3 +323,29 @@ def write_adapter(folder: Path, recipe: ModelRecipe) -> Path:
             weights[f"{name}.lora_B.weight"] = torch.randn(recipe.hidden, RANK)
     save_file(weights, str(folder / "adapter_model.safetensors"))
     return folder
+
+
+def write_eagle_head(folder: Path, recipe: ModelRecipe) -> Path:
+    """Write a drafter of one layer (EAGLE) for the text model of `recipe` into `folder`; random weights."""
+    # Only here: it takes seconds to import.
+    import torch
+    from safetensors.torch import save_file
+
+    target = json.loads((build_model(recipe) / "config.json").read_text("utf-8"))
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    own = {name: target[name] for name in (*names, "vocab_size", "max_position_embeddings")}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 32}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", {**config, **own, "num_hidden_layers": 1})
+    torch.manual_seed(2)
+    hidden, wide = own["hidden_size"], own["intermediate_size"]
+    keys = 32 * own["num_key_value_heads"]
+    shapes = {"self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (keys, hidden)}
+    shapes |= {"self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, hidden)}
+    shapes |= {"mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden)}
+    shapes["mlp.down_proj"] = (hidden, wide)
+    weights = {f"layers.0.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    weights["fc.weight"] = torch.randn(hidden, 2 * hidden)
+    save_file(weights, str(folder / "model.safetensors"))
+    return folder

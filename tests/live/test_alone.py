@@ -34,6 +34,7 @@ from tests.live.bench import (
     LiveDeployment,
     make_parent_header,
     make_trace_id,
+    read_metric,
     read_output_tokens,
 )
 from tests.live.conftest import DeploymentDeck
@@ -380,3 +381,22 @@ def _wait_for_trace(url: str, trace: str, name: str) -> list[dict[str, Any]]:
             assert error.code == 404
         time.sleep(0.5)
     raise AssertionError(f"no {name} in {trace}")
+
+
+def test_an_eagle_head_is_a_part_of_output(deck: DeploymentDeck, tmp_path: Path) -> None:
+    """On the V1 runner the first token waits for a drafter of one layer: the part `draft` of `output`."""
+    head = tiny_models.write_eagle_head(tmp_path / "head", tiny_models.TEXT_RECIPE)
+    drafts = {"method": "eagle", "model": str(head), "num_speculative_tokens": 2}
+    trace = make_trace_id()
+    with run_alone(deck, tmp_path, ("--speculative-config", json.dumps(drafts))) as bench:
+        header = make_parent_header(trace)
+        answer = bench.send_request(bench.front_url, max_tokens=8, headers=header)
+        spans = bench.wait_for_trace(trace, lambda got: any(s["name"] == "ttft" for s in got))
+        drafted = sum(read_metric(bench.front_url, "vllm:spec_decode_num_draft_tokens_total"))
+    assert answer.status == 200 and drafted > 0
+    ttft = next(span["attributes"] for span in spans if span["name"] == "ttft")
+    (draft,) = [span for span in spans if span["attributes"].get(keys.PART) == "draft"]
+    (output,) = [span for span in spans if span["attributes"].get(keys.STAGE) == "output"]
+    assert ttft[keys.UNATTRIBUTED_US] == 0
+    assert output["start_ns"] <= draft["start_ns"] < draft["end_ns"] <= output["end_ns"]
+    assert draft["end_ns"] - draft["start_ns"] > 100_000  # it computes
