@@ -97,7 +97,8 @@ def store_window(window: KnownWindow, seed: int, folder: Path) -> StoredWindow:
 
 def find_late(visits: Sequence[Visit], share: float) -> float:
     """A quantile of the TTFT, milliseconds."""
-    return float(numpy.quantile([each.ttft for each in visits if not each.error], share)) / 1000
+    found = [each.ttft for each in visits if not each.error]
+    return float(numpy.quantile(found, share)) / 1000 if found else 1.0  # of no request, any
 
 
 def measure_effect(window: KnownWindow, seed: int) -> float:

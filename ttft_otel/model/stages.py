@@ -304,6 +304,7 @@ STAGES: Final[tuple[Stage, ...]] = (
     ),
 )
 UNATTRIBUTED: Final = "unattributed"
+RETRY: Final = "router.retry"
 
 # Parts are details inside a stage: child spans only. Adding them to stages would count time twice.
 STAGE_PARTS: Final[dict[str, tuple[str, ...]]] = {
@@ -377,7 +378,7 @@ _ROUTER_ROWS: Final = (
         rule_group="router",
     ),
     RouterStage(
-        name="router.retry",
+        name=RETRY,
         kind="wait",
         says="Time spent in attempts that failed.",
         color="#e0403a",

@@ -227,3 +227,53 @@ def test_large_prompts_of_a_usual_spread(seed: int) -> None:
     found = explain(prompts, seed=seed)
     assert found.cause.kind in (cause_kinds.NOTHING, cause_kinds.NOT_KNOWN)
     assert found.remedy is None
+
+
+def test_long_prompts_of_one_burst() -> None:
+    """The slowest are all of one burst of long prompts; that these hold others up, the whole window tells."""
+    long = draw_prompts(1, 120, rate=0.1, size=make_size(14_000), group="acme")
+    burst = [
+        Prompt(60_000_000 + 100_000 * at, 14_000, 30, group="acme", instance=0) for at in range(5)
+    ]
+    found = explain([*draw_prompts(0, 120, rate=10.0), *long, *burst], Site(speeds=(1, 1)))
+    chosen = found.cause.chosen
+    assert chosen is not None and (chosen.kind, chosen.subject) == (
+        cause_kinds.HELD_BY_LONG_PROMPTS,
+        "acme",
+    )
+
+
+@pytest.mark.parametrize("seed", [2, 4])
+def test_chance_is_no_load(seed: int) -> None:
+    """Queues of a small budget are longest where chance brings most: as much as any window has of it."""
+    usual, later = (
+        draw_prompts(seed + at, 120, rate=11.0, size=make_size(1800), start=120 * at)
+        for at in (0, 1)
+    )
+    small = Site(speeds=(1, 1), budget=128)
+    found = explain_after(usual, later, replace(small, budget=2048), small)
+    assert found.cause.kind == cause_kinds.SETTING_LIMIT
+
+
+def test_a_fleet_slow_since_a_moment() -> None:
+    """All instances are slower from the middle on, and nothing is stored of the time before."""
+    parts = [
+        serve(draw_prompts(0, 300)),
+        serve(draw_prompts(1, 300, start=300), Site(speeds=(3.0, 3.0, 3.0))),
+    ]
+    found = explain_requests(split_window([each for part in parts for each in part]))
+    chosen = found.cause.chosen
+    assert chosen is not None and chosen.kind == cause_kinds.SLOW_FLEET
+    assert chosen.figures["factor"] == pytest.approx(3.0, rel=0.1)
+
+
+def test_few_extremes_are_told() -> None:
+    """Percentiles as in the time before, and three requests far beyond: neither healthy nor a cause."""
+    before, window = (serve(draw_prompts(seed, start=600 * seed)) for seed in (0, 1))
+    usual = explain_requests(split_window(window), before=before).cause
+    assert usual.kind == cause_kinds.NOTHING
+    for row in (1000, 2000, 2010):
+        stages = {**window[row].facts.stages, "mono.output": 900_000}
+        window[row] = replace(window[row], facts=replace(window[row].facts, stages=stages))
+    found = explain_requests(split_window(window), before=before).cause
+    assert found.kind == cause_kinds.NOT_KNOWN and "3 requests took more than 2" in found.sentence

@@ -16,7 +16,7 @@ import numpy
 from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.diff.stage_difference import Difference, compare_windows
 from ttft_otel.explain.explain.cause_choice import HIGH, LOW, MAX_LOST_SHARE, MEDIUM, Cause
-from ttft_otel.explain.explain.cause_detectors import DETECTORS, MIN_BLOCKS
+from ttft_otel.explain.explain.cause_detectors import MIN_BLOCKS, SHARED_DETECTORS
 from ttft_otel.explain.explain.cause_findings import divide_difference
 from ttft_otel.explain.explain.explanation import Bursts, find_bursts
 from ttft_otel.explain.explain.late_case import MIN_SHARE, Candidate, LateCase
@@ -38,10 +38,6 @@ MIN_CHANGE: Final = 0.02  # of the mean TTFT; less is no headline
 LATE_RANKS: Final = (0.95, 0.99)  # of A; how many of B are later
 MIN_MIX: Final = 0.1  # of the change, for certain, that other requests have where nothing has more
 LOST_RANKS: Final = (0.5, 0.95)  # of the TTFT, that are told with the requests without one
-# What a window alone tells, in which late requests differ from others: the size of those is the mix here.
-OF_ONE_WINDOW: Final = frozenset(
-    {cause_kinds.OWN_SIZE, cause_kinds.COLD_PREFIX_CACHE, cause_kinds.LOAD_INCREASE}
-)
 # Of two that hold, the one that brings the other about is first.
 ORDER: Final = (
     cause_kinds.FAILED_ATTEMPTS,
@@ -197,10 +193,10 @@ def _ask_detectors(pair: WindowPair) -> Iterator[Candidate]:
         case = LateCase(difference, everyone, before)
         if everyone is not now:
             case.table = pair.table
-        for each in (found for detect in DETECTORS for found in detect(case)):
+        for each in (found for detect in SHARED_DETECTORS for found in detect(case)):
             # Slower than others, as it was before, is not what changed.
             is_old = each.kind == cause_kinds.SLOW_INSTANCE and each.subject in known
             # One stop may be anything.
             is_rare = each.figures.get("pauses", MIN_BLOCKS) < MIN_BLOCKS
-            if each.kind not in OF_ONE_WINDOW and not is_old and not is_rare:
+            if not is_old and not is_rare:
                 yield each

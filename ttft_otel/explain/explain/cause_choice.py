@@ -16,6 +16,7 @@ from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.explain.late_case import Candidate, LateCase, is_outlier
 from ttft_otel.explain.window.lost_requests import LostRequests
 from ttft_otel.explain.window.request_facts import count_requests, count_values
+from ttft_otel.report.show.terminal import format_short
 
 HIGH, MEDIUM, LOW = "high", "medium", "low"
 MAX_LOST_SHARE: Final = 0.05  # of a window's requests; with more, those that are left say little
@@ -23,6 +24,7 @@ SURE_LATE: Final = 10  # late requests that a high confidence needs
 SURE_BLOCKS: Final = 5  # separate pieces of time, likewise
 USUAL_RATIO: Final = 4.0  # of late to typical requests, up to which size and chance are no incident
 OTHER_MODEL_SHARE: Final = 0.5  # more of the late than of all requests: two models are compared
+EXTREME: Final = 2.0  # of the slowest request of the time before
 SAME_AS_BEFORE: Final = 1.25  # of a percentile to that of the window before
 # What every window has a little of: no cause, where late requests are as late as usual.
 ORDINARY: Final = frozenset(
@@ -93,8 +95,24 @@ def choose_cause(
         )
     is_ordinary = found.kind in ORDINARY and not case.is_single
     if is_ordinary and (healthy := describe_health(case, found.kind)):
+        if few := _describe_extremes(case):
+            return Cause(cause_kinds.NOT_KNOWN, few, LOW)
         return Cause(cause_kinds.NOTHING, healthy, MEDIUM if case.before is None else HIGH)
     return found
+
+
+def _describe_extremes(case: LateCase) -> str:
+    """Single requests later than any before, which percentiles do not show, as a sentence; "" without."""
+    if case.before is None:
+        return ""
+    longest = float(case.before.ttft.max())
+    beyond = case.table.ttft > EXTREME * longest
+    if not beyond.any():
+        return ""
+    return (
+        f"{beyond.sum()} requests took more than {EXTREME:g} times as long as any in the time before "
+        f"({format_short(longest)}), too few to tell why; the others are as usual"
+    )
 
 
 def _find_other_model(case: LateCase) -> str:

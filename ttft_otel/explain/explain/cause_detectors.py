@@ -17,6 +17,7 @@ from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.explain.late_case import (
     MIN_FACTOR,
     MIN_OWN_REQUESTS,
+    OUTLIER_Z,
     STEP_WORDS,
     SURE_FACTOR,
     Candidate,
@@ -26,9 +27,16 @@ from ttft_otel.explain.explain.late_case import (
     is_outlier,
     measure_share,
 )
-from ttft_otel.explain.explain.window_pair import PAIR_DETECTORS, WindowPair
+from ttft_otel.explain.explain.window_pair import (
+    ENGINE_WORDS,
+    PAIR_DETECTORS,
+    WindowPair,
+    describe_since,
+    find_slowdown,
+)
 from ttft_otel.explain.window.request_facts import HOP, count_values
-from ttft_otel.explain.window.request_table import Contrast, Floats, Mask
+from ttft_otel.explain.window.request_table import BLOCKS, Contrast, Floats, Mask
+from ttft_otel.model.stages import RETRY
 from ttft_otel.model.wait_reasons import WAIT_STAGES
 from ttft_otel.report.show.terminal import format_short
 
@@ -119,6 +127,29 @@ def _compare_instance(case: LateCase, here: Mask, peers: Mask) -> tuple[Mask, Co
     return here & near, compare_speed(table, here, (here | peers) & near)
 
 
+def detect_slow_start(case: LateCase) -> Iterator[Candidate]:
+    """Steps of all instances take longer since a moment of the window, of which no time before is known."""
+    table = case.table
+    if case.before is not None or case.is_single:
+        return
+    factor, since_ns = find_slowdown(table, table.blocks < BLOCKS // 4, table.blocks >= 0)
+    after = table.start >= (since_ns - table.epoch_ns) / 1e9
+    names = numpy.array(table.instances)
+    sides = [(here & after, here) for here in (names == name for name in {*table.instances})]
+    slow = [compare_speed(table, side, here).low >= numpy.log(SURE_FACTOR) for side, here in sides]
+    if not since_ns or factor < MIN_FACTOR or not all(slow):
+        return
+    longer = numpy.where(after, (1 - 1 / factor) * table.sum_words(*ENGINE_WORDS), 0.0)
+    found = measure_share(case, numpy.minimum(longer, case.excess))
+    yield build_candidate(
+        cause_kinds.SLOW_FLEET,
+        f"steps of all instances take {factor:.1f} times as long for the same work{describe_since(since_ns)}",
+        found,
+        "" if found.share_low > 0 else "as long as usual",
+        factor=round(factor, 3),
+    )
+
+
 def detect_pauses(case: LateCase) -> Iterator[Candidate]:
     """Processes that stopped: what was in them ended together, and no work explains it."""
     table = case.table
@@ -135,12 +166,23 @@ def detect_pauses(case: LateCase) -> Iterator[Candidate]:
             ]
             if not pauses or _moves_meanwhile(moves[:, here], pauses):
                 continue
-            lost = numpy.zeros(len(table))
+            lost, own = numpy.zeros(len(table)), numpy.zeros(len(table))
             for begin, end in pauses:
+                inside = here & (begin <= ends) & (ends <= end + SAME_END * (end - begin))
+                own[inside] = lengths[inside]
                 # What had queued up is late for some time after the pause.
                 shared = numpy.minimum(until, 2 * end - begin) - numpy.maximum(table.start, begin)
                 lost += numpy.where(here, numpy.maximum(shared, 0.0), 0.0)
-            yield _build_pause(case, process, name, lost, pauses)
+            found = _build_pause(case, process, name, lost, pauses)
+            if found.refuted and process == "api" and len(pauses) >= MIN_BLOCKS:
+                # What stood in its stages is measured, as hops are, and needs no like; a step has work.
+                part = measure_share(case, numpy.minimum(own, case.excess))
+                refuted = "" if part.share_low > 0 else found.refuted
+                found = replace(
+                    found, share=part.share, low=part.share_low, high=part.share_high,
+                    blocks=part.blocks, refuted=refuted,
+                )  # fmt: skip
+            yield found
 
 
 def _build_pause(
@@ -242,7 +284,7 @@ def _find_api_stops(case: LateCase) -> tuple[numpy.ndarray, numpy.ndarray, numpy
     """The same of stages in the API process, and of hops, which end when it accepts."""
     table = case.table
     ends, lengths = numpy.zeros(len(table)), numpy.zeros(len(table))
-    place = table.start + table.sum_words("router.retry", *ROUTER_STAGES[:-1]) / 1e6
+    place = table.start + table.sum_words(RETRY, *ROUTER_STAGES[:-1]) / 1e6
     moves = []
     for word in ("router.hop", *API_STAGES):
         us = table.sum_words(word)
@@ -302,6 +344,11 @@ def detect_long_prompts(case: LateCase) -> Iterator[Candidate]:
     if beside < MIN_HELD * case.late.sum():
         return
     found = case.attribute(held)
+    # The slowest may be of one burst: whether long prompts hold others up is asked of all beside one.
+    everyone = table.contrast(table.ttft, held, table.sizes, ~is_long)
+    if everyone.holds:
+        low = found.share * everyone.low / everyone.value
+        found = replace(found, low=low, share_low=low, blocks=everyone.blocks)
     # The long ones are late themselves, for what their size takes: the same prompts are behind both.
     own = float(case.excess[is_long & ~held].sum() / max(case.excess.sum(), 1.0))
     found = replace(
@@ -370,7 +417,9 @@ def detect_load(case: LateCase) -> Iterator[Candidate]:
         )
         rates = counts / seconds
         usual = float(numpy.median(rates[case.typical]))
-        exposed = rates >= MIN_RATE * max(usual, 2 / seconds)
+        # More than comes together by chance, of which the longest queues of any window are made.
+        by_chance = usual + OUTLIER_Z * (usual / seconds) ** 0.5
+        exposed = rates >= max(MIN_RATE * max(usual, 2 / seconds), by_chance)
         found = case.attribute(exposed)
         if best is None or found.share > best[3].share:
             best = (usual, float(numpy.median(rates[case.late])), seconds, found)
@@ -378,7 +427,9 @@ def detect_load(case: LateCase) -> Iterator[Candidate]:
     usual, late, seconds, found = best
     refuted = ""
     if not found.holds or late < MIN_RATE * usual:
-        refuted = "requests that came alone are late as often"
+        refuted = (
+            "no more came at once than chance makes, or those that came alone are late as often"
+        )
     yield build_candidate(
         cause_kinds.LOAD_INCREASE,
         f"late requests came at {late:.3g} in a second, typical ones at {usual:.3g}",
@@ -472,7 +523,7 @@ def detect_stage_causes(case: LateCase) -> Iterator[Candidate]:
         (cause_kinds.SLOW_HOP, ("kv.transfer",)),
         (cause_kinds.SLOW_HOP, ("ec.transfer",)),
         (cause_kinds.ROUTER_BUSY, ROUTER_STAGES),
-        (cause_kinds.FAILED_ATTEMPTS, ("router.retry",)),
+        (cause_kinds.FAILED_ATTEMPTS, (RETRY,)),
     ):
         us = table.sum_words(*words)
         if not us.any():
@@ -481,7 +532,12 @@ def detect_stage_causes(case: LateCase) -> Iterator[Candidate]:
         if case.before is not None:  # typical ones may have it, too
             usual = min(usual, float(case.before.sum_words(*words).mean()))
         found = measure_share(case, us - usual)
-        subject = _find_odd_place(case, us) if words == ("router.hop",) else ""
+        subject = ""
+        if words == ("router.hop",):
+            subject = _find_odd_place(case, us)
+        elif words == (RETRY,):
+            tried = {int(row): 1 for row in numpy.flatnonzero(case.late & (us > 0))}
+            subject = _find_common(case, Counter(tried), "failed")
         refuted = ""
         if found.share_low <= 0:
             refuted = "as long as usual"
@@ -556,7 +612,9 @@ def detect_changes(case: LateCase) -> Iterator[Candidate]:
     if pair is None or pair.change <= 0:
         return
     for each in (found for detect in PAIR_DETECTORS for found in detect(pair)):
-        if each.kind == cause_kinds.SLOW_INSTANCE:  # which its peers of the same time tell better
+        if each.kind == cause_kinds.SLOW_INSTANCE:
+            if each.holds:  # its peers of the same time tell it better; a shift to it is none
+                return
             continue
         share, low, high = (
             min(max(part, 0.0), 1.0) * case.new_share for part in (each.share, each.low, each.high)
@@ -568,14 +626,20 @@ def detect_changes(case: LateCase) -> Iterator[Candidate]:
             return  # what comes later are its consequences
 
 
-DETECTORS: Final[tuple[Callable[[LateCase], Iterator[Candidate]], ...]] = (
+Detector = Callable[[LateCase], Iterator[Candidate]]
+# `diff` asks these, too. Of the others it has its own, which compare two windows.
+SHARED_DETECTORS: Final[tuple[Detector, ...]] = (
     detect_slow_instances,
     detect_pauses,
     detect_stage_causes,
     detect_long_prompts,
+    detect_limits,
+)
+DETECTORS: Final[tuple[Detector, ...]] = (
+    *SHARED_DETECTORS,
+    detect_slow_start,
     detect_cold_cache,
     detect_load,
     detect_changes,
     detect_own_size,
-    detect_limits,
 )

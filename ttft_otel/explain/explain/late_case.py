@@ -18,13 +18,15 @@ from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.explain.cause_findings import LateDifference
 from ttft_otel.explain.window.request_facts import RequestEvidence
 from ttft_otel.explain.window.request_table import (
+    LEVEL,
     MIN_SIDE,
     Contrast,
     Floats,
     Mask,
     RequestTable,
+    draw_pieces,
 )
-from ttft_otel.model.statistics import compute_weighted_quantiles
+from ttft_otel.model.statistics import compute_weighted_quantiles, find_interval
 
 MIN_SHARE: Final = 0.5  # of the difference, from which on a candidate explains it
 MIN_ODD_SHARE: Final = 0.25  # the same of a cause that no healthy window has any of
@@ -259,10 +261,9 @@ def measure_share(case: LateCase, beyond: Floats, among: Mask | None = None) -> 
     )
     # What is exposed at other times, and was not late.
     sums[:, 0] += found[~numpy.isin(blocks, places)].sum() / len(places)
-    chance = numpy.random.default_rng(0)
-    drawn = chance.multinomial(len(places), numpy.full(len(places), 1 / len(places)), 400) @ sums
-    ratios = drawn[:, 0] / numpy.maximum(drawn[:, 1], 1.0)
-    low, high = (float(each) for each in numpy.quantile(ratios, [0.025, 0.975]))
+    drawn = draw_pieces(len(places)) @ sums
+    ratios = drawn[1:, 0] / numpy.maximum(drawn[1:, 1], 1.0)
+    low, high = (float(each) for each in find_interval(ratios, LEVEL))
     share = float(sums[:, 0].sum() / max(sums[:, 1].sum(), 1.0))
     carried = int((sums[:, 0] > 0.1 * sums[:, 1]).sum())
     return Contrast(share, low, high, share, low, high, carried)

@@ -27,13 +27,13 @@ from ttft_otel.explain.explain.late_case import (
 from ttft_otel.explain.window.request_facts import RequestEvidence, count_values
 from ttft_otel.explain.window.request_table import (
     BLOCKS,
-    DRAWS,
     LEVEL,
     Floats,
     Mask,
     RequestTable,
+    draw_pieces,
 )
-from ttft_otel.model.statistics import draw_weights, find_interval, find_start
+from ttft_otel.model.statistics import find_interval, find_start
 from ttft_otel.report.show.terminal import format_signed, to_local_time
 
 PART_FACTOR: Final = 1.5  # of like steps in a piece of the window
@@ -157,7 +157,7 @@ class WindowPair:
         names = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         codes = numpy.array([names[label] for label in labels], numpy.int64)
         cells = self.table.blocks * len(names) + codes
-        weights = draw_weights(numpy.random.default_rng(0), BLOCKS // 2, DRAWS)
+        weights = draw_pieces(BLOCKS // 2)
         sums = []
         for side, offset in ((~self.now, 0), (self.now, BLOCKS // 2)):
             for values in (self.table.weights, self.table.weights * self.table.ttft):
@@ -211,12 +211,12 @@ def detect_slow_steps(pair: WindowPair) -> Iterator[Candidate]:
         return
     known = sum(weights[name] for name in slow)
     if known >= 0.9 * sum(weights.values()) and (len(slow) > 1 or len(set(table.instances)) == 1):
-        factor, since_ns = _find_fleet_factor(pair)
+        factor, since_ns = find_slowdown(table, ~pair.now, pair.now)
         which = "all" if len(slow) == len(weights) else f"{len(slow)} of {len(weights)}"
         yield pair.build(
             cause_kinds.SLOW_FLEET,
             f"steps of {which} instances take {factor:.1f} times as long as before for the same work"
-            f"{_describe_since(since_ns)}",
+            f"{describe_since(since_ns)}",
             pair.engine_change,
             factor=round(factor, 3),
         )
@@ -259,17 +259,19 @@ def _find_slow_parts(pair: WindowPair, here: Mask) -> list[float]:
     return found if len(found) > 1 else []
 
 
-def _find_fleet_factor(pair: WindowPair) -> tuple[float, int]:
-    """By what factor all steps are longer, and since when: Unix nanoseconds, 0 from the start on."""
-    table = pair.table
-    expected = expect_compute(table, ~pair.now)
+def find_slowdown(table: RequestTable, usual: Mask, now: Mask) -> tuple[float, int]:
+    """By what factor all steps of `now` are longer than usual ones, and since when.
+
+    The moment in Unix nanoseconds, 0 from the start on.
+    """
+    expected = expect_compute(table, usual)
     timed = [
         (
             table.requests[row].facts.start_ns,
             float(table.compute[row] / expected[row]) - 1,
             float(table.weights[row]),
         )
-        for row in numpy.flatnonzero(pair.now & (expected > 0))
+        for row in numpy.flatnonzero(now & (expected > 0))
     ]
     since_ns = find_start(timed)
     late = [value for start, value, _ in timed if start >= since_ns]
@@ -310,7 +312,7 @@ def detect_lost_instances(pair: WindowPair) -> Iterator[Candidate]:
     after = weights * (shared[pair.now] - usual) * (starts >= since)
     yield pair.build(
         cause_kinds.LOST_INSTANCE,
-        f"{', '.join(lost)} served no more requests{_describe_since(since_ns)}, others had the work",
+        f"{', '.join(lost)} served no more requests{describe_since(since_ns)}, others had the work",
         float(after.sum() / weights.sum()),
         subject=lost[0],
     )
@@ -410,7 +412,7 @@ def detect_rate(pair: WindowPair) -> Iterator[Candidate]:
     )
 
 
-def _describe_since(ns: int) -> str:
+def describe_since(ns: int) -> str:
     return f" since {to_local_time(ns):%H:%M:%S}" if ns else ""
 
 

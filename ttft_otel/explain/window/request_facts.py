@@ -45,6 +45,7 @@ class RequestFacts:
     clock_error_us: int = 0  #: by how much the boundaries of its stages may be off, see summary.py
     #: How many requests of its window it stands for, where not all are read (window_sample.py).
     weight: float = 1.0
+    failed: str = ""  #: address of the instance on which an attempt failed before; "" without one
 
     @property
     def ttft_us(self) -> int:
@@ -76,7 +77,20 @@ def build_facts(request: Request, trunks: Iterable[StoredSpan], group_by: str = 
         group=_find_value(spans, group_by) if group_by else "",
         model=request.model,
         clock_error_us=find_clock_error([request]),
+        failed=_find_failed(request, trunks) if request.stages.get(stages.RETRY) else "",
     )
+
+
+def _find_failed(request: Request, spans: Iterable[StoredSpan]) -> str:
+    """The address that the router called in vain; its calls are beside its `ttft` span."""
+    by_id = {span.span_id: span for span in spans}
+    router = by_id.get(request.router.span_id) if request.router else None
+    for span in by_id.values():
+        is_call = router is not None and span.parent_id == router.parent_id
+        if is_call and {keys.LEG, keys.ERROR_TYPE} <= span.attributes.keys():
+            place = (span.attributes.get(key) for key in (keys.SERVER_ADDRESS, keys.SERVER_PORT))
+            return ":".join(str(each) for each in place if each is not None)
+    return ""
 
 
 def _find_value(spans: Iterable[StoredSpan], name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import numpy
@@ -82,13 +82,12 @@ class RequestTable:
     @cached_property
     def words(self) -> dict[str, Floats]:
         """By the stages' names without legs, the time of all legs."""
+        names = {name for each in self.requests for name in each.facts.stages}
         found: dict[str, Floats] = {}
-        for row, each in enumerate(self.requests):
-            for name, us in each.facts.stages.items():
-                word = stages.strip_leg(name)
-                if word not in found:
-                    found[word] = numpy.zeros(len(self.requests))
-                found[word][row] += us
+        for name in sorted(names):
+            us = numpy.array([float(each.facts.stages.get(name, 0)) for each in self.requests])
+            word = stages.strip_leg(name)
+            found[word] = found[word] + us if word in found else us
         return found
 
     def sum_words(self, *words: str) -> Floats:
@@ -165,6 +164,12 @@ class RequestTable:
         return compute_weighted_quantiles(chosen, weights, (share,))[0]
 
 
+@lru_cache(maxsize=BLOCKS)  # every contrast asks
+def draw_pieces(count: int) -> Floats:
+    """The bootstrap of so many pieces of time: how often each is in each draw; the first is the data."""
+    return draw_weights(numpy.random.default_rng(0), count, DRAWS)
+
+
 def contrast_sides(
     outcome: Floats, exposed: Mask, strata: Codes, blocks: Codes, each_weight: Floats
 ) -> Contrast:
@@ -182,8 +187,7 @@ def contrast_sides(
         return found
 
     one = numpy.ones(len(outcome))
-    chance = numpy.random.default_rng(0)
-    weights = draw_weights(chance, number, DRAWS)
+    weights = draw_pieces(number)
     sides = (exposed, ~exposed)
     n_in, n_out = (weights @ gather(side, each_weight) for side in sides)
     y_in, y_out = (weights @ gather(side, each_weight * outcome) for side in sides)

@@ -10,9 +10,11 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from ttft_otel.model import stages
 from ttft_otel.report import window_sample
 from ttft_otel.report.assemble import request_assembly, time_before
 from ttft_otel.report.report_types import Request, StoredSpan
@@ -200,10 +202,14 @@ class DatabaseReader:
         reader = TraceReader(self._connection, trace, trace_id)
         trunks, parents = reader.list_trunks(), reader.list_parents()
         ancestors = time_before.collect_ancestors([trunk.span_id for trunk in trunks], parents)
-        # Only what hangs above the trunks: a trace may have thousands of other spans.
+        requests = request_assembly.assemble_requests(trace_id, trunks, parents)
+        if any(each.stages.get(stages.RETRY) for each in requests):
+            # Attempts that failed: nothing hangs below them, the router's span is above.
+            beside = (span_id for span_id, above in parents.items() if above in ancestors)
+            ancestors |= {*islice(beside, MAX_TRACE_TRUNKS)}
+        # Only these: a trace may have thousands of other spans.
         spans = reader.list_spans({bytes.fromhex(span_id) for span_id in ancestors})
         above = {span.span_id: span for span in spans}
-        requests = request_assembly.assemble_requests(trace_id, trunks, parents)
         every = above | {trunk.span_id: trunk for trunk in trunks}
         return time_before.add_before(requests, parents, above), list(every.values())
 
