@@ -7,7 +7,7 @@ Input: a LateCase. Output: Candidates, of which cause_choice.py takes one. Pure;
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -28,13 +28,13 @@ from ttft_otel.explain.explain.late_case import (
     measure_share,
 )
 from ttft_otel.explain.explain.window_pair import (
-    ENGINE_WORDS,
     PAIR_DETECTORS,
     WindowPair,
     describe_since,
+    detect_slow_steps,
     find_slowdown,
 )
-from ttft_otel.explain.window.request_facts import HOP, count_values
+from ttft_otel.explain.window.request_facts import HOP, RequestEvidence, count_values
 from ttft_otel.explain.window.request_table import BLOCKS, Contrast, Floats, Mask
 from ttft_otel.model.stages import RETRY
 from ttft_otel.model.wait_reasons import WAIT_STAGES
@@ -58,6 +58,7 @@ MAX_MOVES: Final = 0.25  # of what a process usually does in a time, up to which
 SAME_END: Final = 0.2  # of a pause's length: stages that it stopped end within that
 LONG_RATIO: Final = 4.0  # of a prompt's computed tokens to the median, from which on it is long
 MOST_OF: Final = 0.8  # of them have a value in common
+MAX_COMMON: Final = 0.6  # of all requests, which have it: with more it separates nothing
 MIN_HELD: Final = 0.2  # of the late requests, that were beside a long prompt
 RATE_SECONDS: Final = (1.0, 10.0, 60.0)  # over which arrivals are counted
 MIN_RATE: Final = 1.5  # times the median rate
@@ -132,22 +133,15 @@ def detect_slow_start(case: LateCase) -> Iterator[Candidate]:
     table = case.table
     if case.before is not None or case.is_single:
         return
-    factor, since_ns = find_slowdown(table, table.blocks < BLOCKS // 4, table.blocks >= 0)
-    after = table.start >= (since_ns - table.epoch_ns) / 1e9
-    names = numpy.array(table.instances)
-    sides = [(here & after, here) for here in (names == name for name in {*table.instances})]
-    slow = [compare_speed(table, side, here).low >= numpy.log(SURE_FACTOR) for side, here in sides]
-    if not since_ns or factor < MIN_FACTOR or not all(slow):
-        return
-    longer = numpy.where(after, (1 - 1 / factor) * table.sum_words(*ENGINE_WORDS), 0.0)
-    found = measure_share(case, numpy.minimum(longer, case.excess))
-    yield build_candidate(
-        cause_kinds.SLOW_FLEET,
-        f"steps of all instances take {factor:.1f} times as long for the same work{describe_since(since_ns)}",
-        found,
-        "" if found.share_low > 0 else "as long as usual",
-        factor=round(factor, 3),
+    _, since_ns = find_slowdown(table, table.blocks < BLOCKS // 4, table.blocks >= 0)
+    is_after = [each.facts.start_ns >= since_ns > 0 for each in table.requests]
+    before, after = (
+        [each for each, later in zip(table.requests, is_after, strict=True) if later == side]
+        for side in (False, True)
     )
+    for each in detect_slow_steps(WindowPair(before, after)) if after and before else ():
+        if each.kind == cause_kinds.SLOW_FLEET:
+            yield replace(each, sentence=each.sentence + describe_since(since_ns))
 
 
 def detect_pauses(case: LateCase) -> Iterator[Candidate]:
@@ -173,16 +167,7 @@ def detect_pauses(case: LateCase) -> Iterator[Candidate]:
                 # What had queued up is late for some time after the pause.
                 shared = numpy.minimum(until, 2 * end - begin) - numpy.maximum(table.start, begin)
                 lost += numpy.where(here, numpy.maximum(shared, 0.0), 0.0)
-            found = _build_pause(case, process, name, lost, pauses)
-            if found.refuted and process == "api" and len(pauses) >= MIN_BLOCKS:
-                # What stood in its stages is measured, as hops are, and needs no like; a step has work.
-                part = measure_share(case, numpy.minimum(own, case.excess))
-                refuted = "" if part.share_low > 0 else found.refuted
-                found = replace(
-                    found, share=part.share, low=part.share_low, high=part.share_high,
-                    blocks=part.blocks, refuted=refuted,
-                )  # fmt: skip
-            yield found
+            yield _build_pause(case, process, name, lost, own, pauses)
 
 
 def _build_pause(
@@ -190,14 +175,18 @@ def _build_pause(
     process: str,
     name: str,
     lost: Floats,
+    own: Floats,
     pauses: Sequence[tuple[float, float]],
 ) -> Candidate:
-    """lost: seconds of the pauses, and of the work that had gathered, in each request."""
+    """lost: seconds of pauses, and of the work that had gathered, in each request; own: us in its stages."""
     found = case.attribute(lost > 0)
     if not case.is_single:
         # No request is later by a pause than it was in it.
         most = measure_share(case, numpy.minimum(lost * 1e6, case.excess))
         found = min(found, most, key=lambda each: each.share)
+    if process == "api" and not found.holds and len(pauses) >= MIN_BLOCKS:
+        # What stood in its stages is measured, as hops are, and needs no like; a step has work.
+        found = measure_share(case, numpy.minimum(own, case.excess))
     longest = max(end - begin for begin, end in pauses)
     refuted = ""
     if not found.holds and not case.is_single:
@@ -377,25 +366,25 @@ def detect_long_prompts(case: LateCase) -> Iterator[Candidate]:
 
 def _name_holders(case: LateCase, is_long: Mask, holders: Counter[int]) -> tuple[str, str]:
     """What separates the prompts that held others: a group, a model, or their length."""
-    for attribute in ("group", "model"):
-        if name := _find_common(case, holders, attribute):
+    for read in (lambda each: each.facts.group, lambda each: each.facts.model):
+        if name := _find_common(case, holders, read):
             return name, f"of {name}"
     least = float(case.table.computed[is_long].min())
     return f"{least:.0f} tokens", f"{least:.0f} tokens or more"
 
 
-def _find_common(case: LateCase, rows: Counter[int], attribute: str) -> str:
+def _find_common(case: LateCase, rows: Counter[int], read: Callable[[RequestEvidence], str]) -> str:
     """The value that most of these rows have, by their counts, and most requests have not; "" without one."""
     requests = case.table.requests
     values: Counter[str] = Counter()
     for row, count in rows.items():
-        values[getattr(requests[row].facts, attribute)] += count
-    everywhere = count_values(requests, lambda each: getattr(each.facts, attribute))
+        values[read(requests[row])] += count
+    everywhere = count_values(requests, read)
     if not values.total():
         return ""
     name, count = values.most_common(1)[0]
     is_most = count >= MOST_OF * values.total()
-    return name if is_most and everywhere[name] < 0.5 * sum(everywhere.values()) else ""
+    return name if is_most and everywhere[name] < MAX_COMMON * sum(everywhere.values()) else ""
 
 
 def detect_load(case: LateCase) -> Iterator[Candidate]:
@@ -502,7 +491,14 @@ def detect_own_size(case: LateCase) -> Iterator[Candidate]:
         )
     elif found.share_low <= 0:
         refuted = "their size takes no longer"
-    group = _find_common(case, Counter({int(row): 1 for row in numpy.flatnonzero(late)}), "group")
+    elif case.before is not None:
+        # The like of them among the largest of before: their size is nothing new.
+        share = float(table.weights[late].sum() / table.weights.sum())
+        then = case.before.find_quantile(case.before.tokens, 1 - share / 2)
+        if lengths[0] < MIN_SIZE_RATIO * then:
+            refuted = f"as large ones came in the time before ({then:.0f} tokens)"
+    rows = Counter({int(row): 1 for row in numpy.flatnonzero(late)})
+    group = _find_common(case, rows, lambda each: each.facts.group)
     yield build_candidate(
         cause_kinds.OWN_SIZE,
         f"{f'prompts of {group}: ' if group else ''}median {sizes[0]:.0f} tokens to compute, of others "
@@ -513,6 +509,19 @@ def detect_own_size(case: LateCase) -> Iterator[Candidate]:
         tokens_from=round(sizes[1]),
         tokens_to=round(sizes[0]),
     )
+
+
+def _find_hop(each: RequestEvidence) -> str:
+    """The instance to which its longest hop was; "" without one."""
+    hops = [name for name in each.facts.stages if name.startswith(HOP)]
+    return each.instances.get(max(hops, key=each.facts.stages.__getitem__), "") if hops else ""
+
+
+# Stages of which one instance may have most -> which one a request had.
+PLACES: Final[Mapping[str, Callable[[RequestEvidence], str]]] = {
+    "router.hop": _find_hop,
+    RETRY: lambda each: each.facts.failed,
+}
 
 
 def detect_stage_causes(case: LateCase) -> Iterator[Candidate]:
@@ -532,12 +541,11 @@ def detect_stage_causes(case: LateCase) -> Iterator[Candidate]:
         if case.before is not None:  # typical ones may have it, too
             usual = min(usual, float(case.before.sum_words(*words).mean()))
         found = measure_share(case, us - usual)
-        subject = ""
-        if words == ("router.hop",):
-            subject = _find_odd_place(case, us)
-        elif words == (RETRY,):
-            tried = {int(row): 1 for row in numpy.flatnonzero(case.late & (us > 0))}
-            subject = _find_common(case, Counter(tried), "failed")
+        rows = Counter(
+            {int(row): int(us[row]) for row in numpy.flatnonzero(case.late & (us > usual))}
+        )
+        read = PLACES.get(words[0])
+        subject = _find_common(case, rows, read) if read else ""
         refuted = ""
         if found.share_low <= 0:
             refuted = "as long as usual"
@@ -552,31 +560,6 @@ def detect_stage_causes(case: LateCase) -> Iterator[Candidate]:
             refuted,
             subject,
         )
-
-
-def _find_odd_place(case: LateCase, us: numpy.ndarray) -> str:
-    """The instance whose hops take longer than those to others; "" where they all do."""
-    names = numpy.array(
-        [
-            next(
-                (
-                    each.instances[name]
-                    for name in each.facts.stages
-                    if name.startswith(HOP) and name in each.instances
-                ),
-                "",
-            )
-            for each in case.table.requests
-        ]
-    )
-    for name in sorted(set(names) - {""}):
-        here = names == name
-        found = case.table.contrast(us, here, numpy.zeros(len(names), numpy.int64))
-        if found.low > 0 and found.exposed > 2 * max(found.others, 1.0):
-            share = float(case.excess[here].sum() / max(case.excess.sum(), 1.0))
-            if share >= 0.5:
-                return str(name)
-    return ""
 
 
 def detect_limits(case: LateCase) -> Iterator[Candidate]:
