@@ -64,6 +64,8 @@ RATE_SECONDS: Final = (1.0, 10.0, 60.0)  # over which arrivals are counted
 MIN_RATE: Final = 1.5  # times the median rate
 COLD_DROP: Final = 0.2  # of the cached share of like prompts, from which on one found less
 MIN_SIZE_RATIO: Final = 1.5  # of the late prompts to the typical ones
+MIN_WAITED: Final = 0.1  # of a request's TTFT, from which on a reason has held it up
+MIN_REACHED: Final = 0.1  # of the requests, that a limit of what runs at once holds up
 # Reason of waiting -> the setting, or the resource, that bounds what runs.
 LIMIT_REASONS: Final = {
     "max_num_seqs": "max_num_seqs",
@@ -512,9 +514,8 @@ def detect_own_size(case: LateCase) -> Iterator[Candidate]:
 
 
 def _find_hop(each: RequestEvidence) -> str:
-    """The instance to which its longest hop was; "" without one."""
-    hops = [name for name in each.facts.stages if name.startswith(HOP)]
-    return each.instances.get(max(hops, key=each.facts.stages.__getitem__), "") if hops else ""
+    """The instance to which its first hop was; "" without one."""
+    return next((at for name, at in each.instances.items() if name.startswith(HOP)), "")
 
 
 # Stages of which one instance may have most -> which one a request had.
@@ -575,6 +576,14 @@ def detect_limits(case: LateCase) -> Iterator[Candidate]:
             figures = {"setting": subject}
         else:
             continue
+        waited = numpy.array(
+            [each.reasons.get(top.name, {}).get(reason, 0) for each in case.table.requests]
+        )
+        reached = (waited >= MIN_WAITED * case.table.ttft)[case.asked]
+        part = float(numpy.average(reached, weights=case.table.weights[case.asked]))
+        refuted = "" if top.low > 0 else "as long as usual"
+        if kind == cause_kinds.SETTING_LIMIT and part < MIN_REACHED and not case.is_single:
+            refuted = f"{part:.0%} of the requests waited for it: what ran then needs a cause, not the limit"
         words = {"max_num_seqs": "all places of the batch were taken"}
         yield Candidate(
             kind,
@@ -583,7 +592,7 @@ def detect_limits(case: LateCase) -> Iterator[Candidate]:
             top.low * share,
             top.high * share,
             len(numpy.unique(case.table.blocks[case.late])),
-            "" if top.low > 0 else "as long as usual",
+            refuted,
             subject,
             figures,
         )

@@ -86,6 +86,9 @@ class LateCase:
         self.before = RequestTable(before) if before else None
         chosen = {id(each) for each in difference.compared.late}
         self.late: Mask = numpy.array([id(each) in chosen for each in everyone])
+        earlier = {id(each) for each in before}
+        #: Of the window that is asked about; `diff` has the one before among everyone, too.
+        self.asked: Mask = numpy.array([id(each) not in earlier for each in everyone])
         middle = {id(each) for each in difference.compared.typical}
         self.typical: Mask = numpy.array([id(each) in middle for each in everyone])
         usual = float(
