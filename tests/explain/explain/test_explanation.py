@@ -118,6 +118,16 @@ def test_sentences() -> None:
     assert "Looked at own_size: median " in details and "refuted: " in details
 
 
+def test_a_limit_that_few_run_into() -> None:
+    """The same reason in one burst of the window: what ran then needs a cause, and no setting is named."""
+    window = make_window()
+    burst = delay_some(window, CASES["max_num_seqs"], every=1)[100:112]
+    found = explain_requests(split_window([*window[:100], *burst, *window[112:]], SLO_US), SLO_US)
+    assert found.cause.kind == cause_kinds.NOT_KNOWN and found.remedy is None
+    (limit,) = (each for each in found.candidates if each.kind == cause_kinds.SETTING_LIMIT)
+    assert limit.refuted.startswith("4% of the requests waited for it, in ")
+
+
 def test_set_aside() -> None:
     """A pause has the time: no limit is behind it, no setting is named; without the reason, no cause."""
     window = delay_some(make_window(), CASES["paused"], every=100)

@@ -65,7 +65,9 @@ MIN_RATE: Final = 1.5  # times the median rate
 COLD_DROP: Final = 0.2  # of the cached share of like prompts, from which on one found less
 MIN_SIZE_RATIO: Final = 1.5  # of the late prompts to the typical ones
 MIN_WAITED: Final = 0.1  # of a request's TTFT, from which on a reason has held it up
-MIN_REACHED: Final = 0.1  # of the requests, that a limit of what runs at once holds up
+# What few requests run into, and seldom, is not what bounds the window: of requests, and of BLOCKS.
+MIN_REACHED: Final = 0.1
+MIN_PIECES: Final = 10
 # Reason of waiting -> the setting, or the resource, that bounds what runs.
 LIMIT_REASONS: Final = {
     "max_num_seqs": "max_num_seqs",
@@ -579,11 +581,15 @@ def detect_limits(case: LateCase) -> Iterator[Candidate]:
         waited = numpy.array(
             [each.reasons.get(top.name, {}).get(reason, 0) for each in case.table.requests]
         )
-        reached = (waited >= MIN_WAITED * case.table.ttft)[case.asked]
-        part = float(numpy.average(reached, weights=case.table.weights[case.asked]))
+        reached = case.asked & (waited >= MIN_WAITED * case.table.ttft)
+        part = float(case.table.weights[reached].sum() / case.table.weights[case.asked].sum())
+        pieces = len(numpy.unique(case.table.blocks[reached]))
         refuted = "" if top.low > 0 else "as long as usual"
-        if kind == cause_kinds.SETTING_LIMIT and part < MIN_REACHED and not case.is_single:
-            refuted = f"{part:.0%} of the requests waited for it: what ran then needs a cause, not the limit"
+        is_rare = part < MIN_REACHED and pieces < MIN_PIECES and not case.is_single
+        if kind == cause_kinds.SETTING_LIMIT and is_rare:
+            refuted = (
+                f"{part:.0%} of the requests waited for it, in {pieces} of {BLOCKS} pieces of time"
+            )
         words = {"max_num_seqs": "all places of the batch were taken"}
         yield Candidate(
             kind,
