@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.instrumentation import auto_instrumentation
 
 from lab import free_ports, local_deployment, session_processes, tiny_models, ttft_client
 from lab.injection import InjectionControl
@@ -34,6 +35,7 @@ from tests.live.bench import (
     LiveDeployment,
     make_parent_header,
     make_trace_id,
+    read_breakdown,
     read_metric,
     read_output_tokens,
 )
@@ -56,7 +58,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 def run_alone(
     deck: DeploymentDeck, folder: Path, extra: tuple[str, ...] = (), **changes: Any
 ) -> Iterator[LiveDeployment]:
-    """Run one server with the text model. extra: flags. changes: of VllmOptions, `traced`, `chunk`."""
+    """Run one server with the text model. extra: flags. changes: of VllmOptions, `traced`, `chunk`, `env`."""
     deck.stop_running()
     control = InjectionControl(folder / "control.json")
     traced = changes.pop("traced", True)
@@ -64,8 +66,8 @@ def run_alone(
     options = VllmOptions(
         model=tiny_models.build_model(tiny_models.TEXT_RECIPE), control=control.path, extra=extra
     )
+    env = {"TTFT_OTEL_GUARD": "keep", **changes.pop("env", {})}
     options = replace(options, **changes)
-    env = {"TTFT_OTEL_GUARD": "keep"}
     plan = DeploymentPlan(
         "mono", options, folder=folder, traced=traced, env=env, chunk_tokens=chunk
     )
@@ -74,6 +76,22 @@ def run_alone(
         for _ in range(3):
             ttft_client.send_timed_request(bench.front_url, max_tokens=2)
         yield bench
+
+
+def test_auto_instrumentation_traces(deck: DeploymentDeck, tmp_path: Path) -> None:
+    """With what opentelemetry-instrument sets, and no TTFT_OTEL, a server is traced as ever."""
+    env = {
+        "PYTHONPATH": str(Path(auto_instrumentation.__file__).parent),
+        "OTEL_PYTHON_DISTRO": "ttft_otel",
+    }
+    trace = make_trace_id()
+    with run_alone(deck, tmp_path, traced=False, env=env) as bench:
+        answer = bench.send_request(bench.front_url, headers=make_parent_header(trace))
+        spans = bench.wait_for_trace(trace, lambda got: any(span["name"] == "ttft" for span in got))
+
+    assert read_breakdown(answer)[stages.UNATTRIBUTED] == 0
+    (found,) = (span["attributes"] for span in spans if span["name"] == "ttft")
+    assert found[keys.UNATTRIBUTED_US] == 0
 
 
 def test_preemption_is_stall_and_its_tokens_are_counted(
