@@ -144,7 +144,10 @@ def test_render(receiver: LocalServer, environment: dict[str, str], tmp_path: Pa
     model = tiny_models.build_model(tiny_models.TEXT_RECIPE)
     flags = ("--served-model-name", "tiny", "--max-model-len", "4096", "--host", "127.0.0.1")
     ports = [free_ports.find_free_port() for _ in range(2)]
-    words = (("launch", "render", str(model)), ("serve", str(model), "--enforce-eager"))
+    words = (
+        ("launch", "render", str(model)),
+        ("serve", str(model), "--enforce-eager", "--enable-scale-out"),
+    )
     render, mono = (
         ServerCommand(name, (*VLLM, *own, *flags, "--port", str(port)), environment, port)
         for name, own, port in zip(("render", "mono"), words, ports, strict=True)
