@@ -33,7 +33,8 @@ def tree(tmp_path: Path) -> Path:
         owners.setdefault((row.module, row.owner), []).append(f"{row.names[0]}: int = 0")
     modules: dict[str, list[str]] = {}
     for (module, owner), lines in owners.items():
-        modules.setdefault(module, []).append("\n    ".join((f"class {owner}:", *lines)))
+        text = "\n    ".join((f"class {owner}:", *lines)) if owner else "\n".join(lines)
+        modules.setdefault(module, []).append(text)
     package = tmp_path / "checkout" / "vllm"
     (package / "v1").mkdir(parents=True)
     (package / "__init__.py").touch()
