@@ -205,6 +205,9 @@ def test_what_is_answered(
 
     alertmanager.status = 500
     assert "500" in post(server, make_group(make_alert()))[1]["not_sent"]
+    alertmanager.status = 1_000_000  # no status line of HTTP
+    status, found = post(server, make_group(make_alert()))
+    assert status == 200 and "1000000" in found["not_sent"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
+from http.client import HTTPException
 from typing import Any, Final, Literal
 from urllib.parse import urlencode
 from urllib.request import Request, urlopen
@@ -87,7 +88,7 @@ class AlertAnswerer:
                     break
                 answers[question] = self._explain(question)
             answer, page = answers[question], self._link_page(question)
-            click.echo(f"alert {remove_controls(alert.name)}: {answer.sentences[0]}")
+            click.echo(remove_controls(f"alert {alert.name}: {answer.sentences[0]}"))
             found.append({"labels": alert.labels, "page": page, "explanation": answer.document})
             sent.append(_build_answer(alert, answer, page))
         failure = self._send(sent)
@@ -117,7 +118,8 @@ class AlertAnswerer:
                 Request(url, body, {"Content-Type": "application/json"}), timeout=SEND_TIMEOUT_S
             ):
                 return ""
-        except OSError as error:
+        # Of http.client are answers that are no HTTP.
+        except (OSError, HTTPException) as error:
             click.echo(f"Alertmanager did not take the answer: {error}", err=True)
             return str(error)
 
