@@ -22,8 +22,7 @@ from opentelemetry.instrumentation.environment_variables import (
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
 from opentelemetry.sdk.resources import Resource, ResourceDetector
 
-from ttft_otel import __version__
-from ttft_otel.exporter.spans.resource_cache import DISTRO_NAME, DISTRO_VERSION
+from ttft_otel.exporter.spans.resource_cache import DISTRO
 from ttft_otel.model.names import env_names, keys
 
 # Of all entry points of ours but the instrumentor, which has the name of its library.
@@ -85,10 +84,8 @@ class VllmResourceDetector(ResourceDetector):
 
     def detect(self) -> Resource:
         """Our distribution, and the model that the command line names."""
-        attributes = {DISTRO_NAME: "ttft-otel", DISTRO_VERSION: __version__}
-        if model := find_served_model(sys.argv):
-            attributes[keys.MODEL] = model
-        return Resource(attributes)
+        model = find_served_model(sys.argv)
+        return Resource({**DISTRO, keys.MODEL: model} if model else DISTRO)
 
 
 def find_served_model(words: Sequence[str]) -> str:

@@ -19,8 +19,8 @@ from ttft_otel import __version__
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 
-DISTRO_NAME: Final = "telemetry.distro.name"
-DISTRO_VERSION: Final = "telemetry.distro.version"
+# OpenTelemetry's attributes of a distribution; distro.py tells them to other SDKs, too.
+DISTRO: Final = {"telemetry.distro.name": "ttft-otel", "telemetry.distro.version": __version__}
 MAX_SERVICES: Final = 16  # service names per host process; ours are one per role
 
 
@@ -43,8 +43,7 @@ class ResourceCache:
             # Host and process: several servers on one host must not share a series.
             SERVICE_INSTANCE_ID: f"{socket.gethostname()}:{pid}",
             PROCESS_PID: pid,
-            DISTRO_NAME: "ttft-otel",
-            DISTRO_VERSION: __version__,
+            **DISTRO,
             **(engine_settings or {}),
         }
         if counts_requests:
