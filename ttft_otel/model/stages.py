@@ -19,9 +19,6 @@ PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 PREFILL_DECODE: Final = "prefill_decode"  # answers alone, where encoders may join
 MONO: Final = "mono"  # encodes, prefills and decodes
-ROLES: Final[tuple[Role, ...]] = (
-    *(RENDER, ENCODE, PREFILL, DECODE, PREFILL_DECODE, MONO, "router"),
-)
 PREFILLING_ROLES: Final[tuple[Role, ...]] = (PREFILL, PREFILL_DECODE, MONO)
 ANSWERING_ROLES: Final[tuple[Role, ...]] = (DECODE, PREFILL_DECODE, MONO)
 # Roles whose answer goes to another instance: the client's first token never comes from them.
@@ -29,6 +26,7 @@ INTERMEDIATE_ROLES: Final[frozenset[str]] = frozenset({RENDER, ENCODE, PREFILL})
 _TEXT_ROLES: Final[tuple[Role, ...]] = (PREFILL, DECODE, PREFILL_DECODE, MONO)
 _SERVER_ROLES: Final[tuple[Role, ...]] = (ENCODE, *_TEXT_ROLES)
 _FRONT_ROLES: Final[tuple[Role, ...]] = (RENDER, *_SERVER_ROLES)
+ROLES: Final[tuple[Role, ...]] = (*_FRONT_ROLES, "router")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,12 +24,10 @@ class ServeOptions:
     max_bytes: int = 2 << 30
     allowed_hosts: tuple[str, ...] = ()  #: further Host headers to accept
     token: str = ""  #: that whoever sends or reads has to show; "" asks nobody
-    explain: Explainer | None = (
-        None  #: answers the page's "Why?" and alerts; None: neither is there
-    )
-    tempo: SourceChoice | None = (
-        None  #: what pages show instead of the database; nothing is received then
-    )
+    #: Answers the page's "Why?" and alerts; None: neither is there.
+    explain: Explainer | None = None
+    #: What pages show instead of the database; nothing is received then.
+    tempo: SourceChoice | None = None
     page_url: str = ""  #: where people reach the pages, for links in an alert's answer
     grafana_url: str = ""  #: where people reach the dashboards, for the pages' links; "": no links
     alertmanager_url: str = ""  #: where answers to alerts go; "": only to who asked

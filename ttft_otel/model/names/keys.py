@@ -22,9 +22,8 @@ CLOCK: Final = "ttft.clock"  # which clock placed the worker's marks, one of CLO
 CLOCK_ERROR_US: Final = "ttft.clock_error_us"  # of a device's marks, and of another host's clock
 STREAMING: Final = "ttft.streaming"
 DIRECT: Final = "ttft.direct"  # the engine was called without HTTP
-ENGINE_ONLY: Final = (
-    "ttft.engine_only"  # its front-end has no hooks: up to what leaves the engine core
-)
+# Its front-end has no hooks: the TTFT ends with the first token that leaves the engine core.
+ENGINE_ONLY: Final = "ttft.engine_only"
 BACKGROUND: Final = "ttft.background"  # the answer only said that the request is queued
 # Integer microseconds for each token after the first, of an answer with one generation.
 TIME_PER_OUTPUT_TOKEN_US: Final = "ttft.time_per_output_token_us"

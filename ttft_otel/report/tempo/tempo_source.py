@@ -49,7 +49,7 @@ MAX_KEPT_BYTES: Final = 64 << 20  # compressed, of traces that were fetched; one
 # How far back a search without a window goes; Tempo's own retention is two weeks by default.
 MAX_LOOKBACK_S: Final = 14 * 86_400
 
-ExplainAnswer = TypeVar("ExplainAnswer")
+Answer = TypeVar("Answer")
 # (what is done, how many are done, of how many; 0 where that is not known)
 ProgressReporter = Callable[[str, int, int], None]
 # Of the search backwards from now; each further window is twice as long.
@@ -194,7 +194,7 @@ class TempoSource:
         """Names of models of the newest requests. Raises TempoError."""
         return sorted({each.model for each in self.list_latest(RequestFilter()) if each.model})
 
-    def _run(self, asked: Coroutine[Any, Any, ExplainAnswer]) -> ExplainAnswer:
+    def _run(self, asked: Coroutine[Any, Any, Answer]) -> Answer:
         try:
             return self._loop.run_until_complete(asked)
         finally:

@@ -9,7 +9,7 @@ name of a replica's.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
 from ttft_otel.router.routing.policies.pending_load import PendingRequest, RequestKey
 from ttft_otel.router.routing.policies.policy_state import PolicyState, PrefillSample
@@ -28,6 +28,8 @@ from ttft_otel.router.workers.messages import (
     Totals,
 )
 from ttft_otel.tracing import clock
+
+Place: TypeAlias = tuple[str, str]  # leg and URL of an instance
 
 MAX_RESENT_KEYS: Final = 1 << 17  # blocks of all prompts that are reported anew: 1.2 MB
 MAX_RESENT: Final = 16_384  # attempts that are reported anew
@@ -131,9 +133,6 @@ def _describe_entry(attempt: Attempt, entry: PendingRequest, max_keys: int) -> S
     # Cut for the size of a message; prefixes match from their beginning.
     keys = entry.block_keys[:max_keys]
     return Sent(attempt.span_id, attempt.leg, entry.url, entry.sent_us, *entry.work, keys)
-
-
-Place = tuple[str, str]  # leg and URL of an instance
 
 
 class RemoteLoads:
