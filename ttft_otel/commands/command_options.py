@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import field
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -13,7 +14,6 @@ import click
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 OptionDecorator: TypeAlias = Callable[[Any], Any]
-OptionDeclarer: TypeAlias = Callable[..., OptionDecorator]  # takes what click.option() takes
 
 
 def add_options(*options: OptionDecorator) -> Callable[[Command], Command]:
@@ -26,6 +26,11 @@ def add_options(*options: OptionDecorator) -> Callable[[Command], Command]:
         return command
 
     return decorate
+
+
+def declare_flag(help_text: str, **click_arguments: Any) -> Any:
+    """A field of a dataclass that is a flag: `metadata` has what click.option() takes besides names."""
+    return field(metadata={"help": help_text, **click_arguments})
 
 
 def make_number_option(name: str, kind: Any, default: Any, help_text: str) -> OptionDecorator:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ttft_otel.commands.router import router_options, routing_options
-from ttft_otel.commands.router.router_options import RouterOptions, declare_option
+from ttft_otel.commands.router import router_options
+from ttft_otel.commands.router.router_options import RouterOptions
 from ttft_otel.model.names import env_names
-from ttft_otel.router import types
 from ttft_otel.router.control import admin
 from ttft_otel.router.control import app as control
 from ttft_otel.router.control.uvicorn_server import ServerPlan, run_router_server
@@ -24,16 +23,14 @@ from ttft_otel.router.discovery.discovery import Discovery
 from ttft_otel.router.discovery.found_instances import FoundInstances
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
-from ttft_otel.router.proxy.exchange_reporter import MAX_REPORTS, RecentReports
-from ttft_otel.router.upstream import failures, health_monitor, instance_pool
+from ttft_otel.router.proxy.exchange_reporter import RecentReports
+from ttft_otel.router.upstream import health_monitor, instance_pool
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import handoff, settings
 
 if TYPE_CHECKING:
     from ttft_otel.router.shared_state.store_link import StoreLink
 
-DRAIN_TIMEOUT_S: Final = 30.0  # seconds for requests in flight to finish after SIGTERM
-MAX_WORKERS: Final = 256  # each reports each of its requests to all others
 log: Final = logging.getLogger("ttft_otel")
 
 EXAMPLES: Final = """
@@ -63,116 +60,7 @@ Where a request's time went:
 
 
 @click.command("router", cls=router_options.RouterCommand, epilog=EXAMPLES)
-@router_options.declare_file_option(
-    "--config", metavar="FILE", help="YAML file with flags as keys; SIGHUP reloads it."
-)
-@declare_option(
-    "--encoder",
-    multiple=True,
-    metavar="URL",
-    help="An encoder instance; repeatable. Without one, media are encoded where the prompt is prefilled.",
-)
-@declare_option(
-    "--prefill",
-    multiple=True,
-    metavar="URL",
-    help="A prefill instance; repeatable. Needs --decode and excludes --backend.",
-)
-@declare_option(
-    "--decode", multiple=True, metavar="URL", help="A decode instance; repeatable. Needs --prefill."
-)
-@declare_option(
-    "--backend",
-    multiple=True,
-    metavar="URL",
-    help="An instance that prefills and decodes, with or without encoders before it; repeatable.",
-)
-@declare_option(
-    "--first-token",
-    type=click.Choice(types.FIRST_TOKEN_MODES),
-    default=types.MODE_STRIP,
-    help="How the prefill instance's first token reaches the client; see docs/router.md.",
-)
-@declare_option(
-    # Loopback, because there is no key by default: check_exposure() guards every other address.
-    "--host",
-    default="127.0.0.1",
-    help="The address to listen on; one that other machines can reach needs --api-key or --insecure.",
-)
-@declare_option(
-    "--port",
-    default=8000,
-    type=click.IntRange(0, 65535),
-    help="The port to listen on; 0: any free one.",
-)
-@declare_option(
-    "--reports",
-    default=MAX_REPORTS,
-    type=click.IntRange(min=1),
-    help="Number of recent requests that /ttft_report can show.",
-)
-@router_options.add_access_options(declare_option)
-@router_options.add_upstream_options(declare_option)
-@declare_option(
-    "--health-interval",
-    default=health_monitor.PROBE_INTERVAL_S,
-    type=click.FloatRange(0.05),
-    help="Seconds between two health probes of an instance.",
-)
-@declare_option(
-    "--retries",
-    default=failures.MAX_RETRIES,
-    type=click.IntRange(0, 10),
-    help="Retries per request on other instances, before its first response byte.",
-)
-@declare_option(
-    "--retry-budget",
-    default=failures.RETRY_BUDGET_RATIO,
-    type=click.FloatRange(0, 1),
-    help="Retries allowed, as a share of all calls to instances.",
-)
-@declare_option(
-    "--breaker-failures",
-    default=instance_pool.MAX_CONSECUTIVE_FAILURES,
-    type=click.IntRange(min=1),
-    help="Consecutive failures that open the circuit breaker of an instance.",
-)
-@declare_option(
-    "--workers",
-    default=1,
-    type=click.IntRange(1, MAX_WORKERS),
-    help="Processes that serve the port, each on one core; they share what they know of the load.",
-)
-@declare_option(
-    "--drain-delay",
-    default=0.0,
-    type=click.FloatRange(0),
-    help="Seconds after SIGTERM during which new requests are still accepted.",
-)
-@declare_option(
-    "--drain-timeout",
-    default=DRAIN_TIMEOUT_S,
-    type=click.FloatRange(0),
-    help="Seconds after SIGTERM within which requests in flight may finish.",
-)
-@declare_option(
-    # A port of its own, so that a firewall can tell operators from clients.
-    "--admin-port",
-    type=click.IntRange(0, 65535),
-    help="Port of the admin API, /instances; without it there is none.",
-)
-@declare_option(
-    "--admin-host",
-    default=admin.DEFAULT_ADMIN_HOST,
-    help="Address of --admin-port; one that other machines can reach needs --admin-token.",
-)
-@declare_option(
-    "--admin-token", default="", metavar="TOKEN", help="Bearer token that /instances requires."
-)
-@router_options.add_discovery_options(declare_option)
-@router_options.add_shared_state_options(declare_option)
-@router_options.add_limit_options(declare_option)
-@routing_options.add_routing_options(declare_option)
+@router_options.add_flags
 @click.pass_context
 def command(ctx: click.Context, /, **given: Any) -> None:
     """Route requests to vLLM servers and trace each one's time to first token.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RouterOptions and how flags, environment and YAML file set them; command.py declares the flags.
+"""RouterOptions and how flags, environment and YAML file set them; command.py makes a router of them.
 
 Precedence is flag, environment variable, file, default: click's own order, in which the file is the
 `default_map`.
@@ -8,16 +8,16 @@ Precedence is flag, environment variable, file, default: click's own order, in w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
 import click
 import yaml
 
-from ttft_otel.commands.command_options import Command, OptionDeclarer, add_options
+from ttft_otel.commands.command_options import Command, OptionDecorator, add_options, declare_flag
 from ttft_otel.commands.router.routing_options import (
     RoutingOptions,
     check_unused_options,
@@ -26,6 +26,7 @@ from ttft_otel.http.head_checks import is_loopback
 from ttft_otel.model.names import env_names
 from ttft_otel.model.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
 from ttft_otel.router import types
+from ttft_otel.router.control.admin import DEFAULT_ADMIN_HOST
 from ttft_otel.router.discovery.discovery import (
     DNS_SCHEME,
     Discovery,
@@ -35,8 +36,11 @@ from ttft_otel.router.discovery.discovery import (
 )
 from ttft_otel.router.discovery.found_instances import FoundInstances
 from ttft_otel.router.limits import RouterLimits
+from ttft_otel.router.proxy.exchange_reporter import MAX_REPORTS
 from ttft_otel.router.types import Instance, parse_instance_url
+from ttft_otel.router.upstream import failures, health_monitor
 from ttft_otel.router.upstream.client_tls import ClientTls
+from ttft_otel.router.upstream.instance_pool import MAX_CONSECUTIVE_FAILURES
 
 if TYPE_CHECKING:
     from ttft_otel.router.routing.routing_service import RoutingService
@@ -45,6 +49,8 @@ if TYPE_CHECKING:
     from ttft_otel.router.workers.worker import WorkerLink
 
 ENV_PREFIX: Final = "TTFT_OTEL_ROUTER_"
+DRAIN_TIMEOUT_S: Final = 30.0  # seconds for requests in flight to finish after SIGTERM
+MAX_WORKERS: Final = 256  # each reports each of its requests to all others
 DISCOVER_INTERVAL_S: Final = 5.0  # seconds between two questions to DNS; the TTL of cluster DNS
 DEFAULT_PREFIX: Final = "ttft-otel"  # of keys in the shared store
 # What a URL of the client may say; everything else could turn off checks and time-outs.
@@ -54,55 +60,235 @@ ARGUMENTS_KEY: Final = "ttft_otel.arguments"
 # What SIGHUP applies; everything else is built into objects that live as long as the router.
 RELOADABLE_FIELDS: Final = ("encoder", "prefill", "decode", "backend", "api_key")
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+def check_keys(_: click.Context, __: click.Parameter, keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `keys`. Raises BadParameter for an empty one: an unset variable would disable the check."""
+    # Blanks at the ends are lost in an HTTP header, so such a key could never match.
+    if not all(key and key == key.strip() for key in keys):
+        raise click.BadParameter("a key is empty or has blanks around it; leave it out or set it.")
+    return keys
 
 
-@dataclass(frozen=True, slots=True)
+def check_sources(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `texts`. Raises BadParameter for one that names no source."""
+    for each in texts:
+        try:
+            parse_source_address(each)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+    return texts
+
+
+def check_store_url(_: click.Context, __: click.Parameter, text: str) -> str:
+    """Return `text`. Raises BadParameter if it names no store, or no file that can be read."""
+    if not text:
+        return text
+    try:
+        parts = urlsplit(text)
+        is_right = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        is_right = False
+    # The text is not shown: it may have a password.
+    database = parts.path.strip("/") if is_right else ""
+    if not is_right or parts.scheme not in ("redis", "rediss") or not (database or "0").isdecimal():
+        raise click.BadParameter(
+            "write redis://[USER@]HOST[:PORT][/DATABASE], or rediss:// for TLS."
+        )
+    for name, path in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in FILE_OPTIONS or parts.scheme != "rediss":
+            raise click.BadParameter(
+                f"after the question mark only {', '.join(FILE_OPTIONS)} may stand, with rediss://."
+            )
+        if not os.access(path, os.R_OK):
+            raise click.BadParameter(f"{name}: {path} cannot be read.")
+    return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions(RoutingOptions):
     """The values of all flags, one field per flag, named after it; `limits` has those of limits.py."""
 
     limits: RouterLimits
-    encoder: tuple[str, ...]
-    prefill: tuple[str, ...]
-    decode: tuple[str, ...]
-    backend: tuple[str, ...]
-    first_token: str
-    host: str
-    port: int
-    insecure: bool
-    reports: int
-    api_key: tuple[str, ...]
-    upstream_key: str
-    upstream_ca: str
-    upstream_cert: str
-    upstream_cert_key: str
-    upstream_name: str
-    trust_trace_headers: bool
-    cors_origin: tuple[str, ...]
-    allowed_host: tuple[str, ...]
-    health_interval: float
-    retries: int
-    retry_budget: float
-    breaker_failures: int
-    workers: int
-    drain_delay: float
-    drain_timeout: float
-    admin_port: int | None
-    admin_host: str
-    admin_token: str
-    discover: tuple[str, ...]
-    discover_interval: float
-    kubernetes_api: str
-    shared_state: str
-    shared_state_password_file: str
-    shared_state_prefix: str
+    encoder: tuple[str, ...] = declare_flag(
+        "An encoder instance; repeatable. Without one, media are encoded where the prompt is prefilled.",
+        multiple=True,
+        metavar="URL",
+    )
+    prefill: tuple[str, ...] = declare_flag(
+        "A prefill instance; repeatable. Needs --decode and excludes --backend.",
+        multiple=True,
+        metavar="URL",
+    )
+    decode: tuple[str, ...] = declare_flag(
+        "A decode instance; repeatable. Needs --prefill.", multiple=True, metavar="URL"
+    )
+    backend: tuple[str, ...] = declare_flag(
+        "An instance that prefills and decodes, with or without encoders before it; repeatable.",
+        multiple=True,
+        metavar="URL",
+    )
+    first_token: str = declare_flag(
+        "How the prefill instance's first token reaches the client; see docs/router.md.",
+        type=click.Choice(types.FIRST_TOKEN_MODES),
+        default=types.MODE_STRIP,
+    )
+    # Loopback, because there is no key by default: check_exposure() guards every other address.
+    host: str = declare_flag(
+        "The address to listen on; one that other machines can reach needs --api-key or --insecure.",
+        default="127.0.0.1",
+    )
+    port: int = declare_flag(
+        "The port to listen on; 0: any free one.", default=8000, type=click.IntRange(0, 65535)
+    )
+    reports: int = declare_flag(
+        "Number of recent requests that /ttft_report can show.",
+        default=MAX_REPORTS,
+        type=click.IntRange(min=1),
+    )
+
+    # Who may call, and what is believed of callers.
+    # Repeatable: while one key replaces another (SIGHUP applies it), both have to be valid.
+    api_key: tuple[str, ...] = declare_flag(
+        "A key that clients may send; repeatable. Without one, Authorization is passed on.",
+        multiple=True,
+        callback=check_keys,
+        metavar="KEY",
+    )
+    # Its own flag: nobody should open a port to the network by forgetting a key.
+    insecure: bool = declare_flag("Serve whoever reaches --host, without a key.", is_flag=True)
+    # The second is the variable that vLLM's processes read: one setting for a deployment.
+    trust_trace_headers: bool = declare_flag(
+        "Honour the caller's sampled flag; by default only its trace ID is used.",
+        is_flag=True,
+        envvar=["TTFT_OTEL_ROUTER_TRUST_TRACE_HEADERS", env_names.TTFT_OTEL_TRUST_SAMPLED],
+    )
+    # Without it browsers keep answers from pages of other origins.
+    cors_origin: tuple[str, ...] = declare_flag(
+        "An origin whose web pages may call the router, like https://chat.example; repeatable.",
+        multiple=True,
+        metavar="ORIGIN",
+    )
+    # On loopback only its own names are answered to: any page can have a name that resolves there.
+    allowed_host: tuple[str, ...] = declare_flag(
+        "A name that Host may have besides localhost and addresses; repeatable. Not on loopback, "
+        "without it: any.",
+        multiple=True,
+        metavar="NAME",
+    )
+
+    # What instances are shown, and how they prove who they are.
+    # One key for all instances; clients' keys never reach one where the router checks them.
+    upstream_key: str = declare_flag(
+        "API key that the router sends to instances.", default="", metavar="KEY"
+    )
+    upstream_ca: str = declare_flag(
+        "PEM file of the authorities that sign certificates of https:// instances; by default the "
+        "system's. New connections follow these files when they are replaced.",
+        default="",
+        metavar="FILE",
+    )
+    upstream_cert: str = declare_flag(
+        "PEM file of the certificate that the router shows to instances.",
+        default="",
+        metavar="FILE",
+    )
+    upstream_cert_key: str = declare_flag(
+        "PEM file of its key, unless that stands in the same file.", default="", metavar="FILE"
+    )
+    upstream_name: str = declare_flag(
+        "What certificates of instances are for, if not for the host of the URL.",
+        default="",
+        metavar="NAME",
+    )
+    health_interval: float = declare_flag(
+        "Seconds between two health probes of an instance.",
+        default=health_monitor.PROBE_INTERVAL_S,
+        type=click.FloatRange(0.05),
+    )
+    retries: int = declare_flag(
+        "Retries per request on other instances, before its first response byte.",
+        default=failures.MAX_RETRIES,
+        type=click.IntRange(0, 10),
+    )
+    retry_budget: float = declare_flag(
+        "Retries allowed, as a share of all calls to instances.",
+        default=failures.RETRY_BUDGET_RATIO,
+        type=click.FloatRange(0, 1),
+    )
+    breaker_failures: int = declare_flag(
+        "Consecutive failures that open the circuit breaker of an instance.",
+        default=MAX_CONSECUTIVE_FAILURES,
+        type=click.IntRange(min=1),
+    )
+
+    # The process and its ports.
+    workers: int = declare_flag(
+        "Processes that serve the port, each on one core; they share what they know of the load.",
+        default=1,
+        type=click.IntRange(1, MAX_WORKERS),
+    )
+    drain_delay: float = declare_flag(
+        "Seconds after SIGTERM during which new requests are still accepted.",
+        default=0.0,
+        type=click.FloatRange(0),
+    )
+    drain_timeout: float = declare_flag(
+        "Seconds after SIGTERM within which requests in flight may finish.",
+        default=DRAIN_TIMEOUT_S,
+        type=click.FloatRange(0),
+    )
+    # A port of its own, so that a firewall can tell operators from clients.
+    admin_port: int | None = declare_flag(
+        "Port of the admin API, /instances; without it there is none.",
+        type=click.IntRange(0, 65535),
+    )
+    admin_host: str = declare_flag(
+        "Address of --admin-port; one that other machines can reach needs --admin-token.",
+        default=DEFAULT_ADMIN_HOST,
+    )
+    admin_token: str = declare_flag(
+        "Bearer token that /instances requires.", default="", metavar="TOKEN"
+    )
+
+    # Where instances are found, and the store of several replicas.
+    discover: tuple[str, ...] = declare_flag(
+        "dns://SERVICE:PORT or k8s://NAMESPACE/SELECTOR, with ?role=ROLE; repeatable.",
+        multiple=True,
+        callback=check_sources,
+        metavar="SOURCE",
+    )
+    discover_interval: float = declare_flag(
+        "Seconds between two questions to DNS, and until a source that failed is asked again.",
+        default=DISCOVER_INTERVAL_S,
+        type=click.FloatRange(0.05),
+    )
+    kubernetes_api: str = declare_flag(
+        "API server for k8s://, like that of `kubectl proxy`; by default the pod's own.",
+        default="",
+        metavar="URL",
+    )
+    shared_state: str = declare_flag(
+        "redis://[USER@]HOST[:PORT][/DATABASE] of a Valkey or Redis, or rediss:// for TLS, through "
+        "which replicas share load and circuit breakers.",
+        default="",
+        callback=check_store_url,
+        metavar="URL",
+    )
+    shared_state_password_file: str = declare_flag(
+        "The password for it; read anew at each connection.", default="", metavar="FILE"
+    )
+    shared_state_prefix: str = declare_flag(
+        "What its keys begin with: one name for all replicas, another one for each deployment.",
+        default=DEFAULT_PREFIX,
+        metavar="NAME",
+    )
 
     @classmethod
     def from_flags(cls, given: Mapping[str, Any]) -> RouterOptions:
         """The options of a command's parameters."""
-        # Raises TypeError for a flag without a field: a forgotten one shows at the first start.
-        limits, others = take_limits(given)
-        return cls(limits=limits, **others)
+        names = {each.name for each in fields(RouterLimits)}
+        limits = RouterLimits(**{name: given[name] for name in names})
+        return cls(limits=limits, **{name: given[name] for name in given.keys() - names})
 
     @property
     def takes_newcomers(self) -> bool:
@@ -186,30 +372,47 @@ class RouterCommand(click.Command):
         return rest
 
 
-def declare_option(flag: str, **click_arguments: Any) -> Callable[[Decorated], Decorated]:
-    """Declare a flag and its environment variable, both shown by --help.
-
-    flag: with its dashes. click_arguments: passed to `click.option`.
-    """
-    # Named explicitly, since it is the key of the YAML file and the field of RouterOptions.
-    name = flag.removeprefix("--").replace("-", "_")
-    variable = click_arguments.pop("envvar", f"{ENV_PREFIX}{name.upper()}")
-    # An empty string means "not set": --help has no default to show then.
-    show_default = click_arguments.get("default", "") != ""
-    return click.option(
-        flag, name, envvar=variable, show_envvar=True, show_default=show_default, **click_arguments
-    )
-
-
-def declare_file_option(flag: str, **click_arguments: Any) -> Callable[[Decorated], Decorated]:
-    """Declare the `flag` that names the YAML file; it is processed before every other flag."""
-    return declare_option(
-        flag,
+def add_flags(command: Command) -> Command:
+    """Give a command --config and the flags of RouterOptions: its own, those of limits, those of routing."""
+    routing = {each.name: each.metadata for each in fields(RoutingOptions)}
+    own = {each.name: each.metadata for each in fields(RouterOptions) if each.name != "limits"}
+    limits = {
+        each.name: {
+            "help": each.metadata["text"],
+            "default": each.default,
+            # By the default and not the annotation, which is only a string here: see declare_limit.
+            "type": (click.FloatRange if isinstance(each.default, float) else click.IntRange)(
+                min=each.metadata["minimum"]
+            ),
+        }
+        for each in fields(RouterLimits)
+    }
+    # The fields of RoutingOptions come first in `own`, since it is the base.
+    flags = {name: own[name] for name in own if name not in routing} | limits | routing
+    file = _make_option(
+        "config",
+        metavar="FILE",
+        help="YAML file with flags as keys; SIGHUP reloads it.",
         type=click.Path(dir_okay=False),
         # Else flags that were processed before it would have taken their defaults already.
         is_eager=True,
         expose_value=False,
         callback=_load_file,
+    )
+    return add_options(file, *(_make_option(name, **flags[name]) for name in flags))(command)
+
+
+def _make_option(name: str, **click_arguments: Any) -> OptionDecorator:
+    """A flag and its environment variable, both shown by --help; `name` is its key in the YAML file."""
+    variable = click_arguments.pop("envvar", f"{ENV_PREFIX}{name.upper()}")
+    # An empty string means "not set": --help has no default to show then.
+    show_default = click_arguments.get("default", "") != ""
+    return click.option(
+        f"--{name.replace('_', '-')}",
+        name,
+        envvar=variable,
+        show_envvar=True,
+        show_default=show_default,
         **click_arguments,
     )
 
@@ -286,123 +489,6 @@ def _load_file(ctx: click.Context, _: click.Parameter, path: str | None) -> None
     ctx.default_map = {**(ctx.default_map or {}), **values}
 
 
-def add_limit_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
-    """Add a flag per limit to a command, in the order of the fields."""
-    return add_options(
-        *(
-            declare_option(
-                f"--{each.name.replace('_', '-')}",
-                default=each.default,
-                type=_choose_range(each.default)(min=each.metadata["minimum"]),
-                help=each.metadata["text"],
-            )
-            for each in fields(RouterLimits)
-        )
-    )
-
-
-def _choose_range(default: object) -> type[click.IntRange | click.FloatRange]:
-    # By the default and not the annotation, which is only a string here: see declare_limit.
-    return click.FloatRange if isinstance(default, float) else click.IntRange
-
-
-def take_limits(given: Mapping[str, Any]) -> tuple[RouterLimits, dict[str, Any]]:
-    """Split the values of all flags into the limits and the others."""
-    # The other flags go to RouterOptions, which rejects names that it has no field for.
-    names = {each.name for each in fields(RouterLimits)}
-    limits = RouterLimits(**{name: given[name] for name in names})
-    return limits, {name: value for name, value in given.items() if name not in names}
-
-
-def add_access_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
-    """Add the flags of who may call, and what is believed of callers to a command."""
-    return add_options(
-        declare_option(
-            # Repeatable: while one key replaces another (SIGHUP applies it), both have to be valid.
-            "--api-key",
-            multiple=True,
-            callback=check_keys,
-            metavar="KEY",
-            help="A key that clients may send; repeatable. Without one, Authorization is passed on.",
-        ),
-        declare_option(
-            # Its own flag: nobody should open a port to the network by forgetting a key.
-            "--insecure",
-            is_flag=True,
-            help="Serve whoever reaches --host, without a key.",
-        ),
-        declare_option(
-            "--trust-trace-headers",
-            is_flag=True,
-            # The second is the variable that vLLM's processes read: one setting for a deployment.
-            envvar=["TTFT_OTEL_ROUTER_TRUST_TRACE_HEADERS", env_names.TTFT_OTEL_TRUST_SAMPLED],
-            help="Honour the caller's sampled flag; by default only its trace ID is used.",
-        ),
-        declare_option(
-            # Without it browsers keep answers from pages of other origins.
-            "--cors-origin",
-            multiple=True,
-            metavar="ORIGIN",
-            help="An origin whose web pages may call the router, like https://chat.example; repeatable.",
-        ),
-        declare_option(
-            # On loopback only its own names are answered to: any page can have a name that resolves there.
-            "--allowed-host",
-            multiple=True,
-            metavar="NAME",
-            help="A name that Host may have besides localhost and addresses; repeatable. Not on loopback, "
-            "without it: any.",
-        ),
-    )
-
-
-def check_keys(_: click.Context, __: click.Parameter, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `keys`. Raises BadParameter for an empty one: an unset variable would disable the check."""
-    # Blanks at the ends are lost in an HTTP header, so such a key could never match.
-    if not all(key and key == key.strip() for key in keys):
-        raise click.BadParameter("a key is empty or has blanks around it; leave it out or set it.")
-    return keys
-
-
-def add_upstream_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
-    """Add the flags of what instances are shown, and how they prove who they are, to a command."""
-    return add_options(
-        declare_option(
-            # One key for all instances; clients' keys never reach an
-            # instance where the router checks them.
-            "--upstream-key",
-            default="",
-            metavar="KEY",
-            help="API key that the router sends to instances.",
-        ),
-        declare_option(
-            "--upstream-ca",
-            default="",
-            metavar="FILE",
-            help="PEM file of the authorities that sign certificates of https:// instances; by default the "
-            "system's. New connections follow these files when they are replaced.",
-        ),
-        declare_option(
-            "--upstream-cert",
-            default="",
-            metavar="FILE",
-            help="PEM file of the certificate that the router shows to instances.",
-        ),
-        declare_option(
-            "--upstream-cert-key",
-            default="",
-            metavar="FILE",
-            help="PEM file of its key, unless that stands in the same file.",
-        ),
-        declare_option(
-            "--upstream-name",
-            default="",
-            metavar="NAME",
-            help="What certificates of instances are for, if not for the host of the URL.",
-        ),
-    )
-
-
 def build_upstream_tls(options: RouterOptions) -> ClientTls | None:
     """What connections to instances trust and show, None for the system's authorities. Raises UsageError."""
     files = options.upstream_ca, options.upstream_cert, options.upstream_cert_key
@@ -415,41 +501,6 @@ def build_upstream_tls(options: RouterOptions) -> ClientTls | None:
     except OSError as error:
         named = ", ".join(each for each in files if each)
         raise click.UsageError(f"{named}: {error}; these have to be PEM files.") from error
-
-
-def add_discovery_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
-    """Add the flags of where instances are found to a command."""
-    return add_options(
-        declare_option(
-            "--discover",
-            multiple=True,
-            callback=check_sources,
-            metavar="SOURCE",
-            help="dns://SERVICE:PORT or k8s://NAMESPACE/SELECTOR, with ?role=ROLE; repeatable.",
-        ),
-        declare_option(
-            "--discover-interval",
-            default=DISCOVER_INTERVAL_S,
-            type=click.FloatRange(0.05),
-            help="Seconds between two questions to DNS, and until a source that failed is asked again.",
-        ),
-        declare_option(
-            "--kubernetes-api",
-            default="",
-            metavar="URL",
-            help="API server for k8s://, like that of `kubectl proxy`; by default the pod's own.",
-        ),
-    )
-
-
-def check_sources(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `texts`. Raises BadParameter for one that names no source."""
-    for each in texts:
-        try:
-            parse_source_address(each)
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from error
-    return texts
 
 
 def build_discovery(
@@ -478,57 +529,6 @@ def _build_source(address: SourceAddress, interval_s: float, api_url: str) -> In
 
     api = KubernetesApi(find_cluster(api_url), address.place, address.selector)
     return KubernetesSource(address, api)
-
-
-def add_shared_state_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
-    """Add the flags of the store of several replicas to a command."""
-    return add_options(
-        declare_option(
-            "--shared-state",
-            default="",
-            callback=check_store_url,
-            metavar="URL",
-            help="redis://[USER@]HOST[:PORT][/DATABASE] of a Valkey or Redis, or rediss:// for TLS, through "
-            "which replicas share load and circuit breakers.",
-        ),
-        declare_option(
-            "--shared-state-password-file",
-            default="",
-            metavar="FILE",
-            help="The password for it; read anew at each connection.",
-        ),
-        declare_option(
-            "--shared-state-prefix",
-            default=DEFAULT_PREFIX,
-            metavar="NAME",
-            help="What its keys begin with: one name for all replicas, another one for each deployment.",
-        ),
-    )
-
-
-def check_store_url(_: click.Context, __: click.Parameter, text: str) -> str:
-    """Return `text`. Raises BadParameter if it names no store, or no file that can be read."""
-    if not text:
-        return text
-    try:
-        parts = urlsplit(text)
-        is_right = bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        is_right = False
-    # The text is not shown: it may have a password.
-    database = parts.path.strip("/") if is_right else ""
-    if not is_right or parts.scheme not in ("redis", "rediss") or not (database or "0").isdecimal():
-        raise click.BadParameter(
-            "write redis://[USER@]HOST[:PORT][/DATABASE], or rediss:// for TLS."
-        )
-    for name, path in parse_qsl(parts.query, keep_blank_values=True):
-        if name not in FILE_OPTIONS or parts.scheme != "rediss":
-            raise click.BadParameter(
-                f"after the question mark only {', '.join(FILE_OPTIONS)} may stand, with rediss://."
-            )
-        if not os.access(path, os.R_OK):
-            raise click.BadParameter(f"{name}: {path} cannot be read.")
-    return text
 
 
 def build_store_settings(options: RouterOptions) -> StoreSettings | None:

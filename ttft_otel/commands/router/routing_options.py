@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags that configure routing, their validation, and the RoutingService built from them.
 
-command.py adds them to the command; RouterOptions (router_options.py) inherits their fields, so they
-can also be set by environment variable and YAML file.
+RouterOptions (router_options.py) inherits their fields and adds them to the command, so they can also be
+set by environment variable and YAML file.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 import click
 from click.core import ParameterSource
 
-from ttft_otel.commands.command_options import Command, OptionDeclarer, OptionDecorator, add_options
+from ttft_otel.commands.command_options import declare_flag
 from ttft_otel.router import types
 from ttft_otel.router.routing import routing_service
 from ttft_otel.router.routing.policies import policy_state as states
@@ -47,21 +47,88 @@ POLICIES_BY_OPTION: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+def _check_finite(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
+    """Raise BadParameter for infinity and NaN."""
+    # FloatRange lets both pass: NaN compares false with every limit.
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number of milliseconds.")
+    return value
+
+
+def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
+    """Raise BadParameter for a name that cannot be a header: with blanks or control characters."""
+    # A header of that name could never arrive, so no request would have a session.
+    if value and (value.split() != [value] or not value.isprintable()):
+        raise click.BadParameter(f"{value!r} is not a header or key name: leave out its blanks.")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingOptions:
     """The values of the routing flags, one field per flag, named after it."""
 
-    routing_logic: str
-    encoder_routing_logic: Literal["least_requests", "ttft"]
-    ttft_model: Literal["calibrated", "trapezoid"]
-    slo_ttft_ms: float | None
-    session_key: str
-    kv_aware_threshold: int
-    tokenizer: str
-    tokenize: Literal["local", "engine"]
-    prefix_index: PrefixIndexName
-    kv_events_endpoint: tuple[str, ...]
-    enable_shared_cache: bool
+    # Of the policies.
+    routing_logic: str = declare_flag(
+        "Policy that chooses --backend or --prefill instances; see docs/router.md.",
+        type=click.Choice(tuple(POLICIES)),
+        default=types.DEFAULT_POLICY,
+    )
+    encoder_routing_logic: Literal["least_requests", "ttft"] = declare_flag(
+        "Policy that chooses --encoder instances: fewest requests, or least expected time.",
+        type=click.Choice(ENCODER_POLICIES),
+        default=types.OTHER_LEGS_POLICY,
+    )
+    ttft_model: Literal["calibrated", "trapezoid"] = declare_flag(
+        "What the ttft policy compares: predicted seconds, or attention pairs to compute.",
+        type=click.Choice(TTFT_MODELS),
+        default=TTFT_MODELS[0],
+    )
+    # No default: refusing requests is the operator's decision.
+    slo_ttft_ms: float | None = declare_flag(
+        "Reject with 429 requests whose first token no instance can send within MS milliseconds.",
+        type=click.FloatRange(min=0, min_open=True),
+        callback=_check_finite,
+        metavar="MS",
+    )
+    session_key: str = declare_flag(
+        "Header, or key of the body, with the session ID; for session and kvaware.",
+        default="",
+        callback=_check_name,
+        metavar="NAME",
+    )
+    # The default is the dataclass's, which simulations use without this flag.
+    kv_aware_threshold: int = declare_flag(
+        "Uncached prompt tokens up to which kvaware follows the longest cached prefix.",
+        default=states.PolicyOptions().kv_aware_threshold,
+        type=click.IntRange(min=0),
+    )
+
+    # Of those that read prompts: who tokenizes, and who knows what is cached.
+    # Needed where /v1/models names a folder that exists on the instance's machine only.
+    tokenizer: str = declare_flag(
+        "Tokenizer for all models; by default the one that /v1/models names for each.",
+        default="",
+        metavar="MODEL_OR_DIR",
+    )
+    tokenize: Literal["local", "engine"] = declare_flag(
+        "Tokenize prompts in the router, or ask the render endpoint of an instance.",
+        type=click.Choice(TOKENIZE_PLACES),
+        default=TOKENIZE_PLACES[0],
+    )
+    prefix_index: PrefixIndexName = declare_flag(
+        "Source of cached prefixes: KV events, or the prompts sent to each instance.",
+        type=click.Choice(PREFIX_INDEXES),
+        default=HISTORY_INDEX,
+    )
+    kv_events_endpoint: tuple[str, ...] = declare_flag(
+        "ZMQ endpoint of an instance's KV events; by default the one that it reports.",
+        multiple=True,
+        metavar="URL=ENDPOINT[,REPLAY]",
+    )
+    # For instances that load blocks from one store, whoever of them computed these.
+    enable_shared_cache: bool = declare_flag(
+        "Count a prefix cached at one instance as cached at all of them.", is_flag=True
+    )
 
     def build_routing(
         self, pool: InstancePool, api_key: str = "", may_encoders_join: bool = False
@@ -112,10 +179,7 @@ class RoutingOptions:
 
     def _build_prefix_source(self) -> PrefixSource:
         try:
-            return build_source(
-                self.prefix_index,
-                kv_endpoints=self.kv_events_endpoint,
-            )
+            return build_source(self.prefix_index, kv_endpoints=self.kv_events_endpoint)
         except ValueError as error:
             raise click.UsageError(str(error)) from error
 
@@ -147,116 +211,3 @@ def check_unused_options(ctx: click.Context) -> None:
         if is_given and not chosen_policies.intersection(policies):
             flag = f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{flag} needs --routing-logic {' or '.join(policies)}.")
-
-
-def _check_finite(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
-    """Raise BadParameter for infinity and NaN."""
-    # FloatRange lets both pass: NaN compares false with every limit.
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter(f"{value} is not a finite number of milliseconds.")
-    return value
-
-
-def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
-    """Raise BadParameter for a name that cannot be a header: with blanks or control characters."""
-    # A header of that name could never arrive, so no request would have a session.
-    if value and (value.split() != [value] or not value.isprintable()):
-        raise click.BadParameter(f"{value!r} is not a header or key name: leave out its blanks.")
-    return value
-
-
-def add_routing_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
-    """A decorator that adds all routing flags to a command.
-
-    declare_option: declares one flag together with its environment variable.
-    """
-    return add_options(
-        *_declare_policy_options(declare_option), *_declare_prompt_options(declare_option)
-    )
-
-
-def _declare_policy_options(
-    declare_option: OptionDeclarer,
-) -> tuple[OptionDecorator, ...]:
-    """Flags of the policies."""
-    return (
-        declare_option(
-            "--routing-logic",
-            type=click.Choice(tuple(POLICIES)),
-            default=types.DEFAULT_POLICY,
-            help="Policy that chooses --backend or --prefill instances; see docs/router.md.",
-        ),
-        declare_option(
-            "--encoder-routing-logic",
-            type=click.Choice(ENCODER_POLICIES),
-            default=types.OTHER_LEGS_POLICY,
-            help="Policy that chooses --encoder instances: fewest requests, or least expected time.",
-        ),
-        declare_option(
-            "--ttft-model",
-            type=click.Choice(TTFT_MODELS),
-            default=TTFT_MODELS[0],
-            help="What the ttft policy compares: predicted seconds, or attention pairs to compute.",
-        ),
-        declare_option(
-            # No default: refusing requests is the operator's decision.
-            "--slo-ttft-ms",
-            type=click.FloatRange(min=0, min_open=True),
-            callback=_check_finite,
-            metavar="MS",
-            help="Reject with 429 requests whose first token no instance can send within MS milliseconds.",
-        ),
-        declare_option(
-            "--session-key",
-            default="",
-            callback=_check_name,
-            metavar="NAME",
-            help="Header, or key of the body, with the session ID; for session and kvaware.",
-        ),
-        declare_option(
-            "--kv-aware-threshold",
-            # From the dataclass, which simulations use without this flag.
-            default=states.PolicyOptions().kv_aware_threshold,
-            type=click.IntRange(min=0),
-            help="Uncached prompt tokens up to which kvaware follows the longest cached prefix.",
-        ),
-    )
-
-
-def _declare_prompt_options(
-    declare_option: OptionDeclarer,
-) -> tuple[OptionDecorator, ...]:
-    """Flags of the policies that read prompts: who tokenizes, and who knows what is cached."""
-    return (
-        declare_option(
-            # Needed where /v1/models names a folder that exists on the instance's machine only.
-            "--tokenizer",
-            default="",
-            metavar="MODEL_OR_DIR",
-            help="Tokenizer for all models; by default the one that /v1/models names for each.",
-        ),
-        declare_option(
-            "--tokenize",
-            type=click.Choice(TOKENIZE_PLACES),
-            default=TOKENIZE_PLACES[0],
-            help="Tokenize prompts in the router, or ask the render endpoint of an instance.",
-        ),
-        declare_option(
-            "--prefix-index",
-            type=click.Choice(PREFIX_INDEXES),
-            default=HISTORY_INDEX,
-            help="Source of cached prefixes: KV events, or the prompts sent to each instance.",
-        ),
-        declare_option(
-            "--kv-events-endpoint",
-            multiple=True,
-            metavar="URL=ENDPOINT[,REPLAY]",
-            help="ZMQ endpoint of an instance's KV events; by default the one that it reports.",
-        ),
-        declare_option(
-            # For instances that load blocks from one store, whoever of them computed these.
-            "--enable-shared-cache",
-            is_flag=True,
-            help="Count a prefix cached at one instance as cached at all of them.",
-        ),
-    )
