@@ -22,11 +22,15 @@ from ttft_otel.model.names import env_names
 from ttft_otel.report.receive.receiver import OTLP_TRACE_SERVICE
 from ttft_otel.report.report_server import ReportServer, run_server
 from ttft_otel.report.serve_options import ServeOptions
+from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.limits import RouterLimits
+from ttft_otel.router.proxy import admission
+from ttft_otel.router.upstream.http_headers import ClientHeaders
 from ttft_otel.tracing.settings import Settings
 
 ALICE, BOB = "alice-1", "bob-ü"
 ORDER = "order-17"
+CHAT_PATH = "/v1/chat/completions"
 SERVED = (
     "/",
     "/trace/1",
@@ -100,6 +104,72 @@ async def test_a_key_has_its_share() -> None:
             permits.release()
         assert [await each for each in (*held, other)] == [200] * 3
         assert [await post(ALICE) for _ in range(5)] == [200] * 5
+
+
+async def test_a_key_has_its_bytes() -> None:
+    """--max-key-bytes: what one key's bodies take, others have beside it; who leaves gives it back."""
+    plan, limits = InstancePlan({"prefill.compute": 60_000}), RouterLimits(max_key_bytes=100_000)
+    long = b'{"model": "tiny"%b}' % (b" " * 60_000)
+    async with fake_instances.run_routed_instances([plan], keys=[ALICE, BOB], limits=limits) as (
+        router,
+        one,
+    ):
+
+        async def post(key: str, body: Any = long) -> tuple[int, Any, bytes]:
+            return await router.post_body(CHAT_PATH, body, Authorization=f"Bearer {key}")
+
+        async def hold(*given: Any) -> asyncio.Task[Any]:
+            before = len(one.received)
+            task = asyncio.create_task(post(*given))
+            await fake_instances.wait_until(lambda: len(one.received) > before)
+            return task
+
+        held = [await hold(ALICE)]
+        for _ in range(3):
+            status, headers, body = await post(ALICE)
+            assert (status, headers.get("Retry-After")) == (429, "1"), body
+            assert b"bytes of this API key" in body
+        assert router.app.admission.refusal_counts["share"] == 3
+        # Nothing of what was refused counts, and another key has a share of its own.
+        held += [await hold(ALICE, {"model": "tiny"}), await hold(BOB)]
+        for task in held:
+            task.cancel()
+        await fake_instances.wait_until(lambda: not router.app.endpoint.body_budget.counted_bytes)
+        held.append(await hold(ALICE))
+        assert (await post(ALICE))[0] == 429
+        held[-1].cancel()
+
+
+async def test_a_key_has_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--max-key-rate: a second's requests may come at once; then one for each part of a second."""
+    now_us = 5_000_000
+    monkeypatch.setattr(admission.clock, "now_us", lambda: now_us)
+    limits = RouterLimits(max_key_rate=4)
+    async with fake_instances.run_routed_instances(
+        [InstancePlan({})], keys=[ALICE, BOB], limits=limits
+    ) as (router, _):
+
+        def admit(key: str, number: int) -> int:
+            """How many of so many requests are admitted."""
+            count = 0
+            for _ in range(number):
+                try:
+                    admitted = ClientHeaders({}, {"authorization": f"Bearer {key}"})
+                    owner = router.app.admission.admit_request({"path": CHAT_PATH}, admitted, False)
+                except RequestRejected as refused:
+                    assert (refused.status, refused.reason) == (429, "share")
+                    continue
+                router.app.admission.end_request(owner)
+                count += 1
+            return count
+
+        assert (admit(ALICE, 9), admit(ALICE, 9)) == (4, 0)
+        assert admit(BOB, 9) == 4
+        # What was refused was not booked.
+        now_us += 250_000
+        assert admit(ALICE, 9) == 1
+        now_us += 10_000_000
+        assert admit(ALICE, 9) == 4
 
 
 async def test_without_keys_the_first_stays() -> None:

@@ -61,6 +61,12 @@ class RouterLimits:
     max_key_requests: int = declare_limit(
         0, "Requests of one API key under way, in each worker; 0: any number.", "429", minimum=0
     )
+    max_key_rate: int = declare_limit(
+        0, "Requests of one API key a second, in each worker; 0: any number.", "429", minimum=0
+    )
+    max_key_bytes: int = declare_limit(
+        0, "Of --max-bodies, those of one API key, in each worker; 0: all.", "429", minimum=0
+    )
 
     # Of instances, and of work that one request makes: upstream/ and disagg/.
     max_items: int = declare_limit(

@@ -43,7 +43,8 @@ class AdmissionGate:
         self.is_memory_short = False  # its container's is used up nearly
         self.upstream_authorization = build_authorization(upstream_key)
         self.refusal_counts: Counter[str] = Counter()
-        self._requests_by_owner: Counter[str] = Counter()  # with --max-key-requests
+        self._requests_by_owner: Counter[str] = Counter()
+        self._due_by_owner: dict[str, float] = {}  # microseconds; what --max-key-rate has booked
         self._refreshed_us = 0
         self.client_keys: tuple[bytes, ...] = ()
         self.set_client_keys(client_keys)
@@ -95,23 +96,27 @@ class AdmissionGate:
             media_type = forwarded.get("content-type", "").partition(";")[0].strip().lower()
             if media_type != JSON_TYPE:
                 raise RequestRejected(415, f"Unsupported media type: send {JSON_TYPE}.")
-        if owner and (most := self.upstream.limits.max_key_requests):
+        if owner:
             # Last: what is refused before has no share to give back.
-            if self._requests_by_owner[owner] >= most:
-                raise RequestRejected(
-                    429,
-                    "Too many requests of this API key are under way.",
-                    "RateLimitError",
-                    retry_after_s=1,
-                    reason="share",
-                )
-            self._requests_by_owner[owner] += 1
+            self._take_share(owner)
         return owner
+
+    def _take_share(self, owner: str) -> None:
+        limits = self.upstream.limits
+        if limits.max_key_requests and self._requests_by_owner[owner] >= limits.max_key_requests:
+            raise build_share_error("Too many requests of this API key are under way.")
+        if limits.max_key_rate:
+            now_us, pause_us = clock.now_us(), 1e6 / limits.max_key_rate
+            due_us = max(self._due_by_owner.get(owner, 0.0), now_us)
+            # A second's requests may come at once.
+            if due_us - now_us > 1e6 - pause_us:
+                raise build_share_error("Too many requests a second of this API key.")
+            self._due_by_owner[owner] = due_us + pause_us
+        self._requests_by_owner[owner] += 1
 
     def end_request(self, owner: str) -> None:
         """A request that was admitted is over."""
-        if owner and self.upstream.limits.max_key_requests:
-            self._requests_by_owner[owner] -= 1
+        self._requests_by_owner[owner] -= 1
 
     def check_api_key(self, authorization: str) -> str:
         """The owner of what has the key in `authorization`: the same for one key, whichever worker asks.
@@ -178,6 +183,11 @@ class AdmissionGate:
             # Cut: a client chooses its length.
             message = f"The model `{model[:256]}` does not exist."
             raise RequestRejected(404, message, "NotFoundError", parameter="model", reason="model")
+
+
+def build_share_error(message: str) -> RequestRejected:
+    """What a client gets whose API key has all of its share of the router."""
+    return RequestRejected(429, message, "RateLimitError", retry_after_s=1, reason="share")
 
 
 def _check_path(path: str, raw_path: bytes) -> None:

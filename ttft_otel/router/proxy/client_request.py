@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any, Final
 
 from ttft_otel.http.byte_budget import ByteBudget
 from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange, ExchangePhase
 from ttft_otel.router.limits import RouterLimits
+from ttft_otel.router.proxy.admission import build_share_error
 from ttft_otel.router.proxy.client_stream import AnswerOutput
 from ttft_otel.router.time_limits import DeadlineQueue
 from ttft_otel.router.types import AsgiReceive
@@ -21,14 +23,17 @@ RETRY_AFTER_S: Final = 1
 class ClientBody:
     """The body of one request, which the task `reader` reads.
 
+    owner: whose key it came with, "" without keys. owner_bytes: of the owner's share.
     data: all of it, once it is here; b"" again when it was taken. error: why the reader was cancelled, None
     unless that was done here.
     """
 
-    __slots__ = ("data", "error", "counted_bytes", "_reader")
+    __slots__ = ("data", "error", "counted_bytes", "owner", "owner_bytes", "_reader")
 
-    def __init__(self, reader: asyncio.Task[Any] | None) -> None:
+    def __init__(self, reader: asyncio.Task[Any] | None, owner: str) -> None:
         self.data = b""
+        self.owner = owner
+        self.owner_bytes = 0
         self.counted_bytes = 0
         self.error: RequestRejected | None = None
         self._reader = reader
@@ -61,15 +66,16 @@ class BodyBudget:
         self.limits = limits
         self._arriving: DeadlineQueue[ClientBody] = DeadlineQueue(limits.body_timeout)
         self._bytes: ByteBudget[ClientBody] = ByteBudget(limits.max_bodies, self._arriving)
+        self._bytes_by_owner: Counter[str] = Counter()  # with --max-key-bytes
 
     @property
     def counted_bytes(self) -> int:
         """Bytes of all bodies together."""
         return self._bytes.counted_bytes
 
-    def begin_body(self, reader: asyncio.Task[Any] | None) -> ClientBody:
-        """A body is expected, by the task `reader`."""
-        body = ClientBody(reader)
+    def begin_body(self, reader: asyncio.Task[Any] | None, owner: str) -> ClientBody:
+        """A body of `owner` is expected, by the task `reader`."""
+        body = ClientBody(reader, owner)
         self._arriving.watch(body)
         return body
 
@@ -78,6 +84,11 @@ class BodyBudget:
         # The limit of one body first: a body that is too large must not push out others.
         if body.counted_bytes + number > self.limits.max_body:
             raise build_too_large_error()
+        if body.owner and (most := self.limits.max_key_bytes):
+            if self._bytes_by_owner[body.owner] + number > most:
+                raise build_share_error("Too many bytes of this API key's bodies are under way.")
+            self._bytes_by_owner[body.owner] += number
+            body.owner_bytes += number
         for each in self._bytes.add_bytes(body, number):
             error = RequestRejected(
                 503,
@@ -99,6 +110,9 @@ class BodyBudget:
     def release_body(self, body: ClientBody) -> None:
         """No instance gets it any more, or its request is over. Idempotent."""
         self._bytes.release(body)
+        if body.owner_bytes:
+            self._bytes_by_owner[body.owner] -= body.owner_bytes
+            body.owner_bytes = 0
         body.error = None  # its frames hold the body
 
 

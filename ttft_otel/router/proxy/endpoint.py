@@ -96,7 +96,7 @@ class ProxyEndpoint:
                 self.admission.admit_request(scope, client_headers, bool(exchange.operation))
             )
             task = asyncio.current_task()
-            client_body = self.body_budget.begin_body(task)
+            client_body = self.body_budget.begin_body(task, exchange.owner or "")
             if await read_body(receive, client_headers, self.body_budget, client_body, exchange):
                 # The body is here: from now on receive() can only say that the client left.
                 output = find_output(scope)
