@@ -7,21 +7,32 @@ import asyncio
 import contextlib
 import shutil
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, NamedTuple
+from threading import Event
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
 
+import grpc
 import pytest
 from aiohttp import web
 from click.testing import CliRunner
 from commands.router.test_router_process import run_command
+from opentelemetry.sdk.metrics.export import MetricsData
 from opentelemetry.sdk.trace.export import SpanExportResult
 from router import fake_instances, raw_http
 from router.fake_instances import FakeInstance, InstancePlan, RunningRouter, find_unused_url
 
 from lab.certificates import make_certificate, sign_certificate
 from ttft_otel.commands.router.command import command
-from ttft_otel.exporter.otlp_exporter import build_span_exporter
+from ttft_otel.exporter import batch_exporter
+from ttft_otel.exporter.batch_exporter import BatchExporter
+from ttft_otel.exporter.exporter_counters import ExporterCounters
+from ttft_otel.exporter.metrics.metric_series import SeriesRegistry
+from ttft_otel.exporter.metrics.request_metrics import MetricPusher, RequestMetrics
+from ttft_otel.exporter.otlp_exporter import build_metric_exporter, build_span_exporter
+from ttft_otel.exporter.spans.resource_cache import ResourceCache
 from ttft_otel.router.upstream import upstream_client
 from ttft_otel.router.upstream.client_tls import ClientTls
 
@@ -265,6 +276,71 @@ async def test_spans_follow_the_file(
     shutil.copy(authorities.old[0], trusted)
     assert await export_to(authorities.signed["renewed"]) == [False, True]
     exporter.shutdown()
+
+
+def build_senders(url: str) -> tuple[Callable[[], bool], Callable[[], bool]]:
+    """Both of an exporter process, over gRPC; each says whether what it sent was taken."""
+    spans = BatchExporter(build_span_exporter("grpc"), ExporterCounters(), url, Event())
+    pusher = MetricPusher(
+        RequestMetrics(SeriesRegistry(ResourceCache(0), False), ExporterCounters()),
+        build_metric_exporter("grpc"),
+        url,
+    )
+
+    def send_spans() -> bool:
+        spans.export_batch([])
+        return not spans.is_failing
+
+    return send_spans, lambda: pusher._try_export(MetricsData([]))
+
+
+@contextlib.contextmanager
+def run_grpc_collector(own: Pair, clients: Path, port: int) -> Iterator[None]:
+    """What takes everything over gRPC, and wants a certificate of an authority in `clients`."""
+
+    def take(_: Any) -> grpc.RpcMethodHandler:
+        return grpc.unary_unary_rpc_method_handler(lambda *_: b"")
+
+    server = grpc.server(ThreadPoolExecutor(2), handlers=[SimpleNamespace(service=take)])
+    pair = (own[1].read_bytes(), own[0].read_bytes())
+    credentials = grpc.ssl_server_credentials([pair], clients.read_bytes(), True)
+    server.add_secure_port(f"127.0.0.1:{port}", credentials)
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop(0).wait()
+
+
+@pytest.mark.parametrize("sender", [0, 1], ids=["spans", "metrics"])
+def test_exports_over_grpc_follow_the_files(
+    authorities: Authorities, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sender: int
+) -> None:
+    """Another authority of the collector, then a certificate of ours, are used once their files are there."""
+    trusted, shown, key = (tmp_path / name for name in ("ca.crt", "tls.crt", "tls.key"))
+    client, port = authorities.signed["client"], find_port()
+    for path, content in ((trusted, authorities.old[0]), (shown, client[0]), (key, client[1])):
+        shutil.copy(content, path)
+    url = f"https://127.0.0.1:{port}"
+    for name, value in (
+        ("ENDPOINT", url), ("CERTIFICATE", trusted), ("CLIENT_CERTIFICATE", shown),
+        ("CLIENT_KEY", key), ("TIMEOUT", 2),
+    ):  # fmt: skip
+        monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{name}", str(value))
+    monkeypatch.setattr(batch_exporter, "RETRY_PAUSES_S", (0.1,))
+    send = build_senders(url)[sender]
+    right, renewed = authorities.signed["right"], authorities.signed["renewed"]
+    with run_grpc_collector(right, authorities.old[0], port):
+        assert send()
+    with run_grpc_collector(renewed, authorities.old[0], port):
+        assert not send()
+        replace(trusted, authorities.new[0])
+        assert any(send() for _ in range(2))
+    with run_grpc_collector(renewed, authorities.new[0], port):
+        assert not send()
+        for path, content in zip((shown, key), authorities.signed["next client"], strict=True):
+            replace(path, content)
+        assert any(send() for _ in range(2))
 
 
 @pytest.mark.parametrize(

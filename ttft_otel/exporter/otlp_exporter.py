@@ -6,7 +6,8 @@ The SDK is imported when an exporter is built, and reads the OTEL_EXPORTER_OTLP_
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricExporter
@@ -34,3 +35,32 @@ def build_metric_exporter(protocol: str) -> MetricExporter:
     from opentelemetry.exporter.otlp.proto.http import metric_exporter as http
 
     return http.OTLPMetricExporter()
+
+
+class TlsFiles:
+    """The files of OTEL_EXPORTER_OTLP_CERTIFICATE and its like, which the SDK over gRPC reads only once."""
+
+    def __init__(self) -> None:
+        self._known = _describe_tls_files()
+
+    def renew_exporter(self, exporter: Any) -> None:
+        """Let an exporter of the SDK, which has failed, begin anew if a file was replaced."""
+        found = _describe_tls_files()
+        if found != self._known:
+            self._known = found
+            exporter.shutdown()
+            # As it was built above: all that it knows is in the environment.
+            exporter.__init__()
+
+
+def _describe_tls_files() -> dict[str, tuple[int, int] | None]:
+    """What tells a file from the one that was there before, by the variable that names it."""
+    found: dict[str, tuple[int, int] | None] = {}
+    for name, path in os.environ.items():
+        if name.startswith("OTEL_EXPORTER_OTLP_") and name.endswith(("CERTIFICATE", "CLIENT_KEY")):
+            try:
+                state = os.stat(path)
+                found[name] = (state.st_ino, state.st_ctime_ns)
+            except OSError:
+                found[name] = None
+    return found

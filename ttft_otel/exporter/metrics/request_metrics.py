@@ -22,7 +22,7 @@ from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult,
 
 from ttft_otel.exporter.exporter_counters import ExporterCounters
 from ttft_otel.exporter.metrics.metric_series import Series, SeriesRegistry, TraceExample
-from ttft_otel.exporter.otlp_exporter import build_metric_exporter
+from ttft_otel.exporter.otlp_exporter import TlsFiles, build_metric_exporter
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
 from ttft_otel.exporter.spans.span_content import list_kind_attributes
 from ttft_otel.model import stages
@@ -225,6 +225,7 @@ class MetricPusher:
     ) -> None:
         self.metrics = metrics
         self.exporter = exporter
+        self.tls_files = TlsFiles()
         self.destination = destination
         self.interval_s = interval_s
         self.is_failing = False
@@ -268,6 +269,8 @@ class MetricPusher:
             result = self.exporter.export(data, timeout_millis=PUSH_TIMEOUT_MS)
         except OSError:  # the SDK before 1.34 lets errors of requests pass
             result = MetricExportResult.FAILURE
+        if result is not MetricExportResult.SUCCESS:
+            self.tls_files.renew_exporter(self.exporter)
         # One line when it begins to fail and one when it works again, none for what is between.
         if (result is MetricExportResult.SUCCESS) is self.is_failing:
             self.is_failing = not self.is_failing
