@@ -39,7 +39,11 @@ class StreamHandler(BaseHTTPRequestHandler):
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
         for _ in range(int(asked.get("max_tokens", 8))):
-            chunk = {"model": "tiny", "choices": [{"index": 0, "delta": {"content": "fox "}}]}
+            chunk = {
+                "object": "chat.completion.chunk",
+                "model": "tiny",
+                "choices": [{"index": 0, "delta": {"content": "fox "}}],
+            }
             self.send_event(json.dumps(chunk))
             time.sleep(TOKEN_S)
         self.send_event("[DONE]")

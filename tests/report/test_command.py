@@ -266,3 +266,67 @@ def test_filters(store: SpanStore) -> None:
     assert list_ids("--instance", "vllm-2") == []
     refused = run_command("report", "--db", str(store.path), "--request", "r1", "--model", "x")
     assert refused.exit_code == 2 and "choose among many" in refused.output
+
+
+def test_join_aiperf(stored_database: Path, tmp_path: Path) -> None:
+    """Requests of AIPerf's export are joined by ID; `outside` closes the sum at the client's TTFT."""
+    ttfts = {"chatcmpl-one": 900.5, "three": 800.25, "elsewhere": 3.0}
+    results = tmp_path / "profile_export.jsonl"
+    lines = [
+        {
+            "metadata": {"x_request_id": name, "benchmark_phase": phase},
+            "metrics": {"time_to_first_token": {"value": ms, "unit": "ms"}},
+        }
+        for phase in ("warmup", "profiling")
+        for name, ms in ttfts.items()
+        if phase == "profiling" or name == "three"
+    ]
+    lines.append(
+        {"metadata": {"x_request_id": "two", "benchmark_phase": "profiling"}, "metrics": {}}
+    )
+    results.write_text("\n".join(map(json.dumps, lines)))
+    asked = ("report", "--db", str(stored_database), "--join", str(results))
+    found = json.loads(run_command(*asked, "--json").stdout)
+    jsonschema.validate(found, PUBLIC_SCHEMA)
+    assert found["join"] == {"in_file": 3, "joined": 2, "not_in_file": 2}
+    plain = json.loads(run_command(*asked[:3], "--json").stdout)
+    served = {each["request_id"]: each["ttft_ms"] for each in plain["requests"]}
+    for each in found["requests"]:
+        client = ttfts[each["request_id"]]
+        assert each["ttft_ms"] == client
+        assert each["stages"]["outside"] == pytest.approx(client - served[each["request_id"]])
+        assert sum(each["stages"].values()) + each["unattributed_ms"] == pytest.approx(client)
+    text = run_command(*asked).output
+    assert "outside" in text and "2 of the file's 3 requests" in text and "✓" in text
+
+
+def test_join_vllm_bench(stored_database: Path, tmp_path: Path) -> None:
+    """vLLM's result has no IDs: its prefix and the request's number are one."""
+    results = tmp_path / "result.json"
+    results.write_text(json.dumps({"ttfts": [0.7, 0.0, 0.9], "errors": ["", "refused", ""]}))
+    asked = ("report", "--db", str(stored_database), "--join", str(results))
+    refused = run_command(*asked)
+    assert refused.exit_code == 1 and "--request-id-prefix" in refused.output
+    found = run_command(*asked, "--join-prefix", "none-")
+    assert found.exit_code == 1 and "none of the 2 requests" in found.output
+    results.write_text(json.dumps({"ttfts": [0.0001] * 4}))
+    other = SpanStore(stored_database)
+    records = [
+        sample_records.make_leg_record("mono", sample_records.DECODE_US, request_id=f"b-{number}")
+        for number in range(4)
+    ]
+    sample_records.store_records(other, records)
+    other.close()
+    found = run_command(*asked, "--join-prefix", "b-")
+    assert found.exit_code == 1 and "waited for less than their server took" in found.output
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"ttfts": 3}', '{"x_request_id": 1}', "\udcff"])
+def test_join_of_another_file(stored_database: Path, tmp_path: Path, text: str) -> None:
+    """A file of another form is refused with what it should be."""
+    results = tmp_path / "results"
+    results.write_bytes(text.encode("utf-8", "surrogateescape"))
+    asked = ("report", "--db", str(stored_database), "--join", str(results), "--join-prefix", "")
+    found = run_command(*asked)
+    assert found.exit_code == 1 and "Traceback" not in found.output
+    assert "neither AIPerf's" in found.output or "cannot be read" in found.output

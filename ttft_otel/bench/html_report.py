@@ -16,9 +16,9 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ttft_otel.bench.request_statistics import OUTSIDE_STAGE
 from ttft_otel.bench.terminal_report import COLUMNS, METRIC_TITLES
 from ttft_otel.model import palette
+from ttft_otel.model.stages import OUTSIDE
 
 HISTOGRAM_BINS: Final = 48
 MAX_POINTS: Final = 4000  # more points cover each other and make the page slow
@@ -196,7 +196,7 @@ def _make_chart(
 
 def _choose_css_class(name: str) -> str:
     """A stage's CSS class; time outside of the server has one of its own."""
-    return "outside" if name == OUTSIDE_STAGE else palette.get_css_class(name)
+    return OUTSIDE if name == OUTSIDE else palette.get_css_class(name)
 
 
 def _format_number(value: float) -> str:

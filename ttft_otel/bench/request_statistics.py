@@ -16,8 +16,6 @@ from ttft_otel.model import stages
 from ttft_otel.model.stages import PREFILLING_ROLES
 from ttft_otel.model.statistics import compute_quantile
 
-# The client's TTFT minus the server's: network, HTTP parsing, this process.
-OUTSIDE_STAGE: Final = "outside"
 QUEUE_WAIT: Final = "queue_wait"
 PREFILL_TO_FIRST_TOKEN: Final = "prefill_to_first_token"
 MAX_GENERATOR_LAG_MS: Final = 5.0  # p99 beyond which a run is not valid
@@ -90,7 +88,7 @@ def _split_ttft(result: RequestResult) -> dict[str, float]:
     rest = {
         stages.UNATTRIBUTED: breakdown.unattributed / 1000,
         # A difference of two lengths: no offset between the hosts' clocks is needed.
-        OUTSIDE_STAGE: (result.ttft_us - breakdown.ttft) / 1000,
+        stages.OUTSIDE: (result.ttft_us - breakdown.ttft) / 1000,
     }
     return {**parts, **rest}
 
@@ -135,7 +133,7 @@ def measure_lag(run: LoadRun) -> dict[str, float]:
 def order_stages(samples: Sequence[RequestSample]) -> list[str]:
     """All stages in `samples`, in order; unattributed and outside last."""
     names = dict.fromkeys(name for sample in samples for name in sample.stages_ms)
-    last = {stages.UNATTRIBUTED: 1, OUTSIDE_STAGE: 2}
+    last = {stages.UNATTRIBUTED: 1, stages.OUTSIDE: 2}
     return sorted(names, key=lambda name: last.get(name, 0))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 from rich import progress
@@ -19,9 +20,16 @@ from rich.console import Console
 
 from ttft_otel.commands import source_options
 from ttft_otel.commands.command_options import add_watch_option, write_whole
+from ttft_otel.model.stages import OUTSIDE
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.breakdown_source import BreakdownSource
+from ttft_otel.report.join_results import (
+    JoinedRequests,
+    JoinError,
+    join_requests,
+    read_client_ttfts,
+)
 from ttft_otel.report.report_types import Request, SourceChoice
 from ttft_otel.report.show import json_answers, perfetto_trace, terminal
 from ttft_otel.report.store.database_reader import (
@@ -44,6 +52,7 @@ Examples:
   ttft-otel report --trace 4bf92f3577b34da6a3ce929d0e0e4736
   ttft-otel report --last 50 --perfetto trace.json
   ttft-otel report --tempo http://127.0.0.1:3200 --last 50
+  ttft-otel report --since 1h --join profile_export.jsonl
 """
 )
 @click.option(
@@ -62,6 +71,18 @@ Examples:
     type=click.Path(path_type=Path, dir_okay=False, writable=True),
     help="Write the spans to this file instead, for Perfetto's UI.",
 )
+@click.option(
+    "--join",
+    "joined_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Only requests of this result of AIPerf (profile_export.jsonl) or `vllm bench serve "
+    "--save-result --save-detailed`, up to the TTFT that it measured.",
+)
+@click.option(
+    "--join-prefix",
+    metavar="NAME",
+    help="Of vLLM's result: what its --request-id-prefix was.",
+)
 @add_watch_option
 @source_options.add_source_options
 def report(
@@ -73,6 +94,8 @@ def report(
     instance: str,
     as_json: bool,
     perfetto: Path | None,
+    joined_file: Path | None,
+    join_prefix: str | None,
     source: SourceChoice,
 ) -> None:
     """Print where the time to first token went: one request, or percentiles over many."""
@@ -83,10 +106,13 @@ def report(
         raise click.UsageError("--since, --model and --instance choose among many requests")
     if as_json and perfetto:
         raise click.UsageError("--json and --perfetto exclude each other")
+    if joined_file and (trace_id is not None or request_id is not None or perfetto):
+        raise click.UsageError("--join excludes --trace, --request and --perfetto")
     # Read-only: a command must not create an empty database where there is none.
-    refusals = source_options.report_refusals(as_json=as_json)
+    refusals = source_options.report_refusals(JoinError, as_json=as_json)
     with refusals, breakdown_source.open_source(source) as opened:
-        listed = partial(_list_requests, opened, filter_window(since, model, last or 200), instance)
+        count = last or (MAX_REQUESTS if joined_file else 200)
+        listed = partial(_list_requests, opened, filter_window(since, model, count), instance)
         if perfetto:
             _write_perfetto(_find_traces(opened, listed, trace_id, request_id), perfetto)
         elif request_id is not None:
@@ -100,6 +126,9 @@ def report(
         elif trace_id is not None:
             # All requests of the trace; --request shows the sum of its own only.
             _print_trace(opened.find_trace(trace_id.lower()), None, trace_id, as_json)
+        elif joined_file:
+            client_ttfts = read_client_ttfts(joined_file, join_prefix)
+            _print_joined(join_requests(listed(), client_ttfts), as_json)
         else:
             _print_requests(listed(), opened, last, as_json)
 
@@ -191,13 +220,7 @@ def _print_requests(
             "no such request is stored; start a server with TTFT_OTEL=1 and send it one"
         )
     if as_json:
-        summary = json_answers.describe_summary(summarize(requests))
-        _print_json(
-            {
-                "requests": [json_answers.describe_request(each) for each in requests],
-                "summary": summary,
-            }
-        )
+        _print_json(_describe_requests(requests))
     # Percentiles of one request would be that request four times.
     elif last == 1:
         _print_trace(
@@ -205,6 +228,29 @@ def _print_requests(
         )
     else:
         terminal.print_summary(requests)
+
+
+def _print_joined(joined: JoinedRequests, as_json: bool) -> None:
+    counts = {
+        "in_file": joined.in_file,
+        "joined": len(joined.requests),
+        "not_in_file": joined.not_in_file,
+    }
+    if as_json:
+        _print_json({**_describe_requests(joined.requests), "join": counts})
+        return
+    terminal.print_summary(joined.requests)
+    click.echo(
+        f"{counts['joined']} of the file's {joined.in_file} requests are stored; of those that were "
+        f"read {joined.not_in_file} are not in the file. `{OUTSIDE}`: what its client waited beyond the sum."
+    )
+
+
+def _describe_requests(requests: list[Request]) -> dict[str, Any]:
+    return {
+        "requests": [json_answers.describe_request(each) for each in requests],
+        "summary": json_answers.describe_summary(summarize(requests)),
+    }
 
 
 def _print_json(value: object) -> None:

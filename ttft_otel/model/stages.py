@@ -302,6 +302,8 @@ STAGES: Final[tuple[Stage, ...]] = (
     ),
 )
 UNATTRIBUTED: Final = "unattributed"
+# What a client waited beyond the sum: network, accept queue, and the load generator itself.
+OUTSIDE: Final = "outside"
 RETRY: Final = "router.retry"
 
 # Parts are details inside a stage: child spans only. Adding them to stages would count time twice.
@@ -506,14 +508,14 @@ def describe_stage(name: str) -> str:
 
 
 def rank_stage(name: str) -> tuple[int, int, int]:
-    """Sort key of the stage `name`: order of the critical path, leg after leg, unattributed last."""
+    """Sort key of the stage `name`: order of the critical path, leg after leg, `unattributed`, `outside`."""
     word = strip_leg(name)
     if word in _ROUTER_ORDER:
         return (0, 0, _ROUTER_ORDER.index(word))
     if word == "router.egress":
         return (2, 0, 0)
-    if word == UNATTRIBUTED:
-        return (3, 0, 0)
+    if word in (UNATTRIBUTED, OUTSIDE):
+        return (3, int(word == OUTSIDE), 0)
     leg = find_leg(name)
     role_order = _ROLE_ORDER.get(leg, len(_ROLE_ORDER))
     # Before the leg's own stages, at whose edges it lies.
