@@ -2,9 +2,10 @@
 """Write the tables of flags and limits into the reference pages: run it after one has changed.
 
 Tables stand between `<!-- flags NAME -->` and `<!-- end of flags NAME -->`, where NAME is a subcommand of
-`ttft-otel`, and between `<!-- limits -->` and `<!-- end of limits -->`, and of what others call our stages,
-from vocabulary.json, between `<!-- vocabulary -->` and `<!-- end of vocabulary -->`. tests/test_docs.py fails
-when a page is not what this script makes.
+`ttft-otel`; between `<!-- limits -->` and `<!-- end of limits -->`; of what others call our stages, from
+vocabulary.json, between `<!-- vocabulary -->` and `<!-- end of vocabulary -->`; of OpenTelemetry's variables
+between `<!-- otel -->` and `<!-- end of otel -->`. tests/test_docs.py fails when a page is not what this
+script makes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import click
 
 from ttft_otel.commands import main as cli
+from ttft_otel.model.names import otel_variables
 from ttft_otel.router.limits import RouterLimits
 
 # Which requests are read, and from where: flags of several commands are shown in the table of the first one.
@@ -24,12 +26,13 @@ SOURCE_COMMAND = "report"
 SOURCE_FLAG = "--tempo"  # what the others have of it
 FOLDER = Path(__file__).parent / "reference"
 PAGES = tuple(
-    FOLDER / f"{name}.md" for name in ("commands", "router-flags", "limits", "vocabulary")
+    FOLDER / f"{name}.md"
+    for name in ("commands", "router-flags", "limits", "settings", "vocabulary")
 )
 IN_HELP = re.compile(r"\s*\[default: ([^]]+)]")
 TABLE = re.compile(r"(<!-- flags ([a-z]+) -->\n).*?(<!-- end of flags \2 -->)", re.DOTALL)
 LIMITS = re.compile(r"(<!-- limits -->\n).*?(<!-- end of limits -->)", re.DOTALL)
-
+VARIABLES = re.compile(r"(<!-- otel -->\n).*?(<!-- end of otel -->)", re.DOTALL)
 VOCABULARY = re.compile(r"(<!-- vocabulary -->\n).*?(<!-- end of vocabulary -->)", re.DOTALL)
 
 
@@ -93,6 +96,19 @@ def render_limits() -> str:
     return "| limit | default | beyond it | meaning |\n|---|---|---|---|\n" + "".join(rows)
 
 
+def render_variables() -> str:
+    """Make the lists of OpenTelemetry's variables: those that are followed, and the others."""
+    followed = [
+        f"- `{name}`{'' if default == '-' else f' ({default})'}: {meaning}\n"
+        for name, (default, meaning) in otel_variables.FOLLOWED.items()
+    ]
+    others = [
+        f"- {', '.join(f'`{name}`' for name in names)}: {reason}\n"
+        for reason, names in otel_variables.NOT_FOLLOWED.items()
+    ]
+    return f"{''.join(followed)}\nNot followed:\n\n{''.join(others)}"
+
+
 def render_vocabulary() -> str:
     """Make a list for each product: our stage, their names for it, what they mean beyond it."""
     sections = []
@@ -110,6 +126,7 @@ def render_page(text: str) -> str:
     """Replace every table between marks in a page's text."""
     text = TABLE.sub(lambda found: found[1] + render_flags(found[2]) + found[3], text)
     text = VOCABULARY.sub(lambda found: f"{found[1]}\n{render_vocabulary()}{found[2]}", text)
+    text = VARIABLES.sub(lambda found: found[1] + render_variables() + found[2], text)
     return LIMITS.sub(lambda found: found[1] + render_limits() + found[2], text)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -32,7 +33,7 @@ from ttft_otel.hooks import target_check
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.model import record, stages, timing
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, MODELS_PATH
-from ttft_otel.model.names import env_names, header_names, metric_names
+from ttft_otel.model.names import env_names, header_names, metric_names, otel_variables
 from ttft_otel.tracing import context, settings
 
 CheckState = Literal["ok", "note", "fail"]
@@ -106,6 +107,11 @@ def check_settings(chosen: settings.Settings) -> Iterator[Check]:
         remedy = f"set {env_names.TTFT_OTEL}=1 where vllm serve is started"
         yield Check("settings", "note", f"{env_names.TTFT_OTEL} is off in this environment", remedy)
     yield _check_metrics(chosen)
+    for reason, patterns in otel_variables.NOT_FOLLOWED.items():
+        for name in itertools.chain(*map(otel_variables.expand_names, patterns)):
+            if os.environ.get(name):
+                says = f"{name} has no effect on ttft-otel: {reason.replace('`', '')}"
+                yield Check("settings", "note", says)
 
 
 def _check_metrics(chosen: settings.Settings) -> Check:

@@ -143,6 +143,8 @@ def create_span_exporter(settings: Settings) -> SpanExporter:
     """The SDK's exporter for the protocol in `settings`; it reads the other OTEL_* variables itself."""
     # If an HTTP client is instrumented in this environment, our own exports must not become spans.
     attach(set_value(_SUPPRESS_INSTRUMENTATION_KEY, True))
+    for name in settings.unreadable:
+        os.environ.pop(name, None)
     if not os.environ.get(OTEL_EXPORTER_OTLP_TRACES_TIMEOUT):
         os.environ.setdefault(OTEL_EXPORTER_OTLP_TIMEOUT, f"{EXPORT_TIMEOUT_S:.0f}")
     exporter = build_span_exporter(settings.protocol)

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit
 
 from ttft_otel.model import stages
-from ttft_otel.model.names import env_names
+from ttft_otel.model.names import env_names, otel_variables
 
 # plugin.py has the same words once more: it must not import anything while tracing is off.
 ON_WORDS: Final = frozenset({"1", "true", "yes", "on"})
@@ -24,6 +25,9 @@ SAMPLERS: Final = (
     "parentbased_traceidratio",
 )
 PROTOCOLS: Final = ("http/protobuf", "grpc")
+COMPRESSIONS: Final = {"http/protobuf": ("none", "gzip", "deflate"), "grpc": ("gzip",)}
+EXPORTERS: Final = ("otlp", "none")
+PROPAGATOR: Final = "tracecontext"
 DETAILS: Final = ("full", "stages", "ttft")  # exporter/spans/span_writer.py: which spans each has
 # lowmemory: delta where the SDK need not keep a sum for it, which is so for all of our metrics.
 TEMPORALITIES: Final = ("cumulative", "delta", "lowmemory")
@@ -47,6 +51,8 @@ class Settings:
     detail: which spans the exporter makes of a request, one of DETAILS.
     metrics: the exporter process counts every request, sampled or not, and sends metrics of them.
     temporality: of these metrics, one of TEMPORALITIES.
+    numbers: those of otel_variables.NUMBERS that are set.
+    unreadable: variables for which the SDK's exporter would raise; it must not see them.
     problems: one line for each invalid variable: "what is wrong; remedy".
     """
 
@@ -64,6 +70,8 @@ class Settings:
     detail: str = "full"
     metrics: bool = False
     temporality: str = TEMPORALITIES[0]
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    unreadable: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
 
@@ -90,8 +98,9 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
     protocol, reason = _read_protocol(source, problems)
     sampler, ratio = _read_sampler(source, problems)
     # Not `on=False`: the middleware still has to answer x-ttft-timing.
-    if _is_disabled(source):
+    if not _is_exported(source, env_names.OTEL_TRACES_EXPORTER, problems):
         sampler = "always_off"
+    _check_propagators(source, problems)
     return Settings(
         on=bool(on),
         protocol=protocol,
@@ -112,6 +121,8 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
             TEMPORALITIES,
             problems,
         ),
+        numbers=_read_numbers(source, problems),
+        unreadable=_find_unreadable(source, protocol, problems),
         problems=tuple(problems),
     )
 
@@ -184,10 +195,8 @@ def _read_endpoint(source: Mapping[str, str], protocol: str, problems: list[str]
 def _read_metrics(source: Mapping[str, str], problems: list[str]) -> bool:
     """Whether TTFT_OTEL_METRICS asks for metrics, and no standard variable turns them off."""
     asked = _read_flag(source, env_names.TTFT_OTEL_METRICS, False, problems)
-    disabled = source.get(env_names.OTEL_SDK_DISABLED, "").strip().lower() == "true"
-    without = source.get(env_names.OTEL_METRICS_EXPORTER, "").strip().lower() == "none"
     # Standard variables win: an operator who turns telemetry off means all of it.
-    return asked and not disabled and not without
+    return asked and _is_exported(source, env_names.OTEL_METRICS_EXPORTER, problems)
 
 
 def _is_http_url(url: str) -> bool:
@@ -199,13 +208,65 @@ def _is_http_url(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
-def _is_disabled(source: Mapping[str, str]) -> bool:
-    """Whether OTEL_SDK_DISABLED or OTEL_TRACES_EXPORTER=none turns spans off.
+def _read_list(source: Mapping[str, str], name: str) -> list[str]:
+    return [word for each in source.get(name, "").split(",") if (word := each.strip().lower())]
+
+
+def _is_exported(source: Mapping[str, str], name: str, problems: list[str]) -> bool:
+    """Whether neither OTEL_SDK_DISABLED nor the signal's variable `name` turns a signal off.
 
     Server-Timing in responses still works then.
     """
+    words = _read_list(source, name)
+    if others := [word for word in words if word not in EXPORTERS]:
+        problems.append(
+            f"{name} names {', '.join(others)}: ttft-otel sends by OTLP alone; "
+            f"set {name}=otlp, or none"
+        )
     disabled = source.get(env_names.OTEL_SDK_DISABLED, "").strip().lower() == "true"
-    return disabled or source.get(env_names.OTEL_TRACES_EXPORTER, "").strip().lower() == "none"
+    return not disabled and "none" not in words
+
+
+def _check_propagators(source: Mapping[str, str], problems: list[str]) -> None:
+    words = _read_list(source, env_names.OTEL_PROPAGATORS)
+    # Others beside it do no harm: callers send several formats, or baggage, which passes through.
+    if words and PROPAGATOR not in words:
+        problems.append(
+            f"{env_names.OTEL_PROPAGATORS}={','.join(words)!r} leaves out {PROPAGATOR}, "
+            f"which alone ttft-otel reads and writes; add {PROPAGATOR}"
+        )
+
+
+def _read_numbers(source: Mapping[str, str], problems: list[str]) -> dict[str, int]:
+    """Those of otel_variables.NUMBERS that are set, and are whole numbers from 1."""
+    numbers: dict[str, int] = {}
+    for name in otel_variables.NUMBERS:
+        text = source.get(name, "").strip()
+        if text.isdecimal() and int(text):
+            numbers[name] = int(text)
+        elif text:
+            problems.append(f"{name}={text!r} is not a whole number from 1; correct or unset it")
+    return numbers
+
+
+def _find_unreadable(
+    source: Mapping[str, str], protocol: str, problems: list[str]
+) -> tuple[str, ...]:
+    """Variables for which the SDK's exporter raises instead of taking its default."""
+    found: list[str] = []
+    words = COMPRESSIONS[protocol]
+    for name in otel_variables.TIMEOUTS:
+        text = source.get(name) or "1"
+        if not re.fullmatch(r"\d+(\.\d+)?", text):
+            found.append(name)
+            problems.append(f"{name}={text!r} is no time; use a number of seconds, or unset it")
+    for name in otel_variables.COMPRESSIONS:
+        text = source.get(name, "").strip().lower()
+        if name in source and text not in words:
+            found.append(name)
+            if text not in ("", "none"):  # gRPC's exporter takes it for an unknown one
+                problems.append(f"{name}={text!r} is unknown to {protocol}; use gzip, or unset it")
+    return tuple(found)
 
 
 def _read_sampler(source: Mapping[str, str], problems: list[str]) -> tuple[str, float]:

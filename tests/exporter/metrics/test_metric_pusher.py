@@ -11,7 +11,6 @@ import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
 
 from ttft_otel.exporter.exporter_counters import ExporterCounters
-from ttft_otel.exporter.metrics import request_metrics
 from ttft_otel.exporter.metrics.metric_series import SeriesRegistry
 from ttft_otel.exporter.metrics.request_metrics import MetricPusher, RequestMetrics
 from ttft_otel.exporter.otlp_exporter import build_metric_exporter
@@ -133,13 +132,6 @@ def test_outage(
     assert counts == ([1, 1, 1, 1] if is_delta else [4])
     lines = [each.getMessage() for each in caplog.records if each.name == "ttft_otel"]
     assert len(lines) == 2 and "there fails" in lines[0] and "there works" in lines[1]
-
-
-def test_interval_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An invalid interval falls back to ours; OpenTelemetry's variable is in milliseconds."""
-    for text, wanted_s in (("", 15.0), ("soon", 15.0), ("0", 15.0), ("2500", 2.5)):
-        monkeypatch.setenv(env_names.OTEL_METRIC_EXPORT_INTERVAL, text)
-        assert request_metrics.read_interval_s() == wanted_s
 
 
 def test_off_sends_no_metrics(collector: Any, make_record: RecordMaker) -> None:

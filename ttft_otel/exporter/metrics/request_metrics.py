@@ -288,14 +288,11 @@ def start_pusher(
         os.environ.get(env_names.OTEL_EXPORTER_OTLP_METRICS_PROTOCOL) or settings.protocol
     )
     destination = os.environ.get(env_names.OTEL_EXPORTER_OTLP_METRICS_ENDPOINT) or settings.endpoint
+    interval_ms = settings.numbers.get(
+        env_names.OTEL_METRIC_EXPORT_INTERVAL, PUSH_INTERVAL_S * 1000
+    )
     pusher = MetricPusher(
-        RequestMetrics(registry, counters), exporter, destination, read_interval_s()
+        RequestMetrics(registry, counters), exporter, destination, interval_ms / 1000
     )
     pusher.start()
     return pusher
-
-
-def read_interval_s() -> float:
-    """Seconds between pushes, of the standard variable in milliseconds; ours where it is unset or wrong."""
-    text = os.environ.get(env_names.OTEL_METRIC_EXPORT_INTERVAL, "").strip()
-    return int(text) / 1000 if text.isdecimal() and int(text) > 0 else PUSH_INTERVAL_S

@@ -76,38 +76,41 @@ class SpanBatch(Sequence[ReadableSpan]):
         # Only for exporters that index; it has to be there for a Sequence.
         return list(self)[index]
 
-    def split_batch(self) -> Iterator[SpanBatch]:
-        """Parts of at most MAX_BATCH_SPANS spans; itself when it is no larger."""
-        if len(self) <= MAX_BATCH_SPANS:
+    def split_batch(self, max_spans: int) -> Iterator[SpanBatch]:
+        """Parts of at most `max_spans` spans; itself when it is no larger."""
+        if len(self) <= max_spans:
             yield self
             return
         for resource in self._resources:
             spans = self._scopes[id(resource)].spans
-            for first in range(0, len(spans), MAX_BATCH_SPANS):
+            for first in range(0, len(spans), max_spans):
                 # Its detail does not matter: the spans are copied, and no record is added to it.
                 part = SpanBatch()
                 scope = part._add_resource(resource)
-                scope.spans.extend(spans[first : first + MAX_BATCH_SPANS])
+                scope.spans.extend(spans[first : first + max_spans])
                 part._count = len(scope.spans)
                 yield part
 
 
 class BatchBuilder:
-    """Distributes records over batches of at most MAX_BATCH_SPANS spans; a record stays in one if it fits.
+    """Distributes records over batches of at most `max_spans` spans; a record stays in one if it fits.
 
     detail: which spans they have, one of settings.DETAILS.
     """
 
-    def __init__(self, resources: ResourceCache, detail: str = "full") -> None:
+    def __init__(
+        self, resources: ResourceCache, detail: str = "full", max_spans: int = MAX_BATCH_SPANS
+    ) -> None:
         self.resources = resources
         self.detail = detail
+        self.max_spans = min(max_spans, MAX_BATCH_SPANS)
         self._batches: list[SpanBatch] = []
 
     def add_record(self, record: Record) -> None:
         """Add the record's spans. Raises ValueError, and adds none, for a record with broken IDs."""
         # The most that it can make: with less detail a batch ends smaller than the bound.
         count = count_spans(record)
-        if count and (not self._batches or len(self._batches[-1]) + count > MAX_BATCH_SPANS):
+        if count and (not self._batches or len(self._batches[-1]) + count > self.max_spans):
             self._batches.append(SpanBatch(self.detail))
         if count:
             self._batches[-1].add_record(record, self.resources)
@@ -118,7 +121,7 @@ class BatchBuilder:
         # A refused record, or one without spans in this detail, can leave an empty batch.
         for batch in batches:
             if len(batch):
-                yield from batch.split_batch()
+                yield from batch.split_batch(self.max_spans)
 
 
 @lru_cache(MAX_SERVICES + 1)
