@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every consumer of the stages accounts for every stage, or its failure names the file to edit.
-
-Input: the rows of model/stages.py, and the files that have to follow them. The last test adds a stage that
-nobody accounts for, and expects every one of these files to be named.
-"""
+"""Stages, and all that consumes them: it accounts for every stage, or its failure names the file to edit."""
 
 from __future__ import annotations
 
@@ -255,3 +251,51 @@ def test_a_row_can_say_that_a_consumer_need_not_follow(change: str) -> None:
     named = {line.split()[1] for line in list_gaps((row,))}
     file = "whatif/fleet_model.py" if change == "inside" else "model/failed_stage.py"
     assert not any(name.endswith(file) for name in named)
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("prefill.queue", ("", "prefill.queue")),
+        ("prefill.prefill.queue", ("prefill", "prefill.queue")),
+        ("encode.encoder.compute", ("encode", "encoder.compute")),
+        ("prefill_decode.output", ("prefill_decode", "output")),
+        ("encode.unattributed", ("encode", "unattributed")),
+        ("router.hop.encode", ("", "router.hop.encode")),
+        ("encode", ("", "encode")),
+        ("", ("", "")),
+    ],
+)
+def test_split(name: str, split: tuple[str, str]) -> None:
+    """A leg's prefix is told from a stage's own dot."""
+    assert stages.split_stage(name) == split
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *stages.STAGE_NAMES,
+        *stages.ROUTER_STAGES,
+        "router.hop.decode",
+        "mono.sample",
+        "unattributed",
+    ],
+)
+def test_known(name: str) -> None:
+    """Stages, the router's own, and a leg's belong to the vocabulary."""
+    assert stages.is_known_stage(name)
+
+
+@pytest.mark.parametrize("name", ["", "ttft", "queue", "router.hop.other", "other.sample", "rest"])
+def test_unknown(name: str) -> None:
+    """Nothing else does."""
+    assert not stages.is_known_stage(name)
+
+
+def test_rows() -> None:
+    """Every stage has a sentence, roles that exist, and parts that lie in stages that exist."""
+    for stage in stages.STAGES:
+        assert stage.says.endswith(".") and set(stage.roles) <= set(stages.ROLES)
+        assert "router" not in stage.roles
+    assert set(stages.STAGE_PARTS) <= set(stages.STAGE_NAMES)
+    assert set(stages.SERVICE_NAMES) == set(stages.ROLES)

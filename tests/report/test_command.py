@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ttft-otel serve` and `ttft-otel report` as typed in a shell."""
+"""`ttft-otel serve` and `ttft-otel report` as typed in a shell, time windows among it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import jsonschema
@@ -29,6 +30,7 @@ from ttft_otel.commands.main import main
 from ttft_otel.exporter.spans.span_builder import build_spans
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.store.span_store import SpanStore
+from ttft_otel.report.time_window import parse_window
 
 SCHEMA = Path(__file__).parents[1] / "golden" / "report.schema.json"
 PUBLIC_SCHEMA = json.loads(
@@ -330,3 +332,40 @@ def test_join_of_another_file(stored_database: Path, tmp_path: Path, text: str) 
     found = run_command(*asked)
     assert found.exit_code == 1 and "Traceback" not in found.output
     assert "neither AIPerf's" in found.output or "cannot be read" in found.output
+
+
+NOW = datetime(2026, 3, 29, 14, 30, tzinfo=timezone(timedelta(hours=2)))
+
+
+def describe_window(text: str) -> tuple[str, str]:
+    """Both ends, as clock times of the same zone."""
+    ends = (datetime.fromtimestamp(ns / 1e9, NOW.tzinfo) for ns in parse_window(text, NOW))
+    first, last = (end.strftime("%d %H:%M:%S") for end in ends)
+    return first, last
+
+
+@pytest.mark.parametrize(
+    ("text", "since", "until"),
+    [
+        ("2h..1h", "29 12:30:00", "29 13:30:00"),
+        ("1h..", "29 13:30:00", "29 14:30:00"),
+        ("90s", "29 14:28:30", "29 14:30:00"),
+        ("14:00..14:05", "29 14:00:00", "29 14:05:00"),
+        ("23:50:10..0:10", "28 23:50:10", "29 00:10:00"),  # the last ones that have been
+        ("2026-03-28T10:00..2026-03-28T10:00:30Z", "28 10:00:00", "28 12:00:30"),
+        ("1.5d..30m", "28 02:30:00", "29 14:00:00"),
+    ],
+)
+def test_windows(text: str, since: str, until: str) -> None:
+    """Times ago, clock times and moments, with and without an end."""
+    assert describe_window(text) == (since, until)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "..", "yesterday", "1h..2h", "25:00..26:00", "1x..", "1h..1h", "800000d", f"{'9' * 400}d"],
+)
+def test_refused(text: str) -> None:
+    """What is no window is refused with a sentence that quotes it."""
+    with pytest.raises(ValueError, match="is not a time|ends before it begins"):
+        parse_window(text, NOW)

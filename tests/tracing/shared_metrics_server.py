@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An API server as far as tracing sees one, for test_shared_metrics.py: it shows /metrics as vLLM does.
+"""An API server as far as tracing sees one, for test_meter.py: it shows /metrics as vLLM does.
 
 Arguments: how many records to lose and errors to make at a POST, how many requests are pending. Writes
 its port to its standard output.

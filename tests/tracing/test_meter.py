@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our counts on the host's own /metrics."""
+"""Our counts on the host's own /metrics, also where several API servers share one."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
 import pytest
 from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from ttft_otel import testing
-from ttft_otel.model.names import metric_names
+from ttft_otel.model.names import env_names, metric_names
 from ttft_otel.tracing import guard, handoff, meter, recorder
 from ttft_otel.tracing.asgi import TracingMiddleware
 from ttft_otel.tracing.context import start_context
@@ -66,3 +76,79 @@ def test_watch_twice() -> None:
         meter.register_collector(recorder.awaiting_traces, dict)
 
     assert generate_latest().count(f"# TYPE {metric_names.PENDING} gauge".encode()) == 1
+
+
+SERVER = Path(__file__).parent / "shared_metrics_server.py"
+WAIT_S = 120.0  # for exporters to start and to count, on a busy machine; takes 3
+# Of each server: records to lose, errors to make, requests pending.
+SERVERS = ((3, 1, 2), (4, 2, 5))
+Samples = dict[tuple[str, str], float]
+
+
+@contextmanager
+def start_server(folder: Path, numbers: tuple[int, int, int]) -> Iterator[str]:
+    """A process of shared_metrics_server.py; gives its URL."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env |= {
+        meter.ENV_SHARED_METRICS: str(folder),
+        "PYTHONPATH": str(SERVER.parents[1]),
+        env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://127.0.0.1:9",
+    }
+    command = [sys.executable, str(SERVER), *map(str, numbers)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.terminate()
+            process.wait(WAIT_S)
+
+
+def read_samples(url: str, data: bytes | None = None) -> Samples:
+    """What /metrics shows, by name and the value of the only label; with `data` by a POST."""
+    with urllib.request.urlopen(url, data, timeout=WAIT_S) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, "".join(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("ttft_otel")
+    }
+
+
+def wait_for_samples(url: str, wanted: Samples) -> Samples:
+    """The samples once they are those wanted; the last ones when time is up."""
+    until = time.monotonic() + WAIT_S
+    while (found := read_samples(url)) != wanted and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
+
+
+def test_sums_of_all_servers(tmp_path: Path) -> None:
+    """Every server shows all metrics of all, with their labels: the exporters' losses, too."""
+    losses, errors, pending = (sum(numbers) for numbers in zip(*SERVERS, strict=True))
+    lost = dict.fromkeys(meter.LOSS_REASONS, 0.0) | {"foreign": losses}
+    wanted: Samples = {
+        (metric_names.PENDING, ""): pending,
+        (f"{metric_names.RECORDS}_total", ""): losses,
+        (f"{metric_names.HOOK_ERRORS}_total", "a place"): errors,
+        **{(f"{metric_names.LOST}_total", reason): number for reason, number in lost.items()},
+    }
+    with ExitStack() as stack:
+        urls = [stack.enter_context(start_server(tmp_path, numbers)) for numbers in SERVERS]
+        for url in urls:
+            read_samples(url, b"{}")
+        for url in urls:
+            assert wait_for_samples(url, wanted) == wanted
+
+
+def test_all_before_the_first_request(tmp_path: Path) -> None:
+    """Records and losses are there at 0 from the start, so that a first loss is an increase."""
+    with start_server(tmp_path, (0, 0, 0)) as url:
+        found = wait_for_samples(
+            url,
+            {(metric_names.PENDING, ""): 0.0, (f"{metric_names.RECORDS}_total", ""): 0.0}
+            | {(f"{metric_names.LOST}_total", reason): 0.0 for reason in meter.LOSS_REASONS},
+        )
+    assert len(found) == 2 + len(meter.LOSS_REASONS)
+    assert not any(found.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy
 import pytest
@@ -32,6 +33,7 @@ from ttft_otel.explain.whatif.step_fit import StepSamples, fit_steps
 from ttft_otel.explain.whatif.step_work import WORK
 from ttft_otel.explain.whatif.what_if_figures import TTFT
 from ttft_otel.explain.window.request_facts import CannotTellError
+from ttft_otel.model.names import keys
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -188,3 +190,77 @@ def test_slow_period() -> None:
 
     assert late == pytest.approx(2 * early, rel=0.05)
     assert early == pytest.approx(BASE_US + 100 * TOKEN_US, rel=0.1)
+
+
+SCARCE = replace(SMALL, max_num_seqs=16, kv_tokens=2400)
+
+
+@pytest.mark.parametrize("tells_answers", [False, True])
+def test_more_memory(tells_answers: bool) -> None:
+    """A window that waits for KV blocks, with twice as many: as in vLLM's Scheduler."""
+    arrivals = draw_arrivals(19, 300, 40_000, (20, 60))
+    recording = record(arrivals, SCARCE, tells_answers=tells_answers)
+    answer, predicted = predict(recording, PlannedChange(kv_cache=2.0))
+    truth = find_truth(arrivals, replace(SCARCE, kv_tokens=4800))
+
+    assert predicted == pytest.approx(truth, rel=0.05)
+    assert truth[1] < 0.9 * find_truth(arrivals, SCARCE)[1]
+    assert max(abs(each) for each in answer.errors) < 0.05
+    assert any("KV blocks are scarce" in each for each in answer.notes)
+    assert sum(each.main.preemptions for each in recording.requests) > 3
+
+
+def test_less_memory() -> None:
+    """Where the change makes memory scarce that was not, the answer is right and says what is new."""
+    arrivals = draw_arrivals(19, 300, 120_000, (20, 60))
+    faster = [replace(each, at_us=round(each.at_us / 3)) for each in arrivals]
+    limits, change = replace(SCARCE, kv_tokens=4000), PlannedChange(rate=3.0)
+    answer, predicted = predict(record(arrivals, limits), change)
+    truth = find_truth(faster, limits)
+
+    assert predicted == pytest.approx(truth, rel=0.06)
+    assert any("nothing of that was recorded" in each for each in answer.warnings)
+    # Counter-test: without the cache's size it is wrong.
+    _, wrong = predict(record(arrivals, replace(limits, kv_tokens=0)), change)
+    assert wrong[1] < 0.9 * truth[1]
+
+
+def test_shared_blocks() -> None:
+    """Prefixes that requests share take less memory than the model thinks: it is left out, and told."""
+    arrivals = draw_arrivals(11, 300, 40_000, (5, 25))
+    recording = record(arrivals, SMALL)
+    reported = {**recording.settings["chat-1"], keys.ENGINE_KV_TOKENS: 2400}
+    sharing = [replace(each, main=replace(each.main, cached=500)) for each in recording.requests]
+    sharing_window = replace(recording, requests=tuple(sharing), settings={"chat-1": reported})
+    answer, _ = predict(sharing_window, PlannedChange())
+    assert any("share cached tokens" in each for each in answer.notes)
+    assert max(abs(each) for each in answer.errors) < 0.05
+    with pytest.raises(CannotTellError, match="how many of them requests share"):
+        predict(sharing_window, PlannedChange(max_num_seqs=10, rate=1.3))
+
+
+def find_token_times(arrivals: list[Arrival], limits: EngineLimits) -> Any:
+    """p50 and p99 of the time per output token that vLLM's Scheduler gives."""
+    times = [
+        (one.end - one.first_token) / (each.answer - 1)
+        for each, one in zip(arrivals, run_scheduler(arrivals, limits), strict=True)
+    ]
+    return numpy.quantile(times, [0.5, 0.99])
+
+
+def test_token_time() -> None:
+    """The price: with larger steps running answers get their tokens later, as in vLLM's Scheduler."""
+    arrivals, small = draw_arrivals(11, 300, 40_000, (5, 25)), EngineLimits(8, 96)
+    recording = record(arrivals, small, tells_answers=True)
+    answer, _ = predict(recording, PlannedChange(max_batched_tokens=384))
+    before, truth = (
+        find_token_times(arrivals, each) for each in (small, replace(small, max_batched_tokens=384))
+    )
+
+    assert [each.recorded for each in answer.token_time[::2]] == pytest.approx(before, rel=0.001)
+    assert [each.predicted for each in answer.token_time[::2]] == pytest.approx(truth, rel=0.05)
+    assert 1 + answer.token_time[2].change == pytest.approx(truth[1] / before[1], rel=0.05)
+    assert truth[1] > 1.1 * before[1], "a price that is none would test nothing"
+    assert max(abs(each) for each in answer.token_errors) < 0.05
+    # Without the spans' word nothing is said.
+    assert not predict(record(arrivals, small), PlannedChange())[0].token_time

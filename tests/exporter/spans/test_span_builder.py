@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole traces: what one record looks like as spans."""
+"""Whole traces: what one record looks like as spans, the wait for decode, and how large they are."""
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
-from full_record import make_short_record
+from full_record import change_full_record, make_short_record
+from hypothesis import given
+from hypothesis import strategies as st
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
+from benchmarks import otlp_bodies
+from ttft_otel.exporter.spans import span_builder
 from ttft_otel.exporter.spans.span_builder import build_spans
+from ttft_otel.exporter.spans.span_content import count_late_pieces, cut_handover, list_late_pieces
 from ttft_otel.exporter.spans.span_writer import MAX_ATTRIBUTES, MAX_VALUE_CHARS
+from ttft_otel.model import stages
 from ttft_otel.model.names import keys, span_names
-from ttft_otel.model.record import Call, Piece, Record, Server, Ttft
+from ttft_otel.model.record import Call, Handover, HandoverCall, Piece, Record, Server, Ttft
+from ttft_otel.model.timing import format_server_timing
 
 START = 1_700_000_000_000_000_000
 RESOURCE = Resource({"service.name": "test"})
@@ -231,3 +241,137 @@ def test_time_order(make_record: Callable[[], Record]) -> None:
     broken = msgspec.structs.replace(make_record(), server=Server("GET", -5, 200))
     server = build_spans(broken, RESOURCE)[0]
     assert server.start_time == server.end_time
+
+
+SAID = format_server_timing({"receive": 100, "kv.transfer": 500}, 80, 680)
+times = st.integers(1, 2000)
+maybe_times = st.just(0) | times
+calls = st.builds(
+    HandoverCall,
+    st.just("decode"),
+    times,
+    maybe_times,
+    maybe_times,
+    st.booleans(),
+    maybe_times,
+    st.sampled_from(
+        ["", SAID, SAID.replace("ttft", "tttt"), "receive;dur=-1", ",,,;dur", SAID * 2]
+    ),
+)
+
+
+def list_steps(handover: Handover) -> list[tuple[str, int, int]]:
+    """Its steps without the whole: name, start and end."""
+    return [(each.name, each.start, each.end) for each in cut_handover(handover)[1:]]
+
+
+def test_each_step_has_its_place() -> None:
+    """Routing, the lost call with its pause, the hop, D's own stages, and what was left after its answer."""
+    lost = HandoverCall("decode", 120, 0, 200, True, 260)
+    good = HandoverCall("decode", 270, 1000, 3000, server_timing=SAID)
+
+    repeated = list_steps(Handover(100, 1200, True, (lost, good)))
+
+    assert repeated == [
+        ("router.route", 100, 120),
+        ("router.retry", 120, 260),
+        ("router.route", 260, 270),
+        ("router.hop.decode", 270, 320),
+        ("decode.receive", 320, 420),
+        ("decode.kv.transfer", 420, 920),
+        ("unattributed", 920, 1000),
+        (span_names.FIRST_DECODE, 1000, 1200),
+    ]
+    assert list_steps(Handover(100, 1200, False, (lost, good)))[-1] == ("router.egress", 1000, 1200)
+
+
+def test_a_silent_instance_is_unattributed() -> None:
+    """Without Server-Timing nobody knows what D did."""
+    silent = HandoverCall("decode", 120, 900, 3000)
+
+    assert list_steps(Handover(100, 1000, False, (silent,))) == [
+        ("router.route", 100, 120),
+        ("unattributed", 120, 900),
+        ("router.egress", 900, 1000),
+    ]
+
+
+@given(times, times, st.booleans(), st.lists(calls, max_size=3))
+def test_steps_add_up(
+    start: int, end: int, is_repeated: bool, some_calls: list[HandoverCall]
+) -> None:
+    """They touch, fill the wait, and their totals add up to its own; no more of them than was counted."""
+    handover = Handover(start, end, is_repeated, tuple(some_calls))
+
+    whole, *steps = cut_handover(handover)
+
+    record = change_full_record(late=(), handover=handover)
+    assert list_late_pieces(record) == [whole, *steps]
+    assert len(steps) + 1 <= count_late_pieces(record)
+    found = dict(whole.attributes)
+    total = found.pop(keys.HANDOVER_TOTAL_US)
+    assert total == whole.end - whole.start == sum(each.end - each.start for each in steps)
+    assert sum(found.values()) == total  # type: ignore[arg-type]
+    position = whole.start
+    for step in steps:
+        assert step.start == position < step.end
+        position = step.end
+    assert position == whole.end and whole.start == start
+
+
+CHECKOUT = Path(__file__).parents[3]
+LEGS = {
+    "router": ("mono",),
+    "epd": ("encode", "prefill_decode"),
+    "pd": ("prefill", "decode"),
+    "epd3": ("encode", "prefill", "decode"),
+}
+SERVER_STAGES = {
+    "mono": (*otlp_bodies.TEXT_STAGES, *otlp_bodies.LAST_STAGES),
+    "encode": (*otlp_bodies.ENCODE_STAGES, "ec.transfer", "output", "egress"),
+    "prefill": (*otlp_bodies.TEXT_STAGES, "ec.transfer", *otlp_bodies.LAST_STAGES),
+    "prefill_decode": (*otlp_bodies.TEXT_STAGES, "ec.transfer", *otlp_bodies.LAST_STAGES),
+    "decode": (*otlp_bodies.TEXT_STAGES, "kv.transfer", *otlp_bodies.LAST_STAGES),
+}
+
+
+def build_deployment_records(deployment: str) -> list[Record]:
+    """What the processes of a deployment export for one request."""
+    draw = random.Random(5)
+
+    def build(role: stages.Role, names: tuple[str, ...], calls: tuple[Call, ...] = ()) -> Record:
+        lengths = otlp_bodies.draw_stage_lengths(names, draw)
+        outermost = role == "router" or deployment == "mono"
+        return otlp_bodies.build_benchmark_record(role, lengths, 1, outermost, calls)
+
+    if deployment == "mono":
+        return [build("mono", SERVER_STAGES["mono"])]
+    legs = LEGS[deployment]
+    router_stages: tuple[str, ...] = ("router.receive", "router.route")
+    for leg in legs:
+        router_stages += (f"router.hop.{leg}", *(f"{leg}.{name}" for name in SERVER_STAGES[leg]))
+    calls = tuple(
+        Call(f"c{place:015x}", "POST /v1/chat/completions", leg, 0, 100_000, 200)
+        for place, leg in enumerate(legs)
+    )
+    router = build("router", (*router_stages, "router.egress"), calls)
+    return [router, *(build(leg, SERVER_STAGES[leg]) for leg in legs)]  # type: ignore[arg-type]
+
+
+def test_spans_and_bytes() -> None:
+    """docs/guides/kubernetes.md has the spans that the exporter makes of a request, and their mean size."""
+    resource = Resource({"service.name": "vllm", "service.instance.id": "vllm:1"})
+    guide = (CHECKOUT / "docs" / "guides" / "kubernetes.md").read_text("utf-8")
+    row = re.search(r"\| spans \((\d+) bytes each, OTLP\) \| (.+) \|", guide)
+    assert row is not None
+    bytes_per_span, counts = int(row[1]), [int(each) for each in row[2].split(" | ")]
+    for deployment, count in zip(("mono", *LEGS), counts, strict=True):
+        spans = [
+            span
+            for record in build_deployment_records(deployment)
+            for span in span_builder.build_spans(record, resource)
+        ]
+        assert len(spans) == count, deployment
+        # Messages of hundreds of spans, so that the resource is not sent with each.
+        body = otlp_bodies.pack_spans(spans * 20)
+        assert len(body.data) / len(spans * 20) == pytest.approx(bytes_per_span, rel=0.15)

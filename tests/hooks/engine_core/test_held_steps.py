@@ -3,23 +3,29 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from hooks.engine_core import blame_reference
 from hooks.engine_core.scheduler_events import with_any_events
 from hooks.fakes import FakeEngineCore, make_request
 from hooks.process import CORE, put_back_classes, wrap_methods
+from lab.fake_vllm.engine_objects import build_scheduler_output
 from ttft_otel.hooks import vllm_fields
 from ttft_otel.hooks.engine_core import held_steps, holders
+from ttft_otel.hooks.engine_core.held_steps import HeldRequests
+from ttft_otel.hooks.engine_core.holders import HolderLog
+from ttft_otel.hooks.engine_core.step_work import StepWork, describe_step
 from ttft_otel.model.stages import HOLDING_KIND_NAMES, QUEUE_STAGES, STALL_STAGE
 
-pytestmark = pytest.mark.filterwarnings("ignore")
 MakeDriver = Callable[..., Any]
 
 
@@ -43,6 +49,7 @@ def read_holders(driver: Any, name: str) -> list[tuple[int, int, str, str]]:
     ]
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_long_prompt(drive: MakeDriver) -> None:
     """A short prompt behind a long one: the long one has held it, with the tokens of those steps."""
     driver = drive(max_num_batched_tokens=64)
@@ -58,6 +65,7 @@ def test_long_prompt(drive: MakeDriver) -> None:
     assert sum_held(driver, "long", STALL_STAGE) == {}
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_decoding(drive: MakeDriver) -> None:
     """One place: who decodes has held it, though it has ended when the wait ends."""
     driver = drive(max_num_seqs=1)
@@ -68,6 +76,7 @@ def test_decoding(drive: MakeDriver) -> None:
     assert read_holders(driver, "second") == [(390_000, 39, "decode", "first")]
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_came_in_a_step(drive: MakeDriver) -> None:
     """Of the step in which it came only the rest counts; nobody waited when that step was scheduled."""
     driver = drive()
@@ -85,6 +94,7 @@ def test_came_in_a_step(drive: MakeDriver) -> None:
     assert read_holders(driver, "late") == [(7_500, 100, "prefill", "first")]
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_encoding(drive: MakeDriver) -> None:
     """A step's time is divided by tokens and embeddings."""
     driver = drive()
@@ -101,6 +111,7 @@ def test_encoding(drive: MakeDriver) -> None:
     assert {kind for _, _, kind, _ in read_holders(driver, "image2")} == {"prefill", "encoder"}
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_other_rank(drive: MakeDriver) -> None:
     """Who comes while its engine core runs a batch for another rank waits for that and its turnaround."""
     driver = drive()
@@ -119,6 +130,7 @@ def test_other_rank(drive: MakeDriver) -> None:
     assert not CORE.held.log.times
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_other_rank_of_a_real_engine_core(drive: MakeDriver) -> None:
     """The hook is around the method that DPEngineCoreProc calls, and its failure is vLLM's own."""
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCore
@@ -146,6 +158,7 @@ def test_other_rank_of_a_real_engine_core(drive: MakeDriver) -> None:
     assert sum_held(driver, "late", *QUEUE_STAGES) == {"other_rank": 3_000}
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_alone(drive: MakeDriver) -> None:
     """Nobody else is there: no step ran, and nobody is named."""
     driver = drive()
@@ -158,6 +171,7 @@ def test_alone(drive: MakeDriver) -> None:
     assert not CORE.held.log.times
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_traced_holder(drive: MakeDriver) -> None:
     """The holder's own trace context is told, also once its headers are gone; an untraced one has none."""
     driver = drive(max_num_seqs=2)
@@ -172,6 +186,7 @@ def test_traced_holder(drive: MakeDriver) -> None:
     assert parents == {"traced": "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "untraced": ""}
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_aborted(drive: MakeDriver) -> None:
     """A request that ends while it waits keeps what is known, also of the step that runs."""
     from vllm.v1.request import RequestStatus
@@ -193,6 +208,7 @@ def test_aborted(drive: MakeDriver) -> None:
     assert not CORE.held.unanswered and not CORE.held.log.times
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_untraced(drive: MakeDriver) -> None:
     """While only others wait nothing is kept."""
     driver = drive(max_num_seqs=1)
@@ -203,6 +219,7 @@ def test_untraced(drive: MakeDriver) -> None:
     assert not (CORE.held.unanswered or CORE.held.unmarked or CORE.held.log.times)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_many_holders(drive: MakeDriver) -> None:
     """Of more prompts than are kept, the largest three are still exact."""
     driver = drive(max_num_batched_tokens=96, max_num_seqs=2)
@@ -217,6 +234,7 @@ def test_many_holders(drive: MakeDriver) -> None:
     assert not driver.timelines["last"].read_details().holders_lost
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_memory(core: FakeEngineCore) -> None:
     """However many wait and however long: at most 1 MB, and those that are not followed say nothing."""
     others = [make_request(f"other{number}", 10**9, traced=False) for number in range(40)]
@@ -273,6 +291,7 @@ def check_blame(driver: Any, name: str) -> None:
     assert len(told) >= len(expected)
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("overlapping", [False, True])
 @with_any_events(
     ["add", "add", "other", "image", "step", "step", "begin", "abort", "pause", "dummy"]
@@ -341,3 +360,239 @@ def abort_request(driver: Any, number: int, running: Sequence[Any]) -> None:
     ids = [each for each in driver.scheduler.requests if each not in busy]
     if ids:
         driver.scheduler.finish_requests([ids[number % len(ids)]], RequestStatus.FINISHED_ABORTED)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_turnaround(drive: MakeDriver) -> None:
+    """What passes until the next step is scheduled is the step's before, also for one that ended with it."""
+    driver = drive(max_num_seqs=1)
+    driver.queue_behind(10)
+    while "second" not in driver.headers:
+        driver.step(idle_us=700)
+
+    # Nine steps, and nine turnarounds: in that of the first step it came, and after the last its own begins.
+    assert sum_held(driver, "second", *QUEUE_STAGES) == {"decode": 9 * 10_700, "idle": 700}
+    assert read_holders(driver, "second") == [(9 * 10_700, 9, "decode", "first")]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_came_in_a_turnaround(drive: MakeDriver) -> None:
+    """The same for whoever comes between two steps, whether others waited then or not: idle."""
+    driver = drive(max_num_seqs=1)
+    driver.add("first", answer=10)
+    driver.step()
+    for number in range(2):
+        driver.clock.tick(300)
+        driver.add(f"waiter{number}")
+        driver.clock.tick(400)
+        driver.step()
+    driver.run_until_answered("waiter0", "waiter1")
+
+    for number in range(2):
+        assert sum_held(driver, f"waiter{number}", *QUEUE_STAGES)["idle"] == 400
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pause(drive: MakeDriver) -> None:
+    """A pause between two steps is nobody's, nor is the turnaround before it."""
+    driver = drive(max_num_seqs=1)
+    driver.queue_behind(10)
+    driver.step()
+    driver.clock.tick(300)
+    driver.pause(5_000)
+    driver.run_until_answered("second")
+
+    assert sum_held(driver, "second", *QUEUE_STAGES) == {"decode": 90_000, "idle": 5_300}
+    assert read_holders(driver, "second") == [(90_000, 9, "decode", "first")]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_schedulable(drive: MakeDriver) -> None:
+    """Of steps that schedule nothing all is idle, also until the next one."""
+    driver = drive(max_num_seqs=1)
+    driver.queue_behind(10)
+    driver.step()
+    limit = driver.scheduler.max_num_scheduled_tokens
+    driver.scheduler.max_num_scheduled_tokens = 0
+    driver.clock.tick(200)
+    driver.step(50)
+    driver.clock.tick(1_000)
+    driver.scheduler.max_num_scheduled_tokens = limit
+    driver.run_until_answered("second")
+
+    # The turnaround before is still that of a step with work.
+    assert sum_held(driver, "second", *QUEUE_STAGES) == {"decode": 90_200, "idle": 1_050}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("steady", [True, False])
+def test_same_requests_decode(drive: MakeDriver, steady: bool) -> None:
+    """Steps in which the same requests decode are one segment, with turnarounds; a prompt divides it."""
+    driver = drive(max_num_seqs=2)
+    driver.add("first", answer=60, traced=False)
+    driver.add("one", answer=60 if steady else 3, traced=False)
+    driver.step()
+    if not steady:
+        for number in range(10):
+            driver.add(f"other{number}", answer=3, traced=False)
+    driver.add("last")
+    driver.step(idle_us=500)
+    before = len(CORE.held.log.times)
+    for _ in range(20):
+        driver.step(idle_us=500)
+    edges = len(CORE.held.log.times) - before
+    driver.run_until_answered("last")
+
+    assert (edges <= 2) == steady
+    held = sum_held(driver, "last", *QUEUE_STAGES)
+    # In the first turnaround it came.
+    assert (held == {"decode": 59 * 10_000 + 20 * 500, "idle": 500}) == steady
+
+
+def make_step(tokens: dict[str, int], new: tuple[str, ...] = ()) -> StepWork:
+    """A step as the scheduler has put it together, in which nobody has more than one token."""
+    return describe_step(None, build_scheduler_output(tokens, new), 0)
+
+
+def test_plain_step() -> None:
+    """A step in which all decode is noted without describe_step(), as that would describe it."""
+    work = make_step({"a": 1, "b": 1})
+    work.scheduled, work.is_plain = 7, True
+    held = HeldRequests()
+    held.note_schedule(None, work.output, 7)
+
+    assert msgspec.structs.asdict(held.log.in_flight[-1]) == msgspec.structs.asdict(work)
+
+
+def test_not_begun() -> None:
+    """A request whose first step has not ended has held nobody, however complete its prompt looks.
+
+    Its start is a sum that is never reached: what lies between is no time, and no integer of 64 bits.
+    """
+    log = HolderLog()
+    decoding = make_step({"old": 1})
+    start = log.start_wait(decoding, 0)
+    log.close_step(decoding, 1000)
+    running = make_step({"old": 1, "cached": 1}, new=("cached",))
+    log.open_step(running, {})
+    states = [
+        SimpleNamespace(request_id=each, num_computed_tokens=9, num_prompt_tokens=9)
+        for each in ("old", "cached")
+    ]
+
+    assert log.list_holders(start, "own", states, running, 0) == [(1000, 1, 1, "old", "")]
+
+
+ID_CHARS = 200_000  # a client names its request in the body, which may have megabytes
+
+
+def assert_nothing_kept() -> None:
+    """No request and no step is known."""
+    assert not CORE.held.unanswered and not CORE.held.followed
+    assert not CORE.held.unmarked and not CORE.held._ended
+    log = CORE.held.log
+    assert not log.times and not log.in_flight and not log.holders.started and not log.ending
+    assert not CORE.queue.arrived and not CORE.queue.waiting
+
+
+def abort(driver: Any, *ids: str) -> None:
+    """The client has gone."""
+    from vllm.v1.request import RequestStatus
+
+    driver.scheduler.finish_requests([*ids], RequestStatus.FINISHED_ABORTED)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("tokens", [8, 300])
+def test_aborted_in_first_step(drive: MakeDriver, tokens: int, overlapping: bool) -> None:
+    """Aborts are taken while the step runs, also the first one, which has a part or all of the prompt."""
+    driver = drive(max_num_batched_tokens=64)
+    from ttft_otel.hooks import vllm_fields
+
+    vllm_fields.get_facts(driver.scheduler).overlaps = overlapping
+    driver.add("gone", tokens=tokens)
+    step = driver.begin_step()
+    driver.clock.tick(3_000)
+    abort(driver, "gone")
+    assert_nothing_kept()
+    driver.clock.tick(3_000)
+    driver.end_step(step)
+    driver.step()
+    assert_nothing_kept()
+
+    # With another one that waits: what follows is still told of it.
+    driver.add("first", tokens=tokens, answer=3)
+    driver.add("second", tokens=200, answer=3)
+    step = driver.begin_step()
+    driver.clock.tick(3_000)
+    abort(driver, "first")
+    driver.end_step(step)
+    driver.run_until_answered("second")
+    while driver.scheduler.requests:
+        driver.step()
+    cut, _ = driver.read("second")
+    # Beside few tokens of the first one its own first chunk has room at once.
+    assert bool(cut.held) == (tokens > 8)
+    assert_nothing_kept()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_schedule_raises(drive: MakeDriver) -> None:
+    """An error of vLLM's own in schedule() or update_from_output() is passed on, and nothing is kept."""
+    driver = drive(max_num_seqs=1)
+    driver.add("first", answer=30)
+    driver.step()
+    driver.add("second")
+    driver.step()
+    policy, driver.scheduler.policy = driver.scheduler.policy, None
+    waiting_queue, driver.scheduler.waiting = driver.scheduler.waiting, None
+    with pytest.raises((AttributeError, TypeError)):
+        driver.scheduler.schedule()
+    driver.scheduler.policy, driver.scheduler.waiting = policy, waiting_queue
+    with pytest.raises((AttributeError, TypeError)):
+        driver.scheduler.update_from_output(driver.begin_step().output, None)
+    abort(driver, "first", "second")
+    driver.step()
+    assert_nothing_kept()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_long_ids(core: FakeEngineCore) -> None:
+    """The IDs of requests that have ended, which clients choose, are kept only in part: at most 1 MB."""
+    core.add(make_request("waiter"))
+    for number in range(300):
+        name = f"{number:03d}" + "x" * ID_CHARS
+        other = make_request(name, 50, traced=False)
+        other.num_output_tokens = 5
+        core.add(other)
+        core.update(core.schedule(new=(name,), tokens={name: 50}))
+        core.update(core.schedule(tokens={name: 1}))
+        core.free(name)
+    holders = CORE.held.log.holders
+    kept = [*(each.request_id for each in holders.holders), *(each[0] for each in holders.ended)]
+    kept += [*holders.started, *(key[0] for key in holders.open)]
+    assert len(kept) > 40
+    assert sum(map(len, kept)) <= 1 << 20
+    core.free("waiter")
+    assert_nothing_kept()
+
+
+class VllmRequest(SimpleNamespace):
+    """One that a weak reference can point to."""
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_requests_are_not_kept(core: FakeEngineCore) -> None:
+    """Where nobody tells of a request's end, what we keep of it is small: not its prompt, nor its images."""
+    core.add(VllmRequest(**vars(make_request("a"))))
+    core.schedule(("a",), {"a": 4})
+    gone = weakref.ref(core.requests["a"])
+    CORE.awaiting.clear()
+    assert CORE.held.unanswered
+    del core.requests["a"]
+    gc.collect()
+
+    assert gone() is None

@@ -297,3 +297,32 @@ def test_long_ids_of_aborted_requests(core: FakeEngineCore) -> None:
     assert all(len(each) <= tracer.MAX_ID_CHARS for each in CORE.aborted)
     assert len(CORE.aborted) == 2
     assert all(CORE.answer_aborted(name) for name in long_ids)
+
+
+def test_entry_counts(core: FakeEngineCore, clock: testing.FakeClock) -> None:
+    """IPC ends at the entry of the call, not at its end."""
+    made = core.preprocess_add_request(make_request("a"))[0]
+
+    assert clock.at == 1_000_500
+    assert made._ttft_timeline.added == 1_000_000
+
+
+def test_untraced_arrival(core: FakeEngineCore) -> None:
+    """What the API server has marked as untraced has no timeline, and vLLM's own headers alone."""
+    made = make_request("a", traced=False)
+    made.trace_headers = {header_names.TRACEPARENT: "x", **made.trace_headers}
+    for request, left in (
+        (made, {header_names.TRACEPARENT: "x"}),
+        (make_request("b", traced=False), None),
+    ):
+        arrived = core.preprocess_add_request(request)[0]
+
+        assert not hasattr(arrived, "_ttft_timeline")
+        assert arrived.trace_headers == left
+
+
+def test_utility(core: FakeEngineCore) -> None:
+    """The engine core answers over its own utility channel; an unknown request is an empty answer."""
+    core.preprocess_add_request(make_request("a"))
+
+    assert getattr(core, carrier.ABORTED_QUERY)("unknown") == ""

@@ -452,7 +452,7 @@ async def test_predictions_are_held_against_outcomes() -> None:
         told = get_routing(router).describe_instances()[one.url]
         assert told["fits"]["tiny"]["samples"] == 14
         assert 0.01 < told["fits"]["tiny"]["mape"] < 0.06
-        # How large an error is right: test_prediction_outcomes.py. Here, a busy machine's.
+        # How large an error is right: test_load_entry.py. Here, a busy machine's.
         assert told["predictions"]["outcomes"] > 0
         text = router.app.metrics.render_text().decode()
         series = f'{metric_names.ROUTER_PREDICTION_MAPE}{{instance="{one.url}",leg="mono"}}'
