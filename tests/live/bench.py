@@ -10,8 +10,10 @@ import statistics
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
+
+import pytest
 
 from lab import ttft_client
 from lab.injection import InjectedDelay, InjectionControl
@@ -37,6 +39,13 @@ def medians(samples: Sequence[dict[str, int]]) -> dict[str, float]:
     """Median of each stage over some requests; a stage that a request lacks is 0 there."""
     keys = {key for sample in samples for key in sample}
     return {key: statistics.median(sample.get(key, 0) for sample in samples) for key in keys}
+
+
+def mark_repeated(names: Iterable[str], elsewhere: Container[str]) -> list[Any]:
+    """The names, those of `elsewhere` for --full only: every run shows the same on another server."""
+    return [
+        pytest.param(each, marks=pytest.mark.full if each in elsewhere else ()) for each in names
+    ]
 
 
 def get_announced_params(answer: TimedResponse) -> dict[str, Any]:

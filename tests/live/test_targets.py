@@ -8,14 +8,14 @@ neighbouring stage that took part of it would have grown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
-from tests.live.bench import LiveDeployment, read_breakdown
+from tests.live.bench import LiveDeployment, mark_repeated, read_breakdown
 from ttft_otel.hooks.targets import TARGETS, TARGETS_BY_NAME
 from ttft_otel.model import stages
 
@@ -65,14 +65,6 @@ ON_D = ("kv.match", "kv.arrive", "engine.input", "scheduler.schedule", "worker.e
 BY_FILES = ("kv.load", "kv.save")  # tests/live/test_files.py
 ON_NIXLS_E = ("transfer.flush",)
 ON_CUDAS = ("worker.execute", "worker.encoder", "worker.forward", "worker.sample", "worker.output")
-SAME_ON_CUDAS = ("worker.sample",)
-
-
-def mark_repeated(targets: Sequence[str], elsewhere: Sequence[str]) -> list[Any]:
-    """The targets, those of `elsewhere` for --full only: every run shows on another server what they lose."""
-    return [
-        pytest.param(name, marks=pytest.mark.full if name in elsewhere else ()) for name in targets
-    ]
 
 
 def ask_without(
@@ -142,7 +134,7 @@ def encoded(bench: LiveDeployment) -> Callable[[], Sample]:
     return once
 
 
-@pytest.mark.parametrize("target", ON_PD)
+@pytest.mark.parametrize("target", mark_repeated(ON_PD, ON_CUDAS))
 def test_a_lost_target_costs_its_stages_on_prefill_decode(epd: LiveDeployment, target: str) -> None:
     """On prefill_decode with the V1 runner, for an image that the encoder has encoded, only the target's
     stages are lost.
@@ -163,7 +155,7 @@ def test_a_lost_part_costs_no_stage(epd: LiveDeployment, target: str) -> None:
     assert all(sample[stages.UNATTRIBUTED] == 0 for sample in found)
 
 
-@pytest.mark.parametrize("target", ON_E)
+@pytest.mark.parametrize("target", mark_repeated(ON_E, ON_CUDAS))
 def test_a_lost_target_costs_its_stages_on_the_encoder(epd: LiveDeployment, target: str) -> None:
     """On the encoder with the V1 runner, for a new image, only the target's stages are lost."""
 
@@ -183,7 +175,7 @@ def test_a_lost_target_costs_its_stages_on_decode(pd: LiveDeployment, target: st
     check_loss(pd, once, target, DELAYED[target])
 
 
-@pytest.mark.parametrize("target", mark_repeated(ON_CUDAS, SAME_ON_CUDAS))
+@pytest.mark.parametrize("target", ON_CUDAS)
 def test_a_lost_target_costs_its_stages_on_cudas_runner(newer: LiveDeployment, target: str) -> None:
     """With the V2 runner and async scheduling only the target's stages are lost."""
 
