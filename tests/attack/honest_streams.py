@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hundred honest streams through a router, and the instance that feeds them, for test_stalls.py.
+"""Fifty honest streams through a router, and the instance that feeds them, for test_stalls.py.
 
 All run in a thread of their own; the instance throws away what hostile requests send it. Each stream
 counts its events, so that one that is lost, twice or out of order is noticed.
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-HONEST_STREAMS = 100
+HONEST_STREAMS = 50
 GAP_S = 0.1  # between two events of a stream
 END_EVENT = b"data: [DONE]\n\n"
 EVENT = re.compile(rb'data: \{"n": (\d+)\}\n\n')

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -42,6 +42,8 @@ SUITE_KINDS = (
 MAX_GAP_RATIO = 2.0
 PERCENTILE = 0.99
 MIN_ROUNDS, MAX_ROUNDS = 3, 7
+# Of those, the ones in which more of a body is read where there are several legs.
+DIVIDED_KINDS = ("a large image", "escaped quotes", "many keys to be stripped", "few empty parts")
 # Of each sort one that costs the router most; all kinds have their stall measured above.
 KINDS_BESIDE_STREAMS = ("a large image", "escaped quotes", "pipelined")
 
@@ -60,7 +62,7 @@ def send_until_quiet(url: str, data: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def streams() -> Iterator[RunningStreams]:
-    """A hundred honest streams through `router`; each must come whole, from its first event to its last."""
+    """Fifty honest streams through `router`; each must come whole, from its first event to its last."""
     with run_streams() as running:
         yield running
 
@@ -115,23 +117,18 @@ def measure_copy(data: bytes) -> float:
     return took_s / 2
 
 
-def mark_kinds(kinds: Iterable[str]) -> list[Any]:
-    """Those of the suite, and the others for --full: they differ in what is repeated."""
-    return [
-        pytest.param(
-            kind, marks=() if kind in SUITE_KINDS or kind in HTTP_KINDS else pytest.mark.full
-        )
-        for kind in kinds
-    ]
+def mark_kinds(kinds: Iterable[str], always: Collection[str]) -> list[Any]:
+    """Those of `always`, and the others for --full: they differ in what is repeated."""
+    return [pytest.param(kind, marks=() if kind in always else pytest.mark.full) for kind in kinds]
 
 
-@pytest.mark.parametrize("kind", mark_kinds(KINDS))
+@pytest.mark.parametrize("kind", mark_kinds(KINDS, (*SUITE_KINDS, *HTTP_KINDS)))
 def test_a_request_does_not_hold_the_router_up(router: WatchedRouter, kind: str) -> None:
-    """No kind of request holds the event loop for long while a hundred streams run."""
+    """No kind of request holds the event loop for long while fifty streams run."""
     assert not find_stall(router, KINDS[kind]())
 
 
-@pytest.mark.parametrize("kind", mark_kinds(JSON_KINDS))
+@pytest.mark.parametrize("kind", mark_kinds(JSON_KINDS, DIVIDED_KINDS))
 def test_json_does_not_hold_up_what_has_legs(divided_router: WatchedRouter, kind: str) -> None:
     """The same for a router with encoders, prefill and decode, which reads more of a body."""
     assert not find_stall(divided_router, JSON_KINDS[kind]())

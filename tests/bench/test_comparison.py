@@ -6,8 +6,10 @@ from __future__ import annotations
 import copy
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,9 +18,11 @@ from rich.console import Console
 from bench.conftest import RunBench, invoke_bench, validate_document
 from bench.scripted_server import ServerScript, run_scripted_server
 from bench.test_request_statistics import build_result, build_target_document
+from ttft_otel.bench import comparison
 from ttft_otel.bench.comparison import compare_targets, compute_margins
 from ttft_otel.bench.result_document import RESULT_FORMAT
 from ttft_otel.bench.terminal_report import print_document
+from ttft_otel.model import statistics
 
 
 def build_request_row(queue_ms: float, compute_ms: float) -> dict[str, Any]:
@@ -70,6 +74,18 @@ def test_found() -> None:
 TRIALS = 2000  # so that chance moves a share of 5 % by 0.5 % only
 
 
+@pytest.fixture(scope="module")
+def tabled_quantiles() -> Iterator[None]:
+    """Read t quantiles from a table of 300: each of thousands of trials has degrees of its own."""
+    degrees = np.geomspace(1, 40, 300)
+    table = [statistics.compute_t_quantile(float(each)) for each in degrees]
+    with mock.patch.object(
+        comparison, "compute_t_quantile", lambda each: float(np.interp(each, degrees, table))
+    ):
+        yield
+
+
+@pytest.mark.usefixtures("tabled_quantiles")
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize("round_count", [3, 4, 5, 7, 10, 20])
 def test_equals_are_marked_seldom(round_count: int, paired: bool) -> None:
@@ -91,6 +107,7 @@ def test_equals_are_marked_seldom(round_count: int, paired: bool) -> None:
         assert np.mean(np.abs(other - one) > margins) <= 0.06
 
 
+@pytest.mark.usefixtures("tabled_quantiles")
 @pytest.mark.parametrize("paired", [True, False])
 def test_rounds_that_differ_in_number_and_spread(paired: bool) -> None:
     """Two files with different numbers of rounds, one of them much noisier; a round without a figure."""
