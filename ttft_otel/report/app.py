@@ -18,6 +18,7 @@ import msgspec
 from anyio.to_thread import run_sync
 from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
 
 from ttft_otel import __version__
@@ -31,7 +32,7 @@ from ttft_otel.report.breakdown_source import (
     open_source,
 )
 from ttft_otel.report.receive import alert_webhook, receiver
-from ttft_otel.report.receive.receiver import Receiver
+from ttft_otel.report.receive.receiver import ArrivingBody, BodyBudget, Receiver
 from ttft_otel.report.serve_options import ServeOptions
 from ttft_otel.report.show import json_answers, pages
 from ttft_otel.report.store.database_reader import (
@@ -41,6 +42,7 @@ from ttft_otel.report.store.database_reader import (
     open_reader,
 )
 from ttft_otel.report.store.database_schema import StoreError
+from ttft_otel.report.store.span_store import StoreUnavailableError
 
 STATIC_FOLDER: Final = Path(__file__).parent / "show" / "static"
 SECURITY_HEADERS: Final = {
@@ -270,6 +272,7 @@ def _render_why(context: WebContext, question: ExplainQuestion, answer: ExplainA
 
 def _add_alert_route(app: FastAPI, context: WebContext) -> None:
     answerer = alert_webhook.AlertAnswerer(context.options)
+    budget = context.span_receiver.budget if context.span_receiver else BodyBudget()
 
     @app.post("/api/alerts")
     async def answer_alerts(request: Request) -> JSONResponse:
@@ -278,11 +281,20 @@ def _add_alert_route(app: FastAPI, context: WebContext) -> None:
         if not request.headers.get("content-type", "").lower().startswith(receiver.JSON_TYPE):
             raise HTTPException(415, f"send {receiver.JSON_TYPE}")
         try:
-            body = await asyncio.wait_for(_read_bounded(request), receiver.MAX_READ_S)
-            group = answerer.decode.decode(body)
+            with budget.open_body() as body:
+                reading = _read_bounded(request, budget, body)
+                await asyncio.wait_for(reading, receiver.MAX_READ_S)
+                group = answerer.decode.decode(body.data)
         except asyncio.TimeoutError as error:
             raise HTTPException(408, "the body did not arrive in time") from error
-        except msgspec.MsgspecError as error:
+        except StoreUnavailableError as error:
+            raise HTTPException(503, str(error)) from error
+        except (
+            msgspec.MsgspecError,
+            UnicodeDecodeError,
+            RecursionError,
+            ClientDisconnect,
+        ) as error:
             raise HTTPException(400, f"not of Alertmanager's version 4: {error}") from error
         if not context.is_free.acquire(blocking=False):
             # Upon which Alertmanager tries again.
@@ -293,14 +305,12 @@ def _add_alert_route(app: FastAPI, context: WebContext) -> None:
             context.is_free.release()
 
 
-async def _read_bounded(request: Request) -> bytes:
-    """The body of a webhook. Raises HTTPException for one that is too large."""
-    body = bytearray()
+async def _read_bounded(request: Request, budget: BodyBudget, body: ArrivingBody) -> None:
+    """Read the body of a webhook. Raises HTTPException for one that is too large, StoreUnavailableError."""
     async for chunk in request.stream():
-        body += chunk
-        if len(body) > alert_webhook.MAX_BODY_BYTES:
+        if len(body.data) + len(chunk) > alert_webhook.MAX_BODY_BYTES:
             raise HTTPException(413, f"more than {alert_webhook.MAX_BODY_BYTES} bytes")
-    return bytes(body)
+        budget.extend_body(body, chunk)
 
 
 def _find_trace(context: WebContext, trace_id: str) -> StoredTrace | None:

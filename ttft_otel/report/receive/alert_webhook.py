@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from http.client import HTTPException
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlencode
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 import click
 import msgspec
@@ -29,6 +29,7 @@ from ttft_otel.report.store.database_reader import RequestFilter
 from ttft_otel.report.store.database_schema import StoreError
 
 MAX_BODY_BYTES: Final = 1 << 20  # a group of a thousand alerts
+MAX_ANSWERS: Final = 100  # to one group: each may be some kilobytes, for an alert of sixty bytes
 MAX_QUESTIONS: Final = 4  # of one group: each takes seconds, and Alertmanager waits for the answer
 # The alert's own range and its `for` lie before the moment from which it fires.
 BEFORE_NS: Final = 1800 * 10**9
@@ -43,12 +44,22 @@ SEND_TIMEOUT_S: Final = 5.0
 HARMLESS: Final = str.maketrans("<>", "‹›")
 
 
+class _NoRedirects(HTTPRedirectHandler):
+    """A redirect is an answer as any other that is no success."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """None: nothing is asked elsewhere."""
+
+
+_open_url: Final = build_opener(_NoRedirects).open
+
+
 class Alert(msgspec.Struct):
     """One alert of a group."""
 
     status: Literal["firing", "resolved"]
     labels: dict[str, str]
-    starts_at: datetime = msgspec.field(name="startsAt")
+    starts_at: Annotated[datetime, msgspec.Meta(tz=True)] = msgspec.field(name="startsAt")
     annotations: dict[str, str] = {}
 
     @property
@@ -81,7 +92,7 @@ class AlertAnswerer:
         alerts = [each for each in group.alerts if each.name != ANSWER_NAME]
         firing = [each for each in alerts if each.status == "firing"]
         found, sent = [], [_end_answer(each) for each in alerts if each.status == "resolved"]
-        for alert in firing:
+        for alert in firing[:MAX_ANSWERS]:
             question = build_question(alert, now_ns)
             if question not in answers:
                 if len(answers) == MAX_QUESTIONS:
@@ -114,9 +125,8 @@ class AlertAnswerer:
         url = f"{self.options.alertmanager_url}/api/v2/alerts"
         body = json.dumps(alerts).encode()
         try:
-            with urlopen(
-                Request(url, body, {"Content-Type": "application/json"}), timeout=SEND_TIMEOUT_S
-            ):
+            request = Request(url, body, {"Content-Type": "application/json"})
+            with _open_url(request, timeout=SEND_TIMEOUT_S):
                 return ""
         # Of http.client are answers that are no HTTP.
         except (OSError, HTTPException) as error:

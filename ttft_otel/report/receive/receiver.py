@@ -120,6 +120,7 @@ def is_admitted(authorization: bytes, token: str) -> bool:
 class Receiver:
     """Receives exports by gRPC and HTTP for one store.
 
+    budget: for all bodies of the server.
     token: of those who may send and read, as bearer token or as browsers send a password; "": everybody.
     counts: spans "received" and "refused"; requests answered "bad" (400, 408, 415), "large" (413) and
     "retry" (503).
@@ -129,7 +130,7 @@ class Receiver:
         self.store = store
         self._token = token
         self.counts: Counter[str] = Counter()
-        self._budget = BodyBudget()
+        self.budget = BodyBudget()
         self._decoding = anyio.CapacityLimiter(MAX_DECODING)
         self._arriving: dict[asyncio.Future[bytes], None] = {}  # gRPC messages, oldest first
 
@@ -143,9 +144,9 @@ class Receiver:
         authorization = dict(context.invocation_metadata() or ()).get("authorization", "")
         if not is_admitted(str(authorization).encode(), self._token):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, TOKEN_HINT)
-        with self._budget.open_body() as body:
+        with self.budget.open_body() as body:
             try:
-                self._budget.extend_body(body, await self._read_message(messages))
+                self.budget.extend_body(body, await self._read_message(messages))
                 return (await self._store_body(body, "", False)).SerializeToString()
             except BodyTooLargeError as error:
                 self.counts["large"] += 1
@@ -167,7 +168,7 @@ class Receiver:
             self.counts["bad"] += 1
             text = f"Content-Type {kind!r} is not OTLP; send {PROTOBUF_TYPE} or {JSON_TYPE}"
             return _build_error(415, code_pb2.INVALID_ARGUMENT, text, PROTOBUF_TYPE)
-        with self._budget.open_body() as body:
+        with self.budget.open_body() as body:
             try:
                 # Not part of MAX_STORE_S: a slow upload is the sender's time.
                 await asyncio.wait_for(self._read_body(request, body), MAX_READ_S)
@@ -228,14 +229,14 @@ class Receiver:
             if size > MAX_DRAINED_BYTES:
                 break
             if size <= MAX_BODY_BYTES:
-                self._budget.extend_body(body, chunk)
+                self.budget.extend_body(body, chunk)
         if size > MAX_BODY_BYTES:
             raise BodyTooLargeError(f"more than {MAX_BODY_BYTES} bytes")
 
     async def _store_body(self, body: ArrivingBody, encoding: str, as_json: bool) -> Message:
         """Decode and store one body; the answer. Raises BodyTooLargeError, OtlpDecodeError or UNAVAILABLE."""
         # From here on it must not give way: the thread below has its bytes.
-        self._budget.complete_body(body)
+        self.budget.complete_body(body)
 
         async def store_body() -> Message:
             data = bytes(body.data)
