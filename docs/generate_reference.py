@@ -65,13 +65,19 @@ def describe_option(option: click.Option) -> str:
 def render_flags(name: str) -> str:
     """Make the table of a command's flags, without --help and what other tables show."""
     command = cli.load_subcommand(name, cli.SUBCOMMANDS[name])
+    parts = command.commands if isinstance(command, click.Group) else {"": command}
     options = {
-        each.opts[0]: each
-        for each in command.params
+        f"{part} {each.opts[0]}".strip(): each
+        for part, commands in parts.items()
+        for each in commands.params
         if isinstance(each, click.Option) and not each.hidden
     }
     elsewhere = {f"--{each.name.replace('_', '-')}" for each in dataclasses.fields(RouterLimits)}
-    rows = {flag: describe_option(each) for flag, each in options.items() if flag not in elsewhere}
+    rows = {
+        flag: describe_option(each).replace("| `", f"| `{flag.removesuffix(each.opts[0])}", 1)
+        for flag, each in options.items()
+        if flag not in elsewhere
+    }
     shared: list[str] = []
     if name != SOURCE_COMMAND and SOURCE_FLAG in options:
         source = cli.load_subcommand(SOURCE_COMMAND, cli.SUBCOMMANDS[SOURCE_COMMAND]).params

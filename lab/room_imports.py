@@ -19,7 +19,7 @@ ROUTER: Final = PACKAGE / "router"
 # imports nothing. The only place of this order; tests/test_layers.py proves it.
 PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
     "commands": (
-        "explain", "bench", "report", "router", "hooks", "exporter", "http", "tracing", "model",
+        "explain", "bench", "report", "router", "stack", "hooks", "exporter", "http", "tracing", "model",
     ),
     "testing": ("exporter", "tracing", "model"),
     "plugin": ("hooks",),
@@ -28,6 +28,7 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
     "bench": ("http", "tracing", "model"),
     "report": ("exporter", "http", "tracing", "model"),
     "router": ("exporter", "http", "tracing", "model"),
+    "stack": ("exporter", "model"),
     "hooks": ("tracing", "model"),
     "exporter": ("tracing", "model"),
     "http": ("tracing", "model"),

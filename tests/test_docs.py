@@ -112,6 +112,7 @@ def test_decisions() -> None:
 
     assert ":glob:\n\n[0-9]*\n" in index
     assert [int(page.name[:3]) for page in pages] == list(range(1, len(pages) + 1))
+    assert ":glob:\n\n[0-9]*\n" in index  # the site lists what the pattern finds
     for page in pages:
         text = page.read_text("utf-8")
         assert text.startswith(f"# {page.name[:3]} ")

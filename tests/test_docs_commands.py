@@ -149,7 +149,7 @@ def test_commands(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     words = words[: words.index("|")] if "|" in words else words
     for name in words:
-        if name.endswith((".json", ".jsonl")):
+        if name.endswith((".json", ".jsonl", ".txt")):
             Path(name).touch()
     while "=" in words[0]:
         name = words[0].partition("=")[0]

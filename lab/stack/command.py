@@ -18,19 +18,18 @@ from lab import progress_screen
 from lab.local_servers import LocalServerError, exit_on_sigterm
 from lab.stack import (
     binaries,
-    docker_compose,
     go_builds,
     grafana_import,
     native_stack,
     native_state,
     program_pins,
-    smoke_check,
+    stack_parts,
     stack_status,
 )
-from lab.stack.backend_queries import BackendQueryError
-from lab.stack.docker_compose import DockerError
 from lab.stack.go_builds import GoBuildError
 from lab.stack.stack_parts import StackAddresses
+from ttft_otel.stack import smoke_check
+from ttft_otel.stack.stack_queries import BackendQueryError
 
 CONTEXT_SETTINGS: Final = {"help_option_names": ["-h", "--help"]}
 # The same folder for all subcommands: it has the state file by which they find a running stack.
@@ -49,7 +48,7 @@ def report_errors() -> Iterator[None]:
     try:
         yield
     # Only errors whose text is for users; a fault of ours keeps its traceback.
-    except (BackendQueryError, GoBuildError, DockerError, LocalServerError, LookupError) as error:
+    except (BackendQueryError, GoBuildError, LocalServerError, LookupError) as error:
         raise click.ClickException(str(error)) from error
 
 
@@ -57,8 +56,7 @@ def report_errors() -> Iterator[None]:
     context_settings=CONTEXT_SETTINGS,
     epilog="""\b
 Examples:
-  scripts/stack up                 containers, with docker compose; http://127.0.0.1:3000
-  scripts/stack up --native        the same without containers, in this terminal, until Ctrl-C
+  scripts/stack up                 in this terminal, until Ctrl-C; http://127.0.0.1:3000
   scripts/stack smoke              send a trace through it, say which hop lost it
   scripts/stack status --json | jq .ready
   scripts/stack down
@@ -66,14 +64,14 @@ Exit code 1 when something did not work; the last line says what to do.
 """,
 )
 def main() -> None:
-    """Run collector, Tempo, Prometheus and Grafana with the configurations of this checkout."""
+    """Run collector, Tempo, Prometheus and Grafana without containers (with them: ttft-otel stack)."""
 
 
 @main.command(
     epilog="""\b
 Examples:
   scripts/stack build              what is missing; 10 minutes the first time, then nothing
-  TTFT_STACK_TEMPO=/opt/tempo scripts/stack up --native    use your own
+  TTFT_STACK_TEMPO=/opt/tempo scripts/stack up    use your own
 """
 )
 @click.option("--resolve", is_flag=True, help="Regenerate the collector's go.mod and go.sum first.")
@@ -97,47 +95,31 @@ def build(resolve: bool, quiet: bool) -> None:
 @main.command(
     epilog="""\b
 Examples:
-  scripts/stack up --profile sampling             tail sampling by TTFT
-  scripts/stack up --native --free-ports          beside another stack
-  GRAFANA_HOME=/opt/grafana scripts/stack up --native
+  scripts/stack up --sampling                     tail sampling by TTFT
+  scripts/stack up --free-ports                   beside another stack
+  GRAFANA_HOME=/opt/grafana scripts/stack up
 """
 )
-@click.option("--native", "natively", is_flag=True, help="Without containers; needs Go, once.")
 @click.option(
-    "--profile",
-    "profiles",
-    multiple=True,
-    help="Profile of docker-compose.yml; natively only: sampling.",
+    "--sampling", is_flag=True, help="Keep slow and failed traces, and a share of the rest."
 )
-@click.option(
-    "--free-ports", is_flag=True, help="Natively: use free ports instead of the default ones."
-)
+@click.option("--free-ports", is_flag=True, help="Use free ports instead of the default ones.")
 @DATA_OPTION
-def up(natively: bool, profiles: tuple[str, ...], free_ports: bool, data: Path) -> None:
-    """Start the stack: containers in the background, or programs in this terminal until Ctrl-C."""
+def up(sampling: bool, free_ports: bool, data: Path) -> None:
+    """Build what is missing, and run the stack in this terminal until Ctrl-C."""
+    addresses = StackAddresses.choose_free() if free_ports else StackAddresses()
     with report_errors():
-        if natively:
-            run_native(
-                profiles,
-                StackAddresses.choose_free() if free_ports else StackAddresses(),
-                data.absolute(),
-            )
-        else:
-            docker_compose.run_compose("up", "--detach", "--wait", profiles=profiles)
-            click.echo("Dashboards: http://127.0.0.1:3000   next: scripts/stack smoke")
+        run_native(sampling, addresses, data.absolute())
 
 
-def run_native(profiles: tuple[str, ...], addresses: StackAddresses, data: Path) -> None:
+def run_native(sampling: bool, addresses: StackAddresses, data: Path) -> None:
     """Build and run a native stack until Ctrl-C."""
-    # Other profiles of docker-compose.yml start containers that have no native counterpart.
-    if odd := set(profiles) - {"sampling"}:
-        raise LookupError(f"no profile {', '.join(sorted(odd))} without containers; only sampling")
     # Before anything is built, which may take minutes.
     refuse_second_stack(addresses, data)
     # Its line must be gone before the table of parts is drawn.
     with exit_on_sigterm(), progress_screen.open_screen() as progress:
         commands = native_stack.build_native_commands(
-            addresses, data, "sampling" in profiles, progress.update_status
+            addresses, data, sampling, progress.update_status
         )
     try:
         with native_stack.run_native_parts(commands, addresses, data) as servers:
@@ -173,17 +155,14 @@ def refuse_second_stack(addresses: StackAddresses, data: Path) -> None:
 @main.command()
 @DATA_OPTION
 def down(data: Path) -> None:
-    """Stop the native stack of this data folder, else the containers; data are kept."""
+    """Stop the stack of this data folder; data are kept."""
     with report_errors():
         if running_stack := native_state.read_state(data):
             running_stack.stop()
             native_state.remove_state(data)
-            click.echo("The native stack is down.")
-        elif docker_compose.is_docker_available():
-            # All profiles: compose leaves alone what belongs to a profile that is not named.
-            docker_compose.run_compose("--profile", "*", "down")
+            click.echo("The stack is down.")
         else:
-            click.echo("Nothing to stop: no native stack on these data, and no docker compose.")
+            click.echo("Nothing to stop: no stack on these data.")
 
 
 @main.command("status")
@@ -191,14 +170,19 @@ def down(data: Path) -> None:
 @DATA_OPTION
 def report_status(as_json: bool, data: Path) -> None:
     """Say which parts are ready; exit code 1 unless all are."""
-    with report_errors():
-        found = stack_status.read_stack_status(data)
+    running_stack = native_state.read_state(data)
+    parts = stack_status.check_native_parts(running_stack) if running_stack else []
+    ready = bool(parts) and all(part.ready for part in parts)
     if as_json:
-        click.echo(json.dumps(asdict(found) | {"ready": found.is_ready}, indent=2))
+        click.echo(
+            json.dumps({"parts": [asdict(part) for part in parts], "ready": ready}, indent=2)
+        )
+    elif parts:
+        stack_status.make_console().print(stack_status.build_parts_table(parts))
     else:
-        stack_status.print_stack_status(found)
+        click.echo("Nothing runs. Start it: scripts/stack up")
     # For scripts that wait until the stack is up.
-    sys.exit(0 if found.is_ready else 1)
+    sys.exit(0 if ready else 1)
 
 
 @main.command(
@@ -220,18 +204,14 @@ Examples:
 def run_smoke_check(timeout: float, as_json: bool, data: Path) -> None:
     """Send one trace through the collector; find it in Tempo, and its metric in Prometheus."""
     running_stack = native_state.read_state(data)
-    doors = (
-        smoke_check.get_native_endpoints(running_stack.addresses, running_stack.grafana)
-        if running_stack
-        # Without a native stack's state file: containers, at their default ports.
-        else smoke_check.get_container_endpoints(StackAddresses())
+    if running_stack is None:
+        raise click.ClickException("no stack on these data; scripts/stack up starts one")
+    at = running_stack.addresses
+    # Without containers everything can be asked directly.
+    endpoints = smoke_check.StackEndpoints(
+        stack_parts.format_loopback_url(at.collector_http),
+        stack_parts.format_loopback_url(at.tempo),
+        stack_parts.format_loopback_url(at.prometheus),
+        running_stack.grafana,
     )
-    verdicts = []
-    for verdict in smoke_check.check_hops(doors, timeout):
-        verdicts.append(verdict)
-        # Line by line: a hop may take a minute, and a reader should see which one.
-        if not as_json:
-            stack_status.print_hop_verdict(verdict)
-    if as_json:
-        click.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
-    sys.exit(0 if all(verdict.passed for verdict in verdicts) else 1)
+    sys.exit(0 if smoke_check.print_hops(endpoints, timeout, as_json) else 1)

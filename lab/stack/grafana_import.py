@@ -11,10 +11,8 @@ from string import Template
 from typing import Any
 from urllib.parse import urlsplit
 
-from lab.stack import backend_queries
-from lab.stack.stack_parts import DASHBOARDS, PROVISIONING, StackAddresses
-
-JSON_CONTENT_TYPE = "application/json"
+from lab.stack.stack_parts import PROVISIONING, StackAddresses
+from ttft_otel.stack import dashboard_import, stack_queries
 
 
 def import_dashboards(base: str, addresses: StackAddresses) -> bool:
@@ -24,11 +22,7 @@ def import_dashboards(base: str, addresses: StackAddresses) -> bool:
     # Data sources first: dashboards name them by their uid.
     for source in load_data_sources(addresses):
         put_or_create(base, "datasources", f"datasources/uid/{source['uid']}", source)
-    for path in sorted(DASHBOARDS.glob("*.json")):
-        board = json.loads(path.read_text("utf-8"))
-        # overwrite: by uid, also over a version that somebody has edited there.
-        body = json.dumps({"dashboard": board, "overwrite": True}).encode()
-        backend_queries.send_body(f"{base}/api/dashboards/db", body, JSON_CONTENT_TYPE)
+    dashboard_import.import_dashboards(base)
     return True
 
 
@@ -51,14 +45,12 @@ def put_or_create(base: str, collection: str, item: str, body: dict[str, Any]) -
     # Grafana's API has no "create or replace" for data sources: PUT fails for one that is missing.
     text = json.dumps(body).encode()
     try:
-        backend_queries.send_body(f"{base}/api/{item}", text, JSON_CONTENT_TYPE, "PUT")
-    except backend_queries.BackendQueryError as error:
+        stack_queries.send_body(
+            f"{base}/api/{item}", text, dashboard_import.JSON_CONTENT_TYPE, "PUT"
+        )
+    except stack_queries.BackendQueryError as error:
         if "answered 404" not in str(error):
             raise
-        backend_queries.send_body(f"{base}/api/{collection}", text, JSON_CONTENT_TYPE)
-
-
-def strip_credentials(base: str) -> str:
-    """The URL without user name and password, for output and files."""
-    parts = urlsplit(base)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
+        stack_queries.send_body(
+            f"{base}/api/{collection}", text, dashboard_import.JSON_CONTENT_TYPE
+        )

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parts of a stack are ready, native or in containers, and how command.py shows it."""
+"""Which parts of a stack are ready, and how command.py shows it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Console
 from rich.live import Live
@@ -15,36 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from lab.progress_screen import DEFAULT_WIDTH
-from lab.stack import backend_queries, docker_compose, native_state, stack_parts
+from lab.stack import stack_parts
 from lab.stack.grafana_server import GRAFANA_REMEDY
 from lab.stack.native_stack import PartStatus, StatusCallback
 from lab.stack.native_state import NativeState
-from lab.stack.smoke_check import HopVerdict
-
-
-@dataclass(frozen=True, slots=True)
-class StackStatus:
-    """mode: "native", "containers" or "none"."""
-
-    mode: str
-    parts: list[PartStatus]
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether everything is."""
-        return bool(self.parts) and all(part.ready for part in self.parts)
-
-
-def read_stack_status(data: Path) -> StackStatus:
-    """The status of the native stack on this data folder, else of the containers."""
-    # The native one first: its state file says that it was started on this data folder.
-    if running_stack := native_state.read_state(data):
-        return StackStatus("native", check_native_parts(running_stack))
-    if docker_compose.is_docker_available() and (
-        rows := [describe_container(each) for each in docker_compose.list_services()]
-    ):
-        return StackStatus("containers", rows)
-    return StackStatus("none", [])
+from ttft_otel.stack import stack_queries
 
 
 def check_native_parts(running_stack: NativeState) -> list[PartStatus]:
@@ -74,7 +47,7 @@ def check_native_parts(running_stack: NativeState) -> list[PartStatus]:
         if not base:
             continue
         # Health, not the process: a program may run and still replay its log.
-        ready = backend_queries.is_reachable(base + path)
+        ready = stack_queries.is_reachable(base + path)
         note = (
             f"pid {running_stack.programs[name][0]}"
             # A Grafana of the user's has no process of ours.
@@ -83,19 +56,6 @@ def check_native_parts(running_stack: NativeState) -> list[PartStatus]:
         )
         rows.append(PartStatus(name, url, ready, note if ready else f"{note}: no answer"))
     return rows
-
-
-def describe_container(service: dict[str, Any]) -> PartStatus:
-    """The status of one container; one without a health check is ready when it runs.
-
-    Volumes get their owner from a service that then ends.
-    """
-    condition = service.get("Health") or service.get("State", "")
-    done = (
-        service.get("Service") == docker_compose.ONE_SHOT_SERVICE and service.get("ExitCode") == 0
-    )
-    ready = condition in ("healthy", "running") or done
-    return PartStatus(service.get("Service", "?"), "", ready, service.get("Status") or condition)
 
 
 GRAFANA_URL_HINT: Final = "http://NAME:PASSWORD@HOST:PORT of a user who may change it"
@@ -158,22 +118,3 @@ def print_next_steps(grafana: str, has_our_dashboards: bool) -> None:
     if not has_our_dashboards:
         out.print(f"It has our dashboards once GRAFANA_URL is {GRAFANA_URL_HINT}.", markup=False)
     out.print("In another terminal: scripts/stack smoke. Ctrl-C stops everything.", markup=False)
-
-
-def print_stack_status(found: StackStatus) -> None:
-    """The table, or that nothing runs."""
-    out = make_console()
-    if found.mode == "none":
-        out.print("Nothing runs. Start it: scripts/stack up, or scripts/stack up --native")
-    else:
-        out.print(f"The stack runs as {found.mode}.", style="dim")
-        out.print(build_parts_table(found.parts))
-
-
-def print_hop_verdict(hop_verdict: HopVerdict) -> None:
-    """Print whether a hop passed, or what to do."""
-    mark = Text("ok  ", "green") if hop_verdict.passed else Text("FAIL", "bold red")
-    line = Text.assemble(mark, f"  {hop_verdict.hop}, {hop_verdict.seconds:.1f} s")
-    said = line if hop_verdict.passed else Text.assemble(line, f": {hop_verdict.why}")
-    # Soft: remedies are copied from the terminal, and line breaks would be copied, too.
-    make_console().print(said, soft_wrap=True)

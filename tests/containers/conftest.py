@@ -28,9 +28,8 @@ ARRIVAL_S = 90.0  # seconds for what a busy machine has to bring about
 
 SEND_TRACE = """
 import sys
-from lab.stack import smoke_check
-from lab.stack.stack_parts import StackAddresses
-smoke_check.send_smoke_trace(smoke_check.get_container_endpoints(StackAddresses()), sys.argv[1])
+from ttft_otel.stack import smoke_check
+smoke_check.send_smoke_trace(smoke_check.get_container_endpoints(), sys.argv[1])
 """
 
 
@@ -115,13 +114,14 @@ class ContainerStack:
         return self.engine.run_docker("inspect", "--format", template, name).strip()
 
     def check_smoke(self) -> None:
-        """`scripts/stack smoke`, as a user runs it: every hop."""
-        reported = self.engine.run_inside(sys.executable, "-m", "lab.stack", "smoke", "--json")
+        """`ttft-otel stack smoke`, as a user runs it: every hop."""
+        words = ("-m", "ttft_otel.commands.main", "stack", "smoke", "--json")
+        reported = self.engine.run_inside(sys.executable, *words)
         hops = json.loads(reported)
         assert len(hops) == 4 and all(each["passed"] for each in hops), hops
 
     def send_smoke_trace(self) -> str:
-        """Send the trace of `scripts/stack smoke` without looking for it; gives its id."""
+        """Send the trace of `ttft-otel stack smoke` without looking for it; gives its id."""
         trace_id = secrets.token_hex(16)
         self.engine.run_inside(sys.executable, "-c", SEND_TRACE, trace_id)
         return trace_id

@@ -31,7 +31,7 @@ from lab import local_deployment, ttft_client
 from lab.http_servers import HttpServerThread, SilentHandler
 from lab.local_servers import LocalServer
 from lab.server_commands import HOST
-from lab.stack import backend_queries, stack_parts
+from lab.stack import stack_parts
 from tests.stack import panel_queries
 from tests.stack.known_requests import (
     SLO_MS,
@@ -45,6 +45,7 @@ from tests.stack.known_requests import (
 from tests.stack.running_stack import RunningStack, StackStarter, wait_until
 from ttft_otel.exporter.spans import span_builder
 from ttft_otel.model.names import env_names
+from ttft_otel.stack import stack_queries
 
 SCRAPE_INTERVAL = "5s"  # of the collector's pushes; 15 s where people look
 PORTIONS = 5
@@ -91,9 +92,7 @@ def filled_stack(bench: StackStarter, rows: list[KnownRequest]) -> Iterator[Fill
         slow = KnownTruth(rows).list_slow_rows()
         wait_until(
             lambda: (
-                len(
-                    backend_queries.search_traces(stack.tempo.url, SLOW_QUERY, 200, start - 60, end)
-                )
+                len(stack_queries.search_traces(stack.tempo.url, SLOW_QUERY, 200, start - 60, end))
                 == len(slow)
             ),
             60,

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from lab.stack import backend_queries
 from lab.stack.stack_parts import DASHBOARDS
+from ttft_otel.stack import stack_queries
 
 STEP_S: Final = 15
 _VARIABLE: Final = re.compile(
@@ -145,7 +146,7 @@ class PanelAsker:
             return backend_queries.fetch_trace_spans(self.tempo, text)
         if is_metrics_query(text):
             fields = {"q": text, "start": int(self.start), "end": int(self.end) + 1}
-            found = backend_queries.fetch_json(
+            found = stack_queries.fetch_json(
                 f"{self.tempo}/api/metrics/query_range", step=f"{STEP_S}s", **fields
             )
             series: list[Any] = found.get("series") or []
@@ -157,18 +158,18 @@ class PanelAsker:
         if instant:
             return backend_queries.query_instant(self.prometheus, text, self.end)
         fields = {"query": text, "start": self.start, "end": self.end, "step": STEP_S}
-        found: list[Any] = backend_queries.fetch_json(
+        found: list[Any] = stack_queries.fetch_json(
             f"{self.prometheus}/api/v1/query_range", **fields
         )["data"]["result"]
         return found
 
     def search_tempo(self, text: str, limit: int = 100) -> list[Any]:
         """Traces that a TraceQL search finds in the range."""
-        return backend_queries.search_traces(self.tempo, text, limit, self.start, self.end + 1)
+        return stack_queries.search_traces(self.tempo, text, limit, self.start, self.end + 1)
 
     def query_exemplars(self, text: str) -> list[Any]:
         """Exemplars of the series in a PromQL query."""
-        return backend_queries.query_exemplars(self.prometheus, text, self.start, self.end)
+        return stack_queries.query_exemplars(self.prometheus, text, self.start, self.end)
 
 
 def is_metrics_query(text: str) -> bool:

@@ -19,6 +19,7 @@ from lab.server_commands import HOST, ServerCommand
 from lab.stack import backend_queries, grafana_import, grafana_server, stack_parts
 from lab.stack.binaries import StackBinaries
 from lab.stack.stack_parts import StackAddresses
+from ttft_otel.stack import stack_queries
 
 Found = TypeVar("Found")
 START_TIMEOUT_S = 60.0
@@ -36,7 +37,7 @@ def wait_until(
         last = time.monotonic() >= deadline
         try:
             result = check()
-        except backend_queries.BackendQueryError:
+        except stack_queries.BackendQueryError:
             if last:
                 raise
         else:
@@ -127,7 +128,7 @@ class RunningTempo(StackPart):
 
     def search_traces(self, query: str, **more: Any) -> list[dict[str, Any]]:
         """Traces that a TraceQL query finds."""
-        return backend_queries.search_traces(self.url, query, **more)
+        return stack_queries.search_traces(self.url, query, **more)
 
     def fetch_trace(self, trace_id: str) -> list[dict[str, Any]]:
         """All spans of a trace, OTLP JSON; none while Tempo does not know it."""
@@ -157,7 +158,7 @@ class RunningPrometheus(StackPart):
 
     def query_exemplars(self, query: str, start: float, end: float) -> list[dict[str, Any]]:
         """Exemplars of a metric between two Unix times."""
-        return backend_queries.query_exemplars(self.url, query, start, end)
+        return stack_queries.query_exemplars(self.url, query, start, end)
 
 
 class RunningGrafana(StackPart):
@@ -169,7 +170,7 @@ class RunningGrafana(StackPart):
 
     def has_dashboards(self) -> bool:
         """Whether all dashboards of our files can be opened by now."""
-        found = backend_queries.fetch_json(f"{self.url}/api/search", type="dash-db")
+        found = stack_queries.fetch_json(f"{self.url}/api/search", type="dash-db")
         wanted = {path.stem for path in stack_parts.DASHBOARDS.glob("*.json")}
         return wanted <= {board["uid"] for board in found}
 

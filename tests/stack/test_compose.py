@@ -18,12 +18,12 @@ import click
 import pytest
 import yaml
 
-from lab.stack import docker_compose
 from lab.stack.binaries import StackBinaries
 from lab.stack.program_pins import CHECKOUT
 from tests.stack.test_tools import run_program
 from ttft_otel.commands import main as cli
 from ttft_otel.commands.router.command import command as router
+from ttft_otel.stack import docker_compose, stack_files
 
 Config = Callable[..., dict[str, Any]]
 
@@ -89,6 +89,22 @@ def test_loopback(config: Config, profiles: tuple[str, ...]) -> None:
         assert not any(
             "network_mode" in service and service["network_mode"] == "host" for service in services
         )
+
+
+def test_written_folder(binaries: StackBinaries, tmp_path: Path, config: Config) -> None:
+    """Compose reads the folder of `ttft-otel stack init` as it reads the checkout, with every overlay."""
+    stack_files.write_folder(tmp_path)
+    env = dict.fromkeys(
+        ("TTFT_OTLP_CERT", "TTFT_OTLP_KEY", "TTFT_OTLP_TOKEN", "TTFT_GRAFANA_PASSWORD"), "/file"
+    )
+    files = (
+        "docker-compose.yml",
+        *(f"deploy/docker-compose.{name}.yml" for name in docker_compose.OVERLAYS),
+    )
+    text = run_program(binaries.compose, *(tmp_path / name for name in files), "+*", env=env)
+
+    found = json.loads(text.replace(str(tmp_path), str(CHECKOUT)))
+    assert found == config("*", files=files[1:], env=env)
 
 
 def test_hardened(config: Config) -> None:
@@ -293,9 +309,12 @@ def test_images(name: str) -> None:
     text = (CHECKOUT / "deploy" / f"{name}.Dockerfile").read_text("utf-8")
     ignored = (CHECKOUT / ".dockerignore").read_text("utf-8").splitlines()
     passed = {line.removeprefix("!") for line in ignored if line.startswith("!")}
-    package = {"ttft_otel", "pyproject.toml", "README.md", "LICENSE"}
+    # The wheel that they build has the stack's files in it.
+    stack = {name for name in stack_files.STACK_FILES if "/" not in name} | {"grafana"}
+    overlays = {"deploy/alerts", "deploy/docker-compose.*.yml", "deploy/targets"}
+    package = {"ttft_otel", *stack, *overlays, "deploy/router.Dockerfile"}
     assert "*" in ignored and passed == package | {"deploy/inject"}
-    assert all((CHECKOUT / each).exists() for each in passed)
+    assert all(any(CHECKOUT.glob(each)) for each in passed)
     bases = re.findall(r"^FROM (\S+)", text, re.M)
     assert all(re.search(r":(\d+\.\d+\.\d+|\$\{VLLM\})", base) for base in bases), bases
     if name == "inject":

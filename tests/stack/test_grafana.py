@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
-from lab.stack import backend_queries, grafana_import, stack_parts
+from lab.stack import grafana_import, stack_parts
 from lab.stack import grafana_server as lab
 from lab.stack.stack_parts import StackAddresses
 from tests.stack.running_stack import RunningGrafana, StackStarter
+from ttft_otel.commands.stack import dashboards
+from ttft_otel.stack import dashboard_import, stack_queries
 
 UIDS = {"prometheus": "Prometheus", "tempo": "Tempo"}
 
@@ -43,15 +47,15 @@ def test_provisioned(provisioned: RunningGrafana) -> None:
     """Anybody sees both dashboards and may ask both data sources, whose uids links rely on."""
     boards = {
         board["uid"]
-        for board in backend_queries.fetch_json(f"{provisioned.url}/api/search", type="dash-db")
+        for board in stack_queries.fetch_json(f"{provisioned.url}/api/search", type="dash-db")
     }
 
     assert {path.stem for path in stack_parts.DASHBOARDS.glob("*.json")} == boards
     for uid in UIDS:
         with pytest.raises(
-            backend_queries.BackendQueryError, match="answered 50[0-9]"
+            stack_queries.BackendQueryError, match="answered 50[0-9]"
         ):  # through to where nobody listens
-            backend_queries.fetch_json(
+            stack_queries.fetch_json(
                 f"{provisioned.url}/api/datasources/proxy/uid/{uid}/api/v1/query"
             )
 
@@ -60,30 +64,63 @@ def test_nobody(provisioned: RunningGrafana) -> None:
     """There is no admin login, and an anonymous viewer can change nothing."""
     admin = provisioned.url.replace("http://", "http://admin:admin@")
 
-    with pytest.raises(backend_queries.BackendQueryError, match="answered 401"):
-        backend_queries.fetch_json(f"{admin}/api/org")
-    with pytest.raises(backend_queries.BackendQueryError, match="answered 40[13]"):
-        backend_queries.send_body(
-            f"{provisioned.url}/api/folders", b'{"title": "mine"}', grafana_import.JSON_CONTENT_TYPE
+    with pytest.raises(stack_queries.BackendQueryError, match="answered 401"):
+        stack_queries.fetch_json(f"{admin}/api/org")
+    with pytest.raises(stack_queries.BackendQueryError, match="answered 40[13]"):
+        stack_queries.send_body(
+            f"{provisioned.url}/api/folders",
+            b'{"title": "mine"}',
+            dashboard_import.JSON_CONTENT_TYPE,
         )
 
 
 def test_adopted(foreign: str) -> None:
     """A Grafana that runs already gets the same files, also twice; its password is not printed."""
     at = StackAddresses.choose_free()
-    public = grafana_import.strip_credentials(foreign)
+    public = dashboard_import.strip_credentials(foreign)
 
     assert not grafana_import.import_dashboards(public, at)
     assert [True, True] == [
         grafana_import.import_dashboards(foreign, at),
         grafana_import.import_dashboards(foreign, at),
     ]
-    found = {each["uid"]: each for each in backend_queries.fetch_json(f"{foreign}/api/datasources")}
+    found = {each["uid"]: each for each in stack_queries.fetch_json(f"{foreign}/api/datasources")}
     assert UIDS == {uid: each["name"] for uid, each in found.items()}
     assert stack_parts.format_loopback_url(at.tempo) == found["tempo"]["url"]
     assert "$__tags" in found["tempo"]["jsonData"]["tracesToMetrics"]["queries"][0]["query"]
     assert "secret" not in public
     boards = {
-        board["uid"] for board in backend_queries.fetch_json(f"{public}/api/search", type="dash-db")
+        board["uid"] for board in stack_queries.fetch_json(f"{public}/api/search", type="dash-db")
     }
     assert {path.stem for path in stack_parts.DASHBOARDS.glob("*.json")} == boards
+
+
+def test_command(foreign: str, tmp_path: Path) -> None:
+    """`ttft-otel dashboards` imports both, by user or by token, and prints no password."""
+    (password := tmp_path / "password").write_text("secret\n", "utf-8")
+    (wrong := tmp_path / "wrong").write_text("guess\n", "utf-8")
+    url = foreign.replace(":secret@", "@")
+    json_type = dashboard_import.JSON_CONTENT_TYPE
+    account = json.loads(
+        stack_queries.send_body(
+            f"{foreign}/api/serviceaccounts", b'{"name": "importer", "role": "Admin"}', json_type
+        )
+    )
+    tokens = f"{foreign}/api/serviceaccounts/{account['id']}/tokens"
+    made = json.loads(stack_queries.send_body(tokens, b'{"name": "once"}', json_type))
+    (token := tmp_path / "token").write_text(made["key"], "utf-8")
+    public = dashboard_import.strip_credentials(foreign)
+
+    def run(grafana: str, file: Path) -> Result:
+        return CliRunner().invoke(dashboards, ["--grafana", grafana, "--token-file", str(file)])
+
+    by_user, by_token, refused = run(url, password), run(public, token), run(url, wrong)
+    boards = {
+        each["uid"] for each in stack_queries.fetch_json(f"{foreign}/api/search", type="dash-db")
+    }
+
+    assert (by_user.exit_code, by_token.exit_code) == (0, 0), by_user.output + by_token.output
+    assert f"{public}/d/ttft\n" in by_token.output and "secret" not in by_user.output
+    assert ("data source" in by_user.output) == ("data source" in by_token.output)
+    assert {path.stem for path in stack_parts.DASHBOARDS.glob("*.json")} == boards
+    assert refused.exit_code == 1 and "answered 401" in refused.output

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/stack up --native`, status, smoke and down, as an operator runs them, on real programs."""
+"""`scripts/stack up`, status, smoke and down, as an operator runs them, on real programs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from click.testing import CliRunner
 
 from lab import session_processes
 from lab.stack import grafana_server, native_stack, native_state
 from lab.stack.binaries import StackBinaries
-from lab.stack.command import main
 from lab.stack.stack_parts import StackAddresses
 from tests.stack.running_stack import wait_until
 
@@ -38,7 +36,7 @@ class StackTerminal:
         self.data = data
         self.out = data.parent / f"{data.name}.out"
         with self.out.open("wb") as sink:
-            words = (*STACK, "up", "--native", "--free-ports", "--data", str(data))
+            words = (*STACK, "up", "--free-ports", "--data", str(data))
             self.process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=ENV
             )
@@ -117,7 +115,7 @@ def test_status(up: StackTerminal, asked: Asked) -> None:
     found: dict[str, Any] = json.loads(done.stdout)
 
     assert 0 == done.returncode
-    assert ("native", True) == (found["mode"], found["ready"])
+    assert found["ready"] is True
     assert {*PARTS} <= {part["name"] for part in found["parts"]}
     assert all(part["ready"] for part in found["parts"])
     assert all(part in asked("status").stdout for part in PARTS)
@@ -153,7 +151,7 @@ def test_loopback(up: StackTerminal) -> None:
 
 def test_twice(up: StackTerminal) -> None:
     """A second stack on the same data is refused, with the remedy."""
-    words = (*STACK, "up", "--native", "--data", str(up.data))
+    words = (*STACK, "up", "--data", str(up.data))
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
 
     assert 1 == done.returncode
@@ -239,17 +237,13 @@ def test_crash(binaries: StackBinaries, tmp_path: Path) -> None:
     )
 
 
-def test_profile(binaries: StackBinaries, tmp_path: Path) -> None:
-    """Without containers there is tail sampling, by the collector's overlay, and no other profile."""
-    words = ["up", "--native", "--free-ports", "--data", str(tmp_path), "--profile"]
-    refused = CliRunner().invoke(main, [*words, "demo"])
+def test_sampling(binaries: StackBinaries, tmp_path: Path) -> None:
+    """Tail sampling is the collector's overlay."""
     commands = native_stack.build_native_commands(
         StackAddresses.choose_free(), tmp_path, sampling=True, say=str
     )
     collector = next(each for each in commands if each.name == "collector")
 
-    assert 1 == refused.exit_code
-    assert "no profile demo without containers; only sampling" in refused.output
     assert any(word.endswith("/sampling.yaml") for word in collector.argv)
 
 
@@ -259,7 +253,7 @@ def test_taken(binaries: StackBinaries, tmp_path: Path) -> None:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", 4318))
         other.listen()
-        words = (*STACK, "up", "--native", "--data", str(tmp_path / "data"))
+        words = (*STACK, "up", "--data", str(tmp_path / "data"))
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
 
     assert 1 == done.returncode

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from grafana.build import pipeline_queries, ttft_queries
-from lab.stack import backend_queries
 from lab.stack.binaries import StackBinaries
 from lab.stack.program_pins import CHECKOUT
 from tests.stack.running_stack import RunningPrometheus, wait_until
 from tests.stack.test_tools import run_program
+from ttft_otel.stack import stack_queries
 
 FOLDER = CHECKOUT / "grafana" / "prometheus"
 CASES = sorted((FOLDER / "tests").glob("*.yml"))
@@ -108,7 +108,7 @@ def test_prometheus_runs_them(prometheus: RunningPrometheus) -> None:
     """A real Prometheus loads all rules, evaluates them without an error, and records the objective."""
 
     def evaluated() -> list[dict[str, Any]]:
-        groups = backend_queries.fetch_json(f"{prometheus.url}/api/v1/rules")["data"]["groups"]
+        groups = stack_queries.fetch_json(f"{prometheus.url}/api/v1/rules")["data"]["groups"]
         found = [rule for group in groups for rule in group["rules"]]
         return found if all(rule["health"] != "unknown" for rule in found) else []
 

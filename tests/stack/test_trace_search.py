@@ -13,7 +13,6 @@ import pytest
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
-from lab.stack import backend_queries
 from tests.stack import otlp_requests, panel_queries
 from tests.stack.panel_queries import PanelAsker, PanelQuery
 from tests.stack.running_stack import RunningStack, wait_until
@@ -21,6 +20,7 @@ from ttft_otel.exporter.spans.span_builder import build_spans
 from ttft_otel.model import metric_table
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import encode_record
+from ttft_otel.stack import stack_queries
 from ttft_otel.tracing.handoff import RecordSender
 from ttft_otel.tracing.settings import Settings
 
@@ -56,7 +56,7 @@ def measure_search(stack: RunningStack, sender: RecordSender) -> float:
     query = f'{{ span.{keys.REQUEST_ID} = "{record.request_id}" }}'
     now = time.time()
     wait_until(
-        lambda: backend_queries.search_traces(stack.tempo.url, query, 20, now - 60, now + 60),
+        lambda: stack_queries.search_traces(stack.tempo.url, query, 20, now - 60, now + 60),
         interval_s=0.1,
     )
     return time.monotonic() - ended

@@ -57,6 +57,12 @@ SUBCOMMANDS: Final[dict[str, Subcommand]] = {
     "bench": Subcommand(
         "ttft_otel.commands.bench", "bench", "Send load and break its TTFT down.", "bench"
     ),
+    "stack": Subcommand(
+        "ttft_otel.commands.stack", "", "Run collector, Tempo, Prometheus and Grafana.", "stack"
+    ),
+    "dashboards": Subcommand(
+        "ttft_otel.commands.stack", "", "Import the dashboards into a Grafana.", "dashboards"
+    ),
     "doctor": Subcommand(
         "ttft_otel.commands.doctor",
         "",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Send one trace through a running stack and look for it at every hop; command.py shows the verdicts.
+"""Send one trace through a running stack and look for it at every hop; for commands/stack.py.
 
 It is one `encode` span of a service of its own: panels and alerts of TTFT leave encoders out, so that a
 smoke test does not count as a slow request. It is slow enough to pass any sampling.
@@ -7,20 +7,23 @@ smoke test does not count as a slow request. It is slow enough to pass any sampl
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
+import click
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
+from rich.console import Console
+from rich.text import Text
 
-from lab.stack import backend_queries, stack_parts
-from lab.stack.stack_parts import StackAddresses
 from ttft_otel.exporter.spans import span_builder
 from ttft_otel.model import record
 from ttft_otel.model.names import keys, span_names
+from ttft_otel.stack import stack_queries
 
 SMOKE_SERVICE: Final = "ttft-smoke"
 # Almost three seconds, above sampling's limit of one; a sum that no other span has by chance.
@@ -58,25 +61,12 @@ class HopVerdict:
     why: str = ""
 
 
-def get_native_endpoints(addresses: StackAddresses, grafana: str) -> StackEndpoints:
-    """A native stack: everything can be asked directly."""
-    collector, tempo, prometheus = map(
-        stack_parts.format_loopback_url,
-        (addresses.collector_http, addresses.tempo, addresses.prometheus),
-    )
-    return StackEndpoints(collector, tempo, prometheus, grafana)
-
-
-def get_container_endpoints(addresses: StackAddresses) -> StackEndpoints:
+def get_container_endpoints(
+    otlp: str = "http://127.0.0.1:4318", grafana: str = "http://127.0.0.1:3000"
+) -> StackEndpoints:
     """Containers publish only collector and Grafana; queries go through Grafana's proxy."""
-    grafana = stack_parts.format_loopback_url(addresses.grafana)
     proxy = f"{grafana}/api/datasources/proxy/uid"
-    return StackEndpoints(
-        stack_parts.format_loopback_url(addresses.collector_http),
-        f"{proxy}/tempo",
-        f"{proxy}/prometheus",
-        grafana,
-    )
+    return StackEndpoints(otlp, f"{proxy}/tempo", f"{proxy}/prometheus", grafana)
 
 
 def check_hops(
@@ -95,7 +85,7 @@ def check_hops(
     query = f'{{ span:name = "{span_names.ENCODE}" && span.ttft_ms = {SMOKE_TTFT_MS} }}'
 
     def is_trace_found() -> bool:
-        traces = backend_queries.search_traces(
+        traces = stack_queries.search_traces(
             endpoints.tempo, query, start=started - 60, end=time.time() + 60
         )
         # Tempo leaves out leading zeros. A minute on both sides allows for clocks that differ.
@@ -104,7 +94,7 @@ def check_hops(
     def is_ttft_counted() -> bool:
         # By exemplar: the count alone would also be an earlier test's.
         series = f'ttft_duration_seconds{{job="{SMOKE_SERVICE}"}}'
-        seen = backend_queries.query_exemplars(
+        seen = stack_queries.query_exemplars(
             endpoints.prometheus, series, started - 60, time.time() + 60
         )
         return trace_id in {each["labels"].get("trace_id") for each in seen}
@@ -117,22 +107,39 @@ def check_hops(
         yield check_hop(
             # 0 seconds: it answers now or not, as nothing has to arrive there.
             "Grafana answers",
-            lambda: bool(backend_queries.fetch_json(health)),
+            lambda: bool(stack_queries.fetch_json(health)),
             0.0,
             GRAFANA_HOP_REMEDY,
         )
 
 
-COLLECTOR_HOP_REMEDY: Final = "is the stack up? scripts/stack status"
+def print_hops(endpoints: StackEndpoints, timeout_s: float, as_json: bool) -> bool:
+    """Check all hops and print a line for each, or a JSON document; gives whether all passed."""
+    console = Console(highlight=False)
+    verdicts = []
+    for verdict in check_hops(endpoints, timeout_s):
+        verdicts.append(verdict)
+        mark = Text("ok  ", "green") if verdict.passed else Text("FAIL", "bold red")
+        why = "" if verdict.passed else f": {verdict.why}"
+        # Line by line: a hop may take a minute, and a reader should see which one.
+        if not as_json:
+            said = Text.assemble(mark, f"  {verdict.hop}, {verdict.seconds:.1f} s{why}")
+            # Soft: remedies are copied from the terminal, and line breaks would be copied, too.
+            console.print(said, soft_wrap=True)
+    if as_json:
+        click.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
+    return all(verdict.passed for verdict in verdicts)
+
+
+COLLECTOR_HOP_REMEDY: Final = "is the stack up? ttft-otel stack status"
 TEMPO_HOP_REMEDY: Final = (
     "look for `exporter` errors in the collector's log, then for refusals in Tempo's;"
     " without the attribute ttft_ms the collector runs another configuration"
 )
 PROMETHEUS_HOP_REMEDY: Final = (
-    "look for `exporter` errors in the collector's log; Prometheus needs"
-    f" {' '.join(stack_parts.PROMETHEUS_FLAGS)}"
+    "look for `exporter` errors in the collector's log; Prometheus needs --web.enable-otlp-receiver"
 )
-GRAFANA_HOP_REMEDY: Final = "read Grafana's log; scripts/stack status says where it should be"
+GRAFANA_HOP_REMEDY: Final = "read Grafana's log"
 
 
 def check_hop(hop: str, check: Callable[[], bool], seconds: float, remedy: str) -> HopVerdict:
@@ -144,7 +151,7 @@ def check_hop(hop: str, check: Callable[[], bool], seconds: float, remedy: str) 
             if check():
                 return HopVerdict(hop, True, time.monotonic() - started)
         # The last reason is reported: an early one may have passed while parts were starting.
-        except backend_queries.BackendQueryError as error:
+        except stack_queries.BackendQueryError as error:
             why = str(error)
         spent = time.monotonic() - started
         if spent >= seconds:
@@ -159,7 +166,7 @@ def send_smoke_trace(endpoints: StackEndpoints, trace_id: str) -> bool:
     body = encode_spans(
         span_builder.build_spans(build_smoke_record(trace_id), resource)
     ).SerializeToString()
-    backend_queries.send_body(f"{endpoints.otlp}/v1/traces", body)
+    stack_queries.send_body(f"{endpoints.otlp}/v1/traces", body)
     return True
 
 
