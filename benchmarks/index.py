@@ -28,7 +28,7 @@ from typing import Final
 import msgspec
 
 from benchmarks.figures import Figure, build_figure, build_figure_parser, report_figures
-from ttft_otel.router.routing.policies.block_keys import compute_block_keys
+from ttft_otel.router.routing.policies.block_index import compute_block_keys
 from ttft_otel.router.routing.prefixes.block_ledger import BlockLedger, ReportedIndex
 from ttft_otel.router.routing.prefixes.event_feed import EventFeed
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lab.required_fields import FIELDS, VllmField
-from ttft_otel.hooks import syntax
+from ttft_otel.hooks import target_check
 from ttft_otel.hooks.targets import CONNECTOR_METHODS, TARGETS, PatchTarget, TargetPlace
 
 PRESENT: Final = "present"
@@ -173,7 +173,7 @@ class SourceTree:
         self, place: TargetPlace, reads: tuple[str, ...], siblings: tuple[TargetPlace, ...] = ()
     ) -> PlaceResult:
         """One address; `siblings` are checked themselves, so they are no new home of this one."""
-        found = syntax.read_module(self.package, place.module).functions.get(place.name)
+        found = target_check.read_module(self.package, place.module).functions.get(place.name)
         if found is None:
             known = tuple(f"{sibling.address}(" for sibling in siblings)
             candidates = tuple(
@@ -206,7 +206,7 @@ class SourceTree:
             if self._has_field(module, row.owner, row.names):
                 return PlaceResult(row.address, PRESENT, f"the class is in {module} now")
         owners = tuple(f"{module}:{row.owner}" for module in homes[:MAX_CANDIDATES])
-        defined = syntax.read_module(self.package, row.module).fields
+        defined = target_check.read_module(self.package, row.module).fields
         known = row.owner in defined or bool(homes)
         why = "the class has no such name" if known else "there is no such class"
         return PlaceResult(row.address, LOST, why, owners)
@@ -215,7 +215,7 @@ class SourceTree:
         self, module: str, owner: str, names: tuple[str, ...], seen: frozenset[str] = frozenset()
     ) -> bool:
         """Whether a class, or one of its bases in the tree, has one of the names."""
-        defined = syntax.read_module(self.package, module)
+        defined = target_check.read_module(self.package, module)
         if not defined.fields.get(owner, set()).isdisjoint(names):
             return True
         # `seen` ends circles: classes are searched by name, and two modules may use the same one.
@@ -246,10 +246,10 @@ class SourceTree:
         return [self._module_of(path) for path in files if name in _read_definitions(path).fields]
 
     def _explain_loss(self, place: TargetPlace) -> str:
-        if syntax.find_module_file(self.package, place.module) is None:
+        if target_check.find_module_file(self.package, place.module) is None:
             return "the module is gone"
         owner = place.name.split(".")[0]
-        defined = syntax.read_module(self.package, place.module)
+        defined = target_check.read_module(self.package, place.module)
         if owner != place.name and owner not in defined.fields:
             return f"the module has no class {owner}"
         return "the name is gone"
@@ -264,13 +264,13 @@ class SourceTree:
         return ".".join(("vllm", *(part for part in parts if part != "__init__")))
 
 
-def _read_definitions(path: Path) -> syntax.Definitions:
+def _read_definitions(path: Path) -> target_check.Definitions:
     """A file's definitions; none for a file that cannot be parsed."""
     try:
-        return syntax.read_definitions(path)
+        return target_check.read_definitions(path)
     except (SyntaxError, ValueError):
         # One file that this Python cannot parse must not end the search through all others.
-        return syntax.Definitions()
+        return target_check.Definitions()
 
 
 def _count_shared_parts(module: str, other: str) -> int:

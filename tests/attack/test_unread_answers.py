@@ -13,7 +13,7 @@ import pytest
 from router import raw_http
 from router.raw_http import RouterProcess
 
-from ttft_otel.router.control.memory_limit import MemoryLimit
+from ttft_otel.router.control.uvicorn_server import MemoryLimit
 
 STREAM_BODY = b'{"model": "tiny", "stream": true, "messages": []}'
 STALLED = 8

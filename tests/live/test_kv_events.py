@@ -18,7 +18,7 @@ import pytest
 from tests.live.bench import LiveDeployment
 from tests.live.server_plans import BLOCK_TOKENS
 from ttft_otel.router.routing import prefixes
-from ttft_otel.router.routing.policies.block_keys import compute_block_keys
+from ttft_otel.router.routing.policies.block_index import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.test_exchange import ROUTER, list_writes
-from ttft_otel.router.circuit_breaker import OVERDUE_AFTER_S, CircuitBreaker, OwedAnswers
+from ttft_otel.router.types import OVERDUE_AFTER_S, CircuitBreaker, OwedAnswers
 
 STEPS: dict[str, Callable[[CircuitBreaker], object]] = {
     "failure": lambda it: it.open(2.0) if it.record_failure(3) else None,

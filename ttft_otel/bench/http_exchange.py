@@ -100,9 +100,8 @@ class RawResponse:
     lag_ns: int = 0  #: how late this process itself sent the request
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)  #: names in lower case
-    pieces: list[tuple[int, bytes]] = field(
-        default_factory=list
-    )  #: of the body, with arrival times
+    #: of the body, with arrival times
+    pieces: list[tuple[int, bytes]] = field(default_factory=list)
     error: str = ""  #: "" when it was read to its end
 
 

@@ -104,10 +104,22 @@ class LoadPlan:
         # Without --spread all rounds and warm-ups have the lengths of the first.
         for round_index in range(self.repeat if self.shape.length_spread else 1):
             # Lengths are drawn from the seed, so every round has to be looked at.
-            self._require_context(
-                factory,
-                self._count_request_tokens(factory, self.compute_seed(round_index, target_index)),
+            token_counts = self._count_request_tokens(
+                factory, self.compute_seed(round_index, target_index)
             )
+            context_tokens = factory.profile.context_tokens
+            # 0: the server did not tell its context; then it refuses by itself.
+            oversized = [
+                count for count in token_counts if context_tokens and count > context_tokens
+            ]
+            if oversized:
+                subject = f"{len(oversized)} of {len(token_counts)} requests need"
+                if self.dataset == "multi-round":
+                    subject = "a conversation's last round needs"
+                raise BenchInputError(
+                    f"{subject} up to {max(oversized)} tokens for prompt and answer; the server's context is "
+                    f"{context_tokens}. {REMEDY_BY_DATASET.get(self.dataset, DEFAULT_REMEDY)}"
+                )
 
     def _count_request_tokens(self, factory: RequestFactory, seed: int) -> list[int]:
         """Tokens of each request of a round; [] where only the server can count them."""
@@ -131,19 +143,6 @@ class LoadPlan:
         return [
             prefix_tokens + self.shape.input_tokens + self.shape.output_tokens
         ] * self.shape.request_count
-
-    def _require_context(self, factory: RequestFactory, token_counts: Sequence[int]) -> None:
-        context_tokens = factory.profile.context_tokens
-        # 0: the server did not tell its context; then it refuses by itself.
-        oversized = [count for count in token_counts if context_tokens and count > context_tokens]
-        if oversized:
-            subject = f"{len(oversized)} of {len(token_counts)} requests need"
-            if self.dataset == "multi-round":
-                subject = "a conversation's last round needs"
-            raise BenchInputError(
-                f"{subject} up to {max(oversized)} tokens for prompt and answer; the server's context is "
-                f"{context_tokens}. {REMEDY_BY_DATASET.get(self.dataset, DEFAULT_REMEDY)}"
-            )
 
     def count_requests(self) -> int:
         """Number of requests that generate_requests() yields."""

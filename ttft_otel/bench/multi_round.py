@@ -190,24 +190,24 @@ class _SimulatedUser:
             if not budget.take_request():
                 self.driver.release_slot()
                 return
-            answered_ns = await self._ask_question(due_ns)
+            # Also after a failed first question, which has left no messages.
+            system_prompt = None if self.messages else self.system_prompt
+            question = _compose_question(self.factory, self.options, self.rng, system_prompt)
+            messages = [*self.messages, {"role": "user", "content": question}]
+            headers = {USER_HEADER: str(self.number)}
+            result = await self.driver.send_request(
+                self.factory.build_chat_request(
+                    messages, self.options.answer_tokens, headers=headers
+                ),
+                due_ns,
+            )
+            # A failed question stays out of the history.
+            if not result.error:
+                self.messages = [
+                    *messages,
+                    {"role": "assistant", "content": "".join(result.content.text_parts)},
+                ]
             # From the due time, not from the send: lateness of this process must not slow the users down.
-            due_ns = max(due_ns + int(self.options.question_interval_s * 1e9), answered_ns)
-
-    async def _ask_question(self, due_ns: int) -> int:
-        """Ask one question; returns when the answer ended. A failed one stays out of the history."""
-        # Also after a failed first question, which has left no messages.
-        system_prompt = None if self.messages else self.system_prompt
-        question = _compose_question(self.factory, self.options, self.rng, system_prompt)
-        messages = [*self.messages, {"role": "user", "content": question}]
-        headers = {USER_HEADER: str(self.number)}
-        result = await self.driver.send_request(
-            self.factory.build_chat_request(messages, self.options.answer_tokens, headers=headers),
-            due_ns,
-        )
-        if not result.error:
-            self.messages = [
-                *messages,
-                {"role": "assistant", "content": "".join(result.content.text_parts)},
-            ]
-        return result.response.end_ns
+            due_ns = max(
+                due_ns + int(self.options.question_interval_s * 1e9), result.response.end_ns
+            )

@@ -352,53 +352,41 @@ def _build_plan(options: dict[str, Any]) -> LoadPlan:
         raise click.UsageError("--apart needs --ab")
     return LoadPlan(
         dataset=dataset,
-        shape=_build_shape(options),
-        trace=_build_trace(options),
-        rounds=_build_rounds(options),
+        shape=DatasetShape(
+            request_count=options["requests"] or 100,
+            input_tokens=options["input_len"],
+            output_tokens=options["output_len"],
+            length_spread=options["spread"],
+            prefix_tokens=options["prefix_len"],
+            prefix_count=options["prefixes"],
+            images_per_request=options["images"],
+            image_edge_px=options["image_size"],
+        ),
+        trace=trace_replay.ReplayTrace(
+            path=options["file"] or Path(),
+            max_requests=options["requests"],
+            speed=options["speed"],
+            shrink=options["shrink"],
+            max_input_tokens=options["max_input"],
+            max_output_tokens=options["max_output"],
+        ),
+        rounds=multi_round.MultiRoundOptions(
+            user_count=options["num_users"],
+            rounds_per_user=options["num_rounds"],
+            qps=options["qps"],
+            system_tokens=options["shared_system_prompt"],
+            history_tokens=options["user_history_prompt"],
+            question_tokens=options["question_len"],
+            answer_tokens=options["answer_len"],
+            duration_s=options["time"],
+            max_requests=options["requests"],
+        ),
         **{
             key: options[key]
             for key in ("rate", "arrivals", "concurrency", "warmup", "repeat", "seed", "apart")
         },
         timeout_s=options["timeout"],
         max_unfinished=options["most"],
-    )
-
-
-def _build_trace(options: dict[str, Any]) -> trace_replay.ReplayTrace:
-    return trace_replay.ReplayTrace(
-        path=options["file"] or Path(),
-        max_requests=options["requests"],
-        speed=options["speed"],
-        shrink=options["shrink"],
-        max_input_tokens=options["max_input"],
-        max_output_tokens=options["max_output"],
-    )
-
-
-def _build_shape(options: dict[str, Any]) -> DatasetShape:
-    return DatasetShape(
-        request_count=options["requests"] or 100,
-        input_tokens=options["input_len"],
-        output_tokens=options["output_len"],
-        length_spread=options["spread"],
-        prefix_tokens=options["prefix_len"],
-        prefix_count=options["prefixes"],
-        images_per_request=options["images"],
-        image_edge_px=options["image_size"],
-    )
-
-
-def _build_rounds(options: dict[str, Any]) -> multi_round.MultiRoundOptions:
-    return multi_round.MultiRoundOptions(
-        user_count=options["num_users"],
-        rounds_per_user=options["num_rounds"],
-        qps=options["qps"],
-        system_tokens=options["shared_system_prompt"],
-        history_tokens=options["user_history_prompt"],
-        question_tokens=options["question_len"],
-        answer_tokens=options["answer_len"],
-        duration_s=options["time"],
-        max_requests=options["requests"],
     )
 
 

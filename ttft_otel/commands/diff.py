@@ -21,8 +21,12 @@ from ttft_otel.commands.command_options import write_whole
 from ttft_otel.explain.diff import difference_text, release_gate
 from ttft_otel.explain.diff.change_cause import ChangeAnswer, ComparedSide, compare_sides
 from ttft_otel.explain.diff.release_gate import Condition, Verdict
-from ttft_otel.explain.window.lost_requests import count_lost
-from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence, build_facts
+from ttft_otel.explain.window.request_facts import (
+    CannotTellError,
+    RequestEvidence,
+    build_facts,
+    count_lost,
+)
 from ttft_otel.explain.window.window_reading import WindowReading, read_window
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.breakdown_source import BreakdownSource

@@ -13,8 +13,7 @@ import click
 from ttft_otel.commands import source_options
 from ttft_otel.commands.command_options import add_watch_option
 from ttft_otel.explain.explain import explanation_text
-from ttft_otel.explain.explain.single_answer import LIKE_LAST, explain_one
-from ttft_otel.explain.explain.window_answer import explain_window
+from ttft_otel.explain.explain.window_answer import LIKE_LAST, explain_one, explain_window
 from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.report_types import SourceChoice

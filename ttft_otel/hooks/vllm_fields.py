@@ -38,7 +38,9 @@ class SchedulerFacts:
         self.rank = get_data_parallel_rank(config)
         self.ec_connector = getattr(scheduler, "ec_connector", None)
         #: The encoder-cache connector can delay requests: without such a method vLLM never sets one aside.
-        self.ec_may_wait = can_delay_requests(self.ec_connector)
+        self.ec_may_wait = ec_fields.has_own_method(
+            type(self.ec_connector), "ensure_cache_available"
+        )
         self.kv_connector = getattr(scheduler, "connector", None)
         #: Tokens per KV block, 0 when unknown.
         self.block_size = int(getattr(scheduler, "block_size", 0) or 0)
@@ -100,11 +102,6 @@ def get_facts(scheduler: Any) -> SchedulerFacts:
     except AttributeError:
         facts = scheduler._ttft_facts = SchedulerFacts(scheduler)
         return facts
-
-
-def can_delay_requests(connector: Any) -> bool:
-    """Whether this encoder-cache connector can delay a request (vLLM 0.24 and later)."""
-    return ec_fields.has_own_method(type(connector), "ensure_cache_available")
 
 
 def get_instance_role(config: Any) -> str:

@@ -41,9 +41,8 @@ class ByteBudget(Generic[BodyType]):
         losers: list[BodyType] = []
         # Ends with `body` itself at the latest, which is one of the arriving ones.
         while self.counted_bytes > self.max_bytes and body not in losers:
-            largest = max(
-                self._arriving, key=lambda each: each.counted_bytes
-            )  # the first of equal ones
+            # the first of equal ones
+            largest = max(self._arriving, key=lambda each: each.counted_bytes)
             self.release(largest)
             losers.append(largest)
         return losers

@@ -95,9 +95,8 @@ class TimeBefore:
     """Time from the start of a foreign router's span to the arrival at our server; not in any sum."""
 
     us: int  #: microseconds
-    error_us: (
-        int | None
-    )  #: its error bound, as two clocks are compared; None when nothing bounds it
+    #: its error bound, as two clocks are compared; None when nothing bounds it
+    error_us: int | None
     caller: str  #: the router's service name
     span_id: str  #: the router's span
 

@@ -84,7 +84,13 @@ def _build_identity(exchange: Exchange) -> Attributes:
 
 
 def _build_ttft(exchange: Exchange, breakdown: Breakdown) -> Ttft:
-    servers = _map_servers(exchange.timeline)
+    # Instance attributes by leg, so that a slow instance can be found.
+    # Of a leg that was retried only the last attempt has stages; the others are router.retry.
+    servers: dict[str, Attributes] = {
+        chain[-1].leg: {keys.INSTANCE: f"{chain[-1].instance.host}:{chain[-1].instance.port}"}
+        for chain in exchange.timeline.critical_path
+        if chain
+    }
     start = breakdown.start
     decisions = _describe_decisions(exchange.timeline)
     return Ttft(
@@ -146,9 +152,8 @@ def _describe_decisions(timeline: RequestTimeline) -> dict[int, Attributes]:
 
 
 def _describe_decision(attempt: Attempt, decision: Decision) -> Attributes:
-    unit = (
-        1 if decision.predicted_ttft_s is None else 1e6
-    )  # seconds become microseconds: no doubles
+    # seconds become microseconds: no doubles
+    unit = 1 if decision.predicted_ttft_s is None else 1e6
     scores = decision.candidate_scores
     cached_tokens = decision.candidate_cached_tokens
     best_positions = sorted(range(len(scores)), key=scores.__getitem__)[:MAX_REPORTED_CANDIDATES]
@@ -208,16 +213,6 @@ def _clean_timing(header: str) -> str:
         return ""
     # Bytes that are no text are lone surrogates here, and no entry of ours has any such character.
     return header if header.isascii() else header.encode("ascii", "replace").decode()
-
-
-def _map_servers(timeline: RequestTimeline) -> dict[str, Attributes]:
-    """Instance attributes by leg, so that a slow instance can be found."""
-    # Of a leg that was retried only the last attempt has stages; the others are router.retry.
-    return {
-        chain[-1].leg: {keys.INSTANCE: f"{chain[-1].instance.host}:{chain[-1].instance.port}"}
-        for chain in timeline.critical_path
-        if chain
-    }
 
 
 @functools.cache  # as many as there are stages

@@ -216,8 +216,13 @@ def _place_stages(timeline: RequestTimeline) -> PartitionCursor:
     # A request that failed while its body was read was received for all of its time.
     cursor.close_stage("router.receive", timeline.parsed_us or timeline.ended_us)
     attempts = [attempt for chain in timeline.critical_path for attempt in chain]
-    if timeline.prompt_lookup is not None:
-        _place_prompt_lookup(cursor, timeline.prompt_lookup, timeline.ended_us)
+    lookup = timeline.prompt_lookup
+    if lookup is not None:
+        cursor.close_stage("router.route", lookup.began_us)
+        cursor.close_stage("router.tokenize", lookup.tokenized_us or timeline.ended_us)
+        # Nothing was looked up before the tokens were known: there is no such stage then.
+        if lookup.tokenized_us:
+            cursor.close_stage("router.lookup", lookup.looked_up_us or timeline.ended_us)
     for attempt in attempts:
         server_timing = attempt.read_server_timing()
         place_leg(cursor, attempt, server_timing, timeline.ended_us, attempt is attempts[-1])
@@ -226,14 +231,6 @@ def _place_stages(timeline: RequestTimeline) -> PartitionCursor:
         last_stage = "router.egress" if attempts else "router.route"
         cursor.close_stage(last_stage, max(timeline.ended_us, cursor.position))
     return cursor
-
-
-def _place_prompt_lookup(cursor: PartitionCursor, lookup: PromptLookup, ended_us: int) -> None:
-    cursor.close_stage("router.route", lookup.began_us)
-    cursor.close_stage("router.tokenize", lookup.tokenized_us or ended_us)
-    # Nothing was looked up before the tokens were known: there is no such stage then.
-    if lookup.tokenized_us:
-        cursor.close_stage("router.lookup", lookup.looked_up_us or ended_us)
 
 
 def find_failed_stage(timeline: RequestTimeline) -> str:

@@ -85,7 +85,8 @@ class TracingMiddleware:
         finally:
             with _GUARD_END:
                 sender.stop_observing()  # also of one without a chunk: it and its `send` know each other
-                self._end_trace(scope, trace, error)
+                trace.route = getattr(scope.get("route"), "path", "")
+                self.ending.end_trace(scope.get("app"), trace, error)
 
     def _publish_counts(self) -> None:
         """Write metrics that other processes show, now and every PUBLISH_PAUSE_S, on the event loop."""
@@ -103,10 +104,6 @@ class TracingMiddleware:
             if trace.path.endswith(endpoints.RENDER_SUFFIX):
                 trace.role = stages.RENDER
         return trace
-
-    def _end_trace(self, scope: MutableMapping[str, Any], trace: RequestTrace, error: str) -> None:
-        trace.route = getattr(scope.get("route"), "path", "")
-        self.ending.end_trace(scope.get("app"), trace, error)
 
 
 class FirstChunkSender:

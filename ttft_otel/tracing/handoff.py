@@ -195,7 +195,11 @@ class RecordSender:
             host_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.settings.queue_bytes)
             # The kernel doubles what it grants, for its own bookkeeping.
             self.capacity = host_end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
-            page = self._open_shared_page()
+            if self._page is None:
+                self._page_fd = os.memfd_create("ttft-otel")
+                os.ftruncate(self._page_fd, mmap.PAGESIZE)
+                self._page = mmap.mmap(self._page_fd, mmap.PAGESIZE)
+            page = self._page_fd
             self._starter = subprocess.Popen(
                 build_child_command(
                     EXPORTER_MODULE,
@@ -226,13 +230,6 @@ class RecordSender:
             return
         if ended is not None:
             self._starter = None
-
-    def _open_shared_page(self) -> int:
-        if self._page is None:
-            self._page_fd = os.memfd_create("ttft-otel")
-            os.ftruncate(self._page_fd, mmap.PAGESIZE)
-            self._page = mmap.mmap(self._page_fd, mmap.PAGESIZE)
-        return self._page_fd
 
     def _read_shared(self) -> tuple[int, ...]:
         return SHARED_LAYOUT.unpack_from(self._page) if self._page else (0,) * len(SHARED_COUNTERS)

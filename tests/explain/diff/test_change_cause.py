@@ -12,8 +12,7 @@ from tests.explain.sample_windows import SECOND_NS, make_window
 from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.diff.change_cause import ChangeAnswer, ComparedSide, compare_sides
 from ttft_otel.explain.diff.difference_text import MAX_LINES, list_sentences
-from ttft_otel.explain.window.lost_requests import LostRequests
-from ttft_otel.explain.window.request_facts import RequestEvidence
+from ttft_otel.explain.window.request_facts import LostRequests, RequestEvidence
 from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED, Coverage
 
 Window = list[RequestEvidence]

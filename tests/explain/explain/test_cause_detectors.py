@@ -12,7 +12,7 @@ from tests.explain.simulated_windows import Chance, Prompt, Site, draw_prompts, 
 from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.explain.explanation import Explanation, explain_requests
 from ttft_otel.explain.window.late_requests import choose_like, split_window
-from ttft_otel.explain.window.lost_requests import LostRequests
+from ttft_otel.explain.window.request_facts import LostRequests
 
 SEEDS = (0, 1, 2)
 

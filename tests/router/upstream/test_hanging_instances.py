@@ -12,13 +12,12 @@ from attack import faulty_instance
 
 from router import fake_instances
 from router.fake_instances import InstancePlan, run_routed_instances, wait_until
-from ttft_otel.router.circuit_breaker import OVERDUE_AFTER_S
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.routing.policies.policy_registry import SECONDS_PER_REQUEST
 from ttft_otel.router.routing.policies.prefill_model import compute_work
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import Attempt
-from ttft_otel.router.types import RoutingRequest, parse_instance_url
+from ttft_otel.router.types import OVERDUE_AFTER_S, RoutingRequest, parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.tracing import clock
 

@@ -23,9 +23,9 @@ from ttft_otel.explain.explain.late_case import MIN_SHARE, Candidate, LateCase
 from ttft_otel.explain.explain.remedies import Remedy, find_remedy
 from ttft_otel.explain.explain.window_pair import PAIR_DETECTORS, WindowFigure, WindowPair
 from ttft_otel.explain.window.late_requests import ComparedRequests, take_middle
-from ttft_otel.explain.window.lost_requests import LostRequests
 from ttft_otel.explain.window.request_facts import (
     CannotTellError,
+    LostRequests,
     RequestEvidence,
     RequestFacts,
     count_requests,
@@ -77,9 +77,8 @@ class ChangeAnswer:
     cause: Cause
     difference: Difference
     outcomes: Sequence[WindowFigure]  #: of the requests themselves
-    bursts: (
-        Bursts | None
-    )  #: when B had requests that would have been among A's slowest; None without
+    #: when B had requests that would have been among A's slowest; None without
+    bursts: Bursts | None
     coverage: tuple[Coverage, Coverage]
 
     @property

@@ -13,7 +13,7 @@ from ttft_otel.explain.diff.change_cause import MIN_CHANGE, ChangeAnswer
 from ttft_otel.explain.diff.stage_difference import LEVEL, MIX, Change, Difference
 from ttft_otel.explain.explain.cause_choice import Cause
 from ttft_otel.explain.explain.explanation_text import MAX_LINES, describe_shares
-from ttft_otel.explain.window.lost_requests import describe_lost
+from ttft_otel.explain.window.request_facts import describe_lost
 from ttft_otel.explain.window.window_reading import describe_coverage, describe_reading
 from ttft_otel.report.show.terminal import (
     format_ms,

@@ -18,12 +18,12 @@ from typing import Any, Final
 
 import numpy
 
-from ttft_otel.explain.window.lost_requests import LostRequests
 from ttft_otel.explain.window.request_facts import (
     MEDIA,
     TEXT,
     UNMATCHED,
     CannotTellError,
+    LostRequests,
     RequestFacts,
     assign_strata,
 )

@@ -14,8 +14,7 @@ import numpy
 
 from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.explain.late_case import Candidate, LateCase, is_outlier
-from ttft_otel.explain.window.lost_requests import LostRequests
-from ttft_otel.explain.window.request_facts import count_requests, count_values
+from ttft_otel.explain.window.request_facts import LostRequests, count_requests, count_values
 from ttft_otel.report.show.terminal import format_short
 
 HIGH, MEDIUM, LOW = "high", "medium", "low"

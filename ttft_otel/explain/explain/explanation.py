@@ -26,8 +26,7 @@ from ttft_otel.explain.explain.remedies import Remedy, find_remedy
 from ttft_otel.explain.explain.remedy_prediction import RemedyPrediction
 from ttft_otel.explain.window.holding_work import HoldingWork
 from ttft_otel.explain.window.late_requests import UNUSUAL_RANK, ComparedRequests, compute_ttft
-from ttft_otel.explain.window.lost_requests import LostRequests
-from ttft_otel.explain.window.request_facts import RequestEvidence
+from ttft_otel.explain.window.request_facts import LostRequests, RequestEvidence
 from ttft_otel.model.stages import WAIT_REASONS
 from ttft_otel.report.show.terminal import format_short, to_local_time
 from ttft_otel.report.window_sample import Coverage
@@ -78,9 +77,8 @@ class Explanation:
     #: What the remedy would bring, where what-if has a model of it.
     prediction: RemedyPrediction | None = None
     no_prediction: str = ""  #: why that is not known
-    lost: LostRequests = field(
-        default_factory=LostRequests
-    )  #: of the window, without a first token
+    #: of the window, without a first token
+    lost: LostRequests = field(default_factory=LostRequests)
 
     #: What was read of the window; None of a single request.
     coverage: Coverage | None = None

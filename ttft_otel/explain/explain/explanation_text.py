@@ -14,8 +14,7 @@ from ttft_otel.explain.explain.explanation import Explanation, describe_reasons
 from ttft_otel.explain.explain.late_case import Candidate
 from ttft_otel.explain.explain.remedies import LOOK_AT
 from ttft_otel.explain.window.holding_work import HoldingWork
-from ttft_otel.explain.window.lost_requests import describe_lost
-from ttft_otel.explain.window.request_facts import count_requests
+from ttft_otel.explain.window.request_facts import count_requests, describe_lost
 from ttft_otel.explain.window.window_reading import describe_coverage, describe_reading
 from ttft_otel.model.stages import UNATTRIBUTED, find_rule_group
 from ttft_otel.report.show.terminal import (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Explain the late requests of a stored window: read it and the time before, who held them, try the remedy.
 
-The command, the page's "Why?" and alerts ask; single_answer.py explains one request.
+The command, the page's "Why?" and alerts ask; requests by their ID have their own answer here.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from typing import Final
 from ttft_otel.explain.explain.explanation import Explanation, explain_requests
 from ttft_otel.explain.explain.explanation_text import describe_explanation, list_explanation
 from ttft_otel.explain.explain.remedy_prediction import REPETITIONS, predict_remedy
-from ttft_otel.explain.explain.single_answer import add_holding, explain_one
-from ttft_otel.explain.window.late_requests import split_window
-from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence
+from ttft_otel.explain.window.holding_work import read_holding
+from ttft_otel.explain.window.late_requests import choose_like, split_window
+from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence, build_evidence
 from ttft_otel.explain.window.window_reading import read_window, record_window, track_replays
+from ttft_otel.model.wait_reasons import WAIT_STAGES
 from ttft_otel.report.breakdown_source import (
     BreakdownSource,
     ExplainAnswer,
     ExplainQuestion,
     open_source,
 )
-from ttft_otel.report.report_types import SourceChoice
+from ttft_otel.report.report_types import Request, SourceChoice
 from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
 
 FEW_REPETITIONS: Final = 4  # replays that tell whether a remedy moves anything
@@ -109,3 +110,60 @@ def _choose_stretch(explanation: Explanation, wanted: RequestFilter) -> RequestF
     starts = sorted(each.facts.start_ns for each in explanation.difference.compared.late)
     length = (coverage.last_ns - coverage.first_ns) * MAX_REQUESTS // coverage.requests
     return replace(wanted, until_ns=starts[len(starts) // 2] + length // 2)
+
+
+LIKE_LAST: Final = 1000  # requests among which those like a single one are looked for
+# Where like requests are looked for, by default.
+AROUND: Final = RequestFilter(last=LIKE_LAST)
+AFTER_NS: Final = 600 * 10**9  # how long after a single request these may have begun
+
+
+def add_holding(opened: BreakdownSource, explanation: Explanation) -> Explanation:
+    """The explanation with who held the late requests, where their largest stage waits. Raises StoreError."""
+    if explanation.difference.word not in WAIT_STAGES:
+        return explanation
+    return replace(explanation, holding=read_holding(opened, explanation.difference.compared.late))
+
+
+def explain_one(
+    opened: BreakdownSource,
+    request_id: str | None,
+    trace_id: str | None,
+    like: RequestFilter = AROUND,
+    group_by: str = "",
+) -> Explanation:
+    """Explain one request, by either ID, against its like. Raises CannotTellError, StoreError.
+
+    like: where its like are looked for; without a window around the request's own time.
+    group_by: an attribute that separates requests.
+    """
+    request = find_request(opened, request_id, trace_id)
+    if request.error or request.pending:
+        what = f"failed ({request.error})" if request.error else "is not complete yet"
+        raise CannotTellError(
+            f"{request.request_id} {what}: it has no first token to explain; its stages: "
+            f"ttft-otel report --trace {request.trace_id}"
+        )
+    until_ns = like.until_ns or request.start_ns + AFTER_NS
+    wanted = replace(like, model=request.model, until_ns=until_ns)
+    others = read_window(opened, wanted, group_by=group_by).evidence
+    trace = opened.find_trace(request.trace_id)
+    own = build_evidence(request, trace.spans if trace else (), group_by)
+    return add_holding(opened, explain_requests(choose_like(own, others)))
+
+
+def find_request(opened: BreakdownSource, request_id: str | None, trace_id: str | None) -> Request:
+    """The request by either ID. Raises CannotTellError where there is none."""
+    if request_id is not None:
+        request = opened.find_request(request_id)
+    else:
+        trace = opened.find_trace((trace_id or "").lower())
+        # A client's trace may have several: the slowest one is asked about.
+        request = max(trace.requests if trace else (), key=lambda each: each.ttft_us, default=None)
+    if request is None:
+        name = trace_id if request_id is None else request_id
+        raise CannotTellError(
+            f"nothing is stored for {name!r}: it was not traced, has not arrived yet, or was removed; "
+            "`ttft-otel report --last 20 --json` lists what is"
+        )
+    return request

@@ -142,13 +142,14 @@ def read_request(
             settings.setdefault(visit.instance, dict(read_settings(span.resource)))
     if main is None or not main.computed:
         return None
+    # What stands before the names of the main engine's stages: its role and a dot, or nothing.
     return ReplayRequest(
         request_id=request.request_id or request.trace_id,
         start=(request.start_ns - epoch_ns) // 1000,
         main=main,
         stages={**request.stages, UNATTRIBUTED: request.unattributed_us},
         encodes=tuple(visits),
-        prefix=_find_prefix(request.stages, main.role),
+        prefix=f"{main.role}." if f"{main.role}.prefill.compute" in request.stages else "",
         policy=_find_policy(spans, main.role),
         model=request.model,
         router=request.router.instance if request.router else "",
@@ -197,11 +198,6 @@ def read_settings(resource: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
         # True is an int to Python, and asynchronous scheduling is given as 0 or 1.
         if isinstance(value, int) and value >= 0:
             yield name, int(value)
-
-
-def _find_prefix(recorded: Mapping[str, int], role: str) -> str:
-    """What stands before the names of the main engine's stages: its role and a dot, or nothing."""
-    return f"{role}." if f"{role}.prefill.compute" in recorded else ""
 
 
 def _find_policy(spans: Iterable[StoredSpan], role: str) -> str:

@@ -79,17 +79,13 @@ def check_window(recording: Recording, limits: Mapping[str, EngineLimits]) -> No
                 f"the spans of {name} do not tell its scheduler's settings (an older release recorded "
                 f"them); name them with {' and '.join(missing)}"
             )
-    _check_answers(requests)
-    _check_load(requests)
-
-
-def _check_answers(requests: Sequence[ReplayRequest]) -> None:
     unknown = sum(each.main.answer_us < 0 and not each.main.output_tokens for each in requests)
     if unknown > MAX_LOST * len(requests):
         raise CannotTellError(
             f"of {unknown} requests the HTTP server's span is missing: how long they decoded, which is "
             "load for others, cannot be told"
         )
+    _check_load(requests)
 
 
 def is_growing(points: Sequence[tuple[int, int]]) -> bool:

@@ -2,7 +2,7 @@
 """Who held late requests while they waited: kinds of work, and the requests that held most of them longest.
 
 Kinds are in RequestEvidence; holders are links of the queues' spans, which span_conversion.py keeps as
-an attribute. single_answer.py and commands/explain.py ask.
+an attribute. window_answer.py and commands/explain.py ask.
 """
 
 from __future__ import annotations

@@ -22,8 +22,12 @@ from ttft_otel.explain.whatif.replay_facts import (
     collect_recording,
     read_request,
 )
-from ttft_otel.explain.window.lost_requests import LostRequests, count_lost
-from ttft_otel.explain.window.request_facts import RequestEvidence, build_evidence
+from ttft_otel.explain.window.request_facts import (
+    LostRequests,
+    RequestEvidence,
+    build_evidence,
+    count_lost,
+)
 from ttft_otel.explain.window.unseen_work import compare_others
 from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.show.terminal import to_local_time

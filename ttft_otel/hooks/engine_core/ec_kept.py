@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine core of an encoder: how long encodings are kept after the answer until they are fetched.
 
-connectors.py wraps the connector's methods with these hooks; the API server calls
+install.py wraps the connector's methods with these hooks; the API server calls
 answer_kept_items() over vLLM's utility channel. It works only for connectors whose scheduler side
 serves the fetches (ECCPUConnector over NIXL: `ProducerSession`). ECMooncakeConnector pushes from
 threads of its worker, and its scheduler does not learn which item arrived.

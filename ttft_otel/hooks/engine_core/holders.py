@@ -134,7 +134,11 @@ class HolderLog:
         kept: list[Holder] = []
         top: list[int] = []
         for holder in reversed(self.holders):
-            if len(top) < MAX_NAMED or holder.held > top[0] or self._is_open(holder):
+            if (
+                len(top) < MAX_NAMED
+                or holder.held > top[0]
+                or self.open.get((holder.request_id, holder.kind)) is holder
+            ):
                 kept.append(holder)
                 top = sorted([*top, holder.held])[-MAX_NAMED:]
         kept.reverse()
@@ -143,9 +147,6 @@ class HolderLog:
             self.lost_number = kept[over - 1].number + 1
             del kept[:over]
         self.holders = kept
-
-    def _is_open(self, holder: Holder) -> bool:
-        return self.open.get((holder.request_id, holder.kind)) is holder
 
     def close_step(self, work: StepWork, length: int) -> None:
         """Add a step that has ended and has taken `length` microseconds."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """BlockTransfers: waits for KV blocks from other instances, and how long blocks are kept for another one.
 
-connectors.py puts these hooks around the scheduler's side of a KV connector. Waits go to the request's
+install.py puts these hooks around the scheduler's side of a KV connector. Waits go to the request's
 EngineTimeline; the API server calls answer_kept_blocks() over vLLM's utility channel.
 """
 
@@ -77,9 +77,8 @@ class BlockTransfers:
             oldest = next(iter(self.tracked))
             del self.tracked[oldest]
             if oldest in self.asked:
-                self.asked.pop(oldest).set_result(
-                    ""
-                )  # unknown: the caller must not wait any longer
+                # unknown: the caller must not wait any longer
+                self.asked.pop(oldest).set_result("")
         self.tracked[request_id] = state
 
     def close_wait(self, timeline: EngineTimeline, request: Any, facts: SchedulerFacts) -> bool:

@@ -127,7 +127,7 @@ class EngineCoreTracer:
         }
 
     def build_hooks(self) -> dict[str, Hook]:
-        """Hooks of the functions that have an address; connectors' methods: connectors.py."""
+        """Hooks of the functions that have an address; connectors' methods: install.py."""
         # Requests that wait, or have no first token, are in it; a new request may not be, see _find_unseen().
         unanswered = self.held.unanswered
         return {
@@ -211,7 +211,14 @@ class EngineCoreTracer:
                 timeline = getattr(request, "_ttft_timeline", None) or self._find_unseen(request)
                 if timeline is not None and timeline is not _ANSWERED:
                     if len(awaiting) >= MAX_AWAITING_REQUESTS:
-                        self._drop_oldest()
+                        del self.awaiting[next(iter(self.awaiting))]
+                        self.dropped_requests += 1
+                        if self.dropped_requests == 1:
+                            log.warning(
+                                "ttft-otel: more than %d traced requests wait for a first token; "
+                                "the engine's stages of the oldest are unattributed",
+                                MAX_AWAITING_REQUESTS,
+                            )
                     awaiting[data.req_id] = timeline
             if not (awaiting or queue.arrived or queue.waiting):
                 return
@@ -284,16 +291,6 @@ class EngineCoreTracer:
         timeline = request._ttft_timeline = EngineTimeline()
         self.held.note_unseen(request.request_id, timeline)
         return timeline
-
-    def _drop_oldest(self) -> None:
-        del self.awaiting[next(iter(self.awaiting))]
-        self.dropped_requests += 1
-        if self.dropped_requests == 1:
-            log.warning(
-                "ttft-otel: more than %d traced requests wait for a first token; "
-                "the engine's stages of the oldest are unattributed",
-                MAX_AWAITING_REQUESTS,
-            )
 
     def _record_preemptions(self, ids: Any) -> None:
         for request_id in ids:
@@ -434,7 +431,9 @@ class EngineCoreTracer:
                 timeline.add_step(record, now)
                 if unfinished:
                     timeline.open_details().kept |= carrier.ENCODER_RUN_BIT
-                    self._expect_run(request_id)
+                    self.encoder_runs[request_id] = carrier.PENDING_ANSWER
+                    if len(self.encoder_runs) > MAX_UNFINISHED_STEPS:
+                        self.encoder_runs.popitem(last=False)
                 has_part = True
             elif timeline.scheduled:
                 timeline.note_other_step(now)
@@ -457,21 +456,20 @@ class EngineCoreTracer:
                         self.held.drop_request(scheduler, request_id, 0)
                         output.trace_headers = _carry_timeline(timeline, output, scheduler)
                         if self.own.reports:
-                            self._send_own(output)
+                            # Its front-end does not read the timeline: the exporter gets it.
+                            report = self.own.reports.pop(output.request_id, None)
+                            if report is not None:
+                                self.own.send(
+                                    report,
+                                    output.trace_headers.pop(header_names.CARRIER_KEY),
+                                    find_error(output),
+                                )
+                                output.trace_headers = output.trace_headers or None
         if self.freed:
             # Freed within this call, and no output carried their timelines away: they were aborted.
             for request_id in self.freed:
                 self._keep_aborted(request_id)
             self.freed.clear()
-
-    def _send_own(self, output: Any) -> None:
-        """Its front-end does not read the timeline: the exporter gets it."""
-        report = self.own.reports.pop(output.request_id, None)
-        if report is not None:
-            self.own.send(
-                report, output.trace_headers.pop(header_names.CARRIER_KEY), find_error(output)
-            )
-            output.trace_headers = output.trace_headers or None
 
     # Its end.
 
@@ -517,11 +515,6 @@ class EngineCoreTracer:
     # An encoder that had not ended when its request was answered. Where the worker is this process, it is
     # asked. Where it is one of its own, runs come with the output of a later step; of the last ones before
     # an instance falls idle nothing is known.
-
-    def _expect_run(self, request_id: str) -> None:
-        self.encoder_runs[request_id] = carrier.PENDING_ANSWER
-        if len(self.encoder_runs) > MAX_UNFINISHED_STEPS:
-            self.encoder_runs.popitem(last=False)
 
     def _note_runs(self, runs: dict[str, tuple[int, int]]) -> None:
         for request_id, interval in runs.items():

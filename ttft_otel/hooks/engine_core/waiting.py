@@ -79,7 +79,11 @@ class WaitingQueue:
         if not self._codes or self._codes[-1] != reason:
             self._note_change(reason, now)
         for entry in joined:
-            self._join_queue(entry, now)
+            if len(self.waiting) < MAX_WAITING:
+                entry.shared_since = now
+                self.waiting[entry.request_id] = entry
+            else:
+                entry.timeline.open_details().reasons += (now, OTHER)
         if facts.by_priority and output.scheduled_new_reqs:
             self._note_overtaken(scheduler.requests, output.scheduled_new_reqs)
         # Without either all waiting requests share the queue's reason: none is looked at.
@@ -111,13 +115,6 @@ class WaitingQueue:
             else:
                 self.held.drop_request(None, entry.request_id, clock.now_us())
         return joined
-
-    def _join_queue(self, entry: HeldRequest, now: int) -> None:
-        if len(self.waiting) < MAX_WAITING:
-            entry.shared_since = now
-            self.waiting[entry.request_id] = entry
-        else:
-            entry.timeline.open_details().reasons += (now, OTHER)
 
     def _note_change(self, reason: int, now: int) -> None:
         if len(self._times) >= MAX_CHANGES:
@@ -158,18 +155,15 @@ class WaitingQueue:
             if reason == NO_REASON and entry.overtaker in scheduler.requests:
                 reason = PRIORITY
             if reason != entry.reason:
-                self._change_own_reason(entry, reason, now)
-
-    def _change_own_reason(self, entry: HeldRequest, reason: int, now: int) -> None:
-        self._copy_shared(entry, now)
-        entry.reason = reason
-        if reason == NO_REASON:
-            entry.shared_since = now
-            self._blocked.pop(entry.request_id, None)
-        else:
-            entry.shared_since = 0
-            entry.timeline.open_details().reasons += (now, reason)
-            self._blocked[entry.request_id] = entry
+                self._copy_shared(entry, now)
+                entry.reason = reason
+                if reason == NO_REASON:
+                    entry.shared_since = now
+                    self._blocked.pop(entry.request_id, None)
+                else:
+                    entry.shared_since = 0
+                    entry.timeline.open_details().reasons += (now, reason)
+                    self._blocked[entry.request_id] = entry
 
     def _copy_shared(self, entry: HeldRequest, now: int) -> None:
         """Copy what the queue's reasons were while they were this request's, up to `now`."""

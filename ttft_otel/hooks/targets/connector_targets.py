@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets in encoder-cache and KV connectors; for hooks/connectors.py.
+"""Targets in encoder-cache and KV connectors; for hooks/install.py.
 
 Connectors can be third-party classes: their methods are wrapped on the class that vLLM's factory makes, and
 checked on vLLM's base classes. The session that serves an encoder's fetches has only one class.

@@ -344,7 +344,7 @@ class DeviceClock(StepClock):
         if reached and not stamps[-1][0].query():
             asked_at = clock.now_us()
             # The device works in the order of recording: behind the first pending one all are.
-            reached = _count_reached(stamps)
+            reached = bisect.bisect_left(stamps, True, key=lambda stamp: not stamp[0].query())
             if reached < len(stamps):  # else it was reached just now
                 # Read again later, it is known not to have happened before this.
                 stamps[reached] = (stamps[reached][0], asked_at)
@@ -389,10 +389,6 @@ def _watch_event(event: Any) -> int:
         if is_over:
             return now
     return 0
-
-
-def _count_reached(stamps: DeviceStamps) -> int:
-    return bisect.bisect_left(stamps, True, key=lambda stamp: not stamp[0].query())
 
 
 class LengthsClock(StepClock):

@@ -91,7 +91,12 @@ class AlertAnswerer:
         # Alertmanager may be told to send everything here: an answer needs none.
         alerts = [each for each in group.alerts if each.name != ANSWER_NAME]
         firing = [each for each in alerts if each.status == "firing"]
-        found, sent = [], [_end_answer(each) for each in alerts if each.status == "resolved"]
+        found = []
+        sent = [
+            {**_name_answer(each), "endsAt": datetime.now(timezone.utc).isoformat()}
+            for each in alerts
+            if each.status == "resolved"
+        ]
         for alert in firing[:MAX_ANSWERS]:
             question = build_question(alert, now_ns)
             if question not in answers:
@@ -174,7 +179,3 @@ def _build_answer(alert: Alert, answer: ExplainAnswer, page: str) -> dict[str, A
         "endsAt": (now + ANSWER_LIFE).isoformat(),
         "generatorURL": page,
     }
-
-
-def _end_answer(alert: Alert) -> dict[str, Any]:
-    return {**_name_answer(alert), "endsAt": datetime.now(timezone.utc).isoformat()}

@@ -26,17 +26,15 @@ def build_report(request: Request) -> dict[str, Any]:
     """The TTFT report of `request`; of several legs of one role it has the slowest."""
     # The slowest leg is the one that the first token waited for.
     by_role = {
-        role: _make_leg_sums(leg) for role in request.roles if (leg := request.find_leg(role))
+        role: StageSums(stages=leg.stages, unattributed=leg.unattributed_us, ttft=leg.ttft_us)
+        for role in request.roles
+        if (leg := request.find_leg(role))
     }
     # The router's own sums, which contain what no leg can see.
     combined = StageSums(
         stages=request.stages, unattributed=request.unattributed_us, ttft=request.ttft_us
     )
     return build_ttft_report(request.request_id, by_role, combined)
-
-
-def _make_leg_sums(leg: Leg) -> StageSums:
-    return StageSums(stages=leg.stages, unattributed=leg.unattributed_us, ttft=leg.ttft_us)
 
 
 def describe_request(assembled: Request) -> dict[str, Any]:

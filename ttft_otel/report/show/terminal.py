@@ -86,7 +86,9 @@ def print_waterfall(
             (row.span.end_ns - start) / (end - start),
         )
         color = (
-            palette.find_color(row.stage) if row.what == "stage" else _choose_role_color(row.role)
+            palette.find_color(row.stage)
+            if row.what == "stage"
+            else palette.ROLE_COLORS.get(row.role, "#9a9a9a")
         )
         grid.add_row(
             name,
@@ -246,10 +248,6 @@ def _choose_style(row: waterfall_rows.WaterfallRow) -> str:
     if row.span.status == 2:
         return "red"
     return "bold" if row.what in ("server", "trunk") else "" if row.what == "stage" else "dim"
-
-
-def _choose_role_color(role: str) -> str:
-    return palette.ROLE_COLORS.get(role, "#9a9a9a")
 
 
 def remove_controls(text: str) -> str:

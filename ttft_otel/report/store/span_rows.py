@@ -204,7 +204,8 @@ def write_requests(
     """Replace the request rows of these traces, which are named by their IDs."""
     rows: list[tuple[object, ...]] = []
     for trace_id, trace in traces:
-        if not _can_change(trace):
+        # Spans of others alone make no request; those above a single leg change nothing in its row.
+        if not trace.new_trunks and trace.old_trunks <= 1:
             continue
         requests = _assemble_trace(connection, trace_id.hex(), trace)
         if trace.old_trunks:
@@ -216,11 +217,6 @@ def write_requests(
         "error, pending) VALUES (?,?,?,?,?,?,?,?,?)",
         rows,
     )
-
-
-def _can_change(trace: TouchedTrace) -> bool:
-    # Spans of others alone make no request; those above a single leg change nothing in its row.
-    return bool(trace.new_trunks) or trace.old_trunks > 1
 
 
 def _assemble_trace(

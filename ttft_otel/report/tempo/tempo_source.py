@@ -257,7 +257,12 @@ class TempoSource:
         until_s = -(-wanted.until_ns // 10**9) if wanted.until_ns else int(time.time()) + 2
         since_s = wanted.since_ns // 10**9 if wanted.since_ns else until_s - MAX_LOOKBACK_S
         if wanted.since_ns:
-            await self._check_retention(since_s)
+            kept_s = await self._client.read_retention_s()
+            if kept_s and since_s < time.time() - kept_s - 60:
+                self._report_note(
+                    f"the window begins before what Tempo keeps, {kept_s / 3600:.0f} h (block_retention): "
+                    "requests before that are missing"
+                )
         seen: set[str] = set()
         # The newest window is the last one; what is halved puts two in its place.
         windows = _list_windows(since_s, until_s)[::-1]
@@ -368,14 +373,6 @@ class TempoSource:
         while self._kept_bytes > MAX_KEPT_BYTES:
             self._kept_bytes -= len(self._kept.pop(next(iter(self._kept))))
         return body
-
-    async def _check_retention(self, since_s: int) -> None:
-        kept_s = await self._client.read_retention_s()
-        if kept_s and since_s < time.time() - kept_s - 60:
-            self._report_note(
-                f"the window begins before what Tempo keeps, {kept_s / 3600:.0f} h (block_retention): "
-                "requests before that are missing"
-            )
 
 
 def _outline_trace(

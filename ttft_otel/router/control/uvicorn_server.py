@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Final, cast
 
@@ -24,7 +25,52 @@ from ttft_otel.http.head_checks import CallerRules
 from ttft_otel.model.names import header_names
 from ttft_otel.router.control.app import RouterApp
 from ttft_otel.router.control.client_connection import ClientConnection, ClientConnections
-from ttft_otel.router.control.memory_limit import MAX_USED_SHARE, MemoryLimit
+
+MAX_USED_SHARE: Final = 0.9
+# Of control groups of version 2 and 1: folder, limit, memory in use, and what of that can be dropped.
+_VERSIONS: Final = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+class MemoryLimit:
+    """Of a control group; max_bytes is 0 where there is none.
+
+    root: where the file systems of control groups are. membership: the file that names this process's.
+    """
+
+    def __init__(
+        self, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+    ) -> None:
+        self.max_bytes = 0
+        for line in _read_text(membership).splitlines():
+            _, controllers, path = line.split(":", 2)
+            folder, limit, *names = _VERSIONS.get(controllers, ("", ""))
+            # A container may see its own group as the root, whatever its name.
+            for group in (root / folder / path.lstrip("/"), root / folder):
+                text = _read_text(group / limit).strip() if names else ""
+                # "max", or in version 1 a number that no machine has.
+                if text.isdigit() and len(text) < 19 and not self.max_bytes:
+                    self._group, self._names, self.max_bytes = group, names, int(text)
+
+    def measure_share(self) -> float:
+        """The share of the limit that is in use, without what the kernel would drop; 0 without a limit."""
+        if not self.max_bytes:
+            return 0.0
+        used, dropped = self._names
+        lines = _read_text(self._group / "memory.stat").splitlines()
+        statistics = dict(line.split(" ", 1) for line in lines)
+        used_bytes = int(_read_text(self._group / used) or 0)
+        return (used_bytes - int(statistics.get(dropped, 0))) / self.max_bytes
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("ascii")
+    except OSError:
+        return ""
+
 
 UNFINISHED_MESSAGE: Final = "ASGI callable returned without completing response."
 CANCEL_GRACE_S: Final = 1  # seconds for cancelled responses to end
@@ -87,7 +133,17 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second; returns whether to stop."""
         if counter % 10 == 0 and self._memory.max_bytes:
-            self._check_memory()
+            share = self._memory.measure_share()
+            # Short until some is free, so that it is not said each second.
+            is_short = share > MAX_USED_SHARE - 0.05 * self.admission.is_memory_short
+            if is_short and not self.admission.is_memory_short:
+                log.warning(
+                    "ttft-otel: %.0f %% of this container's %d MiB are used: requests are refused while "
+                    "others are under way; give it more, or lower --max-bodies",
+                    share * 100,
+                    self._memory.max_bytes >> 20,
+                )
+            self.admission.is_memory_short = is_short
         if self.stop_requested_s:
             elapsed_s = time.monotonic() - self.stop_requested_s
             # Until then requests pass, while balancers see /readyz and turn elsewhere.
@@ -101,19 +157,6 @@ class DrainingServer(uvicorn.Server):
             ) or elapsed_s >= self.plan.drain_timeout_s:
                 self.should_exit = True
         return await super().on_tick(counter)
-
-    def _check_memory(self) -> None:
-        share = self._memory.measure_share()
-        # Short until some is free, so that it is not said each second.
-        is_short = share > MAX_USED_SHARE - 0.05 * self.admission.is_memory_short
-        if is_short and not self.admission.is_memory_short:
-            log.warning(
-                "ttft-otel: %.0f %% of this container's %d MiB are used: requests are refused while "
-                "others are under way; give it more, or lower --max-bodies",
-                share * 100,
-                self._memory.max_bytes >> 20,
-            )
-        self.admission.is_memory_short = is_short
 
 
 def run_router_server(

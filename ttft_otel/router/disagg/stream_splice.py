@@ -171,7 +171,13 @@ _SHAPE_ERRORS: Final = (msgspec.MsgspecError, LookupError, TypeError, ValueError
 def render_first_events(first_token: PrefillToken, plan: LegPlan) -> bytes:
     """The server-sent events of `first_token`, as a streaming vLLM sends them."""
     is_finished = first_token.finish_reason == "stop"
-    chunk = _build_chunk(first_token, plan)
+    chunk: dict[str, Any] = {
+        "id": first_token.id,
+        "object": "chat.completion.chunk" if plan.is_chat else "text_completion",
+        "created": first_token.created,
+        "model": first_token.model,
+        "choices": [],
+    }
     events: list[dict[str, Any]] = []
     if plan.is_chat:
         delta = {"role": first_token.role, "content": ""}
@@ -201,17 +207,6 @@ def render_first_events(first_token: PrefillToken, plan: LegPlan) -> bytes:
     # One call of the encoder for all of them: no line break is within a line of JSON.
     lines = _encoder.encode_lines(events).replace(b"\n", b"\n\ndata: ")
     return b"data: " + (lines[:-6] + DONE_EVENT if is_finished else lines[:-6])
-
-
-def _build_chunk(first_token: PrefillToken, plan: LegPlan) -> dict[str, Any]:
-    """What all events of `first_token` have in common."""
-    return {
-        "id": first_token.id,
-        "object": "chat.completion.chunk" if plan.is_chat else "text_completion",
-        "created": first_token.created,
-        "model": first_token.model,
-        "choices": [],
-    }
 
 
 def render_stream_error(body: bytes, message: str, status: int = 502) -> bytes:

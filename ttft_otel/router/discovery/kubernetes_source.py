@@ -228,17 +228,14 @@ class KubernetesSource:
                     version = event["object"]["metadata"]["resourceVersion"]
                     # a bookmark moves the version only, so that it does not expire in quiet hours
                     if event["type"] != "BOOKMARK":
-                        self._apply_event(event)
+                        name = event["object"]["metadata"]["name"]
+                        if event["type"] == "DELETED":
+                            self._slices.pop(name, None)
+                        else:
+                            self._slices[name] = event["object"]
                         yield self._read_findings()
             yield self._read_findings()  # who was forgotten as unreachable meanwhile comes back
             await asyncio.sleep(PAUSE_S)
-
-    def _apply_event(self, event: dict[str, Any]) -> None:
-        name = event["object"]["metadata"]["name"]
-        if event["type"] == "DELETED":
-            self._slices.pop(name, None)
-        else:
-            self._slices[name] = event["object"]
 
     def _read_findings(self) -> Findings:
         return read_slices(self._slices.values(), self.address)

@@ -123,19 +123,15 @@ class ExchangeReporter:
                     exchange.record_ended(ended_us)
                 breakdown = None
                 if exchange.has_ttft and not exchange.has_reported_ttft:
-                    breakdown = self._report_ttft(exchange)
+                    breakdown = partition_timeline(exchange.timeline)
+                    # Whoever has no key must not push out the reports of those who have one.
+                    if exchange.owner is not None:
+                        self.reports.add_report(
+                            exchange.owner, exchange.request_id, exchange.timeline, breakdown
+                        )
+                    exchange.record_ttft_reported()
                 if breakdown is None and not ended_us:
                     continue
                 data = encode_known_parts(exchange, breakdown, ended_us, self.counts_all)
                 if data:
                     self.send_record(data)
-
-    def _report_ttft(self, exchange: Exchange) -> Breakdown:
-        breakdown = partition_timeline(exchange.timeline)
-        # Whoever has no key must not push out the reports of those who have one.
-        if exchange.owner is not None:
-            self.reports.add_report(
-                exchange.owner, exchange.request_id, exchange.timeline, breakdown
-            )
-        exchange.record_ttft_reported()
-        return breakdown

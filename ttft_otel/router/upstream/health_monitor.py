@@ -127,9 +127,8 @@ class HealthMonitor:
                 await wait_at_most(wake_event.wait(), pause_s * random.uniform(0.8, 1.2))
             except asyncio.TimeoutError:
                 continue
-            await asyncio.sleep(
-                min(self.interval_s, FAILED_PROBE_INTERVAL_S) / 2
-            )  # woken because a request failed just now: give it a moment
+            # woken because a request failed just now: give it a moment
+            await asyncio.sleep(min(self.interval_s, FAILED_PROBE_INTERVAL_S) / 2)
 
     async def probe_instance(self, instance: Instance) -> bool:
         """Probe /health of `instance` and set its state; a status below 500 is success. Returns success."""

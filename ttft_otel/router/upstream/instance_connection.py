@@ -51,9 +51,8 @@ class InstanceConnection(asyncio.Protocol):
         self._lease = lease
         self._request = request
         self._keep = keep
-        self._opener = (
-            lease.protocol
-        )  # aiohttp's close waits until it knows that the connection is lost
+        # aiohttp's close waits until it knows that the connection is lost
+        self._opener = lease.protocol
         self.transport: asyncio.Transport = lease.transport
         self._max_header_bytes = max_header_bytes
         self._answer: InstanceAnswer | None = None
@@ -191,7 +190,17 @@ class InstanceConnection(asyncio.Protocol):
             parts.clear()
             answer.add_part(part, self._is_complete)
         if self._is_complete:
-            self._finish(answer)
+            self._answer = None
+            answer.complete()
+            # The unsent rest of a refused body would be taken for the next request.
+            if (
+                self._keeps_alive
+                and not self._is_sending
+                and not self.transport.get_write_buffer_size()
+            ):
+                self._keep(self)
+            else:
+                self.close()
         # The parser holds an unfinished header: without a bound it could grow for ever.
         elif self._idle_bytes > self._max_header_bytes:
             self._end_unreadable(answer, bool(answer.status), ValueError("a header is too long"))
@@ -220,20 +229,6 @@ class InstanceConnection(asyncio.Protocol):
             answer.complete()
         else:
             answer.fail(aiohttp.ClientPayloadError(f"The answer is not complete: {exc!r}"))
-
-    def _finish(self, answer: InstanceAnswer) -> None:
-        """The answer is complete: keep the connection, if all of the request was wanted."""
-        self._answer = None
-        answer.complete()
-        # The unsent rest of a refused body would be taken for the next request.
-        if (
-            self._keeps_alive
-            and not self._is_sending
-            and not self.transport.get_write_buffer_size()
-        ):
-            self._keep(self)
-        else:
-            self.close()
 
     def _end_unreadable(self, answer: InstanceAnswer, had_head: bool, cause: BaseException) -> None:
         """End the connection: what came is no answer, or more than one, as `cause` says.

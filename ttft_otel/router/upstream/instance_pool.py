@@ -193,7 +193,17 @@ class InstancePool:
         if is_unreachable and instance.state == "healthy":
             self.mark_failed(instance, reason)
         if has_to_open:
-            self._open_breaker(instance, reason)
+            open_period_s = instance.breaker.open(self.first_open_period_s)
+            self.reset_candidates()
+            log.warning(
+                "ttft-otel: circuit breaker open for %s for %.1f s: %s",
+                describe_instance(instance),
+                open_period_s,
+                reason,
+            )
+            asyncio.get_running_loop().call_later(
+                open_period_s, self._end_open_period, instance, instance.breaker.opening_number
+            )
 
     def record_ended(self, attempt: Attempt) -> None:
         """Uncount `attempt`, however it ended, and record its result. Idempotent."""
@@ -226,19 +236,6 @@ class InstancePool:
     def _release_trial(self, instance: Instance, trial_number: int = 0) -> None:
         if instance.breaker.release_trial(trial_number):
             self.reset_candidates()
-
-    def _open_breaker(self, instance: Instance, reason: str) -> None:
-        open_period_s = instance.breaker.open(self.first_open_period_s)
-        self.reset_candidates()
-        log.warning(
-            "ttft-otel: circuit breaker open for %s for %.1f s: %s",
-            describe_instance(instance),
-            open_period_s,
-            reason,
-        )
-        asyncio.get_running_loop().call_later(
-            open_period_s, self._end_open_period, instance, instance.breaker.opening_number
-        )
 
     def _end_open_period(self, instance: Instance, opening_number: int) -> None:
         if instance.breaker.opening_number == opening_number and instance.breaker.half_open():

@@ -143,7 +143,18 @@ class WorkerLink:
         # One that comes twice was asked for; one after a gap waits until what is missing was asked for.
         if order.number == taken + 1:
             self._orders_taken[sender] = order.number
-            follow_order(self.app, order)
+            # Not by the handlers, whose listeners would send it to the others once more.
+            try:
+                instance = parse_instance_url(order.url, order.leg)
+                apply_order(self.app.endpoint.upstream.pool, order.action, instance)
+            # This worker may have other instances for a moment: one order must not end it.
+            except (RequestRejected, ValueError) as error:
+                log.warning(
+                    "ttft-otel: %s of %s, which another worker did, failed here: %s",
+                    order.action,
+                    order.url,
+                    error,
+                )
 
     def _ask_for_orders(self) -> None:
         """Ask workers that have given orders which have not come here, though there was time for it."""
@@ -294,22 +305,6 @@ def run_worker_server(
     link.companion = build_companion(link)
     build_server = functools.partial(WorkerServer, link=link)
     run_router_server(app, plan, build_server, bind_shared_port(plan.host, plan.port))
-
-
-def follow_order(app: RouterApp, order: messages.Order) -> None:
-    """Do what another worker was asked for, and did."""
-    # Not by the handlers, whose listeners would send it to the others once more.
-    try:
-        instance = parse_instance_url(order.url, order.leg)
-        apply_order(app.endpoint.upstream.pool, order.action, instance)
-    # This worker may have other instances for a moment: one order must not end it.
-    except (RequestRejected, ValueError) as error:
-        log.warning(
-            "ttft-otel: %s of %s, which another worker did, failed here: %s",
-            order.action,
-            order.url,
-            error,
-        )
 
 
 def encode_instances(app: RouterApp) -> bytes:

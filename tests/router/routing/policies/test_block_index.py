@@ -16,8 +16,6 @@ from ttft_otel.router.routing.policies.block_index import (
     BlockHolders,
     PartitionedTable,
     SentHistory,
-)
-from ttft_otel.router.routing.policies.block_keys import (
     compute_block_key,
     compute_block_keys,
     encode_extra_keys,

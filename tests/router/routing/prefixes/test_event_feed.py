@@ -18,7 +18,7 @@ from lab.fake_vllm.prefix_cache import (
     build_stored_event,
     encode_batch,
 )
-from ttft_otel.router.routing.policies.block_keys import (
+from ttft_otel.router.routing.policies.block_index import (
     compute_block_key,
     compute_block_keys,
     encode_extra_keys,

@@ -22,7 +22,7 @@ from router.fake_instances import wait_until
 from ttft_otel.model.names import metric_names
 from ttft_otel.router.control.router_metrics import collect_cache_metrics
 from ttft_otel.router.routing import prefixes
-from ttft_otel.router.routing.policies.block_keys import compute_block_keys
+from ttft_otel.router.routing.policies.block_index import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource, kv_events_source
 from ttft_otel.router.routing.prefixes.block_ledger import ReportedIndex
 from ttft_otel.router.routing.prefixes.prefix_source import run_sliced

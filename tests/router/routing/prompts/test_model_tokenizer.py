@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from router import small_tokenizer
 from router.small_tokenizer import decode_token_ids
 from ttft_otel.router.errors import UnreadablePrompt
-from ttft_otel.router.routing.policies.block_keys import compute_block_keys, encode_extra_keys
+from ttft_otel.router.routing.policies.block_index import compute_block_keys, encode_extra_keys
 from ttft_otel.router.routing.prompts import chat_messages
 from ttft_otel.router.routing.prompts.chat_messages import MediaItem
 from ttft_otel.router.routing.prompts.child_frames import TokenizeAnswer

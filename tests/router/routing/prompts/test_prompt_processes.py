@@ -20,7 +20,7 @@ from commands.router.test_router_options import read_options as options
 
 from router import fake_instances, small_tokenizer
 from ttft_otel.router.errors import UnreadablePrompt
-from ttft_otel.router.routing.policies.block_keys import compute_block_keys, encode_extra_keys
+from ttft_otel.router.routing.policies.block_index import compute_block_keys, encode_extra_keys
 from ttft_otel.router.routing.prompts import (
     Prompt,
     PromptReader,

@@ -235,7 +235,20 @@ class SharedModel:
         # Ratios, hence logarithms: twice as slow and twice as fast are equally far from 1.
         if expected_s > 0 and seconds > 0:
             speed.quality.add_outcome(expected_s * speed.factor, seconds)
-            self._learn_speed(speed, math.log(seconds / expected_s))
+            error = (
+                max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, math.log(seconds / expected_s)))
+                - speed.mean_log_ratio
+            )
+            if speed.sample_weight:
+                # Welford's incremental variance; the limit of samples makes it forget, as the line does.
+                self._noise_samples = min(
+                    self._noise_samples + 1, round(1 / (1 - FORGETTING_FACTOR))
+                )
+                square = error * error * speed.sample_weight / (speed.sample_weight + 1)
+                self._noise_variance += (square - self._noise_variance) / self._noise_samples
+            speed.sample_weight = speed.sample_weight * SPEED_FORGETTING + 1
+            speed.mean_log_ratio += error / speed.sample_weight
+            self._mean_sum += error / speed.sample_weight
             speed.factor = math.exp(self._estimate_deviation(speed))
             if speed.factor == 1.0:
                 self.speed_factors.pop(url, None)
@@ -249,17 +262,6 @@ class SharedModel:
         # The others are compared with the average of those that are left.
         self._mean_sum -= self.speeds.pop(url).mean_log_ratio
         self.speed_factors.pop(url, None)
-
-    def _learn_speed(self, speed: InstanceSpeed, log_ratio: float) -> None:
-        error = max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, log_ratio)) - speed.mean_log_ratio
-        if speed.sample_weight:
-            # Welford's incremental variance; the limit of samples makes it forget, as the line does.
-            self._noise_samples = min(self._noise_samples + 1, round(1 / (1 - FORGETTING_FACTOR)))
-            square = error * error * speed.sample_weight / (speed.sample_weight + 1)
-            self._noise_variance += (square - self._noise_variance) / self._noise_samples
-        speed.sample_weight = speed.sample_weight * SPEED_FORGETTING + 1
-        speed.mean_log_ratio += error / speed.sample_weight
-        self._mean_sum += error / speed.sample_weight
 
     def _estimate_deviation(self, speed: InstanceSpeed) -> float:
         """Deviation of the instance from the average log ratio, shrunk towards 0 (James-Stein).
@@ -294,7 +296,14 @@ class PrefillModels:
     def add_sample(self, model: str, url: str, work: PrefillWork, seconds: float) -> None:
         """Learn from one measured prefill of `seconds`."""
         if (model, url) not in self._speeds:
-            self._add_speed(model, url)
+            if len(self._speeds) >= MAX_TRACKED:
+                self._drop_speed(*next(iter(self._speeds)))
+            shared_model = self._shared_models.get(model)
+            if shared_model is None:
+                shared_model = self._shared_models[model] = SharedModel(self.forgetting)
+            self._speeds[model, url] = shared_model.speeds[url] = InstanceSpeed(
+                shared_model.pooled_fit
+            )
         self._shared_models[model].add_sample(url, work, seconds)
 
     def get_line(self, model: str) -> tuple[PrefillLine, Mapping[str, float]] | None:
@@ -318,14 +327,6 @@ class PrefillModels:
         """What was learned by (model, URL); the URL is "" for the shared line."""
         pools = {(model, ""): shared.pooled_fit for model, shared in self._shared_models.items()}
         return {**pools, **self._speeds}
-
-    def _add_speed(self, model: str, url: str) -> None:
-        if len(self._speeds) >= MAX_TRACKED:
-            self._drop_speed(*next(iter(self._speeds)))
-        shared_model = self._shared_models.get(model)
-        if shared_model is None:
-            shared_model = self._shared_models[model] = SharedModel(self.forgetting)
-        self._speeds[model, url] = shared_model.speeds[url] = InstanceSpeed(shared_model.pooled_fit)
 
     def _drop_speed(self, model: str, url: str) -> None:
         del self._speeds[model, url]

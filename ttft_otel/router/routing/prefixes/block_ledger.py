@@ -13,8 +13,12 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ttft_otel.router.errors import MalformedEvents
-from ttft_otel.router.routing.policies.block_index import PartitionedTable, SentHistory
-from ttft_otel.router.routing.policies.block_keys import compute_block_key, encode_extra_keys
+from ttft_otel.router.routing.policies.block_index import (
+    PartitionedTable,
+    SentHistory,
+    compute_block_key,
+    encode_extra_keys,
+)
 from ttft_otel.router.routing.prefixes.kv_event_parser import (
     BlocksRemoved,
     BlocksStored,
@@ -173,7 +177,7 @@ class BlockLedger:
         if mark:
             yield from self._store_copies(event, mark)
             return
-        # 0: the block begins a prompt (block_keys.py).
+        # 0: the block begins a prompt (block_index.py).
         parent_key = 0 if event.parent_hash is None else self._find_key(event.parent_hash)
         size, ids, keys = event.block_size, event.token_ids, event.extra_keys
         # An orphan follows a block that was never reported: its prefix, hence its key, is unknown.

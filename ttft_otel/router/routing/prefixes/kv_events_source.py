@@ -226,7 +226,19 @@ class Subscription:
                 self._stop_rank(number)
         for number, endpoint in endpoints.items():
             if number not in self._ranks:
-                self._start_rank(number, endpoint)
+                replay_from = functools.partial(request_replay, self._context, endpoint.replay)
+                # A new one, since another publisher's hashes mean nothing to the old.
+                ledger = BlockLedger(self._index, self.url, number)
+                feed = EventFeed(ledger, replay_from if endpoint.replay else None)
+                listening = receive_events(
+                    self._context,
+                    endpoint,
+                    feed,
+                    functools.partial(self._handle_connection, number),
+                )
+                self._ranks[number] = RankFeed(
+                    endpoint, feed, asyncio.create_task(listening), disconnected_at_s=monotonic()
+                )
 
     def _check_silence(self) -> None:
         """Drop the reported blocks if nothing is published any more, or no feed was connected for long."""
@@ -240,18 +252,6 @@ class Subscription:
             for rank in self._ranks.values():
                 rank.feed.clear_state()
             self._index.stop_reporting(self.url)
-
-    def _start_rank(self, rank_number: int, endpoint: EventEndpoint) -> None:
-        replay_from = functools.partial(request_replay, self._context, endpoint.replay)
-        # A new one, since another publisher's hashes mean nothing to the old.
-        ledger = BlockLedger(self._index, self.url, rank_number)
-        feed = EventFeed(ledger, replay_from if endpoint.replay else None)
-        listening = receive_events(
-            self._context, endpoint, feed, functools.partial(self._handle_connection, rank_number)
-        )
-        self._ranks[rank_number] = RankFeed(
-            endpoint, feed, asyncio.create_task(listening), disconnected_at_s=monotonic()
-        )
 
     def _stop_rank(self, rank_number: int) -> None:
         rank = self._ranks.pop(rank_number)

@@ -16,7 +16,7 @@ import msgspec
 
 from ttft_otel.model.endpoints import MESSAGES_PATH, RESPONSES_PATH
 from ttft_otel.router.errors import AnswerTooLong, UnreadablePrompt
-from ttft_otel.router.routing.policies.block_keys import compute_block_keys
+from ttft_otel.router.routing.policies.block_index import compute_block_keys
 from ttft_otel.router.routing.prompts.local_reader import PROMPT_KINDS, LocalPromptReader
 from ttft_otel.router.routing.prompts.placeholders import PlaceholderSpan, build_extra_keys
 from ttft_otel.router.routing.prompts.prompt_reader import Prompt
@@ -25,7 +25,6 @@ from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import (
     QUERY_ERRORS,
-    QueryAnswer,
     QueryClient,
     build_authorization,
 )
@@ -142,7 +141,17 @@ class EnginePromptReader:
             raise UnreadablePrompt("busy")
         self._render_count += 1
         try:
-            status, answer = await self._request_render(instance, route, body, remaining_s)
+            if self._queries is None:
+                raise UnreadablePrompt("closed")
+            status, answer = await self._queries.ask(
+                f"{instance.url}{route}/render",
+                body=_omit_pixels(body),
+                headers={"Authorization": build_authorization(self._api_key)}
+                if self._api_key
+                else {},
+                timeout_s=remaining_s,
+                max_bytes=MAX_RENDER_BYTES,
+            )
         except AnswerTooLong as error:
             raise UnreadablePrompt("refused") from error
         finally:
@@ -163,19 +172,6 @@ class EnginePromptReader:
         candidates = self._pool.get_candidates(self._pool.prefilling_leg, model)
         available = [instance for instance in candidates if instance not in self._paused_until_s]
         return min(available, key=lambda instance: instance.in_flight, default=None)
-
-    async def _request_render(
-        self, instance: Instance, route: str, body: bytes, remaining_s: float
-    ) -> QueryAnswer:
-        if self._queries is None:
-            raise UnreadablePrompt("closed")
-        return await self._queries.ask(
-            f"{instance.url}{route}/render",
-            body=_omit_pixels(body),
-            headers={"Authorization": build_authorization(self._api_key)} if self._api_key else {},
-            timeout_s=remaining_s,
-            max_bytes=MAX_RENDER_BYTES,
-        )
 
     def _build_prompt(self, route: str, model: str, answer: bytes, block_size: int) -> Prompt:
         try:

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from io import BytesIO
 from typing import Any, Final, NamedTuple
 
-from ttft_otel.router.routing.policies.block_keys import encode_extra_keys
+from ttft_otel.router.routing.policies.block_index import encode_extra_keys
 from ttft_otel.router.routing.prompts.chat_messages import MediaItem
 
 # Default token count per item when unknown; any estimate separates requests with and without media.

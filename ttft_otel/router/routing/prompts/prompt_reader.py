@@ -17,7 +17,7 @@ class Prompt:
 
     tokens: int  # its length, placeholder tokens of media included
     token_ids: Sequence[int]  # empty if the ids of media placeholders are unknown
-    # Keys of the full blocks (policies/block_keys.py), as far as ids are known.
+    # Keys of the full blocks (policies/block_index.py), as far as ids are known.
     block_keys: tuple[int, ...]
     # Placeholder tokens of each media item, in order, repeated items included.
     encoder_items: tuple[int, ...] = ()

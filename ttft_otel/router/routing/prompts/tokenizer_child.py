@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from ttft_otel.router.errors import UnreadablePrompt
-from ttft_otel.router.routing.policies.block_keys import compute_block_keys
+from ttft_otel.router.routing.policies.block_index import compute_block_keys
 from ttft_otel.router.routing.prompts import chat_messages, placeholders
 from ttft_otel.router.routing.prompts.child_frames import (
     LENGTH_BYTES,

@@ -137,7 +137,16 @@ class TokenizerWorker:
                 # One that was too late has been replaced, and its questions have failed.
                 if self._process is not process or not self._sent:
                     break
-                self._receive_answer(answer)
+                future = next(iter(self._sent))
+                question = self._sent.pop(future)
+                self._question_bytes -= len(question.body)
+                if question.path:
+                    spent_s = asyncio.get_running_loop().time() - self._begun_s
+                    self._mean_prompt_s += (spent_s - self._mean_prompt_s) * MEAN_WEIGHT
+                if not future.done():
+                    future.set_result(answer)
+                self._restart_timer()
+                self._send_questions()
         _kill_process(process)
         await process.wait()
         # Otherwise `close` or a time-out has dealt with its questions already.
@@ -154,18 +163,6 @@ class TokenizerWorker:
             stdin.write(frame_message(self._sent[answer]))
         if self._stuck_timer is None:
             self._restart_timer()
-
-    def _receive_answer(self, answer: TokenizeAnswer) -> None:
-        future = next(iter(self._sent))
-        question = self._sent.pop(future)
-        self._question_bytes -= len(question.body)
-        if question.path:
-            spent_s = asyncio.get_running_loop().time() - self._begun_s
-            self._mean_prompt_s += (spent_s - self._mean_prompt_s) * MEAN_WEIGHT
-        if not future.done():
-            future.set_result(answer)
-        self._restart_timer()
-        self._send_questions()
 
     def _restart_timer(self) -> None:
         """Restart the time-out for the oldest question sent, the one that the child works at."""
