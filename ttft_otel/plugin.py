@@ -32,6 +32,5 @@ def register() -> None:
         import logging
 
         logging.getLogger("ttft_otel").warning(
-            "ttft-otel: could not install its hooks; the server runs without tracing",
-            exc_info=True,
+            "ttft-otel: could not install its hooks; the server runs without tracing", exc_info=True
         )

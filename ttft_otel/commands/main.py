@@ -43,10 +43,7 @@ SUBCOMMANDS: Final[dict[str, Subcommand]] = {
         "ttft_otel.commands.explain", "explain", "Say why requests were late.", "explain"
     ),
     "whatif": Subcommand(
-        "ttft_otel.commands.whatif",
-        "explain",
-        "Predict the TTFT with other settings.",
-        "whatif",
+        "ttft_otel.commands.whatif", "explain", "Predict the TTFT with other settings.", "whatif"
     ),
     "mcp": Subcommand(
         "ttft_otel.commands.mcp_server", "mcp", "Offer these answers to an agent, read-only."

@@ -210,10 +210,7 @@ def _print_trace(
 
 
 def _print_requests(
-    requests: list[Request],
-    opened: BreakdownSource,
-    last: int | None,
-    as_json: bool,
+    requests: list[Request], opened: BreakdownSource, last: int | None, as_json: bool
 ) -> None:
     if not requests:
         raise StoreError(

@@ -90,8 +90,7 @@ The page, /ttft_report/ID, /api/... and OTLP over HTTP share --http-port.
 )
 @_make_url_option("--grafana", "Where people reach Grafana: pages link to its dashboard.")
 @_make_url_option(
-    "--alertmanager",
-    "Where answers to the alerts of /api/alerts go: http://127.0.0.1:9093.",
+    "--alertmanager", "Where answers to the alerts of /api/alerts go: http://127.0.0.1:9093."
 )
 @_make_url_option("--page-url", "Where people reach the pages, for links of answers.")
 @add_source_options

@@ -379,11 +379,7 @@ def _add_remote_lengths(cursor: PartitionCursor, marks: Marks) -> None:
 
 
 def _build_breakdown(
-    marks: Marks,
-    pieces: list[tuple[str, int, int]],
-    totals: dict[str, int],
-    end: int,
-    clamped: int,
+    marks: Marks, pieces: list[tuple[str, int, int]], totals: dict[str, int], end: int, clamped: int
 ) -> Breakdown:
     # It is the remainder, no stage that somebody can tune.
     lost = totals.pop(UNATTRIBUTED, 0)

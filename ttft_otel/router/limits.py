@@ -54,9 +54,7 @@ class RouterLimits:
     )
     # Sixteen bodies of the largest size; each stays until the instance that answers the client does.
     max_bodies: int = declare_limit(
-        1_073_741_824,
-        "Bytes of all request bodies together that the router holds.",
-        "503",
+        1_073_741_824, "Bytes of all request bodies together that the router holds.", "503"
     )
     max_key_requests: int = declare_limit(
         0, "Requests of one API key under way, in each worker; 0: any number.", "429", minimum=0

@@ -18,10 +18,7 @@ import click
 import yaml
 
 from ttft_otel.commands.command_options import Command, OptionDecorator, add_options, declare_flag
-from ttft_otel.commands.router.routing_options import (
-    RoutingOptions,
-    check_unused_options,
-)
+from ttft_otel.commands.router.routing_options import RoutingOptions, check_unused_options
 from ttft_otel.http.head_checks import is_loopback
 from ttft_otel.model.names import env_names
 from ttft_otel.model.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE

@@ -75,10 +75,7 @@ def _build_supervisor(processes: WorkerProcesses) -> WorkerSupervisor:
     options = processes.options
     try:
         return WorkerSupervisor(
-            options.workers,
-            processes.run_worker,
-            options.drain_timeout,
-            processes.reload_options,
+            options.workers, processes.run_worker, options.drain_timeout, processes.reload_options
         )
     except OSError as error:
         text = "--workers needs a folder for its sockets: make room there, or set XDG_RUNTIME_DIR"

@@ -17,11 +17,7 @@ import numpy
 
 from ttft_otel.explain.diff.stage_difference import LEVEL, RESAMPLES
 from ttft_otel.explain.window.late_requests import ComparedRequests
-from ttft_otel.explain.window.request_facts import (
-    CannotTellError,
-    RequestEvidence,
-    count_values,
-)
+from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence, count_values
 from ttft_otel.model import stages
 from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.model.statistics import average_draws, draw_weights, find_interval
@@ -164,10 +160,7 @@ def _check_unattributed(parts: Sequence[StagePart]) -> None:
 
 
 def _divide_by_reason(
-    stage: str,
-    us: float,
-    late: Sequence[RequestEvidence],
-    typical: Sequence[RequestEvidence],
+    stage: str, us: float, late: Sequence[RequestEvidence], typical: Sequence[RequestEvidence]
 ) -> tuple[tuple[str, float], ...]:
     """(reason, share of the stage's difference), largest first; () for a stage without reasons."""
     known = {reason for each in (*late, *typical) for reason in each.reasons.get(stage, {})}

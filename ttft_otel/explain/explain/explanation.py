@@ -11,14 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ttft_otel.explain.explain.cause_choice import (
-    HIGH,
-    LOW,
-    MEDIUM,
-    SURE_LATE,
-    Cause,
-    choose_cause,
-)
+from ttft_otel.explain.explain.cause_choice import HIGH, LOW, MEDIUM, SURE_LATE, Cause, choose_cause
 from ttft_otel.explain.explain.cause_detectors import DETECTORS
 from ttft_otel.explain.explain.cause_findings import LateDifference, StagePart, divide_difference
 from ttft_otel.explain.explain.late_case import Candidate, LateCase

@@ -62,9 +62,7 @@ REMEDIES: Final[dict[str, Remedy]] = {
         ("--long-prefill-token-threshold",),
     ),
     cause_kinds.SET_ASIDE: Remedy(
-        "Look at what was waited for: {subject}.",
-        "None.",
-        "docs/concepts.md",
+        "Look at what was waited for: {subject}.", "None.", "docs/concepts.md"
     ),
     cause_kinds.COLD_PREFIX_CACHE: Remedy(
         "Find what emptied the cache, or changed the prompts' beginnings; send like prefixes to one "

@@ -250,11 +250,7 @@ def _draw(some: range, chance: random.Random | None) -> list[int]:
 
 
 def _build_times(
-    samples: StepSamples,
-    drawn: Sequence[int],
-    forward: list[float],
-    knee: int,
-    ratios: Array,
+    samples: StepSamples, drawn: Sequence[int], forward: list[float], knee: int, ratios: Array
 ) -> StepTimes:
     work = samples.work.work[: len(samples.visits)]
     seen = float((work[:, 4] / work[:, 0]).max()) if len(work) else 0.0

@@ -18,12 +18,7 @@ from ttft_otel.explain.whatif.plan_search import (
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.what_if import Prediction
 from ttft_otel.explain.whatif.what_if_figures import LEVEL, QUANTILES, TTFT, PredictedFigure
-from ttft_otel.report.show.terminal import (
-    format_short,
-    print_sentence,
-    remove_controls,
-    round_ms,
-)
+from ttft_otel.report.show.terminal import format_short, print_sentence, remove_controls, round_ms
 
 QUANTILE_NAMES: Final = tuple(f"p{round(100 * share)}" for share in QUANTILES)
 SHOWN_SHARE: Final = 0.005  # of the predicted p95 of the TTFT; smaller stages are only in the JSON
@@ -138,8 +133,7 @@ def print_answer(answer: Prediction, console: Console) -> None:
         f"{name} {error:+.1%}" for name, error in zip(QUANTILE_NAMES, answer.errors, strict=True)
     )
     print_sentence(
-        console,
-        f"The same model on the {answer.requests} recorded requests, unchanged: {errors}",
+        console, f"The same model on the {answer.requests} recorded requests, unchanged: {errors}"
     )
     if answer.token_time:
         print_sentence(console, _describe_token_time(answer))

@@ -16,11 +16,7 @@ import numpy
 
 from ttft_otel.explain.window.request_facts import RequestEvidence
 from ttft_otel.model import stages
-from ttft_otel.model.statistics import (
-    compute_weighted_quantiles,
-    draw_weights,
-    find_interval,
-)
+from ttft_otel.model.statistics import compute_weighted_quantiles, draw_weights, find_interval
 
 Floats = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 Mask = numpy.ndarray[Any, numpy.dtype[numpy.bool_]]

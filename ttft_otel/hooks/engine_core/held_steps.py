@@ -16,11 +16,7 @@ from typing import Any, Final
 
 from ttft_otel.hooks import vllm_fields
 from ttft_otel.hooks.engine_core.step_log import NO_SUMS, HeldRequest, StepLog
-from ttft_otel.hooks.engine_core.step_work import (
-    StepWork,
-    describe_step,
-    take_out_own,
-)
+from ttft_otel.hooks.engine_core.step_work import StepWork, describe_step, take_out_own
 from ttft_otel.model.held_waits import MAX_SEGMENTS, SEGMENT_SIZE, halve_segments, split_step
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.engine_timeline import EngineTimeline

@@ -122,11 +122,7 @@ def _find_head(scheduler: Any, facts: vllm_fields.SchedulerFacts) -> Any:
 
 
 def _find_head_reason(
-    scheduler: Any,
-    facts: vllm_fields.SchedulerFacts,
-    output: Any,
-    head: Any,
-    tokens_left: int,
+    scheduler: Any, facts: vllm_fields.SchedulerFacts, output: Any, head: Any, tokens_left: int
 ) -> int:
     """What the request at the head could not get, with `tokens_left` in the step."""
     tokens = head.num_tokens - head.num_computed_tokens
@@ -231,11 +227,7 @@ def _lacks_adapter_place(scheduler: Any, facts: vllm_fields.SchedulerFacts, requ
 
 
 def find_stall_reason(
-    scheduler: Any,
-    output: Any,
-    request: Any,
-    timeline: EngineTimeline,
-    throttled: bool = False,
+    scheduler: Any, output: Any, request: Any, timeline: EngineTimeline, throttled: bool = False
 ) -> int:
     """Why a prompt that has begun is not complete with this step, or has no part in it.
 

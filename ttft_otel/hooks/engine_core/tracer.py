@@ -20,11 +20,7 @@ from ttft_otel.hooks.engine_core.kv import BlockTransfers
 from ttft_otel.hooks.engine_core.own_requests import OwnRequests, find_error
 from ttft_otel.hooks.engine_core.waiting import WaitingQueue
 from ttft_otel.hooks.vllm_fields import SchedulerFacts
-from ttft_otel.hooks.worker.model_runners import (
-    MAX_UNFINISHED_STEPS,
-    WorkerTracer,
-    stamp_time,
-)
+from ttft_otel.hooks.worker.model_runners import MAX_UNFINISHED_STEPS, WorkerTracer, stamp_time
 from ttft_otel.hooks.wrap import NEW_REQUESTS, Hook, Patcher
 from ttft_otel.model import breakdown
 from ttft_otel.model.names import header_names, keys

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ttft_otel.hooks.targets.patch_target import (
-    COMPUTE_STAGES,
-    PatchTarget,
-    TargetPlace,
-)
+from ttft_otel.hooks.targets.patch_target import COMPUTE_STAGES, PatchTarget, TargetPlace
 from ttft_otel.model.stages import QUEUE_STAGES
 
 _EC: Final = "vllm.distributed.ec_transfer.ec_connector.base"

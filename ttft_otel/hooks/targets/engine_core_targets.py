@@ -5,11 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ttft_otel.hooks.targets.patch_target import (
-    ENGINE_STAGES,
-    PatchTarget,
-    TargetPlace,
-)
+from ttft_otel.hooks.targets.patch_target import ENGINE_STAGES, PatchTarget, TargetPlace
 from ttft_otel.model.stages import QUEUE_STAGES
 
 CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (

@@ -135,9 +135,7 @@ def _build_routed_request(trace_id: str, router: Leg, legs: list[Leg]) -> Reques
     }
     if told and (known := sum(told.values())) <= router.unattributed_us:
         router = replace(
-            router,
-            stages={**router.stages, **told},
-            unattributed_us=router.unattributed_us - known,
+            router, stages={**router.stages, **told}, unattributed_us=router.unattributed_us - known
         )
     return Request(
         trace_id=trace_id,

@@ -293,7 +293,7 @@ def create_grpc_server(receiver: Receiver) -> grpc.aio.Server:
             # From the first one on a call may be refused, beyond the other it is.
             ("grpc.max_metadata_size", MAX_METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-        ],
+        ]
     )
     # A unary call is a stream of one message on the wire.
     handler = grpc.stream_unary_rpc_method_handler(receiver.export)

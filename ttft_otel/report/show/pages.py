@@ -89,10 +89,7 @@ def render_trace(
     """
     start_ns, end_ns = waterfall_rows.find_window(stored_trace.spans)
     dashboard = link_dashboard(
-        grafana_url,
-        start_ns - AROUND_NS,
-        end_ns + AROUND_NS,
-        {"var-trace": stored_trace.trace_id},
+        grafana_url, start_ns - AROUND_NS, end_ns + AROUND_NS, {"var-trace": stored_trace.trace_id}
     )
     return render_template(
         "trace.html", trace=stored_trace, is_explained=is_explained, dashboard=dashboard

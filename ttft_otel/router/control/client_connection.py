@@ -16,11 +16,7 @@ from typing import Any, Final, cast
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from ttft_otel.http.bounded_connection import (
-    BODY,
-    REQUEST,
-    BoundedConnection,
-)
+from ttft_otel.http.bounded_connection import BODY, REQUEST, BoundedConnection
 from ttft_otel.http.head_checks import CallerRules, HeadLimits, HeadRefused
 from ttft_otel.router import lost_hosts
 from ttft_otel.router.errors import RequestRejected

@@ -6,11 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from ttft_otel.model.names import header_names
-from ttft_otel.router.errors import (
-    RequestRejected,
-    RouterError,
-    UpstreamRefused,
-)
+from ttft_otel.router.errors import RequestRejected, RouterError, UpstreamRefused
 from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.types import AsgiSend, HeaderList
 
@@ -25,11 +21,7 @@ async def send_response_start(
     await send({"type": "http.response.start", "status": status, "headers": response_headers})
 
 
-async def send_error(
-    error: RouterError,
-    exchange: Exchange,
-    send: AsgiSend,
-) -> None:
+async def send_error(error: RouterError, exchange: Exchange, send: AsgiSend) -> None:
     """Answer with an error: the instance's own, or ours in OpenAI's form."""
     response_headers, data = render_error(error)
     # Before the send, in which a client that has its answer may leave.

@@ -34,11 +34,7 @@ from redis.exceptions import RedisError
 from ttft_otel.model.names import metric_names
 from ttft_otel.router.discovery.discovery import end_tasks
 from ttft_otel.router.routing.routing_service import RoutingService
-from ttft_otel.router.shared_state.snapshots import (
-    MAX_VALUE_BYTES,
-    OtherReplicas,
-    build_snapshot,
-)
+from ttft_otel.router.shared_state.snapshots import MAX_VALUE_BYTES, OtherReplicas, build_snapshot
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers.process_loads import OwnLoads, RemoteLoads
 from ttft_otel.tracing.guard import Guard

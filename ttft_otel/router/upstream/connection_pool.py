@@ -182,11 +182,7 @@ class ConnectionPool:
 
 
 def _encode_head(
-    origin: InstanceOrigin,
-    method: str,
-    target: str,
-    headers: Mapping[str, str],
-    length: int | None,
+    origin: InstanceOrigin, method: str, target: str, headers: Mapping[str, str], length: int | None
 ) -> bytes:
     """The head of a request; `length`: of its body, None for none.
 

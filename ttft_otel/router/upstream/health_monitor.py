@@ -17,11 +17,7 @@ from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.failures import describe_error, is_resource_shortage
 from ttft_otel.router.upstream.instance_pool import InstancePool, describe_instance
-from ttft_otel.router.upstream.query_client import (
-    QUERY_ERRORS,
-    QueryClient,
-    build_authorization,
-)
+from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient, build_authorization
 
 PROBE_INTERVAL_S: Final = 5.0  # seconds between two probes of a healthy instance
 FAILED_PROBE_INTERVAL_S: Final = 1.0  # seconds between two probes of a failed instance

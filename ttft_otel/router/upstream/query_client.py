@@ -52,9 +52,7 @@ class QueryClient:
     """
 
     def __init__(
-        self,
-        max_header_bytes: int = MAX_HEADER_BYTES,
-        tls: ClientTls | None = None,
+        self, max_header_bytes: int = MAX_HEADER_BYTES, tls: ClientTls | None = None
     ) -> None:
         self._connector = aiohttp.TCPConnector(limit=0)
         self._pool = ConnectionPool(

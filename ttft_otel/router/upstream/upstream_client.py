@@ -130,10 +130,7 @@ class UpstreamClient:
         return self._queries
 
     async def send_request(
-        self,
-        request: types.RoutingRequest,
-        trace: context.TraceContext,
-        attempts: list[Attempt],
+        self, request: types.RoutingRequest, trace: context.TraceContext, attempts: list[Attempt]
     ) -> InstanceAnswer:
         """Send the request of one leg, retrying where failures.py allows it; fills `attempts`.
 
@@ -171,10 +168,7 @@ class UpstreamClient:
         return f"There is no {leg} instance."
 
     def record_connection_failure(
-        self,
-        request: types.RoutingRequest,
-        attempts: list[Attempt],
-        error: BaseException,
+        self, request: types.RoutingRequest, attempts: list[Attempt], error: BaseException
     ) -> tuple[types.Instance, ...]:
         """Record a failed connection of the last attempt. Returns candidates for a retry, () for none."""
         attempt = attempts[-1]

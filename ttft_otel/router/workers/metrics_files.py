@@ -28,10 +28,7 @@ SUMMED_GAUGES: Final = {
     metric_names.ROUTER_WORKERS,
 }
 # Counters of what happens to each of them at once: the largest is right, the sum is not.
-COMMON_COUNTERS: Final = {
-    metric_names.ROUTER_RELOADS,
-    metric_names.ROUTER_KV_EVENTS,
-}
+COMMON_COUNTERS: Final = {metric_names.ROUTER_RELOADS, metric_names.ROUTER_KV_EVENTS}
 INSTANCE_LABEL: Final = "instance"
 
 log: Final = logging.getLogger("ttft_otel")

@@ -23,11 +23,7 @@ from ttft_otel.router.routing.prompts.prompt_reader import Prompt
 from ttft_otel.router.routing.prompts.tokenizer_worker import REQUEST_WAIT_S
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import (
-    QUERY_ERRORS,
-    QueryClient,
-    build_authorization,
-)
+from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient, build_authorization
 
 RENDERED_PATHS: Final = (*PROMPT_KINDS, RESPONSES_PATH, MESSAGES_PATH)
 REFUSAL_PAUSE_S: Final = 60.0  # seconds before an instance that refused is asked again
