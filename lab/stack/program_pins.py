@@ -134,6 +134,12 @@ KUBERNETES_NODE_TOOL: Final = GoTool(
     module=KUBERNETES_TOOL.name,
 )
 
+KUBE_ROUTER: Final = StackProgram(
+    "kube-router", "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router", "TTFT_KUBE_ROUTER"
+)
+# What enforces NetworkPolicies for tests/cluster, by iptables and ipset; five minutes of CPU.
+KUBE_ROUTER_TOOL: Final = GoTool("kube-router", (KUBE_ROUTER,))
+
 DOCKER_COMPOSE: Final = StackProgram(
     "docker-compose", "github.com/docker/compose/v2/cmd", "TTFT_DOCKER_COMPOSE"
 )
