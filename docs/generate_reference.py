@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the tables of flags and limits into the reference pages: run it after one has changed.
 
-Tables stand between `<!-- flags NAME -->` and `<!-- end of flags NAME -->`, where NAME is a subcommand of
-`ttft-otel`; between `<!-- limits -->` and `<!-- end of limits -->`; of what others call our stages, from
-vocabulary.json, between `<!-- vocabulary -->` and `<!-- end of vocabulary -->`; of OpenTelemetry's variables
-between `<!-- otel -->` and `<!-- end of otel -->`. tests/test_docs.py fails when a page is not what this
+Tables stand between a mark and `<!--end-->`. Marks: `<!--flags:NAME-->`, where NAME is a subcommand of
+`ttft-otel`; `<!--limits-->`; `<!--vocabulary-->`, of what others call our stages, from vocabulary.json;
+`<!--otel-->`, of OpenTelemetry's variables; `<!--semconv:NAME-->` of semconv/, where NAME is a group of
+attributes, `spans`, or a section of metrics. tests/test_docs.py fails when a page is not what this
 script makes.
 """
 
@@ -13,9 +13,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
+import yaml
 
 from ttft_otel.commands import main as cli
 from ttft_otel.model.names import otel_variables
@@ -27,13 +30,14 @@ SOURCE_FLAG = "--tempo"  # what the others have of it
 FOLDER = Path(__file__).parent / "reference"
 PAGES = tuple(
     FOLDER / f"{name}.md"
-    for name in ("commands", "router-flags", "limits", "settings", "vocabulary")
+    for name in (
+        *("attributes", "commands", "limits", "metrics", "router-flags", "settings", "trace"),
+        "vocabulary",
+    )
 )
 IN_HELP = re.compile(r"\s*\[default: ([^]]+)]")
-TABLE = re.compile(r"(<!-- flags ([a-z]+) -->\n).*?(<!-- end of flags \2 -->)", re.DOTALL)
-LIMITS = re.compile(r"(<!-- limits -->\n).*?(<!-- end of limits -->)", re.DOTALL)
-VARIABLES = re.compile(r"(<!-- otel -->\n).*?(<!-- end of otel -->)", re.DOTALL)
-VOCABULARY = re.compile(r"(<!-- vocabulary -->\n).*?(<!-- end of vocabulary -->)", re.DOTALL)
+MARK = re.compile(r"(<!--(\w+):?([\w.]*)-->\n).*?(<!--end-->)", re.DOTALL)
+REGISTRY = Path(__file__).parents[1] / "semconv"
 
 
 def describe_default(option: click.Option) -> str:
@@ -125,15 +129,90 @@ def render_vocabulary() -> str:
             for ours, names, note in each["rows"]
         ]
         sections.append(f"**{each['product']}** ({each['read']}):\n\n{''.join(rows)}\n")
-    return "".join(sections)
+    return "\n" + "".join(sections)
+
+
+def load_registry() -> dict[str, dict[str, Any]]:
+    """The groups of semconv/, by their IDs."""
+    files = ("attributes", "spans", "metrics")
+    texts = ((REGISTRY / f"{name}.yaml").read_text("utf-8") for name in files)
+    return {each["id"]: each for text in texts for each in yaml.safe_load(text)["groups"]}
+
+
+def render_table(*rows: tuple[str, ...]) -> str:
+    """Make a table, whose head is the first row."""
+    lines = [rows[0], ("---",) * len(rows[0]), *rows[1:]]
+    return "".join(
+        f"| {' | '.join(cells)} |\n".replace("| --- ", "|---").replace("--- |", "---|")
+        for cells in lines
+    )
+
+
+def render_attributes(group: dict[str, Any]) -> str:
+    """Make the table of a group of attributes; neighbours that mean the same share a row."""
+    rows = dict[tuple[str, ...], list[str]]()
+    for each in group["attributes"]:
+        notes = each.get("annotations", {})
+        name = notes.get("name") or each.get("id") or each["ref"]
+        rows.setdefault((*filter(None, [notes.get("where")]), each["brief"]), []).append(
+            f"`{name}`"
+        )
+    head = (
+        ("attribute", "on", "meaning") if len(next(iter(rows))) == 2 else ("attribute", "setting")
+    )
+    return render_table(head, *((", ".join(names), *rest) for rest, names in rows.items()))
+
+
+def render_semconv(name: str) -> str:
+    """Make the table of attributes, spans or metrics that a mark names."""
+    registry = load_registry()
+    if name in registry:
+        return render_attributes(registry[name])
+    notes = {key: each.get("annotations", {}) for key, each in registry.items()}
+    if name == "spans":
+        return render_table(
+            ("span", "kind", "parent", "what it is"),
+            *(
+                (f"`{notes[key]['name']}`", each["span_kind"], notes[key]["parent"], each["brief"])
+                for key, each in registry.items()
+                if each["type"] == "span"
+            ),
+        )
+    rows = []
+    for key, each in registry.items():
+        if each["type"] != "metric" or notes[key]["section"] != name:
+            continue
+        is_counter, shown = each["instrument"] == "counter", each["metric_name"]
+        if name == "collector":
+            ending = "total" if is_counter else "seconds"
+            second = f"`{shown.replace('.', '_')}_{ending}`"
+        else:
+            shown += "_total" * is_counter
+            words = notes[key].get("labels", "").split(", ")
+            second = ", ".join(f"`{word}`" for word in words if word) or "–"
+        rows.append((f"`{shown}`", second, each["brief"]))
+    return render_table(
+        ("metric", "in Prometheus" if name == "collector" else "labels", "meaning"), *rows
+    )
+
+
+RENDERERS: dict[str, Callable[..., str]] = {
+    "flags": render_flags,
+    "limits": render_limits,
+    "otel": render_variables,
+    "semconv": render_semconv,
+    "vocabulary": render_vocabulary,
+}
 
 
 def render_page(text: str) -> str:
-    """Replace every table between marks in a page's text."""
-    text = TABLE.sub(lambda found: found[1] + render_flags(found[2]) + found[3], text)
-    text = VOCABULARY.sub(lambda found: f"{found[1]}\n{render_vocabulary()}{found[2]}", text)
-    text = VARIABLES.sub(lambda found: found[1] + render_variables() + found[2], text)
-    return LIMITS.sub(lambda found: found[1] + render_limits() + found[2], text)
+    """Replace everything between marks in a page's text."""
+
+    def render(found: re.Match[str]) -> str:
+        names = [found[3]] if found[3] else []
+        return found[1] + RENDERERS[found[2]](*names) + found[4]
+
+    return MARK.sub(render, text)
 
 
 def main() -> None:

@@ -230,11 +230,11 @@ def test_flags() -> None:
     for page in script["PAGES"]:
         text = page.read_text("utf-8")
         assert script["render_page"](text) == text, f"run docs/generate_reference.py: {page.name}"
-        shown |= {found[2] for found in script["TABLE"].finditer(text)}
-        shown |= {"otel" for _ in script["VARIABLES"].finditer(text)}
-        shown |= {"limits" for _ in script["LIMITS"].finditer(text)}
+        shown |= {found[3] or found[2] for found in script["MARK"].finditer(text)}
 
-    assert shown == {*cli.SUBCOMMANDS, "limits", "otel"}
+    registry = {key for key in script["load_registry"]() if key.startswith("registry.")}
+    lists = {"limits", "otel", "vocabulary", "spans", "page", "router", "routing"}
+    assert shown == {*cli.SUBCOMMANDS} | registry | lists | {"collector"}
 
 
 def test_foreign_names() -> None:

@@ -32,7 +32,7 @@ from ttft_otel.commands import doctor
 from ttft_otel.exporter.export_worker import run_worker
 from ttft_otel.exporter.exporter_counters import ExporterCounters
 from ttft_otel.exporter.record_queue import RecordQueue
-from ttft_otel.model.names import env_names, otel_variables
+from ttft_otel.model.names import env_names, otel_variables, span_names
 from ttft_otel.model.record import Record, encode_record
 from ttft_otel.tracing import context
 from ttft_otel.tracing.settings import list_problems, read_settings
@@ -163,6 +163,18 @@ def test_all_are_tried() -> None:
     tried = {*HTTP_EFFECTS, *TLS, *GRPC, *DECISIONS, *TIMEOUTS, *TIMES, *ENDPOINTS}
 
     assert tried | IN_OTHER_TESTS == set(FOLLOWED)
+
+
+def test_schema_url(sink: Sink, sink_for: Any, export: Any) -> None:
+    """Scope and resource of both signals name the version of the conventions that they follow."""
+    export(**sink_for())
+    (spans,) = sink.traces[0].resource_spans
+    (metrics,) = sink.metrics[0].resource_metrics
+
+    urls = {
+        each.schema_url for each in (spans, metrics, *spans.scope_spans, *metrics.scope_metrics)
+    }
+    assert urls == {span_names.SCHEMA_URL}
 
 
 # The variable, its value, and what has to be true of the receiver only then.

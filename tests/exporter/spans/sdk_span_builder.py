@@ -23,7 +23,7 @@ from ttft_otel.tracing.context import SAMPLED_FLAG
 MAX_VALUE_CHARS: Final = 256  # characters of one attribute's value
 MAX_ATTRIBUTES: Final = 128  # attributes of one span
 
-_SCOPE: Final = InstrumentationScope(span_names.SCOPE, __version__)
+_SCOPE: Final = InstrumentationScope(span_names.SCOPE, __version__, span_names.SCHEMA_URL)
 
 
 def build_spans(record: Record, resource: Resource) -> list[ReadableSpan]:

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from opentelemetry.util import _importlib_metadata
 
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
 from ttft_otel.model.names import keys
@@ -35,6 +36,8 @@ def test_operator_resource(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     }
     text = ",".join(f"{name}={value}" for name, value in given.items())
     monkeypatch.syspath_prepend(tmp_path)
+    # Another test may have looked for detectors: the API keeps what it found.
+    _importlib_metadata._original_entry_points_cached.cache_clear()
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", text)
     monkeypatch.setenv("OTEL_EXPERIMENTAL_RESOURCE_DETECTORS", "host,own_place")
 

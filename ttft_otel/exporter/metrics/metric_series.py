@@ -42,6 +42,7 @@ from ttft_otel.model.metric_table import (
     OVERFLOW_LABEL,
     TtftMetric,
 )
+from ttft_otel.model.names import span_names
 
 try:
     from opentelemetry.sdk.metrics import Exemplar
@@ -310,7 +311,11 @@ class SeriesRegistry:
             return None
         return MetricsData(
             [
-                ResourceMetrics(self._resources[place], [ScopeMetrics(SCOPE, made, "")], "")
+                ResourceMetrics(
+                    self._resources[place],
+                    [ScopeMetrics(SCOPE, made, span_names.SCHEMA_URL)],
+                    self._resources[place].schema_url,
+                )
                 for place, made in metrics.items()
             ]
         )

@@ -17,7 +17,7 @@ from opentelemetry.sdk.resources import (
 
 from ttft_otel import __version__
 from ttft_otel.model import stages
-from ttft_otel.model.names import keys
+from ttft_otel.model.names import keys, span_names
 
 # OpenTelemetry's attributes of a distribution; distro.py tells them to other SDKs, too.
 DISTRO: Final = {"telemetry.distro.name": "ttft-otel", "telemetry.distro.version": __version__}
@@ -80,6 +80,8 @@ class ResourceCache:
     def _build_resource(self, service: str) -> Resource:
         name = Resource({SERVICE_NAME: service or stages.SERVICE_NAMES["mono"]})
         built = self._base.merge(name).merge(self._operator)
+        # Last, and only where no detector has one: the SDK drops a side if two that it merges differ.
+        built = Resource(built.attributes, built.schema_url or span_names.SCHEMA_URL)
         # With OTEL_SERVICE_NAME all are equal: one object, because others look it up by id().
         equal = (other for other in self._resources.values() if other == built)
         self._resources[service] = next(equal, built)

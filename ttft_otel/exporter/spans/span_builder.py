@@ -23,7 +23,7 @@ from ttft_otel.exporter.spans.span_writer import write_spans
 from ttft_otel.model.names import span_names
 from ttft_otel.model.record import Attributes, Record, Value
 
-SCOPE: Final = InstrumentationScope(span_names.SCOPE, __version__)
+SCOPE: Final = InstrumentationScope(span_names.SCOPE, __version__, span_names.SCHEMA_URL)
 # OTLP has a kind 0 (unspecified) before the SDK's first.
 _KINDS: Final = {kind.value + 1: kind for kind in SpanKind}
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)  # others are not exported

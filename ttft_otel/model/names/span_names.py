@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import Final
 
 SCOPE: Final = "ttft_otel"  # instrumentation scope of every span of ours
+# OpenTelemetry's conventions that names beside our own follow; ours are registered in semconv/.
+SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
 
 # Spans. A stage span is named after its stage.
 TTFT: Final = "ttft"
