@@ -28,36 +28,6 @@ def test_help_is_light() -> None:
         assert name in done.stdout
 
 
-def test_version() -> None:
-    """--version prints the package's version."""
-    assert __version__ in CliRunner().invoke(cli.main, ["--version"]).output
-
-
-def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A subcommand whose dependency is missing says which extra to install."""
-    door = cli.Subcommand("absent_package_of_a_test", "router", "")
-    monkeypatch.setitem(cli.SUBCOMMANDS, "router", door)
-    result = CliRunner().invoke(cli.main, ["router"])
-    assert result.exit_code == 1
-    assert "pip install 'ttft-otel[router]'" in result.output
-    assert "absent_package_of_a_test" in result.output
-
-
-def test_report_needs_no_extra() -> None:
-    """Without the extra `serve` names it, and `report` works all the same."""
-    code = (
-        "import sys; sys.modules.update(dict.fromkeys(('fastapi', 'uvicorn', 'jinja2')))\n"
-        "from ttft_otel.commands.main import main; main(sys.argv[1:])"
-    )
-    said = [
-        subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
-        for words in (["serve"], ["report", "--help"], ["report", "--db", "/nonexistent/a.db"])
-    ]
-    assert "pip install 'ttft-otel[serve]'" in said[0].stderr
-    assert "Examples:" in said[1].stdout
-    assert "start `ttft-otel serve`" in said[2].stderr
-
-
 def test_missing_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """A subcommand that this version does not have is not blamed on an extra."""
     monkeypatch.setitem(cli.SUBCOMMANDS, "bench", cli.Subcommand("ttft_otel.absent", "bench", ""))
@@ -80,3 +50,8 @@ def test_examples(name: str) -> None:
     assert result.exit_code == 0, result.output
     assert "Examples:" in result.output
     assert isinstance(cli.load_subcommand(name, cli.SUBCOMMANDS[name]), click.Command)
+
+
+def test_version() -> None:
+    """--version prints the package's version."""
+    assert __version__ in CliRunner().invoke(cli.main, ["--version"]).output

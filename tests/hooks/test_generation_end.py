@@ -42,12 +42,28 @@ def test_end(client: FakeClient, stream: bool, finish_reason: str) -> None:
     }
 
 
-def test_one_token(client: FakeClient) -> None:
-    """Without a token after the first one there is no time per token."""
-    client.server.plan = ServerPlan(tokens=1, finish_reason="length")
+@pytest.mark.parametrize(
+    ("plan", "tokens", "reasons"),
+    [
+        pytest.param(ServerPlan(tokens=1, finish_reason="length"), 1, ("length",), id="one token"),
+        # Tokens add up, each generation has its reason, and no time per token is one's own.
+        pytest.param(ServerPlan(count=3, tokens=4), 12, ("stop",) * 3, id="several generations"),
+        # A list that is cut would not be one reason for each generation.
+        pytest.param(ServerPlan(count=65, tokens=4), 260, None, id="more generations than fit"),
+        # The convention has times per token of successful answers only.
+        pytest.param(ServerPlan(tokens=3, finish_reason="error"), 3, ("error",), id="engine fails"),
+        pytest.param(ServerPlan(status=404), None, None, id="refused"),
+    ],
+)
+def test_no_time_per_token(
+    client: FakeClient, plan: ServerPlan, tokens: int | None, reasons: tuple[str, ...] | None
+) -> None:
+    """What is known is told; a time per token only where one request had steps after its first token."""
+    client.server.plan = plan
     asyncio.run(client.call_server())
 
-    assert read_end(client.records) == {keys.OUTPUT_TOKENS: 1, keys.FINISH_REASONS: ("length",)}
+    told = {keys.OUTPUT_TOKENS: tokens, keys.FINISH_REASONS: reasons}
+    assert read_end(client.records) == {key: value for key, value in told.items() if value}
 
 
 async def test_all_tokens_in_one_step(client: FakeClient) -> None:
@@ -72,22 +88,6 @@ async def test_all_tokens_in_one_step(client: FakeClient) -> None:
     assert read_end(client.records) == {keys.OUTPUT_TOKENS: 5, keys.FINISH_REASONS: ("stop",)}
 
 
-def test_several_generations(client: FakeClient) -> None:
-    """With n > 1 tokens add up, each generation has its reason, and no time per token is one's own."""
-    client.server.plan = ServerPlan(count=3, tokens=4)
-    asyncio.run(client.call_server())
-
-    assert read_end(client.records) == {keys.OUTPUT_TOKENS: 12, keys.FINISH_REASONS: ("stop",) * 3}
-
-
-def test_more_generations_than_fit(client: FakeClient) -> None:
-    """A list that is cut would not be one reason for each generation."""
-    client.server.plan = ServerPlan(count=65, tokens=4)
-    asyncio.run(client.call_server())
-
-    assert read_end(client.records) == {keys.OUTPUT_TOKENS: 65 * 4}
-
-
 def test_beam_search(client: FakeClient) -> None:
     """The steps of a beam search are not what the client gets."""
     client.server.plan = ServerPlan(count=2, external_id="cmpl-1-9af3-beam-0")
@@ -106,14 +106,6 @@ def test_intermediate(client: FakeClient, role: str, monkeypatch: pytest.MonkeyP
     found = read_end(client.records)
     assert keys.TIME_PER_OUTPUT_TOKEN_US not in found
     assert (keys.OUTPUT_TOKENS in found) is (role == "prefill")
-
-
-def test_engine_fails_while_decoding(client: FakeClient) -> None:
-    """vLLM says so itself; the convention has times per token of successful answers only."""
-    client.server.plan = ServerPlan(tokens=3, finish_reason="error")
-    asyncio.run(client.call_server())
-
-    assert read_end(client.records) == {keys.OUTPUT_TOKENS: 3, keys.FINISH_REASONS: ("error",)}
 
 
 def test_client_leaves_while_decoding(client: FakeClient) -> None:
@@ -163,14 +155,6 @@ async def test_client_leaves_before_the_first_token(client: FakeClient) -> None:
             await task
     while waits := client.app.ending.abort_tasks:
         await asyncio.gather(*waits)
-
-    assert read_end(client.records) == {}
-
-
-def test_refused(client: FakeClient) -> None:
-    """A refused request has no end to tell, and only its status."""
-    client.server.plan = ServerPlan(status=404)
-    asyncio.run(client.call_server())
 
     assert read_end(client.records) == {}
 

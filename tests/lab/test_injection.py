@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,16 +117,6 @@ def test_applied(
     assert switched[1:] == [(set(), {"b"})]
 
 
-def test_since(control: injection.InjectionControl, plugin: InjectPlugin) -> None:
-    """The log can be read from a moment on."""
-    control.set_injections({"sample": 1})
-    plugin.control.delay("sample")
-    middle = time.monotonic_ns()
-    plugin.control.delay("sample")
-
-    assert (2, 1) == (len(control.read_delays()), len(control.read_delays(middle)))
-
-
 def test_broken(control: injection.InjectionControl, plugin: InjectPlugin) -> None:
     """An unreadable control file leaves the delays as they were."""
     control.set_injections({"sample": 4})
@@ -134,120 +124,3 @@ def test_broken(control: injection.InjectionControl, plugin: InjectPlugin) -> No
     control.path.write_text("{", encoding="utf-8")
 
     assert 0.004 == plugin.control.read_delay_s("sample")
-
-
-def test_import(plugin: InjectPlugin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module is patched once, after its own import and not before."""
-    (tmp_path / "hosted.py").write_text("value = 1\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    seen: list[int] = []
-
-    def patch(module: ModuleType) -> None:
-        seen.append(module.value)
-        module.value = 2
-
-    plugin.importing.install({"hosted": patch})
-    assert [] == seen
-    hosted = importlib.import_module("hosted")
-
-    assert ([1], 2) == (seen, hosted.value)
-
-
-def test_spots(control: injection.InjectionControl, plugin: InjectPlugin) -> None:
-    """A delayed function still returns what it returned, plain or coroutine, before or after."""
-    spot = plugin.places.InjectionPoint
-    control.set_injections({"output": 10})
-
-    async def late(value: int | None) -> int | None:
-        return value
-
-    plain = plugin.places.wrap_with_delay(spot("output", "", "", ""), lambda value: value)
-    after = plugin.places.wrap_with_delay(spot("output", "", "", "", after=True), late)
-
-    assert 1 == plain(1)
-    assert (2, None) == (asyncio.run(after(2)), asyncio.run(after(None)))
-    assert 2 == len(control.read_delays())
-
-
-def test_arrivals(control: injection.InjectionControl, plugin: InjectPlugin) -> None:
-    """Finished transfers are told of late, each once; those that failed are told at once."""
-    arrivals: Any = importlib.import_module("lab.vllm_plugins.inject.ttft_inject.arrivals")
-    answers = [({"a"}, set()), (set(), {"b"}), (set(), set()), (set(), set())]
-    pop = arrivals.delay_finished_transfers(lambda worker, transfers: answers.pop(0))
-    control.set_injections({"kv_wait": 20})
-
-    assert (set(), set()) == pop(None, {})
-    assert (set(), {"b"}) == pop(None, {})
-    time.sleep(0.02)
-    assert ({"a"}, set()) == pop(None, {})
-    assert (set(), set()) == pop(None, {})
-    assert ["kv_wait"] == [delay.place for delay in control.read_delays()]
-
-
-def check_logged_delay(control: injection.InjectionControl, place: str, least_ms: float) -> None:
-    """Check that the log has exactly one delay, of this place and at least this long."""
-    (delay,) = control.read_delays()
-    assert delay.place == place and delay.duration_ms >= least_ms
-
-
-def test_a_late_copy_is_reported_late_and_once(
-    control: injection.InjectionControl, plugin: InjectPlugin
-) -> None:
-    """Copies to host memory are held back, those to the device are not; the log has their length."""
-    encodings: Any = importlib.import_module("lab.vllm_plugins.inject.ttft_inject.encodings")
-
-    def finish_all(_worker: Any, inflight: list[Any], _direction: str) -> list[str]:
-        return [inflight.pop(0).name for _ in list(inflight)]
-
-    collect = encodings.delay_copies(finish_all)
-    save, load = [SimpleNamespace(name="save")], [SimpleNamespace(name="load")]
-    control.set_injections({"ec_copy": 20})
-
-    assert collect(None, save, "save") == []
-    assert collect(None, load, "load") == ["load"]
-    time.sleep(0.02)
-    assert collect(None, save, "save") == ["save"]
-    assert collect(None, save, "save") == []
-    check_logged_delay(control, "ec_copy", 20)
-
-
-def test_a_read_is_refused_until_its_delay_is_over(
-    control: injection.InjectionControl, plugin: InjectPlugin
-) -> None:
-    """Counted from its first refusal, each encoding for itself; the log has the length."""
-    encodings: Any = importlib.import_module("lab.vllm_plugins.inject.ttft_inject.encodings")
-    grant = encodings.delay_grants(lambda session, request: "granted", lambda request: "refused")
-    one, other = SimpleNamespace(mm_hash="one"), SimpleNamespace(mm_hash="other")
-
-    assert grant(None, one) == "granted"
-    control.set_injections({"ec_asked": 20})
-    assert grant(None, one) == "refused"
-    time.sleep(0.02)
-    assert (grant(None, other), grant(None, one)) == ("refused", "granted")
-    check_logged_delay(control, "ec_asked", 20)
-
-
-def test_patience_follows_the_control_file(
-    control: injection.InjectionControl, plugin: InjectPlugin
-) -> None:
-    """A consumer's limit changes between two looks, and is vLLM's own again afterwards."""
-    encodings: Any = importlib.import_module("lab.vllm_plugins.inject.ttft_inject.encodings")
-    module: Any = ModuleType("scheduler")
-    module.ECCPUScheduler = type("", (), {"ensure_cache_available": lambda self: True})
-    encodings.patch_scheduler(module)
-    scheduler, limits = module.ECCPUScheduler(), []
-
-    for patience in (1.5, None):
-        control.set_injections(ec_patience_s=patience)
-        assert scheduler.ensure_cache_available()
-        limits.append(module._ADMIT_DEFER_TIMEOUT_S)
-
-    assert limits == [1.5, 60.0]
-
-
-def test_first_layer(plugin: InjectPlugin) -> None:
-    """Of the files of a request's layers the first one waits; other files all do."""
-    first = plugin.places.is_first_layer
-
-    assert first("/s/ab/encoder.safetensors") and first("/s/model.layers.0.attn.safetensors")
-    assert not first("/s/model.layers.10.attn.safetensors")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -95,59 +96,154 @@ def test_a_lost_mark_opens_its_stage_and_the_next_one_only() -> None:
         assert is_closed(breakdown)
 
 
-def test_a_lost_forward_takes_dispatch_and_sample_with_it() -> None:
-    """Without the forward's pair nobody knows when dispatch ended and sampling began."""
-    breakdown = partition_marks(make_marks(steps=[EngineStep([], 1700, LOST_FORWARD)]))
-
-    assert breakdown.unattributed == 300
-    assert "output" in breakdown.stages
-
-
-def test_a_lost_encoder_does_not_fatten_dispatch() -> None:
-    """The gap in which the encoder must have run is unattributed, not dispatch."""
-    steps = [EngineStep([(CODE_FORWARD, 1500, 1600)], 1700, LOST_ENCODER)]
-
-    breakdown = partition_marks(make_marks(steps=steps))
-
-    assert breakdown.unattributed == 100
-    assert "dispatch" not in breakdown.stages
-    assert breakdown.stages["prefill.compute"] == 100
-
-
-def test_a_lost_load_hides_dispatch_and_itself() -> None:
-    """An encoder-cache load that nobody timed lies between scheduling and the forward."""
-    steps = [EngineStep([(CODE_FORWARD, 1500, 1600)], 1700, LOST_LOAD)]
-
-    assert partition_marks(make_marks(steps=steps)).unattributed == 100
-
-
-def test_a_save_inside_the_encoder_is_cut_out_of_it() -> None:
-    """The V1 runner saves within the encoder's call: the inner pair wins."""
-    steps = [EngineStep([(CODE_ENCODER, 1450, 1650), (CODE_EC_TRANSFER, 1500, 1530)])]
-
-    breakdown = partition_marks(make_marks(steps=steps, encode_only=True))
-
-    assert breakdown.stages["encoder.compute"] == 170
-    assert breakdown.stages["ec.transfer"] == 30
-    assert breakdown.stages["output"] == 150
-    assert breakdown.unattributed == 0
-
-
-def test_a_lost_save_takes_the_encoder_that_may_contain_it() -> None:
-    """Nobody can tell encoding from saving then."""
-    steps = [EngineStep([(CODE_ENCODER, 1450, 1650)], 0, LOST_SAVE)]
-
-    breakdown = partition_marks(make_marks(steps=steps, encode_only=True))
-
-    assert "encoder.compute" not in breakdown.stages
-    assert breakdown.unattributed == 350
-    assert is_closed(breakdown)
-
-
+FORWARD = (CODE_FORWARD, 1500, 1600)
 TWO_CHUNKS = [
     EngineStep([(CODE_FORWARD, 1450, 1500)], 1510),
     EngineStep([(CODE_ENCODER, 1540, 1560), (CODE_FORWARD, 1570, 1650)], 1700),
 ]
+LOADED_AND_SAVED = [(CODE_KV_TRANSFER, 1420, 1450), FORWARD, (CODE_KV_TRANSFER, 1600, 1670)]
+SAVED_LATE = [FORWARD, (CODE_KV_TRANSFER, 1720, 1760)]
+SAVED_BETWEEN = [
+    EngineStep([(CODE_FORWARD, 1410, 1430), (CODE_KV_TRANSFER, 1440, 1450)], 1435),
+    EngineStep([FORWARD], 1700),
+]
+SAVE_LOST_BETWEEN = [
+    EngineStep([(CODE_FORWARD, 1420, 1450)], 0, LOST_AFTER),
+    EngineStep([FORWARD], 1700),
+]
+
+
+def one_step(*pairs: tuple[int, int, int], sampled: int = 1700, lost: int = 0) -> list[EngineStep]:
+    """The only step of a request."""
+    return [EngineStep(list(pairs), sampled, lost)]
+
+
+# What happened, its marks, the lengths of stages (0: not told), and what is unattributed.
+CASES: dict[str, tuple[dict[str, Any], dict[str, int], int]] = {
+    "without the forward nobody knows when dispatch ended and sampling began": (
+        {"steps": one_step(lost=LOST_FORWARD)},
+        {"dispatch": 0, "prefill.compute": 0, "sample": 0, "output": 100},
+        300,
+    ),
+    "the gap in which a lost encoder must have run is not dispatch": (
+        {"steps": one_step(FORWARD, lost=LOST_ENCODER)},
+        {"dispatch": 0, "prefill.compute": 100},
+        100,
+    ),
+    "a lost load lies between scheduling and the forward": (
+        {"steps": one_step(FORWARD, lost=LOST_LOAD)},
+        {"dispatch": 0},
+        100,
+    ),
+    "the V1 runner saves within the encoder's call: the inner pair wins": (
+        {
+            "steps": one_step(
+                (CODE_ENCODER, 1450, 1650), (CODE_EC_TRANSFER, 1500, 1530), sampled=0
+            ),
+            "encode_only": True,
+        },
+        {"encoder.compute": 170, "ec.transfer": 30, "output": 150},
+        0,
+    ),
+    "nobody can tell encoding from a lost save": (
+        {"steps": one_step((CODE_ENCODER, 1450, 1650), sampled=0, lost=LOST_SAVE)}
+        | {"encode_only": True},
+        {"encoder.compute": 0},
+        350,
+    ),
+    "without a turn it is not known whether others were worked for": (
+        {"steps": TWO_CHUNKS},
+        {"prefill.stall": 0},
+        40,
+    ),
+    "a connector's wait is cut out of the queue": (
+        {"waits": [("ec.transfer", 1320, 1370)]},
+        {"prefill.queue": 50, "ec.transfer": 50},
+        0,
+    ),
+    "D waits for P's blocks between two waits for its turn": (
+        {"waits": [("kv.transfer", 1320, 1380)]},
+        {"prefill.queue": 40, "kv.transfer": 60},
+        0,
+    ),
+    "of a worker's clock on another host lengths stay, places are unknown": (
+        {"steps": [EngineStep([(CODE_FORWARD, 5, 105)], 200)], "foreign": True},
+        {"prefill.compute": 100},
+        300,
+    ),
+    "loads before the forward are no dispatch, saves after it no sampling": (
+        {"steps": one_step(*LOADED_AND_SAVED)},
+        {"kv.transfer": 100, "dispatch": 70, "prefill.compute": 100, "sample": 30},
+        0,
+    ),
+    "a lost load of blocks hides dispatch and the forward": (
+        {"steps": one_step(FORWARD, lost=LOST_BEFORE)},
+        {"dispatch": 0, "prefill.compute": 0},
+        200,
+    ),
+    "a lost save of blocks hides sampling and the way back": (
+        {"steps": one_step(FORWARD, lost=LOST_AFTER)},
+        {"sample": 0, "output": 0},
+        200,
+    ),
+    "a save lost after a chunk hides the way to the next one": (
+        {"steps": SAVE_LOST_BETWEEN},
+        {"prefill.stall": 0},
+        50,
+    ),
+    "V2's runner lets the connector work between the sampler and the output": (
+        {"steps": one_step(*SAVED_LATE)},
+        {"sample": 100, "kv.transfer": 40, "output": 60},
+        0,
+    ),
+    "the same where the sampler was not seen": (
+        {"steps": one_step(*SAVED_LATE, sampled=0)},
+        {"sample": 0, "kv.transfer": 40},
+        160,
+    ),
+    "what a connector does after a chunk's forward is no dispatch": (
+        {"steps": SAVED_BETWEEN, "turns": [(1460, 1490)]},
+        {"dispatch": 40, "prefill.stall": 30, "kv.transfer": 10},
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_marks_make_stages(case: str) -> None:
+    """Each time is in its own stage or unattributed, and all of them add up."""
+    changes, lengths, unattributed = CASES[case]
+    found = partition_marks(make_marks(**changes))
+
+    assert {name: found.stages.get(name, 0) for name in lengths} == lengths
+    assert (found.unattributed, found.clamped) == (unattributed, 0) and is_closed(found)
+
+
+def test_marks_out_of_order_are_clamped_and_counted() -> None:
+    """No stage is negative; what was cut is on the record."""
+    found = partition_marks(make_marks(assign=1050))
+
+    assert (found.stages.get("preprocess", 0), found.clamped) == (0, 50)
+    assert is_closed(found)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "stage", "queue"),
+    [({}, "prefill.queue", 3700), ({"asking": 1350}, "ec.transfer", 50)]
+    + [({"moving": 1350}, "kv.transfer", 50)],
+)
+def test_a_request_dies_in_what_it_waits_for(
+    waiting: dict[str, int], stage: str, queue: int
+) -> None:
+    """From the first "not yet" of its connector until its end it waited for nothing else than that."""
+    gone = dict.fromkeys(("scheduled", "entered", "received", "output", "egress"), 0)
+    marks = make_marks(steps=[], **gone, **waiting)
+    assert find_failed_stage(marks) == stage
+    found = partition_marks(marks, 5000, stage)
+
+    assert (found.stages["prefill.queue"], found.end) == (queue, 5000)
+    assert queue == 3700 or found.stages[stage] == 3650
+    assert found.unattributed == 0 and is_closed(found)
 
 
 @pytest.mark.parametrize(
@@ -173,52 +269,6 @@ def test_between_chunks_only_what_left_the_request_out_is_a_stall(
     assert breakdown.stages["encoder.compute"] == 20
     assert breakdown.stages["sample"] == 50
     assert breakdown.unattributed == breakdown.clamped == 0 and is_closed(breakdown)
-
-
-def test_a_turn_that_nobody_saw_is_unattributed() -> None:
-    """Whether other requests were worked for cannot be told then."""
-    breakdown = partition_marks(make_marks(steps=TWO_CHUNKS))
-
-    assert "prefill.stall" not in breakdown.stages
-    assert breakdown.unattributed == 40 and is_closed(breakdown)
-
-
-def test_a_connectors_wait_is_cut_out_of_the_queue() -> None:
-    """Queue before, transfer, queue after."""
-    breakdown = partition_marks(make_marks(waits=[("ec.transfer", 1320, 1370)]))
-
-    assert breakdown.stages["prefill.queue"] == 50
-    assert breakdown.stages["ec.transfer"] == 50
-
-
-def test_a_worker_on_another_host_counts_by_length_only() -> None:
-    """Its clock is not ours: lengths stay, their place is unattributed."""
-    steps = [EngineStep([(CODE_FORWARD, 5, 105)], 200)]
-
-    breakdown = partition_marks(make_marks(steps=steps, foreign=True))
-
-    assert breakdown.stages["prefill.compute"] == 100
-    assert breakdown.unattributed == 300
-    assert is_closed(breakdown)
-
-
-def test_marks_out_of_order_are_clamped_and_counted() -> None:
-    """No stage is negative; what was cut is on the record."""
-    breakdown = partition_marks(make_marks(assign=1050))
-
-    assert breakdown.stages.get("preprocess", 0) == 0
-    assert breakdown.clamped == 50
-    assert is_closed(breakdown)
-
-
-def test_a_request_that_died_is_cut_at_its_end() -> None:
-    """Aborted in the queue: the rest of its life is the queue's."""
-    marks = make_marks(scheduled=0, steps=[], output=0, egress=0)
-
-    breakdown = partition_marks(marks, 5000, find_failed_stage(marks))
-
-    assert breakdown.stages["prefill.queue"] == 3700
-    assert breakdown.end == 5000
 
 
 def test_spans_are_bounded_and_the_sum_stays() -> None:
@@ -290,59 +340,6 @@ def test_short_way_is_the_cursors() -> None:
     assert short > 1000
 
 
-def test_blocks_on_their_way_are_cut_out_of_the_queue() -> None:
-    """D waits for P's blocks between two waits for its turn."""
-    breakdown = partition_marks(make_marks(waits=[("kv.transfer", 1320, 1380)]))
-
-    assert (breakdown.stages["kv.transfer"], breakdown.stages["prefill.queue"]) == (60, 40)
-    assert breakdown.unattributed == 0 and is_closed(breakdown)
-
-
-def test_a_request_that_dies_waiting_for_an_encoding_died_in_ec_transfer() -> None:
-    """From the first "not yet" of its connector until its end it waited for nothing else."""
-    marks = make_marks(
-        scheduled=0, steps=[], entered=0, received=0, output=0, egress=0, asking=1350
-    )
-    assert find_failed_stage(marks) == "ec.transfer"
-    breakdown = partition_marks(marks, 5000, find_failed_stage(marks))
-
-    assert (breakdown.stages["prefill.queue"], breakdown.stages["ec.transfer"]) == (50, 3650)
-    assert breakdown.unattributed == 0 and is_closed(breakdown)
-
-
-def test_loads_and_saves_inside_a_step_are_kv_transfer() -> None:
-    """Before the forward they are no dispatch, after it they are no sampling."""
-    pairs = [
-        (CODE_KV_TRANSFER, 1420, 1450),
-        (CODE_FORWARD, 1500, 1600),
-        (CODE_KV_TRANSFER, 1600, 1670),
-    ]
-    breakdown = partition_marks(make_marks(steps=[EngineStep(pairs, 1700)]))
-
-    assert (breakdown.stages["kv.transfer"], breakdown.stages["dispatch"]) == (100, 70)
-    assert (breakdown.stages["prefill.compute"], breakdown.stages["sample"]) == (100, 30)
-    assert breakdown.unattributed == 0 and is_closed(breakdown)
-
-
-def test_a_lost_load_or_save_of_blocks_hides_what_is_around_it() -> None:
-    """Dispatch and the forward, or sampling and the way back, or the way to the next chunk."""
-    for lost, gone in (
-        (LOST_BEFORE, {"dispatch", "prefill.compute"}),
-        (LOST_AFTER, {"sample", "output"}),
-    ):
-        breakdown = partition_marks(
-            make_marks(steps=[EngineStep([(CODE_FORWARD, 1500, 1600)], 1700, lost)])
-        )
-        assert breakdown.unattributed == 200 and not gone & set(breakdown.stages)
-        assert is_closed(breakdown)
-    steps = [
-        EngineStep([(CODE_FORWARD, 1420, 1450)], 0, LOST_AFTER),
-        EngineStep([(CODE_FORWARD, 1500, 1600)], 1700),
-    ]
-    breakdown = partition_marks(make_marks(steps=steps))
-    assert breakdown.unattributed == 50 and "prefill.stall" not in breakdown.stages
-
-
 @pytest.mark.parametrize("sent", [0, 1405])
 @pytest.mark.parametrize("load", [[], [(CODE_KV_TRANSFER, 1410, 1412)]])
 def test_earlier_pipeline_stages(sent: int, load: list[tuple[int, int, int]]) -> None:
@@ -363,43 +360,6 @@ def test_earlier_pipeline_stages(sent: int, load: list[tuple[int, int, int]]) ->
     if sent:
         parts = [("schedule", 1400, 1405), *parts, ("schedule", 1470, 1480)]
     assert divide_dispatch(found.pieces, marks) == parts
-
-
-def test_a_save_after_sampling_is_no_sampling() -> None:
-    """V2's runner lets the connector work between the sampler and the output."""
-    pairs = [(CODE_FORWARD, 1500, 1600), (CODE_KV_TRANSFER, 1720, 1760)]
-    breakdown = partition_marks(make_marks(steps=[EngineStep(pairs, 1700)]))
-
-    assert (breakdown.stages["sample"], breakdown.stages["kv.transfer"]) == (100, 40)
-    assert breakdown.stages["output"] == 60
-    assert breakdown.unattributed == breakdown.clamped == 0 and is_closed(breakdown)
-
-    unseen = partition_marks(make_marks(steps=[EngineStep(pairs, 0)]))
-    assert "sample" not in unseen.stages and unseen.stages["kv.transfer"] == 40
-    assert unseen.unattributed == 160 and is_closed(unseen)
-
-
-def test_a_save_between_two_chunks_is_no_dispatch() -> None:
-    """What a connector does after a chunk's forward lies on the way to the next chunk."""
-    steps = [
-        EngineStep([(CODE_FORWARD, 1410, 1430), (CODE_KV_TRANSFER, 1440, 1450)], 1435),
-        EngineStep([(CODE_FORWARD, 1500, 1600)], 1700),
-    ]
-    breakdown = partition_marks(make_marks(steps=steps, turns=[(1460, 1490)]))
-
-    assert (breakdown.stages["dispatch"], breakdown.stages["prefill.stall"]) == (40, 30)
-    assert breakdown.stages["kv.transfer"] == 10 and is_closed(breakdown)
-
-
-def test_one_that_dies_while_blocks_are_on_their_way_dies_there() -> None:
-    """Until then it queued, from then on it was kv.transfer."""
-    marks = make_marks(
-        scheduled=0, steps=[], entered=0, received=0, output=0, egress=0, moving=1350
-    )
-    breakdown = partition_marks(marks, 1500, find_failed_stage(marks))
-
-    assert (breakdown.stages["prefill.queue"], breakdown.stages["kv.transfer"]) == (50, 150)
-    assert breakdown.unattributed == 0 and is_closed(breakdown)
 
 
 def divide(**changes: object) -> list[tuple[str, int, int]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +21,10 @@ from benchmarks.routing.experiment_loads import (
     WARMUP_FLAGS,
     order_policies,
 )
-from benchmarks.routing.experiment_options import parse_experiment_options
 from benchmarks.routing.experiment_pages import (
     draw_experiment,
     format_experiment_table,
     format_interference,
-    replace_in_page,
 )
 from benchmarks.routing.experiment_statistics import (
     compare_policies,
@@ -37,16 +33,12 @@ from benchmarks.routing.experiment_statistics import (
     compute_mape,
     draw_bootstrap_samples,
     list_mapes,
-    select_complete_rounds,
-    split_into_windows,
 )
-from benchmarks.routing.experiments import TimeBudget
 from ttft_otel.commands.bench import bench
 from ttft_otel.commands.router.command import command as router
 from ttft_otel.router.routing.policies.prefill_model import PredictionQuality
 
 ROOT = Path(__file__).parents[3]
-ROUTING = ROOT / "benchmarks" / "routing"
 
 RESULTS = ROOT / "benchmarks" / "results"
 LIVE_RESULTS = RESULTS / "routing-live.json"
@@ -112,24 +104,6 @@ def test_means() -> None:
     assert each["rounds"] == [0.3, 0.2, 0.3]
     assert each["cached"] == 0.1
     assert each["requests"] == 12
-
-
-def test_windows() -> None:
-    """Requests fall into windows of ten seconds by when they were sent."""
-    found = split_into_windows(select_complete_rounds(build_three_rounds(), "shared-prefix"))
-
-    assert [len(part) for part in found["qps"][0]] == [3, 1]
-    assert found["qps"][0][1] == pytest.approx([1.2])
-
-
-def test_draws() -> None:
-    """Every draw gives all policies the same rounds and windows, and the same seed the same draws."""
-    found = split_into_windows(select_complete_rounds(build_three_rounds(), "shared-prefix"))
-
-    one, other = draw_bootstrap_samples(found, 50), draw_bootstrap_samples(found, 50)
-
-    assert one["qps"] == pytest.approx(2 * one["trapezoid"])
-    assert one["qps"] == pytest.approx(other["qps"])
 
 
 def test_incomplete() -> None:
@@ -227,49 +201,6 @@ def test_capacity() -> None:
     assert compute_capacity([*rows, [0, 0, 1, 0, 60_000]], 8) == pytest.approx(4, rel=0.05)
 
 
-def test_table() -> None:
-    """The table says each policy's mean and each goal's outcome."""
-    shown = format_experiment_table(build_results(build_three_rounds()), "shared-prefix")
-
-    assert "| `trapezoid` | 12 | 0.27 (" in shown
-    assert "| `trapezoid` to `qps` | -50% (-50% to -50%) |" in shown
-    assert shown.endswith("| -15% | met |\n")
-    assert format_experiment_table(build_results([]), "shared-prefix") == ""
-
-
-def test_table_admits() -> None:
-    """The table says the load, that rounds were too few, and in how many runs the load was late."""
-    runs = [build_run(policy, 1, 1, valid=policy != "qps") for policy in ("qps", "trapezoid")]
-
-    shown = format_experiment_table(
-        {**build_results(runs), "loads": {"shared-prefix": ["--rate", "2"]}}, "shared-prefix"
-    )
-
-    assert "Load: `--rate 2`" in shown
-    assert "Fewer than three rounds" in shown
-    assert "the load itself was late (p99 over 5 ms): 1." in shown
-
-
-def test_paged() -> None:
-    """Tables are put between their marks, in the place of older ones; a page without marks is refused."""
-    page = "a\n<!-- x -->\nold\n<!-- end of x -->\nb\n"
-
-    assert replace_in_page(page, "x", "new\n") == page.replace("old", "new")
-    with pytest.raises(ValueError, match="no marks for y"):
-        replace_in_page(page, "y", "new\n")
-
-
-def test_apart() -> None:
-    """The sentence says by how much both servers together are slower."""
-    found = {"apart": {"alone": 1.0, "together": 1.25}}
-
-    assert (
-        "took 1.00 s on one server alone, 1.25 s with both at work (+25%)"
-        in format_interference(found)
-    )
-    assert format_interference({}) == ""
-
-
 def test_page() -> None:
     """The report shows the kept results with their pictures, all of them."""
     found = json.loads(LIVE_RESULTS.read_text("utf-8"))
@@ -280,21 +211,6 @@ def test_page() -> None:
         drawn = ROOT / "docs" / "img" / f"routing-{name}.svg"
         assert drawn.read_text("utf-8") == draw_experiment(found, name)
     assert format_interference(found) in page
-
-
-@pytest.mark.parametrize("factor", [0.001, 1, 1000])
-def test_picture(factor: float) -> None:
-    """The picture is valid, and everything drawn is inside of it."""
-    drawn = ET.fromstring(
-        draw_experiment(build_results(build_three_rounds(factor)), "shared-prefix")
-    )
-
-    width, height = map(float, drawn.attrib["viewBox"].split()[2:])
-    circles = drawn.findall("{*}circle")
-    assert len(circles) == 2 * 2 + 2 * 3  # mean and p99, and the means of three rounds
-    for each in circles:
-        assert 0 < float(each.attrib["cx"]) < width
-        assert 0 < float(each.attrib["cy"]) < height
 
 
 def test_order() -> None:
@@ -339,34 +255,6 @@ def test_router_takes_policies() -> None:
         given = router.make_context("router", ["--backend", "http://127.0.0.1:1", *flags]).params
         reads = given["routing_logic"] in ("ttft", "kvaware")
         assert given["prefix_index"] == ("kv-events" if reads else "history")
-
-
-def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round begins only if all policies still fit into the time."""
-    monkeypatch.setattr("time.monotonic", lambda: 100.0)
-    experiment = EXPERIMENTS["shared-prefix"]
-    each = experiment.seconds + 5
-    enough, short = TimeBudget(100 + 5 * each), TimeBudget(99 + 5 * each)
-    for clock in (enough, short):
-        clock.record_run(experiment, each - 2)
-        clock.record_run(experiment, each)
-        clock.record_run(experiment, each - 1)
-
-    assert enough.has_room(experiment, 5)
-    assert not short.has_room(experiment, 5)
-
-
-def test_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates are one for all experiments or one for each."""
-    names = list(EXPERIMENTS)
-    monkeypatch.setattr(
-        sys, "argv", ["experiments.py", *names, "--rate", "3", "4", "5", "--seconds", "9"]
-    )
-
-    found = parse_experiment_options().experiments
-
-    assert [each.rate for each in found] == [3, 4, 5]
-    assert [each.seconds for each in found] == [9, 9, 9]
 
 
 def test_decision_costs() -> None:
