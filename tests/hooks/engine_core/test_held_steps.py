@@ -6,15 +6,15 @@ from __future__ import annotations
 import gc
 import tracemalloc
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from hooks.engine_core import blame_reference
 from hooks.engine_core.scheduler_events import with_any_events
 from hooks.fakes import FakeEngineCore, make_request
 from hooks.process import CORE, put_back_classes, wrap_methods
@@ -25,6 +25,80 @@ from ttft_otel.hooks.engine_core.held_steps import HeldRequests
 from ttft_otel.hooks.engine_core.holders import HolderLog
 from ttft_otel.hooks.engine_core.step_work import StepWork, describe_step
 from ttft_otel.model.stages import HOLDING_KIND_NAMES, QUEUE_STAGES, STALL_STAGE
+
+Shares = dict[tuple[str, str], Fraction]  # (request ID, kind) -> microseconds
+
+
+def list_segments(steps: list[Any]) -> list[tuple[int, int, Any]]:
+    """(begin, end, step) of each step that has ended and of its turnaround, in their order.
+
+    A step begins when the one before it has ended. A turnaround ends when the next step is scheduled; there
+    is none with a pause in it.
+    """
+    segments: list[tuple[int, int, Any]] = []
+    last, before = 0, None
+    for step in steps:
+        if step.end:
+            if before is not None and step.scheduled > last and not step.resumed:
+                segments.append((last, step.scheduled, before))
+            segments.append((max(step.scheduled, last), step.end, step))
+            last, before = step.end, step
+    return segments
+
+
+def skip_turnaround(steps: list[Any], start: int) -> int:
+    """From when on a request that came at `start` can have been held: not in a turnaround that went on."""
+    for low, high, step in list_segments(steps):
+        if low == step.end <= start <= high:
+            return high
+    return start
+
+
+def count_steps(steps: list[Any], start: int, end: int) -> int:
+    """How many steps ran in [start, end]."""
+    return sum(low < end and high > start for low, high, _ in list_segments(steps))
+
+
+def divide_step(step: Any) -> Shares:
+    """Each request's share of the step; they add up to 1, or to 0 for a step without work."""
+    if step.is_dummy:
+        return {("", "other_rank"): Fraction(1)}
+    tokens = step.output.num_scheduled_tokens
+    total = sum(tokens.values()) + sum(step.embeddings.values())
+    shares: Shares = {}
+    for request_id, count in tokens.items():
+        shares[request_id, "prefill" if count > 1 else "decode"] = Fraction(count, total)
+    for request_id, count in step.embeddings.items():
+        shares[request_id, "encoder"] = Fraction(count, total)
+    return shares
+
+
+def sum_shares(steps: list[Any], start: int, end: int) -> Shares:
+    """Microseconds of each request and kind in [start, end], for a request that came at `start`."""
+    sums: Shares = defaultdict(Fraction)
+    start = skip_turnaround(steps, start)
+    for low, high, step in list_segments(steps):
+        length = min(high, end) - max(low, start)
+        if length > 0:
+            for key, share in divide_step(step).items():
+                sums[key] += length * share
+    return sums
+
+
+def sum_kinds(steps: list[Any], own_id: str, start: int, end: int) -> dict[str, Fraction]:
+    """Microseconds of each kind of work in [start, end], for the request `own_id`."""
+    kinds: dict[str, Fraction] = defaultdict(Fraction)
+    for (request_id, kind), length in sum_shares(steps, start, end).items():
+        kinds["own" if request_id == own_id else kind] += length
+    kinds["idle"] = end - start - sum(kinds.values(), Fraction(0))
+    return kinds
+
+
+def list_holders(steps: list[Any], own_id: str, start: int, end: int) -> list[Fraction]:
+    """The shares of all holders, the largest first."""
+    shares = sum_shares(steps, start, end)
+    return sorted([us for key, us in shares.items() if key[0] not in ("", own_id)], reverse=True)
+
 
 MakeDriver = Callable[..., Any]
 
@@ -267,9 +341,9 @@ def check_blame(driver: Any, name: str) -> None:
     cut, marks = driver.read(name)
     for piece in cut.held:
         assert sum(piece.lengths) == piece.end - piece.start and min(piece.lengths) >= 0
-        truth = blame_reference.sum_kinds(driver.steps, name, piece.start, piece.end)
+        truth = sum_kinds(driver.steps, name, piece.start, piece.end)
         # Whole microseconds for each step and its turnaround, and for each segment at the ends.
-        rounding_us = 4 + 2 * blame_reference.count_steps(driver.steps, piece.start, piece.end)
+        rounding_us = 4 + 2 * count_steps(driver.steps, piece.start, piece.end)
         for kind, length in zip(HOLDING_KIND_NAMES, piece.lengths, strict=True):
             if piece.stage in QUEUE_STAGES:
                 assert abs(length - truth[kind]) <= rounding_us, (name, piece, kind, dict(truth))
@@ -278,13 +352,13 @@ def check_blame(driver: Any, name: str) -> None:
         each for each in cut.pieces if each[0] in waiting_stages
     ]
     if driver.timelines[name].read_details().holders_lost:
-        shares = blame_reference.sum_shares(driver.steps, marks.added, marks.scheduled)
+        shares = sum_shares(driver.steps, marks.added, marks.scheduled)
         for us, _, kind, request_id in read_holders(driver, name):
             if kind != "decode":
                 assert abs(us - shares[request_id, kind]) <= 2
         return
     told = [each[0] for each in driver.timelines[name].read_details().holders]
-    expected = blame_reference.list_holders(driver.steps, name, marks.added, marks.scheduled)
+    expected = list_holders(driver.steps, name, marks.added, marks.scheduled)
     expected = [us for us in expected if us >= 2][: holders.MAX_NAMED]
     for us, right in zip(told, expected, strict=False):
         assert abs(us - right) <= 2, (name, driver.timelines[name].read_details().holders, expected)
