@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ttft_otel import testing
 from ttft_otel.model.names import env_names, metric_names
-from ttft_otel.tracing import guard, handoff, meter, recorder
+from ttft_otel.tracing import clock, guard, handoff, meter, recorder
 from ttft_otel.tracing.asgi import TracingMiddleware
 from ttft_otel.tracing.context import start_context
 from ttft_otel.tracing.request_trace import RequestTrace
@@ -57,8 +57,10 @@ def test_pending(no_state_left: None) -> None:
     recorder.register_engine_request(trace, "b")
 
     assert read_value(metric_names.PENDING) == 2
+    trace.arrive = clock.now_us() - 3_000_000
+    assert 3.0 <= (read_value(metric_names.OLDEST_PENDING) or 0) < 60
     recorder.forget_trace(trace)
-    assert read_value(metric_names.PENDING) == 0
+    assert read_value(metric_names.PENDING) == read_value(metric_names.OLDEST_PENDING) == 0
 
 
 def test_errors(guard_keeps: None) -> None:
@@ -112,7 +114,7 @@ def read_samples(url: str, data: bytes | None = None) -> Samples:
         (sample.name, "".join(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name.startswith("ttft_otel")
+        if sample.name.startswith("ttft_otel") and sample.name != metric_names.OLDEST_PENDING
     }
 
 

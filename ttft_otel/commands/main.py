@@ -35,6 +35,7 @@ SUBCOMMANDS: Final[dict[str, Subcommand]] = {
     "serve": Subcommand(
         "ttft_otel.commands.serve", "serve", "Receive, keep and show spans.", "serve"
     ),
+    "top": Subcommand("ttft_otel.commands.top", "", "Show what waits now.", "top"),
     "report": Subcommand("ttft_otel.commands.report", "", "Print where the time went.", "report"),
     "diff": Subcommand(
         "ttft_otel.commands.diff", "explain", "Say what changed between two windows.", "diff"

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from prometheus_client import REGISTRY, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ttft_otel.model.names import metric_names
-from ttft_otel.tracing import guard
+from ttft_otel.tracing import clock, guard
 
+if TYPE_CHECKING:
+    from ttft_otel.tracing.request_trace import RequestTrace
+
+AwaitingTraces: TypeAlias = "Mapping[str, RequestTrace]"
 CountsReader: TypeAlias = Callable[[], Mapping[str, int]]
 # One, or by the value of a label, or by the values of several.
 Values: TypeAlias = float | Mapping[Any, float]
@@ -27,6 +31,7 @@ Values: TypeAlias = float | Mapping[Any, float]
 LOSS_REASONS: Final = ("lost", "overflowed", "foreign", "failed", "merged")
 RECORDS_HELP: Final = "Records handed to the exporter."
 PENDING_HELP: Final = "Traced engine requests without a first token yet."
+OLDEST_HELP: Final = "Age of the oldest of these requests, 0 without any."
 ERRORS_HELP: Final = "Errors of the tracing itself, caught."
 LOST_HELP: Final = "Telemetry lost on its way out."
 # Set where several API servers share one /metrics (--api-server-count), or by a chart.
@@ -54,7 +59,7 @@ def count_dropped(reason: str) -> None:
 class _LiveCollector(Collector):
     """Gauges and counters that are computed at each scrape, so that requests pay nothing for them."""
 
-    def __init__(self, awaiting: Sized, counts: CountsReader) -> None:
+    def __init__(self, awaiting: AwaitingTraces, counts: CountsReader) -> None:
         self.awaiting = awaiting
         self.counts = counts
 
@@ -63,9 +68,17 @@ class _LiveCollector(Collector):
         counts = self.counts()
         yield build_counter(metric_names.RECORDS, RECORDS_HELP, counts.get(SENT_RECORDS, 0))
         yield build_gauge(metric_names.PENDING, PENDING_HELP, len(self.awaiting))
+        oldest = compute_oldest_age(self.awaiting)
+        yield build_gauge(metric_names.OLDEST_PENDING, OLDEST_HELP, oldest)
         yield build_counter(metric_names.HOOK_ERRORS, ERRORS_HELP, guard.error_counts, "place")
         losses = {reason: counts.get(reason, 0) for reason in LOSS_REASONS}
         yield build_counter(metric_names.LOST, LOST_HELP, losses, "reason")
+
+
+def compute_oldest_age(awaiting: AwaitingTraces) -> float:
+    """Seconds for which the first of `awaiting` has waited; 0 where there is none."""
+    oldest = next(iter(list(awaiting.values())), None)  # a copy: others change it meanwhile
+    return (clock.now_us() - oldest.arrive) / 1_000_000 if oldest else 0.0
 
 
 def build_counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
@@ -92,11 +105,12 @@ class SharedPublisher:
     Collectors are not asked there, so values are written again and again, by publish_counts().
     """
 
-    def __init__(self, awaiting: Sized, counts: CountsReader) -> None:
+    def __init__(self, awaiting: AwaitingTraces, counts: CountsReader) -> None:
         self.awaiting = awaiting
         self.counts = counts
         # "live": without the processes that have been marked as dead.
         self._pending = Gauge(metric_names.PENDING, PENDING_HELP, multiprocess_mode="livesum")
+        self._oldest = Gauge(metric_names.OLDEST_PENDING, OLDEST_HELP, multiprocess_mode="livemax")
         self._errors = Counter(metric_names.HOOK_ERRORS, ERRORS_HELP, ["place"])
         self._lost = Counter(metric_names.LOST, LOST_HELP, ["reason"])
         self._records = Counter(metric_names.RECORDS, RECORDS_HELP)
@@ -105,6 +119,7 @@ class SharedPublisher:
     def publish(self) -> None:
         """Write the values of this moment; about 10 us."""
         self._pending.set(len(self.awaiting))
+        self._oldest.set(compute_oldest_age(self.awaiting))
         for place, number in list(guard.error_counts.items()):
             self._raise_counter(self._errors.labels(place), number)
         counts = self.counts()
@@ -118,10 +133,10 @@ class SharedPublisher:
         self._published[counter] = number
 
 
-def register_collector(awaiting: Sized, counts: CountsReader) -> None:
+def register_collector(awaiting: AwaitingTraces, counts: CountsReader) -> None:
     """Register the metrics that are not counted when something happens. Idempotent.
 
-    awaiting: container whose size is the number of pending requests.
+    awaiting: the pending requests, the oldest first.
     counts: gives the exporter's counts, see handoff.get_counts().
     """
     if _collectors or _publishers:
