@@ -357,7 +357,9 @@ class StreamParser:
             if isinstance(raw_choices, list)
             else []
         )
-        self._record_text(choices)
+        for choice in choices:
+            delta = _coerce_object(choice.get("delta"))
+            self.content.text_parts.append(str(choice.get("text") or delta.get("content") or ""))
         # HTTP has answered 200 by then: only the finish reason tells it.
         if any(choice.get("finish_reason") in SERVER_ENDS for choice in choices):
             self.content.stream_error = self.content.stream_error or "ended by the server"
@@ -380,11 +382,6 @@ class StreamParser:
         self.content.cached_tokens = _parse_count(
             details.get("cached_tokens"), self.content.cached_tokens
         )
-
-    def _record_text(self, choices: list[dict[str, Any]]) -> None:
-        for choice in choices:
-            delta = _coerce_object(choice.get("delta"))
-            self.content.text_parts.append(str(choice.get("text") or delta.get("content") or ""))
 
 
 def _extract_message(payload: Any) -> str:

@@ -16,6 +16,7 @@ import os
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -25,8 +26,20 @@ from typing import Final
 
 from ttft_otel.model.names import env_names
 from ttft_otel.tracing import guard
-from ttft_otel.tracing.child_command import build_child_command
 from ttft_otel.tracing.settings import Settings, get_settings
+
+# `python -m` looks for modules in the working directory first, before Python 3.11 also with PYTHONSAFEPATH:
+# whoever may write there would run code in the child.
+_START: Final = (
+    "import sys; sys.path[:] = [path for path in sys.path if path]; import runpy; "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+
+
+def build_child_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """Run `module` like `python -m`, but without the working directory on its import path."""
+    return (sys.executable, "-c", _START, module, *arguments)
+
 
 EXPORTER_MODULE: Final = "ttft_otel.exporter"
 EXIT_WAIT_S: Final = 2.0  # seconds a host waits at its exit for the drain

@@ -44,7 +44,12 @@ def build_rows(spans: Sequence[StoredSpan]) -> list[WaterfallRow]:
             children.setdefault(span.parent_id, []).append(span)
         else:
             roots.append(span)
-    roles = _map_roles(spans)
+    # Service -> role, from the spans that have both.
+    roles = {
+        span.service: str(span.attributes[keys.ROLE])
+        for span in spans
+        if keys.ROLE in span.attributes
+    }
     built: list[WaterfallRow] = []
     seen: set[str] = set()
     stack = [(span, 0) for span in reversed(roots)]  # an explicit stack: foreign traces may be deep
@@ -95,12 +100,3 @@ def _get_full_stage(span: StoredSpan) -> str:
     if not leg or stage.startswith(("router.", f"{leg}.")):
         return stage
     return f"{leg}.{stage}"
-
-
-def _map_roles(spans: Sequence[StoredSpan]) -> dict[str, str]:
-    """Service -> role, from the spans that have both."""
-    return {
-        span.service: str(span.attributes[keys.ROLE])
-        for span in spans
-        if keys.ROLE in span.attributes
-    }

@@ -104,7 +104,11 @@ async def encode_items(
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
         # Awaited: attempts have to be over when the request is recorded.
-        await _cancel_tasks(tasks)
+        running = [task for task in tasks if not task.done()]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
     for failure in [task.exception() for task in tasks if not task.cancelled()]:
         if failure is not None:
             raise failure
@@ -185,14 +189,6 @@ def _rank_attempts(attempts: list[Attempt]) -> tuple[bool, bool, int]:
     has_failed = last.is_lost or last.status >= 400
     # In this order; one without a first byte was still running when another one failed.
     return has_failed, not last.first_byte_us, last.first_byte_us
-
-
-async def _cancel_tasks(tasks: Sequence[asyncio.Task[None]]) -> None:
-    running = [task for task in tasks if not task.done()]
-    for task in running:
-        task.cancel()
-    if running:
-        await asyncio.wait(running)
 
 
 def add_ec_params(

@@ -24,7 +24,7 @@ from ttft_otel.router.routing.prompts.child_frames import (
     answer_decoder,
     frame_message,
 )
-from ttft_otel.tracing.child_command import build_child_command
+from ttft_otel.tracing.handoff import build_child_command
 
 CHILD_MODULE: Final = "ttft_otel.router.routing.prompts.tokenizer_child"
 MAX_QUESTIONS: Final = 64  # questions queued or in the pipe
