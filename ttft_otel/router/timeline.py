@@ -32,11 +32,9 @@ class AttemptListener(Protocol):
 
     def record_sent(self, attempt: Attempt) -> None:
         """A request goes to its instance now."""
-        ...
 
     def record_ended(self, attempt: Attempt) -> None:
         """It is over, however it ended."""
-        ...
 
 
 class Attempt(msgspec.Struct, eq=False):

@@ -296,15 +296,12 @@ class AttemptLoad(Protocol):
         self, first_token_us: int, server_timing: ServerTiming | None, is_streaming: bool
     ) -> None:
         """The first token, or a whole answer, came at `first_token_us` (CLOCK_MONOTONIC)."""
-        ...
 
     def record_chunk(self, data: bytes) -> None:
         """More of an answer whose first token is still to come."""
-        ...
 
     def record_end(self) -> None:
         """The attempt is over, however it ended. Idempotent."""
-        ...
 
 
 def parse_instance_url(url: str, leg: str) -> Instance:

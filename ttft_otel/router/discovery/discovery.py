@@ -152,7 +152,6 @@ class InstanceSource(Protocol):
 
         Raises SourceUnreachable when it cannot be asked; the generator is then made anew.
         """
-        ...
 
 
 def write_url(scheme: str, host: str, port: int | str) -> str:

@@ -29,27 +29,21 @@ class AnswerOutput(Protocol):
 
     def delay_head(self) -> None:
         """The head waits for the first part of the body."""
-        ...
 
     def begin_watch(self, on_lost: Callable[[], None]) -> None:
         """Call `on_lost` when the client leaves, or at once if it has left."""
-        ...
 
     def end_watch(self) -> None:
         """The request is over."""
-        ...
 
     def begin_push(self, reader: InstanceAnswer) -> None:
         """From now on a slow client pauses `reader`."""
-        ...
 
     def push_part(self, data: bytes) -> None:
         """Write a part of a body whose length is not announced; never waits."""
-        ...
 
     def end_push(self) -> None:
         """The rest is sent as messages."""
-        ...
 
 
 def find_output(scope: AsgiScope) -> AnswerOutput | None:

@@ -22,15 +22,12 @@ class AnswerSource(Protocol):
 
     def pause_reading(self) -> None:
         """Read nothing until `resume_reading`."""
-        ...
 
     def resume_reading(self) -> None:
         """Read on."""
-        ...
 
     def close(self) -> None:
         """Close the connection: the rest of its answer is not wanted."""
-        ...
 
 
 class InstanceAnswer:

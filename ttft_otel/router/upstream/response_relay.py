@@ -35,11 +35,9 @@ class ClientWriter(Protocol):
         self, status: int, response_headers: HeaderList, data: bytes, has_more: bool
     ) -> None:
         """Send `status`, headers and the first body chunk, `data`."""
-        ...
 
     async def send_chunk(self, data: bytes) -> None:
         """Send the next chunk, `data`."""
-        ...
 
     async def send_rest(
         self, answer: InstanceAnswer, rewrite: Callable[[bytes], bytes] | None = None
@@ -48,11 +46,9 @@ class ClientWriter(Protocol):
 
         rewrite: makes of each part what is sent or returned, which may be nothing.
         """
-        ...
 
     async def send_end(self, data: bytes = b"") -> None:
         """End the response, with `data` before."""
-        ...
 
 
 async def relay_response(

@@ -34,11 +34,9 @@ class Chooser(Protocol):
 
     async def start(self, queries: QueryClient) -> None:
         """Begin to learn what instances have cached."""
-        ...
 
     async def close(self) -> None:
         """End that."""
-        ...
 
     def choose_instance(
         self,
@@ -48,21 +46,17 @@ class Chooser(Protocol):
         is_retry: bool,
     ) -> types.Decision:
         """Pick one of `candidates` (never empty) for the leg of `request`. Raises SloUnreachable."""
-        ...
 
     def get_policy_name(self, leg: str) -> str:
         """The name of the policy that chooses for a leg."""
-        ...
 
     def add_load_entry(
         self, request: types.RoutingRequest, decision: types.Decision, span_id: str, now_us: int
     ) -> types.AttemptLoad | None:
         """An attempt starts; None where the leg's policy compares no work."""
-        ...
 
     def needs_timing(self, leg: str) -> bool:
         """Whether the leg's policy learns from the Server-Timing of instances."""
-        ...
 
 
 class UpstreamClient:

@@ -41,12 +41,9 @@ class PromptReader(Protocol):
             body: its JSON.
             block_size: tokens per block of the keys.
         """
-        ...
 
     async def start(self, queries: QueryClient) -> None:
         """Start loading what the models of the instances need; `queries` is for questions to instances."""
-        ...
 
     async def close(self) -> None:
         """End background tasks and child processes."""
-        ...
