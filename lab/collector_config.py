@@ -95,7 +95,9 @@ def generate_derive_statements() -> Iterator[str]:
     yield from _format_group(
         f'scope.name != "{span_names.SCOPE}"',
         [
-            # Another program's attribute of this name, if no integer: TraceQL could not compare it.
+            # Another program's attribute of this name, Dynamo's for example: TraceQL compares integers.
+            f"set({ttft_ms}, Int({ttft_ms})) where {ttft_ms} != nil and IsDouble({ttft_ms})"
+            f" and {ttft_ms} >= 0 and {ttft_ms} < 86400000",
             f'delete_key(span.attributes, "{keys.DERIVED_MS}")'
             f" where {ttft_ms} != nil and not IsInt({ttft_ms})",
             *map(_format_seconds_to_ms, TTFT_SECONDS_ATTRIBUTES),
