@@ -2,16 +2,15 @@
 """Write the tables of flags and limits into the reference pages: run it after one has changed.
 
 Tables stand between a mark and `<!--end-->`. Marks: `<!--flags:NAME-->`, where NAME is a subcommand of
-`ttft-otel`; `<!--limits-->`; `<!--vocabulary-->`, of what others call our stages, from vocabulary.json;
-`<!--otel-->`, of OpenTelemetry's variables; `<!--semconv:NAME-->` of semconv/, where NAME is a group of
-attributes, `spans`, or a section of metrics. tests/test_docs.py fails when a page is not what this
-script makes.
+`ttft-otel`; `<!--limits-->`; `<!--vocabulary-->`, of what others call our stages, from
+ttft_otel/report/foreign/products.py; `<!--otel-->`, of OpenTelemetry's variables; `<!--semconv:NAME-->` of
+semconv/, where NAME is a group of attributes, `spans`, or a section of metrics. tests/test_docs.py fails
+when a page is not what this script makes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ import yaml
 
 from ttft_otel.commands import main as cli
 from ttft_otel.model.names import otel_variables
+from ttft_otel.report.foreign.products import PRODUCTS
 from ttft_otel.router.limits import RouterLimits
 
 # Which requests are read, and from where: flags of several commands are shown in the table of the first one.
@@ -122,13 +122,13 @@ def render_variables() -> str:
 def render_vocabulary() -> str:
     """Make a list for each product: our stage, their names for it, what they mean beyond it."""
     sections = []
-    for each in json.loads((FOLDER / "vocabulary.json").read_text("utf-8")):
+    for product in PRODUCTS:
         rows = [
-            f"- {ours if ' ' in ours else f'`{ours}`' if ours else 'no stage'}: "
-            f"{', '.join(f'`{name}`' for name in names)}{f'; {note}' if note else ''}\n"
-            for ours, names, note in each["rows"]
+            f"- {each.stage if ' ' in each.stage else f'`{each.stage}`' if each.stage else 'no stage'}: "
+            f"{', '.join(f'`{name}`' for name in each.names)}{f'; {each.note}' if each.note else ''}\n"
+            for each in product.rows
         ]
-        sections.append(f"**{each['product']}** ({each['read']}):\n\n{''.join(rows)}\n")
+        sections.append(f"**{product.name}** ({product.read}):\n\n{''.join(rows)}\n")
     return "\n" + "".join(sections)
 
 

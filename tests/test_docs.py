@@ -19,6 +19,7 @@ from ttft_otel.commands.router.command import command as router
 from ttft_otel.hooks import target_check
 from ttft_otel.model import stages, timing, ttft_report
 from ttft_otel.model.names import env_names, header_names, keys, otel_variables
+from ttft_otel.report.foreign.products import PRODUCTS
 from ttft_otel.router import errors
 from ttft_otel.tracing import settings
 
@@ -239,16 +240,12 @@ def test_flags() -> None:
 
 def test_foreign_names() -> None:
     """What the vocabulary says of others names stages of ours, and vLLM's names as vLLM has them."""
-    products = json.loads((ROOT / "docs" / "reference" / "vocabulary.json").read_text("utf-8"))
     folder = target_check.find_vllm_folder()
     known = {*stages.STAGE_NAMES, *stages.ROUTER_STAGES, "the TTFT", ""}
     conventions = (ROOT / "tests" / "golden" / "genai_conventions.json").read_text("utf-8")
-    named = {
-        each["product"]: [name for _, names, _ in each["rows"] for name in names]
-        for each in products
-    }
+    named = {each.name: [name for row in each.rows for name in row.names] for each in PRODUCTS}
 
-    assert {ours for each in products for ours, _, _ in each["rows"]} <= known
+    assert {row.stage for each in PRODUCTS for row in each.rows} <= known
     assert all(f'"{name}"' in conventions for name in named["GenAI conventions"])
     assert folder is not None, "vLLM is not installed"
     own = (folder / "tracing" / "utils.py").read_text("utf-8")

@@ -73,6 +73,7 @@ class Leg:
     #: Media items that it encoded although an encoder had encoded them for this request.
     recomputed_items: int = 0
     is_engine_only: bool = False  #: its front-end has no hooks, so that no router had its stages
+    foreign: str = ""  #: the product whose own spans told it; "" where ours did
     clock_error_us: int = 0  #: by how much marks may be off that were not taken by its own clock
     #: "queue" and "stall", each with the microseconds of its reasons (stages.WAIT_REASONS).
     reasons: dict[str, dict[str, int]] = field(default_factory=dict)

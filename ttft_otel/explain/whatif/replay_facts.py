@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ttft_otel.explain.window.request_facts import read_count
+from ttft_otel.explain.window.request_facts import read_count, refuse_foreign
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import UNATTRIBUTED
@@ -104,6 +104,7 @@ def collect_recording(read: Iterable[ReadRequest], epoch_ns: int) -> Recording:
     roles: set[str] = set()
     for request, spans in ((each.request, each.spans) for each in read):
         roles.update(request.roles)
+        refuse_foreign(next((leg.foreign for leg in request.legs if leg.foreign), ""))
         if request.error:
             # What the client sent was refused: no engine has seen it.
             failed += not keys.is_refusal(request.error)

@@ -32,6 +32,15 @@ class CannotTellError(ValueError):
     """The stored requests cannot answer; the text says why, and what to do."""
 
 
+def refuse_foreign(product: str) -> None:
+    """Raise CannotTellError where another product, by its name, has told a request; "" is none."""
+    if product:
+        raise CannotTellError(
+            f"requests are told by {product}: its spans say how long, and not why. Choose others (--model, "
+            "--since), or compare two times: ttft-otel diff"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
     """One request that got its first token."""
@@ -47,6 +56,7 @@ class RequestFacts:
     clock_error_us: int = 0  #: by how much the boundaries of its stages may be off, see summary.py
     #: How many requests of its window it stands for, where not all are read (window_sample.py).
     weight: float = 1.0
+    foreign: str = ""  #: the product that told it, "" where our spans did
     failed: str = ""  #: address of the instance on which an attempt failed before; "" without one
 
     @property
@@ -79,6 +89,7 @@ def build_facts(request: Request, trunks: Iterable[StoredSpan], group_by: str = 
         group=_find_value(spans, group_by) if group_by else "",
         model=request.model,
         clock_error_us=find_clock_error([request]),
+        foreign=next((leg.foreign for leg in request.legs if leg.foreign), ""),
         failed=_find_failed(request, trunks) if request.stages.get(stages.RETRY) else "",
     )
 

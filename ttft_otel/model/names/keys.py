@@ -24,6 +24,8 @@ STREAMING: Final = "ttft.streaming"
 DIRECT: Final = "ttft.direct"  # the engine was called without HTTP
 # Its front-end has no hooks: the TTFT ends with the first token that leaves the engine core.
 ENGINE_ONLY: Final = "ttft.engine_only"
+# Made by the report of another product's spans, whose name it is; not exported.
+FOREIGN: Final = "ttft.foreign"
 BACKGROUND: Final = "ttft.background"  # the answer only said that the request is queued
 # Integer microseconds for each token after the first, of an answer with one generation.
 TIME_PER_OUTPUT_TOKEN_US: Final = "ttft.time_per_output_token_us"

@@ -54,6 +54,7 @@ def _read_leg(span: StoredSpan) -> Leg:
         instance=_get_text(span.resource, INSTANCE_ID),
         recomputed_items=_get_count(attributes, keys.EC_RECOMPUTED_ITEMS),
         is_engine_only=attributes.get(keys.ENGINE_ONLY) is True,
+        foreign=_get_text(attributes, keys.FOREIGN),
         clock_error_us=_get_count(attributes, keys.CLOCK_ERROR_US),
         reasons=_read_reasons(attributes),
         held=_read_held(attributes),

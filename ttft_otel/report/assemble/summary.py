@@ -3,9 +3,10 @@
 
 Percentiles interpolate linearly between the two nearest ranks (numpy's default method, "linear").
 A stage's percentiles are over the requests that had it; its mean is over all requests, so that the
-means of all stages and of the unattributed time add up to the mean TTFT. Two sentences stand below the
+means of all stages and of the unattributed time add up to the mean TTFT. Three sentences stand below the
 figures of pages and terminal: by how much marks may be off that were not taken by a server's own clock, and
-which media items were encoded again although an encoder had encoded them for the same request.
+which media items were encoded again although an encoder had encoded them for the same request; and which
+requests other products have told.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Summary:
     before: SummaryLine | None = None
     recomputed: tuple[RecomputedCount, ...] = ()  #: also those of failed requests
     clock_error_us: int = 0  #: the greatest error of a mark's place; 0 when it is not worth a word
+    foreign: str = ""  #: describe_foreign()
 
 
 def summarize(requests: Sequence[Request]) -> Summary:
@@ -87,6 +89,7 @@ def summarize(requests: Sequence[Request]) -> Summary:
         before=summarize_values("before", before) if before else None,
         recomputed=collect_recomputed(requests),
         clock_error_us=find_clock_error(complete),
+        foreign=describe_foreign(complete),
     )
 
 
@@ -114,6 +117,16 @@ def describe_clock_error(error_us: int) -> str:
     return (
         f"boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off "
         "(ttft.clock_error_us): see docs/reference/device-clock.md"
+    )
+
+
+def describe_foreign(requests: Sequence[Request]) -> str:
+    """Which of `requests` other products have told, in one sentence; "" for none."""
+    told = Counter(leg.foreign for each in requests for leg in each.legs[-1:] if leg.foreign)
+    names = ", ".join(f"{count} by {name}" for name, count in told.most_common())
+    return names and (
+        f"{told.total()} of {len(requests)} requests are told by others' spans ({names}): times of a host, "
+        "waits without reasons, what they do not say is unattributed: see docs/reference/vocabulary.md"
     )
 
 

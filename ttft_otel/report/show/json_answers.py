@@ -97,6 +97,7 @@ def describe_leg(server_leg: Leg) -> dict[str, Any]:
         },
         "held": {kind: to_ms(value) for kind, value in server_leg.held.items()},
         "clock_error_ms": to_ms(server_leg.clock_error_us),
+        "foreign": server_leg.foreign,
     }
 
 

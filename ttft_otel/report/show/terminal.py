@@ -26,6 +26,7 @@ from ttft_otel.report.assemble.summary import (
     SummaryLine,
     collect_recomputed,
     describe_clock_error,
+    describe_foreign,
     describe_recomputed,
     find_clock_error,
     summarize,
@@ -53,6 +54,7 @@ def print_summary(requests: Sequence[Request], console: Console | None = None) -
     out.print(_build_percentile_table(summary))
     _print_recomputed(summary.recomputed, out)
     _print_clock_error(summary.clock_error_us, out)
+    _print_foreign(summary.foreign, out)
     out.print(_format_verdict(summary))
 
 
@@ -104,6 +106,7 @@ def print_waterfall(
         out.print(_build_sum_panel(request, out.width))
     _print_recomputed(collect_recomputed(requests), out)
     _print_clock_error(find_clock_error(requests), out)
+    _print_foreign(describe_foreign(requests), out)
 
 
 def _print_recomputed(counts: Sequence[RecomputedCount], out: Console) -> None:
@@ -114,6 +117,11 @@ def _print_recomputed(counts: Sequence[RecomputedCount], out: Console) -> None:
 def _print_clock_error(error_us: int, out: Console) -> None:
     if said := describe_clock_error(error_us):
         out.print(Text(f"± {said}", style="dim"))
+
+
+def _print_foreign(said: str, out: Console) -> None:
+    if said:
+        out.print(Text(f"! {said}", style="yellow"))
 
 
 def _format_before(before: TimeBefore) -> Text:

@@ -17,6 +17,7 @@ from typing import Final
 from ttft_otel.model import stages
 from ttft_otel.report import window_sample
 from ttft_otel.report.assemble import request_assembly, time_before
+from ttft_otel.report.foreign import foreign_spans
 from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.report.store import database_schema, retention
 from ttft_otel.report.store.span_rows import MAX_SEARCHED_CHARS
@@ -200,7 +201,7 @@ class DatabaseReader:
     def _assemble_stored(self, trace: int, trace_id: str) -> tuple[list[Request], list[StoredSpan]]:
         """A trace's requests, and its `ttft` and `encode` spans with all that are above these."""
         reader = TraceReader(self._connection, trace, trace_id)
-        trunks, parents = reader.list_trunks(), reader.list_parents()
+        trunks, parents = reader.read_trunks()
         ancestors = time_before.collect_ancestors([trunk.span_id for trunk in trunks], parents)
         requests = request_assembly.assemble_requests(trace_id, trunks, parents)
         if any(each.stages.get(stages.RETRY) for each in requests):
@@ -242,6 +243,7 @@ def list_possible_ids(request_id: str) -> list[str]:
 
 def build_stored_trace(trace_id: str, spans: Sequence[StoredSpan]) -> StoredTrace:
     """The trace that `spans`, all that are stored of it, make. Pure."""
+    spans = foreign_spans.add_ttft_spans(spans, {span.span_id: span.parent_id for span in spans})
     parents = {span.span_id: span.parent_id for span in spans}
     # The same limit as when rows are written, so that numbers of requests agree.
     trunks = [span for span in spans if span.is_ttft_span][:MAX_TRACE_TRUNKS]

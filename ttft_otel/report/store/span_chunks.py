@@ -2,8 +2,8 @@
 """Spans as the database keeps them: those of one trace, resource and scope together, in OTLP's own bytes.
 
 otlp_decoder.py makes chunks of an export, span_rows.py writes them, trace_reader.py reads them. A span is
-decoded when somebody reads it, which for most is never. Only `ttft` and `encode` spans are decoded at once:
-requests are found by them.
+decoded when somebody reads it, which for most is never. Only `ttft` and `encode` spans, and what stands for
+them in other products (foreign_spans.py), are decoded at once: requests are found by them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from ttft_otel.model.names import span_names
+from ttft_otel.report.foreign.foreign_spans import is_known
 from ttft_otel.report.report_types import TTFT_SPAN_NAMES, StoredSpan
 from ttft_otel.report.store.span_conversion import (
     NO_SPAN_ID,
@@ -40,7 +41,7 @@ class SpanChunk(NamedTuple):
     parent_ids: bytes  #: likewise, zeros for no parent
     #: A MessagePack list: of each span OTLP's bytes without these IDs, or a list of its values.
     content: bytes
-    #: Its `ttft` and `encode` spans, which are the first ones in that order.
+    #: The spans of which requests are made, which are the first ones in that order.
     trunks: tuple[StoredSpan, ...]
     resource: bytes  #: content of its row in `shared`
     scope: bytes  #: likewise
@@ -65,15 +66,14 @@ def chunk_raw_spans(
     for trace_id, members in by_trace.items():
         for part in _divide_spans(members):
             trunks: dict[int, StoredSpan] = {}  # by place in `part`
-            # Asked of the name first: to convert a span takes longer than all the rest.
-            if scope == span_names.SCOPE:
-                for place, raw in enumerate(part):
-                    if raw.name in TTFT_SPAN_NAMES:
-                        span = convert_span(raw, resource, scope)
-                        if span.is_ttft_span:
-                            trunks[place] = span
-            else:
-                for raw in part:
+            is_ours = scope == span_names.SCOPE
+            for place, raw in enumerate(part):
+                # Asked of the name first: to convert a span takes longer than all the rest.
+                if raw.name in TTFT_SPAN_NAMES if is_ours else is_known(scope, raw.name):
+                    span = convert_span(raw, resource, scope)
+                    if span.is_ttft_span or not is_ours:
+                        trunks[place] = span
+                if not is_ours:
                     # Nothing reads them: only our spans have holders there (span_conversion.py).
                     raw.ClearField("events")
                     raw.ClearField("links")
@@ -95,7 +95,11 @@ def encode_spans(spans: Iterable[StoredSpan]) -> list[SpanChunk]:
         if identity not in resources:
             resources[identity] = _encode(members[0].resource)
         for part in _divide_spans(members):
-            trunks = {place: span for place, span in enumerate(part) if span.is_ttft_span}
+            trunks = {
+                place: span
+                for place, span in enumerate(part)
+                if span.is_ttft_span or is_known(span.scope, span.name)
+            }
             ordered = _put_first(part, trunks)
             ids = [(bytes.fromhex(span.span_id), bytes.fromhex(span.parent_id)) for span in ordered]
             chunks.append(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ttft_otel.report.assemble import request_assembly
+from ttft_otel.report.foreign import foreign_spans
 from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.report.store.span_chunks import SpanChunk, select_places, split_ids
 from ttft_otel.report.store.trace_reader import TraceReader
@@ -224,10 +225,10 @@ def _assemble_trace(
 ) -> list[Request]:
     # By far the most have one leg, of which all is at hand; parents tell whose leg it is.
     if not trace.old_trunks and len(trace.new_trunks) == 1:
-        return request_assembly.assemble_requests(trace_id, trace.new_trunks, {})
-    reader = TraceReader(connection, trace.number, trace_id)
-    trunks, parents = reader.list_trunks(), reader.list_parents()
-    return request_assembly.assemble_requests(trace_id, trunks, parents)
+        found = foreign_spans.make_trunks(trace.new_trunks, {})
+    else:
+        found = TraceReader(connection, trace.number, trace_id).read_trunks()
+    return request_assembly.assemble_requests(trace_id, *found)
 
 
 def _make_row(trace: int, number: int, request: Request) -> tuple[object, ...]:

@@ -11,11 +11,12 @@ import sqlite3
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
+from ttft_otel.report.foreign import foreign_spans
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.store.span_chunks import decode_content, decode_item, decode_shared, split_ids
 from ttft_otel.report.store.span_conversion import format_parent_id
 
-MAX_TRACE_TRUNKS: Final = 1000  # `ttft` and `encode` spans of one trace that are read
+MAX_TRACE_TRUNKS: Final = 1000  # spans of one trace of which requests are made
 
 
 class StoredChunk(NamedTuple):
@@ -60,23 +61,24 @@ class TraceReader:
             spans += self._decode_spans(chunk, places)
         return sorted(spans, key=get_time_order)
 
-    def list_trunks(self) -> list[StoredSpan]:
-        """The first MAX_TRACE_TRUNKS `ttft` and `encode` spans, of which requests are made."""
+    def read_trunks(self) -> tuple[list[StoredSpan], dict[str, str]]:
+        """Its `ttft` and `encode` spans, and parent ID by span ID of all its spans, in hex; "" for roots.
+
+        The first MAX_TRACE_TRUNKS of those of which requests are made.
+        """
         spans = (
             span
             for chunk in self._chunks
             for span in self._decode_spans(chunk, range(chunk.trunks))
         )
         # Never more than these at once: a hostile trace has 20 000.
-        return heapq.nsmallest(MAX_TRACE_TRUNKS, spans, key=get_time_order)
-
-    def list_parents(self) -> dict[str, str]:
-        """Parent ID by span ID of all its spans, in hex; "" for roots."""
-        return {
+        told = heapq.nsmallest(MAX_TRACE_TRUNKS, spans, key=get_time_order)
+        parents = {
             span_id.hex(): format_parent_id(parent_id)
             for chunk in self._chunks
             for span_id, parent_id in zip(chunk.span_ids, chunk.parent_ids, strict=True)
         }
+        return foreign_spans.make_trunks(told, parents)
 
     def _decode_spans(self, chunk: StoredChunk, places: Sequence[int]) -> Iterator[StoredSpan]:
         if not places:

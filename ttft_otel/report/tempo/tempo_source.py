@@ -22,6 +22,7 @@ from typing import Any, Final, TypeVar
 from ttft_otel.model.names import keys
 from ttft_otel.report import window_sample
 from ttft_otel.report.assemble.request_assembly import assemble_requests
+from ttft_otel.report.foreign import foreign_spans
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import TTFT_SPAN_NAMES, Request, SourceChoice, StoredSpan
 from ttft_otel.report.store.database_reader import (
@@ -209,7 +210,8 @@ class TempoSource:
         await self._client.read_version()
 
     async def _find_request(self, request_id: str) -> Request | None:
-        query = f"{{ span.{keys.REQUEST_ID} = {_quote_traceql(request_id)} }}"
+        named = (keys.REQUEST_ID, *foreign_spans.REQUEST_ID_ATTRIBUTES)
+        query = f"{{ {_match_any(named, request_id)} }}"
         found = await self._list_latest(
             RequestFilter(last=1), query, lambda request: request.request_id == request_id
         )
@@ -236,12 +238,11 @@ class TempoSource:
         async for begin_s, fresh in self._search_traces(query, wanted, OUTLINE_SPANS):
             for trace in fresh:
                 spans: Sequence[StoredSpan] = trace.spans
-                if trace.matched > len(spans):
-                    spans = [
-                        each
-                        for each in await self._fetch_spans(trace.trace_id)
-                        if each.is_ttft_span
-                    ]
+                # Of other products a search does not tell what their requests are made of.
+                if trace.matched > len(spans) or not all(each.is_ttft_span for each in spans):
+                    whole = await self._fetch_spans(trace.trace_id)
+                    above = {span.span_id: span.parent_id for span in whole}
+                    spans, _ = foreign_spans.make_trunks(whole, above)
                 found += _outline_trace(trace.trace_id, spans, wanted)
             # A trace may reach into a later window, its requests then are older than this one's begin.
             newest = sum(each.start_ns >= begin_s * 10**9 for each in found) if wanted.last else 0
@@ -396,10 +397,18 @@ def _build_query(wanted: RequestFilter) -> str:
     """TraceQL for the traces that can have a request of `wanted`; _matches_filter() decides."""
     # Not only outermost ones: behind some routers a request has none, and is pending.
     named = " || ".join(f'name = "{name}"' for name in TTFT_SPAN_NAMES)
-    conditions = [f"({named})", f"span.{keys.TOTAL_US} >= 0"]
+    conditions = [f"(({named}) && span.{keys.TOTAL_US} >= 0)"]
+    conditions += [f"span.{name} != nil" for name in foreign_spans.TOTAL_ATTRIBUTES]
+    query = " || ".join(conditions)
     if wanted.model:
-        conditions.append(f"span.{keys.MODEL} = {_quote_traceql(wanted.model)}")
-    return f"{{ {' && '.join(conditions)} }}"
+        query = f"({query}) && ({_match_any(foreign_spans.MODEL_ATTRIBUTES, wanted.model)})"
+    return f"{{ {query} }}"
+
+
+def _match_any(names: Sequence[str], text: str) -> str:
+    """TraceQL for a span of which one of these attributes is `text`."""
+    # Go's quoted strings know JSON's escapes; \u keeps what is not ASCII.
+    return " || ".join(f"span.{name} = {json.dumps(text)}" for name in names)
 
 
 def _matches_filter(request: Request, wanted: RequestFilter) -> bool:
@@ -427,11 +436,6 @@ def _list_windows(since_s: int, until_s: int) -> list[tuple[int, int]]:
         windows.append((begin_s, until_s))
         until_s, length_s = begin_s, min(2 * length_s, MAX_WINDOW_S)
     return windows
-
-
-def _quote_traceql(text: str) -> str:
-    # Go's quoted strings know JSON's escapes; \u keeps what is not ASCII.
-    return json.dumps(text)
 
 
 def _format_window(begin_s: int, end_s: int) -> str:

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces of other products are shown with our stages: exact sums, one request each, no reasons.
+
+tests/golden/foreign/ has what their own code made. vllm.json: OutputProcessor.do_tracing() of vLLM 0.32, with
+the times of two requests. sglang.json: req_time_stats.py and trace.py of SGLang 0.5.23, without an engine:
+one process with the calls of its tokenizer manager, two with those of its schedulers, which slept; a
+plain request, one in three chunks, and a prefill and a decode instance that work for one request. Names of
+hosts and processes, links and events are left out. Traces of the others are made up by their documents.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind
+from sample_records import RunningServer, fetch_page
+
+from tests.fake_tempo import FakeTempo
+from ttft_otel.commands import main as cli
+from ttft_otel.model.names import keys, span_names
+from ttft_otel.report.assemble.request_assembly import MAX_DURATION_US
+from ttft_otel.report.breakdown_source import open_source
+from ttft_otel.report.foreign import foreign_spans
+from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.report.report_types import Request, SourceChoice, StoredSpan
+from ttft_otel.report.store.database_reader import (
+    RequestFilter,
+    build_stored_trace,
+    open_reader,
+)
+from ttft_otel.report.store.span_store import SpanStore
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "foreign"
+FILES = ("vllm", "sglang")
+MS = 1_000_000
+BEGIN_S = int(time.time()) - 600
+TOTAL = "gen_ai.latency.time_to_first_token"
+QUEUE = "gen_ai.latency.time_in_queue"
+
+
+def read_golden(name: str) -> list[StoredSpan]:
+    """The spans of a golden file."""
+    return otlp_decoder.decode_export((GOLDEN / f"{name}.json").read_bytes(), as_json=True).spans
+
+
+def list_requests(spans: list[StoredSpan]) -> list[Request]:
+    """The requests of all traces, by their begin."""
+    traces: dict[str, list[StoredSpan]] = {}
+    for span in spans:
+        traces.setdefault(span.trace_id, []).append(span)
+    found = [
+        each for name, some in traces.items() for each in build_stored_trace(name, some).requests
+    ]
+    return sorted(found, key=lambda request: request.start_ns)
+
+
+def make_span(
+    number: int,
+    name: str,
+    scope: str,
+    parent: int = 0,
+    at: tuple[int, int] = (0, 1000),
+    **more: Any,
+) -> StoredSpan:
+    """A span of another product. at: begin and end in ms."""
+    start_ns, end_ns = (10**18 + each * MS for each in at)
+    parent_id = f"{parent:016x}" if parent else ""
+    return StoredSpan(
+        "a" * 32, f"{number:016x}", parent_id, name, 2, start_ns, end_ns, scope=scope,
+        attributes={key.replace("__", "."): value for key, value in more.items()},
+    )  # fmt: skip
+
+
+def make_request(scope: str = "vllm.tracing.otel", **more: Any) -> StoredSpan:
+    """A span of a request with a TTFT of 200 ms."""
+    return make_span(1, "llm_request", scope, gen_ai__latency__time_to_first_token=0.2, **more)
+
+
+def test_vllm() -> None:
+    """Two requests, of which vLLM tells the queue and the prompt; the rest is unattributed."""
+    first, second = list_requests(read_golden("vllm"))
+
+    assert (first.ttft_us, first.unattributed_us) == (250_000, 30_000)
+    assert first.stages == {"prefill.queue": 100_000, "prefill.compute": 120_000}
+    assert (second.ttft_us, second.request_id) == (81_234, "cmpl-2")
+    assert [leg.foreign for leg in second.legs] == ["vLLM's own tracing"]
+
+
+def test_sglang() -> None:
+    """A piece of a stage counts once, until the first token: of nested ones the inner one."""
+    spans = read_golden("sglang")
+    plain, chunked, split = list_requests(spans)
+    forward = next(
+        span
+        for span in spans
+        if span.name == "prefill_forward" and span.trace_id == chunked.trace_id
+    )
+
+    words = {"preprocess", "ipc", "prefill.queue", "prefill.compute"}
+    assert set(plain.stages) == set(chunked.stages) == words
+    length = forward.end_ns // 1000 - forward.start_ns // 1000
+    assert abs(chunked.stages["prefill.compute"] - length) <= 1
+    assert chunked.model == "tiny" and chunked.request_id == "b1b2c3d4e5f60718"
+    assert split.roles == ("prefill", "decode")
+    assert set(split.stages) == {"preprocess", "ipc", "kv.transfer", "prefill.queue"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_sums_are_exact(name: str) -> None:
+    """Stages and unattributed time are their TTFT, of every request and leg; and each is complete."""
+    found = list_requests(read_golden(name))
+
+    assert found and all(each.closed and not each.pending for each in found)
+    by_id = {span.span_id: span for span in read_golden(name)}
+    for leg in (leg for each in found for leg in each.legs):
+        told = by_id[f"{int(leg.span_id, 16) ^ 0x7474_6674_0000_0000:016x}"]
+        seconds = told.attributes[TOTAL]
+        assert leg.ttft_us == round(seconds * 1e6) and not leg.reasons and not leg.held
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_from_tempo(name: str, tmp_path: Path) -> None:
+    """Tempo's requests are the store's: the newest, by ID, and of a window."""
+    spans = read_golden(name)
+    store = SpanStore(tmp_path / "spans.db")
+    store.add(spans).result(20)
+    store.close()
+    window = RequestFilter(
+        since_ns=min(span.start_ns for span in spans) - 10**9,
+        until_ns=max(span.end_ns for span in spans) + 10**9,
+    )
+    with FakeTempo(retention="") as tempo, open_reader(store.path) as stored:
+        tempo.add([to_sdk_span(span) for span in spans])
+        with open_source(SourceChoice(tempo=tempo.url)) as searched:
+            expected = stored.list_latest(window)
+            assert expected and searched.list_latest(window) == expected
+            samples = (each.sample_window(window).requests for each in (searched, stored))
+            first, second = (sorted(one.request.start_ns for one in some) for some in samples)
+            assert first == second == sorted(each.start_ns for each in expected)
+            named = expected[0]
+            assert searched.find_trace(named.trace_id) == stored.find_trace(named.trace_id)
+            models = replace(window, model="tiny")
+            assert searched.list_latest(models) == stored.list_latest(models)
+
+
+def to_sdk_span(span: StoredSpan) -> ReadableSpan:
+    """The span as an SDK has it."""
+    ids = int(span.trace_id, 16), int(span.span_id, 16)
+    above = int(span.parent_id or "0", 16)
+    return ReadableSpan(
+        span.name,
+        SpanContext(*ids, is_remote=False),
+        SpanContext(ids[0], above, is_remote=True) if above else None,
+        Resource(span.resource),
+        span.attributes,
+        kind=list(SpanKind)[max(span.kind - 1, 0)],
+        instrumentation_scope=InstrumentationScope(span.scope),
+        start_time=span.start_ns,
+        end_time=span.end_ns,
+    )
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_order_of_arrival(name: str, tmp_path: Path) -> None:
+    """Spans that come one by one, the last first, give the same requests as all at once."""
+    spans = read_golden(name)
+    store = SpanStore(tmp_path / "spans.db")
+    for span in sorted(spans, key=lambda each: -each.end_ns):
+        store.add([span]).result(20)
+    store.close()
+
+    with open_reader(store.path) as stored:
+        found = stored.list_latest(RequestFilter())
+        assert sorted(found, key=lambda each: each.start_ns) == list_requests(spans)
+        assert stored.find_request(found[0].request_id) == found[0]
+
+
+def test_other_products() -> None:
+    """TensorRT-LLM by attributes, Dynamo by its instance's TTFT with what the engine says below it."""
+    (trt,) = list_requests(
+        [
+            make_request(
+                "trt.llm",
+                gen_ai__latency__time_in_queue=0.05,
+                gen_ai__latency__kv_cache_transfer_time=0.03,
+            )
+        ]
+    )
+    (dynamo,) = list_requests(
+        [
+            make_span(9, "router.route_request", "any"),
+            make_span(
+                2, "engine.generate", "any", 9, ttft_ms=250.0, disagg_role="agg", model="tiny"
+            ),
+            replace(make_request(gen_ai__latency__time_in_queue=0.1), parent_id=f"{2:016x}"),
+        ]
+    )
+
+    assert trt.stages == {"prefill.queue": 50_000, "kv.transfer": 30_000} and trt.closed
+    assert (dynamo.ttft_us, dynamo.stages, dynamo.model) == (
+        250_000, {"prefill.queue": 100_000}, "tiny",
+    )  # fmt: skip
+    assert dynamo.closed and dynamo.roles == ("mono",)
+
+
+def test_llm_d() -> None:
+    """Its legs give vLLM's spans their roles, and its router's span is the time before."""
+    router = "llm-d-router/pkg/epp/handlers"
+    spans = [
+        make_span(10, "gateway.request", router, at=(0, 900)),
+        make_span(11, "gateway.request_orchestration", router, 10, (1, 6)),
+        make_span(12, "forward_request", "llm-d-router/pkg/sidecar/proxy", 10, (10, 900)),
+        replace(make_span(13, "prefill", "llm-d-router/pkg/sidecar/proxy", 12, (12, 300)), kind=1),
+        replace(make_request(at=(20, 290)), span_id=f"{3:016x}", parent_id=f"{13:016x}"),
+        replace(make_span(14, "decode", "llm-d-router/pkg/sidecar/proxy", 12, (300, 900)), kind=1),
+        replace(make_request(at=(310, 890)), span_id=f"{4:016x}", parent_id=f"{14:016x}"),
+    ]
+    (request,) = list_requests(spans)
+
+    assert request.roles == ("prefill", "decode") and request.closed
+    assert request.ttft_us == 490_000 and request.unattributed_us == 490_000
+    assert request.before and request.before.us == 10_000
+    shown = build_stored_trace("a" * 32, spans).spans
+    stages = {span.name: span.attributes.get(keys.STAGE) for span in shown}
+    assert stages["gateway.request_orchestration"] == "router.route"
+
+
+def test_ours_wins() -> None:
+    """With our hooks and vLLM's own tracing on, one request is counted, with our stages."""
+    ours = make_span(
+        7, span_names.TTFT, span_names.SCOPE, at=(0, 210),
+        ttft__total_us=210_000, ttft__unattributed_us=210_000, ttft__role="mono",
+        ttft__outermost=True,
+    )  # fmt: skip
+    (request,) = list_requests([ours, make_request()])
+    (alone,) = list_requests([make_request()])
+
+    assert request.ttft_us == 210_000 and not request.legs[0].foreign
+    assert alone.ttft_us == 200_000
+
+
+def test_below_our_router() -> None:
+    """Behind our router their stages come out of what it could not attribute, and the sum stays its own."""
+    above = make_span(
+        7, span_names.TTFT, span_names.SCOPE, at=(0, 230),
+        ttft__total_us=230_000, ttft__unattributed_us=220_000, ttft__role="router",
+        ttft__outermost=True,
+    )  # fmt: skip
+    above.attributes["ttft.router.route_us"] = 10_000
+    engine = replace(make_request(gen_ai__latency__time_in_queue=0.1), parent_id=above.span_id)
+    (request,) = list_requests([above, engine])
+
+    assert request.stages == {"router.route": 10_000, "mono.prefill.queue": 100_000}
+    assert request.ttft_us == 230_000 and request.closed
+
+
+@pytest.mark.parametrize(
+    ("given", "stages"),
+    [
+        ({"gen_ai__latency__time_in_queue": 0.2}, {"prefill.queue": 200_000}),
+        ({"gen_ai__latency__time_in_queue": 0.201}, {}),  # more than the TTFT
+        ({"gen_ai__latency__time_in_queue": -0.1}, {}),
+        ({"gen_ai__latency__time_in_queue": "0.1"}, {}),
+        ({"gen_ai__latency__time_in_queue": True}, {}),
+        ({"gen_ai__latency__time_in_queue": 10**30}, {}),
+    ],
+)
+def test_odd_lengths(given: Mapping[str, Any], stages: Mapping[str, int]) -> None:
+    """What cannot be a length, or does not fit, is unattributed."""
+    (request,) = list_requests([make_request(**given)])
+
+    assert request.stages == stages and request.closed
+
+
+@pytest.mark.parametrize("total", [0, -1.0, "0.2", True, MAX_DURATION_US])
+def test_no_request(total: Any) -> None:
+    """A span without a TTFT is no request; nor is one of that name from another scope."""
+    span = make_span(1, "llm_request", "vllm.x", gen_ai__latency__time_to_first_token=total)
+
+    assert list_requests([span]) == []
+    assert list_requests([make_request("my.agent")]) == []
+
+
+def test_a_loop_of_parents() -> None:
+    """A span that is its own ancestor ends nothing."""
+    loop = replace(make_request(), parent_id=f"{1:016x}")
+    parents = {loop.span_id: loop.span_id}
+
+    assert foreign_spans.add_ttft_spans([loop], parents)
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Iterator[Path]:
+    """A database with 40 requests that vLLM's own tracing has told."""
+    store = SpanStore(tmp_path / "told.db")
+    (golden, _) = read_golden("vllm")
+    spans = [
+        replace(
+            golden, trace_id=f"{number + 1:032x}", start_ns=(BEGIN_S + number) * 10**9,
+            attributes=golden.attributes | {TOTAL: 0.24 + number / 1e3, QUEUE: 0.01 + number / 1e3},
+        )
+        for number in range(40)
+    ]  # fmt: skip
+    store.add(spans).result(20)
+    store.close()
+    yield store.path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("explain",), ("explain", "--trace", f"{7:032x}"), ("whatif", "--instances", "+1")],
+)
+def test_reasons_are_refused(told: Path, words: tuple[str, ...]) -> None:
+    """explain and whatif say that these spans do not tell why."""
+    found = CliRunner().invoke(cli.main, [*words, "--db", str(told)])
+
+    assert found.exit_code and "told by vLLM's own tracing" in found.output
+    assert "not why" in found.output
+
+
+def test_report_and_diff(told: Path) -> None:
+    """The report has our stages and says whose times they are; diff compares them."""
+    begin = datetime.fromtimestamp(BEGIN_S, timezone.utc)
+    middle, end = (
+        (begin + timedelta(seconds=each)).strftime("%Y-%m-%dT%H:%M:%SZ") for each in (20, 60)
+    )
+    windows = ("--a", f"{begin:%Y-%m-%dT%H:%M:%SZ}..{middle}", "--b", f"{middle}..{end}")
+    shown = CliRunner().invoke(cli.main, ["report", "--db", str(told)], env={"COLUMNS": "200"})
+    asked = CliRunner().invoke(cli.main, ["report", "--db", str(told), "--json"])
+    compared = CliRunner().invoke(cli.main, ["diff", *windows, "--json", "--db", str(told)])
+
+    changed = {each["name"]: each for each in json.loads(compared.output)["stages"]}
+    assert round(changed["prefill.queue"]["change_ms"]) == 20, changed
+    assert "prefill.compute" in shown.output
+    assert "40 of 40 requests are told by others' spans" in shown.output
+    legs = [leg for each in json.loads(asked.output)["requests"] for leg in each["legs"]]
+    assert {leg["foreign"] for leg in legs} == {"vLLM's own tracing"}
+
+
+def test_page(start_report_server: Callable[..., RunningServer], told: Path) -> None:
+    """The page lists the requests, and their trace has a bar for the TTFT, with the sentence below."""
+    server = start_report_server(path=told)
+    _, listed, _ = fetch_page(server, "/")
+    _, trace, _ = fetch_page(server, f"/trace/{1:032x}")
+
+    assert "told by others" in listed and "told by others" in trace
+    assert "prefill.queue" in trace
