@@ -30,7 +30,8 @@ MAX_RAW_BYTES: Final = 4096
 SPAN_ID_BYTES: Final = 8
 _ID_FIELDS: Final = ("trace_id", "span_id", "parent_span_id")
 _encode: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder().decode
+# The items of a chunk, for decode_item(); a shared row is a resource (a dict) or a scope (a text).
+decode_content: Final = msgspec.msgpack.Decoder().decode
 
 
 class SpanChunk(NamedTuple):
@@ -115,20 +116,9 @@ def encode_spans(spans: Iterable[StoredSpan]) -> list[SpanChunk]:
     return chunks
 
 
-def decode_shared(content: bytes) -> Any:
-    """The resource (a dict) or scope (a text) in a shared row."""
-    return _decode(content)
-
-
 def split_ids(joined: bytes) -> list[bytes]:
     """The IDs in a chunk's `span_ids` or `parent_ids`; of the latter NO_SPAN_ID for roots."""
     return [joined[start : start + SPAN_ID_BYTES] for start in range(0, len(joined), SPAN_ID_BYTES)]
-
-
-def decode_content(content: bytes) -> list[Any]:
-    """The items of a chunk, for decode_item()."""
-    items: list[Any] = _decode(content)
-    return items
 
 
 def decode_item(

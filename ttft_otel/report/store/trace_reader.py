@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from ttft_otel.report.foreign import foreign_spans
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.store.span_chunks import decode_content, decode_item, decode_shared, split_ids
+from ttft_otel.report.store.span_chunks import decode_content, decode_item, split_ids
 from ttft_otel.report.store.span_conversion import format_parent_id
 
 MAX_TRACE_TRUNKS: Final = 1000  # spans of one trace of which requests are made
@@ -95,7 +95,7 @@ class TraceReader:
         # Once: a trace may have thousands of chunks with one large resource.
         if number not in self._shared:
             row = self._connection.execute("SELECT content FROM shared WHERE id=?", (number,))
-            self._shared[number] = decode_shared(row.fetchone()[0])
+            self._shared[number] = decode_content(row.fetchone()[0])
         return self._shared[number]
 
 
