@@ -93,6 +93,22 @@ class SourceResult:
         return {*results, *(field.place.state for field in self.fields)} <= {PRESENT}
 
 
+def exists_in(place: TargetPlace, version: str) -> bool:
+    """Whether the release `version` should have this place; "" is a tree newer than all."""
+    if not version:
+        return not place.until
+    release = _parse_release(version)
+    return _parse_release(place.since) <= release and (
+        not place.until or release < _parse_release(place.until)
+    )
+
+
+def _parse_release(version: str) -> tuple[int, ...]:
+    """Major and minor number, for comparing; "" comes before all others."""
+    # Without the patch number: development versions have words in its place.
+    return tuple(int(part) for part in version.split(".")[:2]) if version else ()
+
+
 def check_source(folder: Path) -> SourceResult:
     """Check all targets and fields in the tree `folder`. Raises SourceError."""
     package = find_package(folder)
@@ -108,7 +124,7 @@ def check_source(folder: Path) -> SourceResult:
         fields = tuple(
             FieldResult(tree.check_field(row), row.without)
             for row in FIELDS
-            if TargetPlace(row.module, row.owner, row.since).exists_in(version)
+            if exists_in(TargetPlace(row.module, row.owner, row.since), version)
         )
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes
         raise SourceError(f"a file of {package} is not Python that can be read: {error}") from error
@@ -163,10 +179,10 @@ class SourceTree:
     def check_places(self, target: PatchTarget, version: str) -> Iterator[PlaceResult]:
         """Each address of a target inside vLLM, but for those that this version need not have."""
         for place in target.places:
-            if place.module.startswith("vllm.") and place.exists_in(version):
+            if place.module.startswith("vllm.") and exists_in(place, version):
                 yield self._check_function(place, target.reads, target.places)
         for place in CONNECTOR_METHODS.get(target.name, ()):
-            if place.exists_in(version):
+            if exists_in(place, version):
                 yield self._check_method(place, target.reads)
 
     def _check_function(

@@ -17,8 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from benchmarks.routing.simulation_tables import compute_gains
-from ttft_otel.model.statistics import compute_half_interval
+from benchmarks.routing.simulation_tables import compute_gains, compute_half_interval
 
 ROOT = Path(__file__).parents[2]
 RESULTS_FOLDER = ROOT / "benchmarks" / "results"

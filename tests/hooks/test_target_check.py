@@ -59,7 +59,7 @@ def test_places(version: str) -> None:
 
     for target in TARGETS:
         for place in (*target.places, *CONNECTOR_METHODS.get(target.name, ())):
-            if place.exists_in(version):
+            if source_check.exists_in(place, version):
                 assert target_check.check_place(root, place, target.reads) == "", target.name
 
 
@@ -73,7 +73,7 @@ def test_source_complete(version: str) -> None:
     absent = {"frontend.app"} | {
         name
         for name, places in CONNECTOR_METHODS.items()
-        if not any(place.exists_in(version) for place in places)
+        if not any(source_check.exists_in(place, version) for place in places)
     }
     assert ("transfer.wait" in absent) is (version == "0.20.2")  # whose connectors make nobody wait
     assert {target.target.name for target in result.targets} == set(TARGETS_BY_NAME) - absent
@@ -148,7 +148,8 @@ def list_read_names(path: Path) -> set[str]:
 )
 def test_bounds(since: str, until: str, version: str, expected: bool) -> None:
     """A place is expected from `since` to before `until`; a tree between releases is the newest."""
-    assert TargetPlace("vllm.v1.thing", "run", since, until).exists_in(version) is expected
+    place = TargetPlace("vllm.v1.thing", "run", since, until)
+    assert source_check.exists_in(place, version) is expected
 
 
 def test_unknown_release() -> None:

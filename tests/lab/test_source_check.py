@@ -25,7 +25,7 @@ def tree(tmp_path: Path) -> Path:
     owners: dict[tuple[str, str], list[str]] = {}
     for target in TARGETS:
         for place in (*target.places, *CONNECTOR_METHODS.get(target.name, ())):
-            if place.module.startswith("vllm.") and place.exists_in(""):
+            if place.module.startswith("vllm.") and source_check.exists_in(place, ""):
                 owner, _, name = place.name.rpartition(".")
                 line = f"def {name}({', '.join(('self', *target.reads))}): ..."
                 owners.setdefault((place.module, owner), []).append(line)

@@ -86,7 +86,7 @@ def is_known_word(word: str) -> bool:
         or f"{word}.duration" in list_constants().values()
         or keys.parse_stage_attribute(word) is not None
         or keys.parse_reason_attribute(word) is not None
-        or keys.parse_held_attribute(word) is not None
+        or word in map(keys.name_held_attribute, stages.HOLDING_KINDS)
         or stages.is_known_stage(word.removeprefix("ttft."))
         or keys.parse_stage_attribute(word.replace(f"{span_names.HANDOVER}.", "ttft.")) is not None
         or word == keys.name_handover_attribute(span_names.FIRST_DECODE)

@@ -11,10 +11,10 @@ import sys
 import numpy
 import pytest
 
+from benchmarks.routing.simulation_tables import compute_half_interval
 from lab.evidence import estimate_median
 from ttft_otel.model.statistics import (
     average_draws,
-    compute_half_interval,
     compute_quantile,
     compute_quantiles,
     compute_t_quantile,

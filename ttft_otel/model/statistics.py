@@ -12,7 +12,6 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from statistics import stdev
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
@@ -84,12 +83,6 @@ def compute_t_quantile(degrees: float) -> float:
     step = bisect_left(areas, wanted)
     beyond = (areas[step] - wanted) / (areas[step] - areas[step - 1])
     return math.sqrt(degrees) * math.tan((step - beyond) * width)
-
-
-def compute_half_interval(values: Sequence[float]) -> float:
-    """Half of the interval that holds the true mean of `values`, two at least, with 95 %."""
-    # Student's t, because the spread comes from the same few values as the mean.
-    return compute_t_quantile(len(values) - 1.0) * stdev(values) / math.sqrt(len(values))
 
 
 def draw_weights(chance: numpy.random.Generator, count: int, draws: int) -> Array:

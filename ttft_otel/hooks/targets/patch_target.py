@@ -39,21 +39,6 @@ class TargetPlace:
         """The form used in messages: "module:Class.method"."""
         return f"{self.module}:{self.name}"
 
-    def exists_in(self, version: str) -> bool:
-        """Whether the release `version` should have this place; "" is a tree newer than all."""
-        if not version:
-            return not self.until
-        release = _parse_release(version)
-        return _parse_release(self.since) <= release and (
-            not self.until or release < _parse_release(self.until)
-        )
-
-
-def _parse_release(version: str) -> tuple[int, ...]:
-    """Major and minor number, for comparing; "" comes before all others."""
-    # Without the patch number: development versions have words in its place.
-    return tuple(int(part) for part in version.split(".")[:2]) if version else ()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchTarget:

@@ -188,12 +188,6 @@ def name_held_attribute(kind: str) -> str:
     return f"ttft.held.{kind}_us"
 
 
-def parse_held_attribute(attribute: str) -> str | None:
-    """The kind of an attribute of name_held_attribute(); None for others."""
-    kind = attribute.removeprefix("ttft.held.").removesuffix("_us")
-    return kind if kind in stages.HOLDING_KINDS and attribute == name_held_attribute(kind) else None
-
-
 def parse_stage_attribute(attribute: str) -> str | None:
     """The stage whose microseconds `attribute` holds (`ttft.<stage>_us`); None for other attributes."""
     if not (attribute.startswith("ttft.") and attribute.endswith("_us")):
