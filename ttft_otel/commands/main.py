@@ -32,6 +32,9 @@ class Subcommand:
 
 # Help texts are here once more, because the commands' own would have to be imported.
 SUBCOMMANDS: Final[dict[str, Subcommand]] = {
+    "demo": Subcommand(
+        "ttft_otel.commands.demo", "serve", "Show recorded requests of a real vLLM.", "demo"
+    ),
     "serve": Subcommand(
         "ttft_otel.commands.serve", "serve", "Receive, keep and show spans.", "serve"
     ),

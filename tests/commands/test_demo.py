@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ttft-otel demo --recorded`: the shipped requests are whole, and the commands that it names answer."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ttft_otel.commands import demo
+from ttft_otel.commands.main import main
+
+NEEDED_REQUESTS = 56
+MAX_RECORDED_BYTES = 150_000
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """The three commands that the demo prints, in words, on a database that it wrote."""
+    database = tmp_path_factory.mktemp("demo") / "spans.db"
+    done = CliRunner().invoke(main, ["demo", "--recorded", "--db", str(database)])
+    assert done.exit_code == 0, done.output
+    return [shlex.split(line)[1:] for line in done.output.splitlines() if "--db" in line]
+
+
+def run(words: list[str]) -> str:
+    """What a command prints; it must succeed."""
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_recorded() -> None:
+    """The file is small, and its requests end when asked; stages add up in each."""
+    end_ns = time.time_ns()
+    spans = demo.read_recorded(end_ns)
+    trunks = [span for span in spans if span.is_ttft_span]
+
+    assert demo.RECORDED.stat().st_size < MAX_RECORDED_BYTES
+    assert max(span.end_ns for span in spans) == end_ns
+    assert len({span.trace_id for span in trunks}) == NEEDED_REQUESTS
+    for span in trunks:
+        parts = [
+            span.attributes[name]
+            for name in span.attributes
+            if demo.keys.parse_stage_attribute(name)
+        ]
+        assert sum(parts) == span.attributes[demo.keys.TOTAL_US]
+
+
+def test_report(told: list[list[str]]) -> None:
+    """The first command has every request, in JSON those that --last asks for."""
+    report = json.loads(run([*told[0], "--json"]))
+
+    assert f"{NEEDED_REQUESTS} requests" in run(told[0])
+    assert report["summary"]["closed"]
+
+
+def test_explain(told: list[list[str]]) -> None:
+    """The second one explains the slowest request: the stage that has its time, and who held it."""
+    answer = run(told[1])
+
+    assert told[1][-1] in answer and "has 78%" in answer and "Held longest by" in answer
+
+
+def test_diff(told: list[list[str]]) -> None:
+    """The third one compares the warm-up with what came after it."""
+    assert re.search(r"A:\s+28 requests.*B: 28 requests", run(told[2]), re.S)
+
+
+def test_page() -> None:
+    """Without --db there is a page on loopback until Ctrl-C, and nothing is left."""
+    words = (sys.executable, "-m", "ttft_otel.commands.main", "demo", "--recorded")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(5)]
+        url = re.findall(r"http://127\.0\.0\.1:\d+", lines[-1])
+        folder = Path(lines[1].split()[-1]).parent
+        try:
+            with urllib.request.urlopen(url[0], timeout=60) as answer:
+                page = answer.read().decode()
+            assert "demo-28" in page and folder.is_dir()
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    assert not folder.exists()
+
+
+def test_refusals(tmp_path: Path) -> None:
+    """Without --recorded it says what to do; a file that is there is not touched."""
+    (taken := tmp_path / "spans.db").write_bytes(b"mine")
+
+    assert "add --recorded" in CliRunner().invoke(main, ["demo"]).output
+    assert CliRunner().invoke(main, ["demo", "--recorded", "--db", str(taken)]).exit_code == 2
+    assert taken.read_bytes() == b"mine"
