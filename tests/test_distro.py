@@ -91,6 +91,7 @@ def test_from_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
         (("vllm", "serve", "--served-model-name=tiny", "--model", "org/model"), "tiny"),
         (("vllm", "serve", "--port", "1", "--model=org/model"), "org/model"),
         (("vllm", "serve"), ""),
+        (("vllm", "serve", "/models/\udcff"), "/models/?"),
         (("vllm", "bench", "serve", "org/model"), ""),
         ((), ""),
     ],

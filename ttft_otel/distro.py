@@ -97,4 +97,6 @@ def find_served_model(words: Sequence[str]) -> str:
         flag, equals, value = word.partition("=")
         values[flag] = value if equals else following
     positional = next((word for word in words[2:3] if not word.startswith("-")), "")
-    return values.get("--served-model-name") or positional or values.get("--model", "")
+    found = values.get("--served-model-name") or positional or values.get("--model", "")
+    # Bytes of a command line that are no text are surrogates here, which an exporter cannot encode.
+    return found.encode("utf-8", "replace").decode()

@@ -47,6 +47,10 @@ def test_schema_in_step() -> None:
         msgspec.msgpack.encode({"version": 1}),
         encode_record(change_full_record(version=RECORD_VERSION + 1)),
         encode_record(FULL_RECORD).replace(b"cmpl-1", b"\xff\xfe\xfd\xfc\xfb\xfa"),
+        # A field more, of a depth that no parser follows.
+        msgspec.msgpack.encode(
+            [*msgspec.msgpack.decode(encode_record(FULL_RECORD)), msgspec.Raw(b"\x91" * 20_000)]
+        ),
     ],
 )
 def test_foreign(data: bytes) -> None:

@@ -173,7 +173,7 @@ def decode_record(data: bytes) -> Record:
     try:
         record = _decoder.decode(data)
     # The bytes come through a socket: whatever they are, the exporter goes on.
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RecordDecodeError(str(error)) from error
     # Another version's array may fit these types by chance.
     if record.version != RECORD_VERSION:

@@ -153,8 +153,8 @@ FIRST_TOKEN_MODES: Final = (MODE_OFF, MODE_STRIP)
 DEFAULT_POLICY: Final = "round_robin"  # needs no knowledge of requests
 OTHER_LEGS_POLICY: Final = "least_requests"
 
-# What decoding a client's JSON raises.
-# RecursionError: a client can nest deeper than Python's recursion limit lets a decoder go.
+# What decoding others' JSON or MessagePack raises.
+# RecursionError: somebody can nest deeper than Python's recursion limit lets a decoder go.
 JSON_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 AsgiScope = MutableMapping[str, Any]

@@ -63,7 +63,7 @@ def decode_message(data: bytes) -> Record:
         return decode_record(data)
     try:
         report = _decoder.decode(data[1:])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RecordDecodeError(str(error)) from error
     if report.version != REPORT_VERSION:
         raise RecordDecodeError(f"report version {report.version}, not {REPORT_VERSION}")

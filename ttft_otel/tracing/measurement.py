@@ -191,7 +191,7 @@ def decode_measurement(data: bytes) -> RawMeasurement:
     """Bytes with PREFIX -> measurement. Raises RecordDecodeError for another version's, and for others."""
     try:
         found = _decoder.decode(data[len(PREFIX) :])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RecordDecodeError(str(error)) from error
     # An array has no names: another version's fields would be read as this one's.
     if found.version != MEASUREMENT_VERSION:
@@ -208,5 +208,5 @@ def decode_head(data: bytes) -> MeasurementHead:
     """Bytes of a head -> head. Raises RecordDecodeError for anything else."""
     try:
         return _head_decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RecordDecodeError(str(error)) from error

@@ -231,6 +231,7 @@ def test_an_answer_that_ends_on_p_is_whole() -> None:
         b'{"choices": [{"index": 0, "delta": null}]}',
         b'{"choices": {"a": 1}}',
         b'{"choices": [{"index": 0, "delta": {"content": "\xff"}}]}',
+        b'{"choices": [], "x": ' + b"[" * 20_000,
     ],
 )
 def test_an_event_of_another_shape_goes_on_as_it_came(strange: bytes) -> None:
@@ -244,7 +245,8 @@ def test_a_stream_that_breaks_says_why() -> None:
     """The decode instance's own error, else ours, then [DONE]: as a server ends a stream that failed."""
     out = render_stream_error(b'{"error": {"message": "no", "code": 400}}', "x")
     assert out == b'data: {"error":{"message":"no","code":400}}\n\n' + DONE_EVENT
-    assert b'"message":"gone"' in render_stream_error(b"<html>", "gone")
+    for body in (b"<html>", b'{"error": "\xff"}', b'{"x": ' + b"[" * 20_000):
+        assert b'"message":"gone"' in render_stream_error(body, "gone")
 
 
 def test_the_token_in_the_clients_bytes() -> None:

@@ -151,7 +151,7 @@ async def test_the_store_goes_and_comes_back(
     assert f"127.0.0.1:{store.port}" in gone[0]
 
 
-@pytest.mark.parametrize("kind", ["noise", "list", "long", "empty"])
+@pytest.mark.parametrize("kind", ["noise", "no text", "deep", "list", "long", "empty"])
 async def test_junk_is_skipped(
     store: StoreServer, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +164,10 @@ async def test_junk_is_skipped(
     async with run_replicas(store.url, *REPLICAS) as (one, other), store.connect() as client:
         if kind == "noise":
             await client.set(key, b"\xc1 nonsense")
+        elif kind == "no text":
+            await client.set(key, b"\x92\x91\x94\xa1\xff")
+        elif kind == "deep":
+            await client.set(key, b"\x93\x90\x90" + b"\x91" * 20_000)
         elif kind == "list":
             await client.lpush(key, b"no string")
         elif kind == "long":

@@ -165,7 +165,7 @@ _decode_json: Final = msgspec.json.Decoder().decode
 _encoder: Final = msgspec.json.Encoder()
 _encode_json: Final = _encoder.encode
 # raised when a response has another form than vLLM's
-_SHAPE_ERRORS: Final = (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError)
+_SHAPE_ERRORS: Final = (*JSON_ERRORS, LookupError, TypeError, ValueError, AttributeError)
 
 
 def render_first_events(first_token: PrefillToken, plan: LegPlan) -> bytes:
@@ -217,7 +217,7 @@ def render_stream_error(body: bytes, message: str, status: int = 502) -> bytes:
     # The decode instance's own words, where it has any, say what it did not like.
     try:
         error = _decode_json(body)["error"]
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError):
+    except (*JSON_ERRORS, KeyError, TypeError):
         error = {"message": message, "type": "UpstreamError", "param": None, "code": status}
     return _render_event({"error": error}) + DONE_EVENT
 

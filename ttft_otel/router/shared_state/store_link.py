@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import msgspec
 import redis.asyncio
 from prometheus_client.core import Metric
 from redis.asyncio.client import PubSub
@@ -35,6 +34,7 @@ from ttft_otel.model.names import metric_names
 from ttft_otel.router.discovery.discovery import end_tasks
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.shared_state.snapshots import MAX_VALUE_BYTES, OtherReplicas, build_snapshot
+from ttft_otel.router.types import JSON_ERRORS
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers.process_loads import OwnLoads, RemoteLoads
 from ttft_otel.tracing.guard import Guard
@@ -252,7 +252,7 @@ class StoreLink:
             try:
                 # Another type of key gives an exception.
                 self._others.apply_value(name, value if isinstance(value, bytes) else b"")
-            except msgspec.MsgspecError:
+            except JSON_ERRORS:
                 self._results["malformed"] += 1
                 return
             self._values[name] = value

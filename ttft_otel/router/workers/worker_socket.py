@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
+from ttft_otel.router.types import JSON_ERRORS
 from ttft_otel.router.workers.messages import Message, decode_frame, encode_frame
 
 MAX_FOLDER_CHARS: Final = 80  # a Unix socket's path has at most 107
@@ -202,7 +201,7 @@ class WorkerSocket:
                 return
             try:
                 sender, messages = decode_frame(self._buffer[:length])
-            except msgspec.MsgspecError as error:
+            except JSON_ERRORS as error:
                 log.warning("ttft-otel: a message of another worker is not readable: %s", error)
                 continue
             self.receive(sender, messages)

@@ -392,6 +392,8 @@ class FakeVllm:
         key = request.headers.get("Authorization", "")
         self.received.append((request.path, await request.json(), key))
         await asyncio.sleep(self.delay_s)
+        if isinstance(self.answer, bytes):
+            return web.Response(body=self.answer, content_type="application/json")
         return web.json_response(self.answer, status=self.status)
 
     @asynccontextmanager
@@ -478,6 +480,8 @@ FAILING_SERVERS: list[tuple[FakeVllm, str]] = [
     (FakeVllm(status=500, answer={}), "refused"),
     (FakeVllm(answer={"token_ids": "x"}), "malformed"),
     (FakeVllm(answer={"token_ids": [-1]}), "malformed"),
+    (FakeVllm(answer=b'{"token_ids": [1], "cache_salt": "\xff"}'), "malformed"),
+    (FakeVllm(answer=b'{"token_ids": [1], "x": %b}' % (b"[" * 20_000)), "malformed"),
     (FakeVllm(answer=IMAGE_ANSWER, delay_s=5.0), "late"),
 ]
 

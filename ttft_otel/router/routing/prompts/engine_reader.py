@@ -21,7 +21,7 @@ from ttft_otel.router.routing.prompts.local_reader import PROMPT_KINDS, LocalPro
 from ttft_otel.router.routing.prompts.placeholders import PlaceholderSpan, build_extra_keys
 from ttft_otel.router.routing.prompts.prompt_reader import Prompt
 from ttft_otel.router.routing.prompts.tokenizer_worker import REQUEST_WAIT_S
-from ttft_otel.router.types import Instance
+from ttft_otel.router.types import JSON_ERRORS, Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient, build_authorization
 
@@ -181,7 +181,7 @@ class EnginePromptReader:
             # Part of the block keys, but not of what an instance renders.
             adapter = source.adapter if source else ""
             spans = _list_spans(first_prompt.features)
-        except (msgspec.MsgspecError, IndexError, OverflowError) as error:
+        except (*JSON_ERRORS, IndexError, OverflowError) as error:
             raise UnreadablePrompt("malformed") from error
         extra_keys = build_extra_keys(
             spans, block_size, adapter, first_prompt.cache_salt or "", len(ids) // block_size
