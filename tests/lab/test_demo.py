@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
-from lab import compat, demo, progress_screen
+from lab import compat, demo
 from lab.demo import DemoRequest, RequestObservation
 from lab.ttft_client import TimedRequest
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
@@ -194,25 +193,6 @@ def test_schema() -> None:
 
     assert demo.validate_report({"requests": [], "summary": summary}) == []
     assert demo.validate_report({"requests": [{}], "summary": {**summary, "missing": ["a"]}})
-
-
-def test_table() -> None:
-    """Each request is one line: both clocks, their difference, the largest stages, the verdict."""
-    row = {
-        **{"request_id": "demo-01", "kind": "text", "closed": True, "unattributed_ms": 0.002},
-        **{"client_ttft_ms": 12.5, "ttft_ms": 12.0, "stages": {"encode.preprocess": 8.0}},
-    }
-    console = Console(width=120, record=True, quiet=True)
-
-    console.quiet = False
-    with console.capture() as shown:
-        console.print(progress_screen.build_requests_table([row], failed=()))
-        console.print(
-            progress_screen.build_requests_table([{**row, "client_ttft_ms": None}], ["demo-01"])
-        )
-
-    for word in ("demo-01", "12.5", "12.0", "0.50", "E preprocess 8.0", "yes", "NO", "–"):
-        assert word in shown.get()
 
 
 def test_answer() -> None:

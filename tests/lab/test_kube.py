@@ -17,13 +17,11 @@ import pytest
 import yaml
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from lab import chart, kube_configs, kube_host, kube_images, kube_workload
+from lab import chart, kube_host, kube_images, kube_workload
 from lab.http_servers import HttpServerThread, SilentHandler
-from lab.kube_command import STEPS
 from lab.kube_host import MachineState
 from lab.kube_load import LoadClient, RouterConnection, SteadyLoad, summarize_outcomes
 from lab.kube_tools import run_helm
-from lab.kube_trial import KubeTrial
 from lab.otlp_sinks import EXPORT_METHOD, SpanSink, to_attributes
 from lab.server_commands import HOST
 
@@ -332,21 +330,6 @@ def test_archives_follow_the_sources(tmp_path: Path) -> None:
     (package / "a.py").write_text("")
 
     assert kube_images.build_archive_folder(Programs, tmp_path) != first  # type: ignore[arg-type]
-
-
-def test_steps_have_one_list() -> None:
-    """--until offers the steps that there are."""
-    assert tuple(KubeTrial.list_steps(object.__new__(KubeTrial))) == STEPS
-
-
-@pytest.mark.parametrize(
-    ("address", "line"), [("10.96.0.7", "10.96.0.7 web.team.svc.cluster.local\n"), ("None", "")]
-)
-def test_names_of_services(address: str, line: str) -> None:
-    """Services with an address have a name, headless ones none."""
-    service = {"metadata": {"name": "web", "namespace": "team"}, "spec": {"clusterIP": address}}
-
-    assert kube_configs.render_hosts({"items": [service]}) == line
 
 
 def test_a_stand_in_keeps_the_pod() -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from lab import ttft_client
 from lab.free_ports import accept_connections
-from ttft_otel.model.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
 
 HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
@@ -171,42 +170,6 @@ class TestAsk:
 
         assert time.monotonic() - began < 1.0
         assert ["a"] * 8 == [answer.text for answer in answers]
-
-
-class TestPayload:
-    """What is asked, for each API."""
-
-    def test_chat(self) -> None:
-        """Pictures come before the text."""
-        body = ttft_client.build_payload(ttft_client.TimedRequest(pictures=(1, 2)))
-        kinds = [part["type"] for part in body["messages"][0]["content"]]
-
-        assert ["image_url", "image_url", "text"] == kinds
-
-    def test_words(self) -> None:
-        """A long prompt has as many filler words as asked."""
-        body = ttft_client.build_payload(
-            ttft_client.TimedRequest(prompt="p", words=500, path=COMPLETIONS_PATH)
-        )
-
-        assert 501 == len(body["prompt"].split())
-
-    def test_responses(self) -> None:
-        """The responses API has names of its own."""
-        body = ttft_client.build_payload(
-            ttft_client.TimedRequest(path=RESPONSES_PATH, max_tokens=3)
-        )
-
-        assert 3 == body["max_output_tokens"]
-        assert {"max_tokens", "n", "messages"}.isdisjoint(body)
-
-    def test_extra(self) -> None:
-        """Extra fields have the last word."""
-        body = ttft_client.build_payload(
-            ttft_client.TimedRequest(extra={"temperature": 0.5, "n": 2})
-        )
-
-        assert (0.5, 2) == (body["temperature"], body["n"])
 
 
 class TestEvents:

@@ -37,15 +37,6 @@ def read_contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text("utf-8") for path in files}
 
 
-def test_sources_kept(cache: Path) -> None:
-    """Sources that are there are not fetched again."""
-    folder = vllm_releases.get_sources_folder("0.24.0")
-    folder.mkdir(parents=True)
-
-    assert folder.is_relative_to(cache)
-    assert folder == vllm_releases.fetch_sources("0.24.0")
-
-
 def test_what_python_reads(tmp_path: Path) -> None:
     """Of a wheel folders are kept, Python, and data that Python reads; nothing compiled."""
     (tmp_path / "folder").mkdir()
@@ -107,9 +98,3 @@ def test_rows(release: vllm_releases.VllmRelease) -> None:
         lender.pins
     )
     assert {pin for pin in lender.pins if pin.startswith("torch")} <= set(release.pins)
-
-
-def test_unknown_release() -> None:
-    """A release nobody has laid out is an error, not an environment."""
-    with pytest.raises(KeyError):
-        vllm_releases.prepare_environment("9.9.9")

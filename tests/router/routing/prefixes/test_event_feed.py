@@ -181,21 +181,6 @@ def hear_payloads(*payloads: bytes, with_replays: bool = False) -> FeedHarness:
     return harness
 
 
-def test_copies() -> None:
-    """A block that two requests computed at once is there until both copies are gone."""
-    ids = [1, 2, 3, 4]
-    world = hear_payloads(
-        encode_batch(build_stored_event([9], ids)),
-        encode_batch(build_stored_event([9], ids)),
-        encode_batch(build_removed_event(9)),
-    )
-
-    assert world.count_indexed_blocks(ids) == 1
-    asyncio.run(world.feed.receive_message(3, encode_batch(build_removed_event(9))))
-    assert world.count_indexed_blocks(ids) == 0
-    assert len(world.index) == 0
-
-
 @pytest.mark.parametrize("arrays", [False, True])
 def test_bytes(arrays: bool) -> None:
     """Hashes may be bytes, of which a removal may be told as the integer that they end with."""
