@@ -25,7 +25,7 @@ from sample_records import RunningServer
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.report import report_server as report_server_code
 from ttft_otel.report.receive import otlp_decoder, receiver
-from ttft_otel.report.receive.receiver import MAX_BODY_BYTES
+from ttft_otel.report.receive.receiver import MAX_BODY_BYTES, BodyBudget, StoreUnavailableError
 from ttft_otel.report.store import database_schema, span_chunks
 from ttft_otel.report.store.span_rows import ChunkInserter
 from ttft_otel.report.store.span_store import SpanStore
@@ -141,6 +141,26 @@ def test_half_bodies(report_server: RunningServer) -> None:
     assert export_request(report_server, make_http_exporter) is SpanExportResult.SUCCESS
     for sender in senders:
         sender.close()
+
+
+def test_budget() -> None:
+    """The largest unfinished body is dropped first, of equal ones the oldest; complete ones are kept."""
+    budget = BodyBudget(max_bytes=100)
+    with budget.open_body() as complete, budget.open_body() as old, budget.open_body() as young:
+        budget.extend_body(complete, b"c" * 50)
+        budget.complete_body(complete)
+        budget.extend_body(old, b"o" * 20)
+        budget.extend_body(young, b"y" * 20)
+        with budget.open_body() as small:
+            budget.extend_body(small, b"s" * 15)
+            assert (old.has_given_way, young.has_given_way) == (True, False)
+            with pytest.raises(StoreUnavailableError):
+                budget.extend_body(old, b"o")
+            with pytest.raises(StoreUnavailableError):  # the largest is the one that wants to grow
+                budget.extend_body(small, b"s" * 30)
+            assert budget.counted_bytes == 70
+        assert bytes(young.data) == b"y" * 20
+    assert budget.counted_bytes == 0
 
 
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/tra"])

@@ -32,6 +32,7 @@ from ttft_otel.report.store.span_store import SpanStore
 from ttft_otel.report.tempo import tempo_source
 from ttft_otel.report.tempo.tempo_client import TempoClient, TempoError, parse_go_duration
 from ttft_otel.report.tempo.tempo_source import TempoSource
+from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED
 
 BEGIN_S = int(time.time()) - 3000
 SECRET = "s3cret-value"
@@ -190,6 +191,32 @@ def test_one_second(tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(TempoError, match="6 traces or more in one second"),
     ):
         searched.list_latest(wanted)
+
+
+def test_sampled_window(both: tuple[Path, FakeTempo]) -> None:
+    """A window's counts are those of the store, and a trace that is chosen is fetched once."""
+    path, tempo = both
+    limits = {LATE: 3, OTHER: 8, LOST: 1, REFUSED: 0}
+    with open_reader(path) as stored:
+        for wanted in (*FILTERS, RequestFilter(last=0)):
+            with open_source(SourceChoice(tempo=tempo.url)) as searched:
+                expected = stored.sample_window(wanted, 100_000)
+                before = tempo.count_fetched()
+                found = searched.sample_window(wanted, 100_000)
+                assert found.coverage == expected.coverage
+                assert tempo.count_fetched() == before
+                every = {each.request.trace_id: each.request for each in expected.requests}
+                assert {each.request.trace_id: each.request for each in found.requests} == every
+                assert tempo.count_fetched() - before == len(every)
+                # A second answer over the same requests has them already.
+                again = searched.sample_window(wanted, 100_000).requests
+                assert {each.request.trace_id: each.request for each in again} == every
+                assert tempo.count_fetched() - before == len(every)
+    with open_source(SourceChoice(tempo=tempo.url)) as searched:
+        some = list(searched.sample_window(RequestFilter(last=0), 100_000, limits).requests)
+        total = sum(each.weight for each in some if not each.request.error)
+        counts = searched.sample_window(RequestFilter(last=0), 100_000).coverage.counts
+        assert len(some) == 12 and total == pytest.approx(counts[LATE] + counts[OTHER])
 
 
 def test_limits_of_tempo(tempo: FakeTempo) -> None:

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from router import fake_instances
+from router import fake_instances, fake_pair
 from router.fake_instances import InstancePlan, run_routed_instances, wait_until
 from ttft_otel.model.names import keys
 from ttft_otel.router import types
@@ -301,6 +301,36 @@ async def test_requests_go_where_their_model_is() -> None:
         a.plan.models = ("tiny", "other")  # an adapter, loaded a moment ago
         assert (await router.post_body("/v1/completions", {"model": "other"}))[0] == 200
         assert len(a.received) == 1
+
+
+@pytest.mark.parametrize("mode", ["off", "strip"])
+async def test_prefill_and_decode_are_tried_elsewhere_too(mode: str) -> None:
+    """A prefill and a decode instance that say 503 cost a retry each; the stream is whole."""
+    model = fake_pair.PairModel()
+    async with (
+        fake_pair.run_server(model, False) as prefill,
+        fake_pair.run_server(model, True) as decode,
+        fake_instances.run_instance(InstancePlan({}, status=503)) as bad,
+        fake_instances.run_router(
+            [],
+            prefills=[bad.url, prefill.url],
+            decodes=[bad.url, decode.url],
+            first_token=mode,
+        ) as router,
+    ):
+        await router.get_json("/v1/models")
+        status, _, data = await router.post_body(
+            "/v1/chat/completions", fake_instances.build_chat() | {"max_tokens": 4}
+        )
+        assert (status, "".join(fake_pair.PairAnswer(200, {}, data).texts)) == (
+            200,
+            "".join(fake_pair.ANSWER_TOKENS),
+        )
+        last = (await router.wait_for_records(2))[-1]
+        tried = [(call.leg, call.status) for call in last.calls]
+        assert tried[:2] == [("prefill", 503), ("prefill", 200)]
+        assert tried[2:] == [("decode", 503), ("decode", 200)]
+        await wait_until(lambda: not any(each.in_flight for each in router.fleet))
 
 
 async def test_an_instance_that_came_and_went_meanwhile_is_not_watched() -> None:
