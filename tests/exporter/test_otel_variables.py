@@ -51,8 +51,11 @@ UNPACK: Final[dict[str, Callable[[bytes], bytes]]] = {
     "deflate": zlib.decompress,
     "": bytes,
 }
-# tests/test_distro.py sets these: a process has to be started by opentelemetry-instrument.
-IN_OTHER_TESTS: Final = {name for name in FOLLOWED if name.startswith("OTEL_PYTHON_")}
+# tests/test_distro.py sets these, in processes that opentelemetry-instrument starts; and
+# tests/tracing/test_config_file.py.
+IN_OTHER_TESTS: Final = {name for name in FOLLOWED if name.startswith("OTEL_PYTHON_")} | {
+    env_names.OTEL_CONFIG_FILE
+}
 
 pytestmark = pytest.mark.usefixtures("restored_loggers")
 

@@ -349,6 +349,10 @@ def _run_checks(urls: tuple[str, ...], timeout: float) -> Iterator[Check]:
     """
     chosen = settings.read_settings()
     yield from check_settings(chosen)
+    # As the exporter process has it.
+    replaced = dict(settings.replace_variables(os.environ, chosen.variables))
+    os.environ.clear()
+    os.environ.update(replaced)
     yield from _check_plugin()
     yield from check_vllm()
     yield from _check_endpoint(chosen)

@@ -26,7 +26,7 @@ from typing import Final
 
 from ttft_otel.model.names import env_names
 from ttft_otel.tracing import guard
-from ttft_otel.tracing.settings import Settings, get_settings
+from ttft_otel.tracing.settings import Settings, get_settings, replace_variables
 
 # `python -m` looks for modules in the working directory first, before Python 3.11 also with PYTHONSAFEPATH:
 # whoever may write there would run code in the child.
@@ -297,7 +297,7 @@ def _close_at_exit() -> None:
 
 def _build_environment(settings: Settings) -> dict[str, str]:
     """The exporter's environment: the host's, with the validated `settings` in it."""
-    env = dict(os.environ)
+    env = dict(replace_variables(os.environ, settings.variables))
     # ENV_ON: the exporter must not trace itself. The others could make it fail, or not end.
     for name in (env_names.TTFT_OTEL, "PYTHONWARNINGS", "PYTHONINSPECT"):
         env.pop(name, None)

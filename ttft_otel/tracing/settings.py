@@ -52,6 +52,8 @@ class Settings:
     metrics: the exporter process counts every request, sampled or not, and sends metrics of them.
     temporality: of these metrics, one of TEMPORALITIES.
     numbers: those of otel_variables.NUMBERS that are set.
+    variables: what a configuration file says, as variables; the others of otel_variables.REPLACED are not
+        followed then. None without a file.
     unreadable: variables for which the SDK's exporter would raise; it must not see them.
     problems: one line for each invalid variable: "what is wrong; remedy".
     """
@@ -71,6 +73,7 @@ class Settings:
     metrics: bool = False
     temporality: str = TEMPORALITIES[0]
     numbers: Mapping[str, int] = field(default_factory=dict)
+    variables: Mapping[str, str] | None = None
     unreadable: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -88,6 +91,8 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
     """
     source = os.environ if env is None else env
     problems: list[str] = []
+    variables = _read_config_file(source, problems)
+    source = replace_variables(source, variables)
     # Wrong means off: a typing error must not switch tracing on in production.
     on = parse_switch(source.get(env_names.TTFT_OTEL, ""))
     if on is None:
@@ -121,10 +126,34 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
             TEMPORALITIES,
             problems,
         ),
+        variables=variables,
         numbers=_read_numbers(source, problems),
         unreadable=_find_unreadable(source, protocol, problems),
         problems=tuple(problems),
     )
+
+
+def replace_variables(
+    env: Mapping[str, str], variables: Mapping[str, str] | None
+) -> Mapping[str, str]:
+    """`env` with Settings.variables in place of those that a configuration file replaces."""
+    if variables is None:
+        return env
+    kept = {name: value for name, value in env.items() if name not in otel_variables.REPLACED}
+    kept.pop(env_names.OTEL_CONFIG_FILE, None)
+    return {**kept, **variables}
+
+
+def _read_config_file(source: Mapping[str, str], problems: list[str]) -> Mapping[str, str] | None:
+    path = source.get(env_names.OTEL_CONFIG_FILE)
+    if not path:
+        return None
+    # Imported only where there is one: OpenTelemetry's reader takes 0.5 s.
+    from ttft_otel.tracing.config_file import read_config_file
+
+    variables, found = read_config_file(path)
+    problems += found
+    return variables
 
 
 # A list, filled in place: no `global`, and empty until the plugin has run.

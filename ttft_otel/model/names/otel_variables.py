@@ -13,6 +13,7 @@ from typing import Final
 # Names may have alternatives in brackets, none among them: A_[B_|C_]D is A_D, A_B_D and A_C_D.
 # Default and meaning; "-" where nothing is the default.
 FOLLOWED: Final[dict[str, tuple[str, str]]] = {
+    "OTEL_CONFIG_FILE": ("-", "[declarative configuration](#declarative-configuration)"),
     "OTEL_SDK_DISABLED": (
         "-",
         "`true`: no spans and no metrics; a caller that asks still gets its timings",
@@ -72,7 +73,6 @@ FOLLOWED: Final[dict[str, tuple[str, str]]] = {
 }
 # By the reason.
 NOT_FOLLOWED: Final[dict[str, tuple[str, ...]]] = {
-    "set variables": ("OTEL_CONFIG_FILE",),
     "what ttft-otel logs goes where vLLM's log goes": ("OTEL_LOG_LEVEL",),
     "`TTFT_OTEL_QUEUE_BYTES` bounds what waits": ("OTEL_BSP_MAX_QUEUE_SIZE",),
     "a batch has four attempts, a push one, each with the exporter's timeout": (
@@ -124,6 +124,9 @@ def expand_names(pattern: str) -> list[str]:
 
 
 _FOLLOWED_NAMES: Final = [name for pattern in FOLLOWED for name in expand_names(pattern)]
+# A configuration file is followed in place of all but these.
+_BESIDE_FILES: Final = ("OTEL_PYTHON_", "OTEL_EXPERIMENTAL_", "OTEL_CONFIG_FILE")
+REPLACED: Final = frozenset(name for name in _FOLLOWED_NAMES if not name.startswith(_BESIDE_FILES))
 NUMBERS: Final = tuple(name for name in _FOLLOWED_NAMES if _NUMBER.fullmatch(name))
 # Of the SDK's exporters, which raise for values that they cannot read.
 TIMEOUTS: Final = tuple(name for name in _FOLLOWED_NAMES if name.endswith("_TIMEOUT"))
