@@ -97,13 +97,12 @@ def render_flags(name: str) -> str:
 
 
 def render_limits() -> str:
-    """Make the table of the router's limits."""
-    rows = [
-        f"| `--{each.name.replace('_', '-')}` | `{each.default:.10g}` | {each.metadata['answer']} "
-        f"| {each.metadata['text']} |\n"
+    """Make the list of the router's limits: default, what a client gets beyond it, and meaning."""
+    return "".join(
+        f"- `--{each.name.replace('_', '-')}` (`{each.default:.10g}`; beyond it {each.metadata['answer']}): "
+        f"{each.metadata['text']}\n"
         for each in dataclasses.fields(RouterLimits)
-    ]
-    return "| limit | default | beyond it | meaning |\n|---|---|---|---|\n" + "".join(rows)
+    )
 
 
 def render_variables() -> str:

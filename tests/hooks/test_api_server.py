@@ -378,10 +378,10 @@ def test_role_by_engine_client() -> None:
 
 def test_build() -> None:
     """The middleware goes around whatever stack the app has built."""
-    stack = object()
+    stack, app = object(), SimpleNamespace()
 
-    assert api_server.build_middleware(PATCHER, stack).app is stack
-    assert isinstance(api_server.build_middleware(PATCHER, stack).settings, Settings)
+    assert api_server.build_middleware(PATCHER, stack, app).app is stack
+    assert isinstance(api_server.build_middleware(PATCHER, stack, app).settings, Settings)
 
 
 def test_an_engine_core_without_hooks_is_told(

@@ -28,7 +28,7 @@ from ttft_otel.tracing import (
     recorder,
     settings,
 )
-from ttft_otel.tracing.asgi import TracingMiddleware
+from ttft_otel.tracing.asgi import Headers, TracingMiddleware
 from ttft_otel.tracing.request_trace import RequestTrace
 from ttft_otel.tracing.roles import identity
 from ttft_otel.tracing.trace_ending import TraceEnding
@@ -366,15 +366,25 @@ def stamp_multimodal_start(renderer: Any, prompt: Any, *args: Any, **kwargs: Any
     return stamp_part_start()
 
 
-def build_middleware(patcher: Patcher, stack: Any) -> Any:
-    """Put our middleware around `stack`, the app's complete middleware stack."""
+def build_middleware(patcher: Patcher, stack: Any, app: Any) -> Any:
+    """Put our middleware around `stack`, the complete middleware stack of `app`."""
+
     # vLLM's facts come as functions, because asgi.py must not know vLLM.
-    return TracingMiddleware(
-        stack,
-        settings.get_settings(),
-        lambda app: identify_server(patcher, vllm_fields.get_vllm_config(app.state)),
-        query_engine,
-    )
+    def wrap_app(inner: Any, read_parent: Callable[[], Headers] | None = None) -> TracingMiddleware:
+        return TracingMiddleware(
+            inner,
+            settings.get_settings(),
+            lambda app: identify_server(patcher, vllm_fields.get_vllm_config(app.state)),
+            query_engine,
+            read_parent,
+        )
+
+    if "build_middleware_stack" not in vars(app):
+        return wrap_app(stack)
+    # Somebody has replaced the method of this app alone, as OpenTelemetry's FastAPI instrumentation does,
+    # which takes Starlette's own stack apart: ours goes below its outermost part, and below the user's span.
+    stack.app = wrap_app(stack.app, partial(_list_parent_headers, None, None))
+    return stack
 
 
 def build_hooks(patcher: Patcher, direct: DirectCallTracer) -> dict[str, Hook]:

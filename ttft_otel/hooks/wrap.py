@@ -37,7 +37,7 @@ class Hook:
     runs_after_error: bool = False
     #: What makes it run although `ready` is empty, NEW_REQUESTS or MARKED_STEPS; "": nothing does.
     watches: str = ""
-    #: For frontend.app only; the caller gets `replace(result)` instead of the result.
+    #: For frontend.app only; the caller gets `replace(result, *args)` instead of the result.
     replace: AnyCall | None = None
     #: Called once with the class whose method is patched, to which it adds methods of ours.
     extend: Callable[[type[Any]], None] | None = None

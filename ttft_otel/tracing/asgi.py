@@ -24,6 +24,7 @@ from ttft_otel.tracing.trace_ending import EngineQuery, TraceEnding
 Message: TypeAlias = MutableMapping[str, Any]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Headers: TypeAlias = list[tuple[bytes, bytes]]
 App: TypeAlias = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 # Made once, as they hold nothing of a request.
@@ -38,6 +39,7 @@ class TracingMiddleware:
     """Traces POST requests that reach the engine, and those that fail on the way to it.
 
     identify_server: called with the app at its start. query_engine: an engine core utility call.
+    read_parent: the trace context of another instrumentation's span around this call, as headers.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class TracingMiddleware:
         settings: Settings,
         identify_server: Callable[[Any], None],
         query_engine: EngineQuery,
+        read_parent: Callable[[], Headers] | None = None,
     ) -> None:
         self.app = app
+        self.read_parent = read_parent
         self.settings = settings
         self.identify_server = identify_server
         self.ending = TraceEnding(query_engine)
@@ -95,7 +99,11 @@ class TracingMiddleware:
                 asyncio.get_running_loop().call_later(meter.PUBLISH_PAUSE_S, self._publish_counts)
 
     def _begin_trace(self, scope: MutableMapping[str, Any]) -> RequestTrace | None:
-        trace = recorder.begin_trace(scope["headers"], self.settings)
+        headers = scope["headers"]
+        if self.read_parent is not None and (parent := self.read_parent()):
+            # Of two headers the last one counts.
+            headers = [*headers, *parent]
+        trace = recorder.begin_trace(headers, self.settings)
         if trace is not None:
             trace.method = scope["method"]
             trace.path = scope["path"]

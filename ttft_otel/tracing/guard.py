@@ -180,7 +180,7 @@ def wrap_marked(
 
 
 def wrap_result(place: str, host: AnyCall, replace: AnyCall) -> AnyCall:
-    """Wrap `host` so that it returns `replace(result)`; its own result where `replace` fails."""
+    """Wrap `host` so that it returns `replace(result, *args)`; its own result where `replace` fails."""
     # Once per server start, so that the guard's extra call does not matter.
     ours = silence_errors(place, replace)
 
@@ -188,7 +188,7 @@ def wrap_result(place: str, host: AnyCall, replace: AnyCall) -> AnyCall:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = host(*args, **kwargs)
         # Whatever happens, the middleware stack is returned: without it there is no app.
-        return ours(result) or result
+        return ours(result, *args) or result
 
     return wrapper
 

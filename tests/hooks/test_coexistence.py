@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other tracers around a real server with our hooks: one trace with the right parents, and nothing breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from lab.http_servers import HttpServerThread, SilentHandler
+from ttft_otel.model.names import env_names, span_names
+
+SERVER: Final = Path(__file__).with_name("instrumented_server.py")
+TRACE_ID: Final = "0af7651916cd43dd8448eb211c80319c"
+CALLER: Final = "b7ad6b7169203331"
+TRACEPARENT: Final = f"00-{TRACE_ID}-{CALLER}-01"
+KIND_SERVER: Final = Span.SPAN_KIND_SERVER
+
+
+class Sink:
+    """Keeps spans by their instrumentation's scope."""
+
+    def __init__(self) -> None:
+        self.spans: dict[str, list[Span]] = {}
+        outer = self
+
+        class Handler(SilentHandler):
+            def do_POST(self) -> None:
+                body = self.read_body()
+                if self.path == "/v1/traces":
+                    for each in ExportTraceServiceRequest.FromString(body).resource_spans:
+                        for scope in each.scope_spans:
+                            outer.spans.setdefault(scope.scope.name, []).extend(scope.spans)
+                self.send_answer(200)
+
+        self.server = HttpServerThread(Handler)
+
+
+@pytest.fixture
+def sink() -> Iterator[Sink]:
+    """A receiver for what all tracers send."""
+    made = Sink()
+    yield made
+    made.server.close()
+
+
+def call_server(
+    sink: Sink, *tool: str, traceparent: str = TRACEPARENT, **env: str
+) -> tuple[Any, str]:
+    """Start the server by a tool, call it once, end it; the answer, and what it logged."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OTEL_", "TTFT_OTEL", "DD_")) and name != "LD_PRELOAD"
+    }
+    kept |= {
+        env_names.TTFT_OTEL: "1",
+        env_names.OTEL_EXPORTER_OTLP_ENDPOINT: sink.server.url,
+        # What the tools export to where nobody says otherwise.
+        env_names.OTEL_EXPORTER_OTLP_PROTOCOL: "http/protobuf",
+        "OTEL_METRICS_EXPORTER": "none",
+        "OTEL_LOGS_EXPORTER": "none",
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
+    }
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [*tool, sys.executable, str(SERVER)],
+        env=kept | env,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        port = json.loads(process.stdout.readline() or "0")
+        assert port, process.communicate()[1]
+        headers = {"content-type": "application/json"} | (
+            {"traceparent": traceparent} if traceparent else {}
+        )
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", b"{}", headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            said = json.load(answer)
+        return said, process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def find_tool(name: str) -> str:
+    """A console script of this environment, or of the folder that PYTHONPATH has."""
+    folders = [os.path.dirname(sys.executable), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    found = shutil.which(name, path=os.pathsep.join(f for e in folders for f in (e, f"{e}/bin")))
+    if found is None:
+        pytest.skip(f"{name} is missing; pip install it")
+    return found
+
+
+def test_alone(sink: Sink) -> None:
+    """Without another tracer our span hangs below the caller's."""
+    call_server(sink)
+    (ours,) = [span for span in sink.spans[span_names.SCOPE] if span.kind == KIND_SERVER]
+
+    assert (ours.trace_id.hex(), ours.parent_span_id.hex()) == (TRACE_ID, CALLER)
+
+
+@pytest.mark.parametrize("traceparent", [TRACEPARENT, ""])
+def test_fastapi_instrumentation(sink: Sink, traceparent: str) -> None:
+    """The user's FastAPI span stays, below the caller's, and ours hangs below it, in one trace."""
+    if find_spec("opentelemetry.instrumentation.fastapi") is None:
+        pytest.skip("pip install opentelemetry-instrumentation-fastapi")
+    tool = find_tool("opentelemetry-instrument")
+    said, log = call_server(
+        sink,
+        tool,
+        traceparent=traceparent,
+        OTEL_PYTHON_DISTRO="distro",
+        OTEL_TRACES_EXPORTER="otlp",
+    )
+    assert said["tracers"] == "opentelemetry.sdk.trace"
+    assert "unexpected middleware stack" not in log
+    (ours,) = [span for span in sink.spans[span_names.SCOPE] if span.kind == KIND_SERVER]
+    theirs = [
+        span
+        for scope, spans in sink.spans.items()
+        for span in spans
+        if scope != span_names.SCOPE and span.kind == KIND_SERVER
+    ]
+    (outer,) = theirs
+
+    assert outer.parent_span_id.hex() == (CALLER if traceparent else "")
+    assert (ours.trace_id, ours.parent_span_id) == (outer.trace_id, outer.span_id)
+
+
+def test_ddtrace(sink: Sink) -> None:
+    """Under ddtrace-run the server answers, and our span is below the caller's."""
+    said, log = call_server(sink, find_tool("ddtrace-run"), DD_TRACE_ENABLED="true")
+
+    assert "ddtrace" in said["tracers"]
+    assert "ttft-otel" not in log
+    (ours,) = [span for span in sink.spans[span_names.SCOPE] if span.kind == KIND_SERVER]
+    assert (ours.trace_id.hex(), ours.parent_span_id.hex()) == (TRACE_ID, CALLER)
