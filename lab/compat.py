@@ -211,8 +211,10 @@ Examples:
   scripts/compat --markdown --json out/compat.json
   scripts/compat --source ../vllm          a checkout that has no wheel yet: what moved
   scripts/compat --source ../vllm --json -
+  scripts/compat --newest                  the newest release on the index, read the same way
 Exit code 1 unless a text and an image request close on every release; with --source, 1 when one of
-our targets is lost; 2 when something is wrong with the command or the folder.
+our targets is lost or a decision of the scheduler is new; 2 when something is wrong with the command
+or the folder.
 """,
 )
 @click.argument("versions", nargs=-1, type=click.Choice(list(vllm_releases.VLLM_RELEASES)))
@@ -230,10 +232,17 @@ our targets is lost; 2 when something is wrong with the command or the folder.
     metavar="DIR",
     help="Check this vLLM source tree by reading it: no server, no environment, nothing imported.",
 )
+@click.option("--newest", is_flag=True, help="As --source, of the newest release on the index.")
 def run_compat(
-    versions: tuple[str, ...], to: Path | None, as_markdown: bool, source: Path | None
+    versions: tuple[str, ...],
+    to: Path | None,
+    as_markdown: bool,
+    source: Path | None,
+    newest: bool,
 ) -> None:
     """Report for each vLLM release which stages work, which are unattributed, and why."""
+    if newest:
+        source = vllm_releases.fetch_sources(vllm_releases.find_newest())
     if source is not None:
         if versions or as_markdown:
             # Both need servers, which --source does not start.

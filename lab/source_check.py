@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from lab import schedule_decisions
 from lab.required_fields import FIELDS, VllmField
 from ttft_otel.hooks import target_check
 from ttft_otel.hooks.targets import CONNECTOR_METHODS, TARGETS, PatchTarget, TargetPlace
@@ -85,12 +86,14 @@ class SourceResult:
     version: str
     targets: tuple[TargetResult, ...]
     fields: tuple[FieldResult, ...]
+    decisions: tuple[str, ...] = ()  #: those of schedule() that nobody has looked at
 
     @property
     def complete(self) -> bool:
-        """Whether all targets and fields are present."""
+        """Whether all targets and fields are present, and all decisions known."""
         results = [target.state for target in self.targets]
-        return {*results, *(field.place.state for field in self.fields)} <= {PRESENT}
+        states = {*results, *(field.place.state for field in self.fields)}
+        return states <= {PRESENT} and not self.decisions
 
 
 def exists_in(place: TargetPlace, version: str) -> bool:
@@ -110,7 +113,7 @@ def _parse_release(version: str) -> tuple[int, ...]:
 
 
 def check_source(folder: Path) -> SourceResult:
-    """Check all targets and fields in the tree `folder`. Raises SourceError."""
+    """Check all targets, fields and decisions in the tree `folder`. Raises SourceError."""
     package = find_package(folder)
     tree = SourceTree(package)
     version = read_version(package)
@@ -126,9 +129,10 @@ def check_source(folder: Path) -> SourceResult:
             for row in FIELDS
             if exists_in(TargetPlace(row.module, row.owner, row.since), version)
         )
+        decisions = tuple(schedule_decisions.list_unknown(package))
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes
         raise SourceError(f"a file of {package} is not Python that can be read: {error}") from error
-    return SourceResult(package, version, targets, fields)
+    return SourceResult(package, version, targets, fields, decisions)
 
 
 def find_package(folder: Path) -> Path:
@@ -312,7 +316,9 @@ def format_source_result(result: SourceResult) -> str:
     for field in lost:
         lines += _describe_place(field.place)
         lines.append(f"      without it: {field.without}")
-    if not result.complete:
+    if result.decisions:
+        lines += ["", "decisions of the scheduler without a reason of ours:", *result.decisions]
+    if lost or any(target.state != PRESENT for target in result.targets):
         lines += [
             "",
             # What to do next stands at the end, where a terminal leaves the reader.
@@ -332,6 +338,7 @@ def source_result_to_dict(result: SourceResult) -> dict[str, Any]:
         "fields": [
             {**_place_to_dict(field.place), "without": field.without} for field in result.fields
         ],
+        "decisions": list(result.decisions),
     }
 
 

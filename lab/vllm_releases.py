@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,8 +131,11 @@ def write_vllm_metadata(purelib: Path, version: str) -> None:
 
 
 def fetch_sources(version: str) -> Path:
-    """Fetch a release's `vllm/` package, without compiled files; returns the folder that has it."""
-    release = VLLM_RELEASES[version]
+    """Fetch a release's `vllm/` package, without compiled files; returns the folder that has it.
+
+    version: of VLLM_RELEASES, or one that only the package `vllm` has.
+    """
+    release = VLLM_RELEASES.get(version, VllmRelease(version, (), kernels=version))
     target = get_sources_folder(version)
     if target.is_dir():
         return target
@@ -143,6 +148,17 @@ def fetch_sources(version: str) -> Path:
         shutil.copytree(package, draft / "only" / "vllm", ignore=ignore_non_python)
         publish_folder(draft / "only", target)
     return target
+
+
+def find_newest() -> str:
+    """The newest release of `vllm` on the package index. Raises CalledProcessError where none answers."""
+    with tempfile.TemporaryDirectory() as nowhere:
+        asked = ("--dry-run", "--no-deps", "--python", "3.11", "--target", nowhere, "vllm")
+        answer = subprocess.run(
+            [find_uv(), "pip", "install", *asked], check=True, capture_output=True, text=True
+        )
+    # uv says on stderr what it would install.
+    return str(re.findall(r"vllm==(\S+)", answer.stderr)[0])
 
 
 def get_sources_folder(version: str) -> Path:
@@ -161,9 +177,14 @@ def ignore_non_python(folder: str, names: list[str]) -> set[str]:
 
 
 def run_uv(*arguments: str) -> None:
-    """Run uv: the one on PATH, else the one that scripts/install keeps in the cache."""
+    """Run uv with these arguments."""
+    subprocess.run([find_uv(), *arguments], check=True)
+
+
+def find_uv() -> str:
+    """The uv on PATH, else the one that scripts/install keeps in the cache."""
     # uv: pip has no overrides.
     program = shutil.which("uv") or str(get_cache_root() / "uv" / "bin" / "uv")
     if not os.access(program, os.X_OK):
         raise FileNotFoundError("uv is missing; run scripts/install first")
-    subprocess.run([program, *arguments], check=True)
+    return program

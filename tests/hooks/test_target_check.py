@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,18 @@ def test_places(version: str) -> None:
         for place in (*target.places, *CONNECTOR_METHODS.get(target.name, ())):
             if source_check.exists_in(place, version):
                 assert target_check.check_place(root, place, target.reads) == "", target.name
+
+
+@pytest.mark.full
+def test_newest_release() -> None:
+    """The newest release on the package index, named here or not, has no surprise for us."""
+    try:
+        version = vllm_releases.find_newest()
+    except subprocess.CalledProcessError:
+        pytest.skip("no package index answers; configure one for uv, then: scripts/compat --newest")
+    result = source_check.check_source(vllm_releases.fetch_sources(version))
+
+    assert result.complete, source_check.format_source_result(result)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

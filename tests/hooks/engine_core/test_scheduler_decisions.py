@@ -1,99 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every decision of vLLM's schedule() that leaves a request out is known, with the reason that it gives.
 
-Input: the sources of each supported release, read as syntax trees. A `break`, `continue` or skip under a
-condition that is not in DECISIONS fails, and names the file to edit.
+lab/schedule_decisions.py has the list, and reads the sources of each supported release.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
 from hooks.engine_core.test_queue_reasons import MakeDriver, assert_reason
 from hooks.test_target_check import VERSIONS, find_package
+from lab.schedule_decisions import DECISIONS, NO_WAIT, list_decisions, list_unknown
+from lab.source_check import SourceResult, format_source_result
 from ttft_otel.hooks.engine_core import queue_reasons
 from ttft_otel.hooks.vllm_fields import SchedulerFacts
 from ttft_otel.model.stages import STALL_STAGE, WAIT_REASON_NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-# It ends a loop that gives somebody blocks, or concerns requests with a token.
-NO_WAIT: Final = "no wait"
-# Beginning of the innermost condition around a break or continue -> the reason that is told for it.
-DECISIONS: Final = {
-    # Running requests.
-    "request.num_output_placeholders > 0 and": NO_WAIT,
-    "self.current_step < request.next_decode_eligible_step": NO_WAIT,
-    "defer_prefills": "prefill_interval",
-    "self.ec_connector is not None and request.mm_features": "remote_ec",
-    "self._ec_transfer_pending(": "remote_ec",
-    # A chunk of no tokens: the encoder's budget; for hybrid models and drafts also an alignment, "other".
-    "num_new_tokens == 0": "encoder_budget",
-    "new_blocks is not None": NO_WAIT,
-    "preempted_req == request": "kv_blocks",
-    "self.connector is not None and self.connector.has_pending_block_frees()": "kv_blocks",
-    "not self._request_blocks_can_be_freed(preempted_req)": "kv_blocks",
-    "self.policy == SchedulingPolicy.PRIORITY and request.status == RequestStatus.PREEMPTED": (
-        "kv_blocks"
-    ),
-    "new_blocks is None": "kv_blocks",
-    # Waiting requests.
-    "input_budget <= draft_slots": "token_budget",
-    "not request_queue or input_budget <= draft_slots": "token_budget",
-    "len(self.running) == self.max_num_running_reqs": "max_num_seqs",
-    "num_running >= self.max_num_running_reqs": "max_num_seqs",
-    "num_running >= self.max_num_active_reqs": "max_num_seqs",
-    # By its status: a grammar, blocks on their way, a streaming session.
-    "self._is_blocked_waiting_status(request.status)": "remote_kv",
-    "not ready_to_schedule": "remote_kv",
-    "request.num_stale_output_tokens": "stale_output",
-    "self.lora_config and request.lora_request": "lora",
-    "ext_tokens is None": "remote_kv",
-    "load_kv_async": "remote_kv",
-    "not self.scheduler_config.enable_chunked_prefill and num_new_tokens": "token_budget",
-    # With drafts a request that lacks a few tokens of the budget for its padding: not looked at.
-    "padded_num_tokens > request_token_budget": "other",
-    "self.scheduler_reserve_full_isl": "kv_blocks",
-}
-
-
-def list_decisions(package: Path) -> list[tuple[int, str]]:
-    """(line, innermost condition) of every break and continue in the scheduler's schedule()."""
-    source = (package / "v1" / "core" / "sched" / "scheduler.py").read_text("utf-8")
-    schedule = next(
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and node.name == "schedule"
-    )
-    return [found for statement in schedule.body for found in _find_leaving(statement, "")]
-
-
-def _find_leaving(node: ast.AST, condition: str) -> Iterator[tuple[int, str]]:
-    if isinstance(node, ast.Break | ast.Continue):
-        yield node.lineno, condition
-    elif isinstance(node, ast.If):
-        for each in (*node.body, *node.orelse):
-            yield from _find_leaving(each, ast.unparse(node.test))
-    elif not isinstance(node, ast.FunctionDef):
-        for each in ast.iter_child_nodes(node):
-            yield from _find_leaving(each, condition)
-
-
-def list_unknown(package: Path) -> list[str]:
-    """What is to be done for the decisions that nobody has looked at."""
-    return [
-        f"line {line} of schedule(): `{condition}`: look at it in "
-        "ttft_otel/hooks/engine_core/queue_reasons.py, and add it to DECISIONS in "
-        "tests/hooks/engine_core/test_scheduler_decisions.py"
-        for line, condition in list_decisions(package)
-        if not any(condition.startswith(known) for known in DECISIONS)
-    ]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -130,6 +59,10 @@ def test_a_new_decision_is_named(tmp_path: Path) -> None:
         "      if self.is_monday:\n        break\n"
     )
     (told,) = list_unknown(tmp_path)
+    whole = SourceResult(tmp_path, "", (), ())
+    found = replace(whole, decisions=(told,))
+    assert whole.complete and not found.complete
+    assert told in format_source_result(found)
     assert "line 5" in told and "`self.is_monday`" in told and "queue_reasons.py" in told
 
 
