@@ -105,6 +105,7 @@ def test_well(fake_host: FakeHost) -> None:
     code, found = read_states("--url", fake_host.url)
 
     assert code == 0, found
+    found.pop("others", None)  # of what is installed beside
     assert {name: check["state"] for name, check in found.items()} == {
         "settings": "ok",
         "metrics": "ok",
@@ -295,6 +296,21 @@ def test_wrong_settings() -> None:
     first, *_ = doctor.check_settings(now)
 
     assert (first.state, first.remedy) == ("fail", "use a number from 0 to 1")
+
+
+def test_other_tracers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages that trace the same servers, and another distribution, are named."""
+    before = [each.says for each in doctor.check_other_tracers()]
+    assert not any("mine" in each or "ddtrace 9.9" in each for each in before)
+    folder = tmp_path / "ddtrace-9.9.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: ddtrace\nVersion: 9.9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("OTEL_PYTHON_DISTRO", "mine")
+    after = [each.says for each in doctor.check_other_tracers()]
+
+    assert any("ddtrace 9.9" in each for each in after)
+    assert any("OTEL_PYTHON_DISTRO=mine" in each for each in after)
 
 
 def test_missing_target(monkeypatch: pytest.MonkeyPatch) -> None:

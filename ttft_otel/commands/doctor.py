@@ -6,6 +6,7 @@ It checks this environment as a server started from it would see it, and running
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -41,6 +42,11 @@ CheckState = Literal["ok", "note", "fail"]
 PLUGIN_GROUP: Final = "vllm.general_plugins"
 ENV_PLUGINS: Final = "VLLM_PLUGINS"  # vLLM's variable: comma-separated plugins that it may load
 DOCTOR_SERVICE: Final = "ttft-otel-doctor"
+# Packages, and what a server started with them does.
+OTHER_TRACERS: Final = {
+    "ddtrace": "under ddtrace-run its spans go to Datadog's agent; `traceparent` joins them with ours",
+    "opentelemetry-instrumentation-fastapi": "where it is active its span is the parent of ours",
+}
 STATE_STYLES: Final[dict[CheckState, str]] = {"ok": "green", "note": "yellow", "fail": "bold red"}
 NO_RECEIVER_REMEDY: Final = (
     f"start a receiver there (ttft-otel serve) or set {env_names.OTEL_EXPORTER_OTLP_ENDPOINT}"
@@ -150,6 +156,17 @@ def _check_plugin() -> Iterator[Check]:
         yield Check("plugin", "fail", f"{ENV_PLUGINS}={allowed} leaves it out", remedy)
     else:
         yield Check("plugin", "ok", f"ttft-otel {__version__}, found by its entry point")
+
+
+def check_other_tracers() -> Iterator[Check]:
+    """Name what else traces this environment's servers, and how its spans and ours belong together."""
+    for package, says in OTHER_TRACERS.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield Check("others", "ok", f"{package} {importlib.metadata.version(package)}: {says}")
+    distro = os.environ.get("OTEL_PYTHON_DISTRO", "")
+    if distro not in ("", "ttft_otel"):
+        says = f"OTEL_PYTHON_DISTRO={distro}: its SDK sends beside ttft-otel's exporter process"
+        yield Check("others", "ok", says)
 
 
 def check_vllm() -> Iterator[Check]:
@@ -354,6 +371,7 @@ def _run_checks(urls: tuple[str, ...], timeout: float) -> Iterator[Check]:
     os.environ.clear()
     os.environ.update(replaced)
     yield from _check_plugin()
+    yield from check_other_tracers()
     yield from check_vllm()
     yield from _check_endpoint(chosen)
     for url in urls:
