@@ -139,7 +139,7 @@ FAULTS: tuple[tuple[dict[str, Any], str, str, str, str], ...] = (
     ({"traces": 401}, "endpoint", "fail", "401", "OTEL_EXPORTER_OTLP_HEADERS"),
     ({"traces": 400}, "endpoint", "fail", "400", "ttft-otel serve"),
     ({PROTOCOL: "grpc"}, "endpoint", "fail", "grpc (by {protocol}) to {url}", "http/protobuf"),
-    ({ENDPOINT: AWAY}, "endpoint", "fail", "", "ttft-otel serve"),
+    ({ENDPOINT: AWAY}, "endpoint", "fail", "no answer: nothing listens there", "ttft-otel serve"),
     ({doctor.ENV_PLUGINS: "other,another"}, "plugin", "fail", "", "add ttft_otel"),
     ({env_names.TTFT_OTEL: "0"}, "settings", "note", "", "TTFT_OTEL=1"),
     ({"chat": 500}, "{url}", "fail", "500", "log"),
@@ -367,3 +367,26 @@ def test_help() -> None:
     result = run_doctor("--help")
 
     assert "ONE REQUEST OF ONE TOKEN" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("reason", "sentence"),
+    [
+        (
+            "Transient error HTTPConnectionPool(host='localhost', port=4318): (Caused by "
+            'NewConnectionError("Failed to establish a new connection: [Errno 111] Connection refused"))',
+            "no answer: nothing listens there",
+        ),
+        (
+            "(NameResolutionError(\"Failed to resolve 'a' ([Errno -2] Name or service not known)\"))",
+            "no answer: its host name is not known",
+        ),
+        ("Failed to export span batch code: 404, reason: Not Found", "answers 404"),
+        ("Failed to export traces, error code: StatusCode.UNIMPLEMENTED", "answers UNIMPLEMENTED"),
+        ("<urlopen error timed out>", "no answer in time"),
+        ("", "no answer"),
+    ],
+)
+def test_failure_sentences(reason: str, sentence: str) -> None:
+    """What the SDK says of a failed attempt becomes one sentence, without the text of an exception."""
+    assert doctor.describe_failure(reason) == sentence

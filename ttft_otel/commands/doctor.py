@@ -59,6 +59,16 @@ ENDPOINT_REMEDIES: Final = {
     "UNIMPLEMENTED": "no OTLP receiver there: set "
     f"{env_names.OTEL_EXPORTER_OTLP_PROTOCOL}=http/protobuf for port 4318",
 }
+# What stands in the SDK's or the system's text -> the sentence for it; the first that fits.
+FAILURE_SENTENCES: Final = (
+    ("connection refused", "no answer: nothing listens there"),
+    ("not known|failed to resolve|resolution", "no answer: its host name is not known"),
+    ("certificate|ssl|tls", "TLS fails: its certificate is not accepted, or it speaks no TLS"),
+    ("timed out|timeout|deadline", "no answer in time"),
+    ("unreachable|no route", "no answer: its network is not reached"),
+    (r"\b(UNIMPLEMENTED|UNAUTHENTICATED|PERMISSION_DENIED|RESOURCE_EXHAUSTED)\b", r"answers \1"),
+    (r"code:? ([45]\d\d)\b", r"answers \1"),
+)
 EXAMPLES: Final = """
 \b
 Examples:
@@ -234,11 +244,19 @@ def _check_endpoint(chosen: settings.Settings) -> Iterator[Check]:
     if sending.counters.get_counts()["exported"]:
         yield Check("endpoint", "ok", f"{destination}: accepted, trace {probe.trace_id}")
         return
-    reason = sending.failure_log.text or "no answer"
+    reason = sending.failure_log.text
     remedy = protocol_probe.find_protocol_remedy(chosen.protocol, chosen.endpoint) or next(
         (text for code, text in ENDPOINT_REMEDIES.items() if code in reason), NO_RECEIVER_REMEDY
     )
-    yield Check("endpoint", "fail", f"{destination}: {reason}", remedy)
+    yield Check("endpoint", "fail", f"{destination}: {describe_failure(reason)}", remedy)
+
+
+def describe_failure(reason: str) -> str:
+    """One short sentence for what the SDK, or a socket, says of a failed attempt."""
+    for pattern, sentence in FAILURE_SENTENCES:
+        if found := re.search(pattern, reason, re.I):
+            return found.expand(sentence)
+    return "no answer"
 
 
 def _make_probe_record() -> record.Record:
@@ -271,9 +289,13 @@ def _check_server(url: str, timeout: float) -> Iterator[Check]:
         remedy = "the server's log says why; doctor needs one request of one token to succeed"
         yield Check(base, "fail", f"{error.url} answers {error.code}", remedy)
         return
-    except (URLError, OSError, ValueError, LookupError, TypeError) as error:
-        reason = getattr(error, "reason", None) or str(error) or type(error).__name__
-        yield Check(base, "fail", f"no answer: {reason}", f"is it up? curl {base}/v1/models")
+    except (URLError, OSError) as error:
+        says = describe_failure(str(error))
+        yield Check(base, "fail", says, f"is it up? curl {base}/v1/models")
+        return
+    except (ValueError, LookupError, TypeError):
+        remedy = f"is it an OpenAI-compatible server? curl {base}/v1/models"
+        yield Check(base, "fail", "answers what no vLLM server or router answers", remedy)
         return
     parsed = timing.parse_server_timing(header)
     if parsed is None:
