@@ -290,8 +290,9 @@ def test_replace(install_hook: Callable[..., None], guard_keeps: None) -> None:
     """A replacing hook gives the caller something else, or the host's result when it fails."""
     host = import_host()
 
-    def replace(result: Any) -> Any:
-        if result[1] == "bad":
+    def replace(result: Any, owner: Any, name: str) -> Any:
+        assert isinstance(owner, host.Host) and result[1] == name
+        if name == "bad":
             raise ValueError("ours")
         return ("wrapped", result)
 
