@@ -65,6 +65,33 @@ def test_off(value: str | None) -> None:
     assert log == ""
 
 
+# What each way into vLLM imports; the Rust front-end's engine core too. The gRPC server is an AsyncLLM, in a
+# module that needs smg-grpc-servicer.
+DOORS = """
+import importlib
+from vllm.plugins import load_general_plugins
+for name in (
+    "v1.engine.async_llm", "v1.engine.core", "v1.worker.gpu_worker", "entrypoints.llm",
+    "entrypoints.cli.main",
+    "entrypoints.launchers.api_server.entry", "entrypoints.launchers.run_batch",
+    "entrypoints.launchers.render.entry", "entrypoints.launchers.dp_supervisor",
+):
+    importlib.import_module(f"vllm.{name}")
+load_general_plugins()
+"""
+
+
+@pytest.mark.slow
+def test_off_in_every_door() -> None:
+    """Off: whichever way vLLM is asked, its plugins bring no module of ours but the one that looks."""
+    ours, new, _, log = run_probe(None, DOORS)
+    traced, *_ = run_probe("1", DOORS)
+
+    assert ours == ["ttft_otel", "ttft_otel.plugin"] and "vllm.v1.engine.async_llm" in new
+    assert "ttft_otel" not in log
+    assert "ttft_otel.hooks.api_server" in traced
+
+
 def test_nonsense() -> None:
     """A word that is neither on nor off is off, with one line that says so."""
     ours, _, quiet, log = run_probe("maybe")
