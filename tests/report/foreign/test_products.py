@@ -283,7 +283,9 @@ def test_odd_lengths(given: Mapping[str, Any], stages: Mapping[str, int]) -> Non
     assert request.stages == stages and request.closed
 
 
-@pytest.mark.parametrize("total", [0, -1.0, "0.2", True, MAX_DURATION_US])
+@pytest.mark.parametrize(
+    "total", [0, -1.0, "0.2", True, MAX_DURATION_US, float("nan"), float("inf"), -float("inf")]
+)
 def test_no_request(total: Any) -> None:
     """A span without a TTFT is no request; nor is one of that name from another scope."""
     span = make_span(1, "llm_request", "vllm.x", gen_ai__latency__time_to_first_token=total)

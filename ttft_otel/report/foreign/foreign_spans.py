@@ -199,8 +199,8 @@ def _read_us(span: StoredSpan, row: ForeignNames) -> int:
     for name in row.names:
         value = span.attributes.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            length = round(value * UNITS_US[row.form])
-            return length if 0 < length < MAX_US else 0
+            us = value * UNITS_US[row.form]
+            return round(us) if 0 < us < MAX_US else 0  # NaN and infinity are no lengths
     return 0
 
 
