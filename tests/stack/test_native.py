@@ -178,13 +178,13 @@ def test_down(up: StackTerminal, asked: Asked) -> None:
     leaders = [up.process.pid, *up.read_programs().values()]
     done = asked("down")
 
-    assert (0, "The native stack is down.\n") == (done.returncode, done.stdout)
+    assert (0, "The stack is down.\n") == (done.returncode, done.stdout)
     assert 143 == up.wait_for_end()
     assert [] == [
         pid for leader in leaders[1:] for pid in session_processes.list_session_pids(leader)
     ]
     assert 1 == asked("status").returncode
-    assert "no native stack" in asked("down").stdout
+    assert "no stack on these data" in asked("down").stdout
 
 
 def test_interrupt(binaries: StackBinaries, tmp_path: Path) -> None:
