@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from ttft_otel.commands.stack import stack
-from ttft_otel.stack import docker_compose, stack_files
+from ttft_otel.stack import docker_compose, stack_files, stack_queries
 
 RUNNING = (
     {"Service": "collector", "State": "running", "Health": "", "Status": "Up 2 minutes"},
@@ -201,3 +204,49 @@ def test_smoke(run: Run) -> None:
     assert 1 == done.exit_code
     assert "ttft-otel stack status" in done.output and "Errno" not in done.output
     assert isinstance(done.exception, SystemExit)
+
+
+class Redirecting(BaseHTTPRequestHandler):
+    """Sends whoever asks /first on to /second of another name of this host, and notes credentials."""
+
+    def do_GET(self) -> None:
+        """An empty list, or a redirect."""
+        self.server.seen[self.path] = self.headers.get("authorization", "")  # type: ignore[attr-defined]
+        is_first = self.path == "/first"
+        self.send_response(302 if is_first else 200)
+        if is_first:
+            self.send_header("location", f"http://localhost:{self.server.server_address[1]}/second")
+        self.send_header("content-length", "0" if is_first else "2")
+        self.end_headers()
+        if not is_first:
+            self.wfile.write(b"[]")
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def redirecting() -> Iterator[ThreadingHTTPServer]:
+    """A server of it; `seen` has the Authorization of each path."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Redirecting) as server:
+        server.seen = {}  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize(
+    "user, token", [("", "secret"), ("admin@", "secret"), ("admin:secret@", "")]
+)
+def test_credentials_stay(redirecting: Any, user: str, token: str, method: str) -> None:
+    """A Grafana that leads elsewhere does not lead the token or password there."""
+    base = f"http://{user}127.0.0.1:{redirecting.server_address[1]}"
+    body = b"{}" if method == "POST" else None
+    assert (
+        stack_queries.send_body(f"{base}/first", body, "application/json", method, token) == b"[]"
+    )
+
+    assert redirecting.seen["/first"] and not redirecting.seen["/second"]

@@ -41,8 +41,10 @@ def send_body(
 
     token: a bearer token, or the password of the user that `url` names.
     """
-    headers = {"content-type": kind} | ({"authorization": f"Bearer {token}"} if token else {})
-    return _read_response(urllib.request.Request(url, body, headers, method=method), token)
+    request = urllib.request.Request(url, body, {"content-type": kind}, method=method)
+    if token:
+        _add_authorization(request, f"Bearer {token}")
+    return _read_response(request, token)
 
 
 def _read_response(request: urllib.request.Request, password: str = "") -> bytes:
@@ -75,7 +77,12 @@ def _add_basic_auth(request: urllib.request.Request, password: str) -> None:
         # Quoted in the URL, so that a password may hold @ or a colon.
         name = urllib.parse.unquote(credentials)
         token = base64.b64encode((name if ":" in name else f"{name}:{password}").encode()).decode()
-        request.add_header("authorization", f"Basic {token}")
+        _add_authorization(request, f"Basic {token}")
+
+
+def _add_authorization(request: urllib.request.Request, value: str) -> None:
+    """Add the header for the server that `request` names alone: where a redirect leads, it is not shown."""
+    request.add_unredirected_header("authorization", value)
 
 
 def is_reachable(url: str) -> bool:
