@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Install the hooks of all files with wrap.py; plugin.py calls it in each of vLLM's processes."""
+"""Install the hooks of all files with wrap.py; plugin.py calls it in each of vLLM's processes.
+
+Connectors of encodings (EC) and of KV blocks can be third-party classes: vLLM's factories are the patched
+targets, and the methods of each class that they create are wrapped here, for both tracers.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,22 @@ import multiprocessing
 import os
 from typing import Any, Final
 
-from ttft_otel.hooks import api_server, ec_fields, target_check, wrap
+from ttft_otel.hooks import api_server, ec_fields, target_check
 from ttft_otel.hooks.engine_core.tracer import EngineCoreTracer
 from ttft_otel.hooks.worker.model_runners import WorkerTracer
-from ttft_otel.hooks.wrap import Hook, Patcher
+from ttft_otel.hooks.wrap import Hook, Patcher, find_patcher
 from ttft_otel.model.names import env_names
 from ttft_otel.tracing import settings
 
 log = logging.getLogger("ttft_otel")
 # Of vLLM: comma-separated names of variables that it copies to Ray's actors, beside its own ones.
 RAY_VARIABLES: Final = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+# Wrapped also where they are empty: on an encoder's step without anything to encode they are the only
+# sign that the worker was reached.
+_LOAD_AND_SAVE: Final = ("transfer.load", "transfer.save")
 
 
-def build_hooks(patcher: wrap.Patcher) -> dict[str, wrap.Hook]:
+def build_hooks(patcher: Patcher) -> dict[str, Hook]:
     """Target name -> hook, for all files: one table, because a target has one hook per process.
 
     Also makes the tracers of the process, which is an engine core, a worker, both or an API server.
@@ -51,8 +58,8 @@ def install_all() -> None:
             target_check.RUST_FRONTEND,
             target_check.RUST_FRONTEND_LIMITS,
         )
-    if wrap.find_patcher() is None:
-        patcher = wrap.Patcher()
+    if find_patcher() is None:
+        patcher = Patcher()
         patcher.install_hooks(build_hooks(patcher))
 
 
@@ -77,11 +84,6 @@ def _show_logs() -> None:
         log.addHandler(handler)
     # vLLM's handlers are on our logger now; the root's would print each line once more.
     log.propagate = False
-
-
-# Wrapped also where they are empty: on an encoder's step without anything to encode they are the only
-# sign that the worker was reached.
-_LOAD_AND_SAVE: Final = ("transfer.load", "transfer.save")
 
 
 def build_connector_hooks(

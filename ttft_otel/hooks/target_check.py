@@ -20,6 +20,13 @@ from ttft_otel import __version__
 from ttft_otel.hooks.targets import TARGETS, PatchTarget, TargetPlace
 from ttft_otel.tracing import settings
 
+log = logging.getLogger("ttft_otel")
+RUST_FRONTEND: Final = "VLLM_USE_RUST_FRONTEND"  # vLLM's variable
+RUST_FRONTEND_LIMITS: Final = (
+    "its stages are unattributed, and those of the engine core end with the first token that leaves it: "
+    "docs/limits.md"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Definitions:
@@ -109,14 +116,6 @@ def _get_base_name(base: ast.expr) -> str:
 def _read_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, ...]:
     args = node.args
     return tuple(arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs))
-
-
-log = logging.getLogger("ttft_otel")
-RUST_FRONTEND: Final = "VLLM_USE_RUST_FRONTEND"  # vLLM's variable
-RUST_FRONTEND_LIMITS: Final = (
-    "its stages are unattributed, and those of the engine core end with the first token that leaves it: "
-    "docs/limits.md"
-)
 
 
 def find_vllm_folder() -> Path | None:

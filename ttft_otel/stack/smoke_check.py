@@ -32,6 +32,16 @@ SMOKE_TTFT_MS: Final = sum(SMOKE_STAGES_US.values()) // 1000
 # Seconds: a tail sampler waits for late spans, Tempo's search for its first block.
 ARRIVAL_TIMEOUT_S: Final = 60.0
 
+COLLECTOR_HOP_REMEDY: Final = "is the stack up? ttft-otel stack status"
+TEMPO_HOP_REMEDY: Final = (
+    "look for `exporter` errors in the collector's log, then for refusals in Tempo's;"
+    " without the attribute ttft_ms the collector runs another configuration"
+)
+PROMETHEUS_HOP_REMEDY: Final = (
+    "look for `exporter` errors in the collector's log; Prometheus needs --web.enable-otlp-receiver"
+)
+GRAFANA_HOP_REMEDY: Final = "read Grafana's log"
+
 
 @dataclass(frozen=True, slots=True)
 class StackEndpoints:
@@ -129,17 +139,6 @@ def print_hops(endpoints: StackEndpoints, timeout_s: float, as_json: bool) -> bo
     if as_json:
         click.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
     return all(verdict.passed for verdict in verdicts)
-
-
-COLLECTOR_HOP_REMEDY: Final = "is the stack up? ttft-otel stack status"
-TEMPO_HOP_REMEDY: Final = (
-    "look for `exporter` errors in the collector's log, then for refusals in Tempo's;"
-    " without the attribute ttft_ms the collector runs another configuration"
-)
-PROMETHEUS_HOP_REMEDY: Final = (
-    "look for `exporter` errors in the collector's log; Prometheus needs --web.enable-otlp-receiver"
-)
-GRAFANA_HOP_REMEDY: Final = "read Grafana's log"
 
 
 def check_hop(hop: str, check: Callable[[], bool], seconds: float, remedy: str) -> HopVerdict:

@@ -35,12 +35,6 @@ _START: Final = (
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
 
-
-def build_child_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """Run `module` like `python -m`, but without the working directory on its import path."""
-    return (sys.executable, "-c", _START, module, *arguments)
-
-
 EXPORTER_MODULE: Final = "ttft_otel.exporter"
 EXIT_WAIT_S: Final = 2.0  # seconds a host waits at its exit for the drain
 RESTART_PAUSE_S: Final = 5.0  # seconds between two starts; doubled while exporters keep dying
@@ -71,6 +65,11 @@ engine_settings: Final[dict[str, int]] = {}
 _SEND_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _FULL_ERRNOS: Final = frozenset({errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.EMSGSIZE})
 _IMPORT_ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+def build_child_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """Run `module` like `python -m`, but without the working directory on its import path."""
+    return (sys.executable, "-c", _START, module, *arguments)
 
 
 class RecordSender:

@@ -30,6 +30,10 @@ from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
 
 FEW_REPETITIONS: Final = 4  # replays that tell whether a remedy moves anything
 MIN_BEFORE: Final = 50  # requests of the time before, to say what is usual
+LIKE_LAST: Final = 1000  # requests among which those like a single one are looked for
+# Where like requests are looked for, by default.
+AROUND: Final = RequestFilter(last=LIKE_LAST)
+AFTER_NS: Final = 600 * 10**9  # how long after a single request these may have begun
 
 
 def answer_question(source: SourceChoice, question: ExplainQuestion) -> ExplainAnswer:
@@ -110,12 +114,6 @@ def _choose_stretch(explanation: Explanation, wanted: RequestFilter) -> RequestF
     starts = sorted(each.facts.start_ns for each in explanation.difference.compared.late)
     length = (coverage.last_ns - coverage.first_ns) * MAX_REQUESTS // coverage.requests
     return replace(wanted, until_ns=starts[len(starts) // 2] + length // 2)
-
-
-LIKE_LAST: Final = 1000  # requests among which those like a single one are looked for
-# Where like requests are looked for, by default.
-AROUND: Final = RequestFilter(last=LIKE_LAST)
-AFTER_NS: Final = 600 * 10**9  # how long after a single request these may have begun
 
 
 def add_holding(opened: BreakdownSource, explanation: Explanation) -> Explanation:

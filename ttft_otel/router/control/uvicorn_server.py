@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the router under uvicorn; SIGTERM drains it, SIGHUP reloads its configuration."""
+"""Run the router under uvicorn, within its memory limit; SIGTERM drains it, SIGHUP reloads its options."""
 
 from __future__ import annotations
 
@@ -26,12 +26,20 @@ from ttft_otel.model.names import header_names
 from ttft_otel.router.control.app import RouterApp
 from ttft_otel.router.control.client_connection import ClientConnection, ClientConnections
 
-MAX_USED_SHARE: Final = 0.9
+MAX_USED_SHARE: Final = 0.9  # of the container's memory; beyond it new requests are refused
 # Of control groups of version 2 and 1: folder, limit, memory in use, and what of that can be dropped.
 _VERSIONS: Final = {
     "": ("", "memory.max", "memory.current", "inactive_file"),
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
+UNFINISHED_MESSAGE: Final = "ASGI callable returned without completing response."
+CANCEL_GRACE_S: Final = 1  # seconds for cancelled responses to end
+# Objects, then rounds, between two collections of a generation.
+GC_THRESHOLDS: Final = (20_000, 20, 20)
+RESERVED_FILES: Final = 64  # file descriptors that no client's connection may take
+MAX_FILES: Final = 1 << 20  # file descriptors wanted where the system allows any number
+
+log: Final = logging.getLogger("ttft_otel")
 
 
 class MemoryLimit:
@@ -70,16 +78,6 @@ def _read_text(path: Path) -> str:
         return path.read_text("ascii")
     except OSError:
         return ""
-
-
-UNFINISHED_MESSAGE: Final = "ASGI callable returned without completing response."
-CANCEL_GRACE_S: Final = 1  # seconds for cancelled responses to end
-# Objects, then rounds, between two collections of a generation.
-GC_THRESHOLDS: Final = (20_000, 20, 20)
-RESERVED_FILES: Final = 64  # file descriptors that no client's connection may take
-MAX_FILES: Final = 1 << 20  # file descriptors wanted where the system allows any number
-
-log: Final = logging.getLogger("ttft_otel")
 
 
 @dataclass(frozen=True, slots=True)
