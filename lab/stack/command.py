@@ -28,6 +28,7 @@ from lab.stack import (
 )
 from lab.stack.go_builds import GoBuildError
 from lab.stack.stack_parts import StackAddresses
+from ttft_otel.commands.stack import JSON_OPTION, SMOKE_TIMEOUT_OPTION
 from ttft_otel.stack import smoke_check
 from ttft_otel.stack.stack_queries import BackendQueryError
 
@@ -39,7 +40,6 @@ DATA_OPTION = click.option(
     default=native_state.DEFAULT_DATA_FOLDER,
     help="Where a native stack keeps traces, metrics and logs.  [default: out/stack]",
 )
-JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
 
 
 @contextmanager
@@ -193,12 +193,7 @@ Examples:
   scripts/stack smoke --json | jq '.[] | select(.passed | not)'
 """,
 )
-@click.option(
-    "--timeout",
-    default=smoke_check.ARRIVAL_TIMEOUT_S,
-    help="Seconds to wait for each hop.",
-    show_default=True,
-)
+@SMOKE_TIMEOUT_OPTION
 @JSON_OPTION
 @DATA_OPTION
 def run_smoke_check(timeout: float, as_json: bool, data: Path) -> None:

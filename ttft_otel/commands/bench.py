@@ -326,8 +326,8 @@ def bench(**given: Any) -> None:
     sys.exit(EXIT_INTERRUPTED if interrupts.count else _choose_exit_status(results))
 
 
-def _build_plan(options: dict[str, Any]) -> LoadPlan:
-    """The LoadPlan for the flags. Raises UsageError where they contradict each other."""
+def _check_load_flags(options: dict[str, Any]) -> None:
+    """Raise UsageError where flags of the load contradict each other."""
     dataset, file = options["dataset"], options["file"]
     if (dataset == "replay") != (file is not None):
         raise click.UsageError("a FILE belongs to --dataset replay, and only to it")
@@ -350,8 +350,13 @@ def _build_plan(options: dict[str, Any]) -> LoadPlan:
         )
     if options["apart"] and not options["ab"]:
         raise click.UsageError("--apart needs --ab")
+
+
+def _build_plan(options: dict[str, Any]) -> LoadPlan:
+    """The LoadPlan for the flags. Raises UsageError where they contradict each other."""
+    _check_load_flags(options)
     return LoadPlan(
-        dataset=dataset,
+        dataset=options["dataset"],
         shape=DatasetShape(
             request_count=options["requests"] or 100,
             input_tokens=options["input_len"],

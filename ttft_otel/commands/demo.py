@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import lzma
+import shlex
 import tempfile
 import time
 from dataclasses import replace
@@ -58,7 +59,7 @@ def list_commands(spans: list[StoredSpan], database: Path) -> list[str]:
             max(span.end_ns for span in spans),
         )
     )
-    at = f"--db {database}"
+    at = f"--db {shlex.quote(str(database))}"
     return [
         f"ttft-otel report {at}",
         f"ttft-otel explain {at} --request {names[slowest.trace_id]}",

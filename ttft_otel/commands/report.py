@@ -238,8 +238,8 @@ def _print_joined(joined: JoinedRequests, as_json: bool) -> None:
         return
     terminal.print_summary(joined.requests)
     click.echo(
-        f"{counts['joined']} of the file's {joined.in_file} requests are stored; of those that were "
-        f"read {joined.not_in_file} are not in the file. `{OUTSIDE}`: what its client waited beyond the sum."
+        f"{counts['joined']} of the file's {joined.in_file} requests are stored; {joined.not_in_file} stored "
+        f"ones that were read are not in the file. `{OUTSIDE}` is what the client waited beyond our span."
     )
 
 

@@ -28,6 +28,12 @@ FOLDER_ARGUMENT = click.argument(
     "folder", default="ttft-otel-stack", type=click.Path(path_type=Path, file_okay=False)
 )
 JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
+SMOKE_TIMEOUT_OPTION = click.option(
+    "--timeout",
+    default=smoke_check.ARRIVAL_TIMEOUT_S,
+    help="Seconds to wait for each hop.",
+    show_default=True,
+)
 OTLP_URL: Final = "http://127.0.0.1:4318"
 GRAFANA_URL: Final = "http://127.0.0.1:3000"
 
@@ -147,12 +153,7 @@ def status(folder: Path, as_json: bool) -> None:
     show_default=True,
     help="Its data sources are asked.",
 )
-@click.option(
-    "--timeout",
-    default=smoke_check.ARRIVAL_TIMEOUT_S,
-    help="Seconds to wait for each hop.",
-    show_default=True,
-)
+@SMOKE_TIMEOUT_OPTION
 @JSON_OPTION
 def smoke(otlp: str, grafana: str, timeout: float, as_json: bool) -> None:
     """Send one trace through the collector; find it in Tempo, and its metric in Prometheus."""

@@ -236,13 +236,18 @@ def test_llm_d() -> None:
     assert stages["gateway.request_orchestration"] == "router.route"
 
 
-def test_ours_wins() -> None:
-    """With our hooks and vLLM's own tracing on, one request is counted, with our stages."""
-    ours = make_span(
-        7, span_names.TTFT, span_names.SCOPE, at=(0, 210),
-        ttft__total_us=210_000, ttft__unattributed_us=210_000, ttft__role="mono",
+def make_ours(role: str, ms: int, unattributed_ms: int) -> StoredSpan:
+    """A server's `ttft` span of ours."""
+    return make_span(
+        7, span_names.TTFT, span_names.SCOPE, at=(0, ms),
+        ttft__total_us=ms * 1000, ttft__unattributed_us=unattributed_ms * 1000, ttft__role=role,
         ttft__outermost=True,
     )  # fmt: skip
+
+
+def test_ours_wins() -> None:
+    """With our hooks and vLLM's own tracing on, one request is counted, with our stages."""
+    ours = make_ours("mono", 210, 210)
     (request,) = list_requests([ours, make_request()])
     (alone,) = list_requests([make_request()])
 
@@ -252,11 +257,7 @@ def test_ours_wins() -> None:
 
 def test_below_our_router() -> None:
     """Behind our router their stages come out of what it could not attribute, and the sum stays its own."""
-    above = make_span(
-        7, span_names.TTFT, span_names.SCOPE, at=(0, 230),
-        ttft__total_us=230_000, ttft__unattributed_us=220_000, ttft__role="router",
-        ttft__outermost=True,
-    )  # fmt: skip
+    above = make_ours("router", 230, 220)
     above.attributes["ttft.router.route_us"] = 10_000
     engine = replace(make_request(gen_ai__latency__time_in_queue=0.1), parent_id=above.span_id)
     (request,) = list_requests([above, engine])
