@@ -14,12 +14,18 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from ttft_otel.commands import top
+from ttft_otel.model import endpoints
 
 # As vLLM 0.32 writes it: two engines, and our own gauges beside.
 PAGE = """# TYPE ttft_otel_pending gauge
 ttft_otel_pending {pending}
 # TYPE ttft_otel_oldest_pending_seconds gauge
 ttft_otel_oldest_pending_seconds {oldest}
+# TYPE ttft_otel_waiting gauge
+ttft_otel_waiting{{reason="kv_blocks"}} 3
+ttft_otel_waiting{{reason="lora"}} 0
+# TYPE ttft_otel_waiting_age_seconds gauge
+ttft_otel_waiting_age_seconds {age}
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{{engine="0",model_name="m"}} 2.0
 vllm:num_requests_running{{engine="1",model_name="m"}} 1.0
@@ -38,7 +44,9 @@ vllm:time_to_first_token_seconds_sum{{engine="0"}} {total}
 
 def scrape(now: float, pending: int, oldest: float, count: int, total: float) -> top.Scrape:
     """A page at `now` seconds, of whose `count` first tokens half came within 0.1 s."""
-    text = PAGE.format(pending=pending, oldest=oldest, count=count, fast=count // 2, total=total)
+    text = PAGE.format(
+        pending=pending, oldest=oldest, age=0, count=count, fast=count // 2, total=total
+    )
     return top.parse_page(text, now)
 
 
@@ -50,7 +58,7 @@ def test_last_minute() -> None:
     view = watch.add(scrape(100.0, 4, 2.5, 1010, 6.0))
 
     assert (view.server, view.pending, view.oldest_s, view.running) == ("http://a", 4, 2.5, 3)
-    assert view.waiting == {"capacity": 4}
+    assert (view.waiting, view.age_s, view.queued) == ({"kv_blocks": 3}, 0.0, {"capacity": 4})
     assert view.ttft == {"count": 10, "mean": 0.5, "p99": 1.0} and view.window_s == 50.0
 
 
@@ -69,12 +77,22 @@ def test_hang(pending: int, hangs: bool) -> None:
     assert again.quiet_s == 0.0
 
 
+KEY = "a key"
+HOLDERS = [{"request_id": "cmpl-1", "kind": "decode", "held_s": 6.25, "tokens": 9}]
+
+
 class MetricsHandler(BaseHTTPRequestHandler):
-    """A server that has one page, and needs no time for it."""
+    """A server whose engine core has not answered for 6 seconds; who holds up is told to those with KEY."""
 
     def do_GET(self) -> None:
-        """The page."""
-        body = PAGE.format(pending=1, oldest=7.5, count=4, fast=2, total=2.0).encode()
+        """The page, or the holders."""
+        numbers = {"pending": 1, "oldest": 7.5, "age": 6.0, "count": 4, "fast": 2, "total": 2.0}
+        body = PAGE.format(**numbers).encode()
+        if self.path == endpoints.WAITING_PATH:
+            if self.headers["authorization"] != f"Bearer {KEY}":
+                self.send_error(401)
+                return
+            body = json.dumps([{"holders": HOLDERS}]).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -108,9 +126,20 @@ def test_json(server: str) -> None:
     assert found[1]["error"] == "Connection refused" and found[1]["pending"] is None
 
 
-def test_once(server: str) -> None:
-    """--once prints one table, for people, with an exit code of 0."""
-    done = CliRunner().invoke(top.top, ["--server", server, "--once"], env={"COLUMNS": "120"})
+@pytest.mark.parametrize("key", [KEY, "", "another"])
+def test_once(server: str, key: str) -> None:
+    """--once prints one table, for people, with an exit code of 0; holders for those who may know them."""
+    env = {"COLUMNS": "160", top.VLLM_API_KEY: key}
+    done = CliRunner().invoke(top.top, ["--server", server, "--once"], env=env)
 
     assert done.exit_code == 0
-    assert "7.5 s" in done.output and "4 capacity" in done.output and "500 ms" in done.output
+    assert "7.5 s" in done.output and "3 kv_blocks" in done.output and "500 ms" in done.output
+    assert "as of 6 s ago" in done.output
+    assert ("cmpl-1 decode 6.2 s" in done.output) is (key == KEY)
+
+
+def test_without_our_gauge() -> None:
+    """Of a server whose engine cores cannot be asked vLLM's own count is shown."""
+    view = top.ServerView("http://a", pending=2, queued={"capacity": 4})
+
+    assert top.describe_queue(view, hangs=False).plain == "4 capacity"

@@ -16,6 +16,7 @@ from hooks.process import DIRECT, PATCHER
 from hooks.server import STAGES_US, FakeClient, ServerPlan
 from lab import vllm_releases
 from ttft_otel.hooks import api_server, target_check, vllm_fields
+from ttft_otel.model import endpoints
 from ttft_otel.model.names import env_names, header_names, keys, span_names
 from ttft_otel.tracing import carrier, handoff, recorder, settings
 from ttft_otel.tracing.roles import identity
@@ -377,11 +378,13 @@ def test_role_by_engine_client() -> None:
 
 
 def test_build() -> None:
-    """The middleware goes around whatever stack the app has built."""
-    stack, app = object(), SimpleNamespace()
+    """The middleware goes around whatever stack the app has built; one route of ours is added."""
+    stack, routes = object(), []
+    router = SimpleNamespace(add_route=lambda path, *_, **__: routes.append(path))
+    built = api_server.build_middleware(PATCHER, stack, SimpleNamespace(router=router))
 
-    assert api_server.build_middleware(PATCHER, stack, app).app is stack
-    assert isinstance(api_server.build_middleware(PATCHER, stack, app).settings, Settings)
+    assert built.app is stack and isinstance(built.settings, Settings)
+    assert routes == [endpoints.WAITING_PATH]
 
 
 def test_an_engine_core_without_hooks_is_told(

@@ -17,10 +17,12 @@ from typing import Any, Final
 
 from ttft_otel.hooks import target_check, vllm_fields
 from ttft_otel.hooks.wrap import Hook, Patcher
+from ttft_otel.model import endpoints
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.tracing import (
     carrier,
     clock,
+    engine_queues,
     guard,
     handoff,
     meter,
@@ -29,6 +31,7 @@ from ttft_otel.tracing import (
     settings,
 )
 from ttft_otel.tracing.asgi import Headers, TracingMiddleware
+from ttft_otel.tracing.engine_queues import EngineCall
 from ttft_otel.tracing.request_trace import RequestTrace
 from ttft_otel.tracing.roles import identity
 from ttft_otel.tracing.trace_ending import TraceEnding
@@ -84,6 +87,27 @@ async def query_engine(owner: Any, trace: RequestTrace, query: str) -> str:
         if answer:
             return str(answer)
     return ""
+
+
+def list_engine_calls(app: Any) -> list[EngineCall]:
+    """The call of carrier.WAITING_QUERY for each engine core of vLLM's `app`; [] where none can be asked."""
+    client = getattr(getattr(app.state, "engine_client", None), "engine_core", None)
+    # The public method asks all of them, and tells what the first one says.
+    call = getattr(client, "_call_utility_async", None)
+    if call is None:
+        return []
+    return [
+        partial(call, carrier.WAITING_QUERY, engine=engine)
+        for engine in getattr(client, "core_engines", ())
+    ]
+
+
+async def show_waiting(request: Any) -> Any:
+    """Answer GET endpoints.WAITING_PATH: a JSON object for each engine core that has answered."""
+    from starlette.responses import JSONResponse
+
+    await engine_queues.latest.ask(list_engine_calls(request.app))
+    return JSONResponse(engine_queues.latest.describe())
 
 
 def stamp_render(*args: Any, **kwargs: Any) -> None:
@@ -377,7 +401,11 @@ def build_middleware(patcher: Patcher, stack: Any, app: Any) -> Any:
             lambda app: identify_server(patcher, vllm_fields.get_vllm_config(app.state)),
             query_engine,
             read_parent,
+            list_engine_calls,
         )
+
+    with guard.Guard("frontend.waiting"):
+        app.router.add_route(endpoints.WAITING_PATH, show_waiting, include_in_schema=False)
 
     if "build_middleware_stack" not in vars(app):
         return wrap_app(stack)

@@ -12,6 +12,9 @@ MESSAGES_PATH: Final = "/v1/messages"
 RESPONSES_PATH: Final = "/v1/responses"
 RENDER_SUFFIX: Final = "/render"  # makes the tokens of a prompt, for a server that takes tokens
 MODELS_PATH: Final = "/v1/models"
+METRICS_PATH: Final = "/metrics"
+# Ours: what waits in the engine cores' queues now, and what holds it up. Below /v1, which --api-key protects.
+WAITING_PATH: Final = "/v1/ttft_otel/waiting"
 
 # gen_ai.operation.name, of the paths whose requests are traced
 OPERATION_BY_PATH: Final[Mapping[str, str]] = {

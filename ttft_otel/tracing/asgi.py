@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from ttft_otel.model import endpoints, stages
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.tracing import clock, handoff, meter, recorder, roles
+from ttft_otel.tracing.engine_queues import EngineCall
 from ttft_otel.tracing.guard import Guard
 from ttft_otel.tracing.request_trace import RequestTrace
 from ttft_otel.tracing.settings import Settings
@@ -30,6 +31,7 @@ App: TypeAlias = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[N
 # Made once, as they hold nothing of a request.
 _GUARD_BEGIN, _GUARD_END = Guard("asgi begin"), Guard("asgi end")
 _GUARD_SEND, _GUARD_HAND = Guard("asgi send"), Guard("asgi hand")
+_GUARD_ASK = Guard("asgi ask")
 MAX_HELD_BYTES: Final = 65536  # bytes of early events held back for a caller that asked
 # In an answer of /v1/responses; quotes of texts are escaped.
 _BACKGROUND: Final = b'"background":true'
@@ -40,6 +42,7 @@ class TracingMiddleware:
 
     identify_server: called with the app at its start. query_engine: an engine core utility call.
     read_parent: the trace context of another instrumentation's span around this call, as headers.
+    list_engine_calls: called with the app; each engine core's utility call about what waits there.
     """
 
     def __init__(
@@ -49,9 +52,11 @@ class TracingMiddleware:
         identify_server: Callable[[Any], None],
         query_engine: EngineQuery,
         read_parent: Callable[[], Headers] | None = None,
+        list_engine_calls: Callable[[Any], Sequence[EngineCall]] = lambda _: (),
     ) -> None:
         self.app = app
         self.read_parent = read_parent
+        self.list_engine_calls = list_engine_calls
         self.settings = settings
         self.identify_server = identify_server
         self.ending = TraceEnding(query_engine)
@@ -67,6 +72,10 @@ class TracingMiddleware:
             with Guard("asgi know"):
                 self.identify_server(scope["app"])
             self._publish_counts()
+        elif scope["type"] == "http" and scope.get("path", "").endswith(endpoints.METRICS_PATH):
+            with _GUARD_ASK:
+                calls = self.list_engine_calls(scope["app"])
+                await meter.ask_engines(recorder.awaiting_traces, calls)
         # Set it also when it is None: on a keep-alive connection a pipelined request can start in the
         # context of the one before it, and would add its marks to that one's trace.
         recorder.current_trace.set(trace)

@@ -55,6 +55,7 @@ ABORTED_QUERY: Final = "ttft_otel_died"
 KEPT_BLOCKS_QUERY: Final = "ttft_otel_sent"
 KEPT_ITEMS_QUERY: Final = "ttft_otel_fetched"
 ENCODER_QUERY: Final = "ttft_otel_encoded"  # ... or for how long the encoder ran
+WAITING_QUERY: Final = "ttft_otel_queued"  # what waits in its scheduler's queue now
 PENDING_ANSWER: Final = "pending"  # to ENCODER_QUERY while it runs: ask again
 KEPT_BLOCKS_BIT: Final = 1  # bits of EngineDetails.kept
 KEPT_ITEMS_BIT: Final = 2
@@ -96,8 +97,18 @@ class EncoderRun(msgspec.Struct, array_like=True, gc=False, frozen=True):
     end: int
 
 
+class QueueReport(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """The traced requests that wait in an engine core's scheduler."""
+
+    #: How many, by the code of their reason (WAIT_REASON_NAMES).
+    reasons: dict[int, int]
+    #: Requests that have held up the one that waits longest: microseconds until now, tokens, code of the
+    #: kind of work (HOLDING_KIND_NAMES), request ID, traceparent or "".
+    holders: list[tuple[int, int, int, str, str]]
+
+
 _HOST_NOTE: Final = ClockNote(keys.CLOCK_WORDS[clock.CLOCK_HOST], 0)
-AnyAnswer = TypeVar("AnyAnswer", KeptBlocks, KeptItems, EncoderRun)
+AnyAnswer = TypeVar("AnyAnswer", KeptBlocks, KeptItems, EncoderRun, QueueReport)
 _encoder: Final = msgspec.json.Encoder()
 _decoder: Final = msgspec.json.Decoder(EngineTimeline)
 
@@ -108,8 +119,8 @@ def encode_timeline(timeline: EngineTimeline) -> str:
     return _encoder.encode(timeline).decode()
 
 
-def encode_answer(answer: KeptBlocks | KeptItems | EncoderRun) -> str:
-    """What the engine core answers over vLLM's utility channel, after a request's answer."""
+def encode_answer(answer: KeptBlocks | KeptItems | EncoderRun | QueueReport) -> str:
+    """What the engine core answers over vLLM's utility channel."""
     return _encoder.encode(answer).decode()
 
 

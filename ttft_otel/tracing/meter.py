@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from prometheus_client import REGISTRY, Counter, Gauge
@@ -17,7 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ttft_otel.model.names import metric_names
-from ttft_otel.tracing import clock, guard
+from ttft_otel.model.stages import WAIT_REASON_NAMES
+from ttft_otel.tracing import clock, engine_queues, guard
 
 if TYPE_CHECKING:
     from ttft_otel.tracing.request_trace import RequestTrace
@@ -32,6 +33,8 @@ LOSS_REASONS: Final = ("lost", "overflowed", "foreign", "failed", "merged")
 RECORDS_HELP: Final = "Records handed to the exporter."
 PENDING_HELP: Final = "Traced engine requests without a first token yet."
 OLDEST_HELP: Final = "Age of the oldest of these requests, 0 without any."
+WAITING_HELP: Final = "Of them in the engine cores' queues, by the reason."
+AGE_HELP: Final = "Age of these numbers: it grows while an engine core does not answer."
 ERRORS_HELP: Final = "Errors of the tracing itself, caught."
 LOST_HELP: Final = "Telemetry lost on its way out."
 # Set where several API servers share one /metrics (--api-server-count), or by a chart.
@@ -70,6 +73,10 @@ class _LiveCollector(Collector):
         yield build_gauge(metric_names.PENDING, PENDING_HELP, len(self.awaiting))
         oldest = compute_oldest_age(self.awaiting)
         yield build_gauge(metric_names.OLDEST_PENDING, OLDEST_HELP, oldest)
+        waiting = read_waiting(self.awaiting)
+        if waiting is not None:
+            yield build_gauge(metric_names.WAITING, WAITING_HELP, waiting[0], "reason")
+            yield build_gauge(metric_names.WAITING_AGE, AGE_HELP, waiting[1])
         yield build_counter(metric_names.HOOK_ERRORS, ERRORS_HELP, guard.error_counts, "place")
         losses = {reason: counts.get(reason, 0) for reason in LOSS_REASONS}
         yield build_counter(metric_names.LOST, LOST_HELP, losses, "reason")
@@ -77,8 +84,20 @@ class _LiveCollector(Collector):
 
 def compute_oldest_age(awaiting: AwaitingTraces) -> float:
     """Seconds for which the first of `awaiting` has waited; 0 where there is none."""
-    oldest = next(iter(list(awaiting.values())), None)  # a copy: others change it meanwhile
+    oldest = _find_oldest(awaiting)
     return (clock.now_us() - oldest.arrive) / 1_000_000 if oldest else 0.0
+
+
+def _find_oldest(awaiting: AwaitingTraces) -> RequestTrace | None:
+    return next(iter(list(awaiting.values())), None)  # a copy: others change it meanwhile
+
+
+def read_waiting(awaiting: AwaitingTraces) -> tuple[Mapping[str, int], float] | None:
+    """How many wait by reason, and the age of these numbers in seconds; None where that is not known."""
+    oldest = _find_oldest(awaiting)
+    if oldest is None:
+        return dict.fromkeys(WAIT_REASON_NAMES, 0), 0.0
+    return engine_queues.latest.read(oldest.arrive)
 
 
 def build_counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
@@ -111,6 +130,11 @@ class SharedPublisher:
         # "live": without the processes that have been marked as dead.
         self._pending = Gauge(metric_names.PENDING, PENDING_HELP, multiprocess_mode="livesum")
         self._oldest = Gauge(metric_names.OLDEST_PENDING, OLDEST_HELP, multiprocess_mode="livemax")
+        # Engine cores are all processes': the last one that was asked to show the page has asked them.
+        self._waiting = Gauge(
+            metric_names.WAITING, WAITING_HELP, ["reason"], multiprocess_mode="livemostrecent"
+        )
+        self._age = Gauge(metric_names.WAITING_AGE, AGE_HELP, multiprocess_mode="livemostrecent")
         self._errors = Counter(metric_names.HOOK_ERRORS, ERRORS_HELP, ["place"])
         self._lost = Counter(metric_names.LOST, LOST_HELP, ["reason"])
         self._records = Counter(metric_names.RECORDS, RECORDS_HELP)
@@ -126,6 +150,14 @@ class SharedPublisher:
         self._raise_counter(self._records, counts.get(SENT_RECORDS, 0))
         for reason in LOSS_REASONS:
             self._raise_counter(self._lost.labels(reason), counts.get(reason, 0))
+
+    def publish_waiting(self) -> None:
+        """Write what the engine cores have just been asked."""
+        waiting = engine_queues.latest.read(0)
+        if waiting is not None:
+            for reason, number in waiting[0].items():
+                self._waiting.labels(reason).set(number)
+            self._age.set(waiting[1])
 
     def _raise_counter(self, counter: Counter, number: int) -> None:
         # By the difference: a counter of a file cannot be set. max(): a new sender counts from 0.
@@ -153,3 +185,14 @@ def publish_counts() -> bool:
     for publisher in _publishers:
         publisher.publish()
     return bool(_publishers)
+
+
+async def ask_engines(awaiting: AwaitingTraces, calls: Sequence[engine_queues.EngineCall]) -> None:
+    """Before /metrics is shown: ask the engine cores what waits, if anything does.
+
+    Where processes share one page, others' requests may wait: there they are always asked.
+    """
+    if awaiting or _publishers:
+        await engine_queues.latest.ask(calls)
+    for publisher in _publishers:
+        publisher.publish_waiting()

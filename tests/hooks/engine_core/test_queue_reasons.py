@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +13,14 @@ import pytest
 from hooks.engine_core.scheduler_events import with_any_events
 from hooks.process import CORE, HOOKS, PATCHER
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
-from ttft_otel.model.stages import QUEUE_STAGES, STALL_STAGE, WAIT_REASON_NAMES
+from ttft_otel.model.stages import (
+    HOLDING_KIND_NAMES,
+    QUEUE_STAGES,
+    STALL_STAGE,
+    WAIT_REASON_NAMES,
+)
 from ttft_otel.model.wait_reasons import divide_waits
+from ttft_otel.tracing import carrier
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MakeDriver = Callable[..., Any]
@@ -320,6 +326,46 @@ def test_untraced(drive: MakeDriver) -> None:
     assert not (CORE.queue.arrived or CORE.queue.waiting or CORE.queue._times)
 
 
+def ask_what_waits(driver: Any) -> tuple[dict[str, int], list[tuple[Any, ...]]]:
+    """Counts by reason, and the holders, as the engine core answers between two steps."""
+    text = CORE.answer_waiting(driver.scheduler)
+    report = carrier.decode_answer(carrier.QueueReport, text)
+    assert report is not None
+    return {WAIT_REASON_NAMES[code]: n for code, n in report.reasons.items()}, report.holders
+
+
+def count_queued(driver: Any) -> Iterator[bool]:
+    """Of each request in vLLM's queues: whether it has no token yet."""
+    for queue in (driver.scheduler.waiting, driver.scheduler.kv_holding_waiting):
+        for request in queue:
+            yield not request.num_output_tokens
+
+
+def test_what_waits_now(drive: MakeDriver) -> None:
+    """While they wait, the engine core tells how many do for which reason, and who holds the first one up."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    driver = drive(max_num_seqs=1)
+    assert ask_what_waits(driver) == ({}, [])
+    driver.queue_behind(40)
+    driver.add("third")
+    assert ask_what_waits(driver) == ({"in_step": 2}, [])
+    for _ in range(10):
+        driver.step()
+    counts, holders = ask_what_waits(driver)
+    assert counts == {"max_num_seqs": 2}
+    (holder,) = holders
+    assert holder[3] == "first" and HOLDING_KIND_NAMES[holder[2]] == "decode"
+    assert holder[0] == pytest.approx(100_000, rel=0.15)
+
+    driver.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    driver.add("fourth")
+    assert ask_what_waits(driver)[0] == {"paused": 3}
+    driver.scheduler.set_pause_state(PauseState.UNPAUSED)
+    driver.run_until_answered("second", "third", "fourth")
+    assert ask_what_waits(driver) == ({}, [])
+
+
 @with_any_events(["add", "step", "pause", "resume", "abort", "image"])
 def test_sums(
     drive: MakeDriver, events: list[tuple[str, int, int]], places: int, tokens: int
@@ -332,6 +378,8 @@ def test_sums(
     for number, (what, size, gap) in enumerate(events):
         driver.clock.tick(gap)
         perform_event(driver, what, f"r{number}", size)
+        counted = ask_what_waits(driver)[0].values()
+        assert sum(counted) == sum(count_queued(driver))
         if what in ("add", "image"):
             names.append(f"r{number}")
     perform_event(driver, "resume", "", 0)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from ttft_otel.hooks import vllm_fields
+from ttft_otel.hooks.engine_core.holders import HolderShare
 from ttft_otel.hooks.engine_core.step_log import NO_SUMS, HeldRequest, StepLog
 from ttft_otel.hooks.engine_core.step_work import StepWork, describe_step, take_out_own
 from ttft_otel.model.held_waits import MAX_SEGMENTS, SEGMENT_SIZE, halve_segments, split_step
@@ -249,6 +250,18 @@ class HeldRequests:
             details.holders = found
             details.holders_lost = lost
         held.start = None  # so that its holders can be freed
+
+    def list_holders(self, request_id: str, running: Any) -> list[HolderShare]:
+        """Who has held up a request that still waits, up to the latest step's end; largest first.
+
+        running: vLLM's running requests.
+        """
+        held = self.followed.get(request_id)
+        if held is None or held.start is None:
+            return []
+        self.log.settle()
+        work = StepWork(_NO_STEP, 0, 0, 0, 0)
+        return self.log.holders.list_holders(held.start, request_id, running, work, 0)
 
     def _write_wait(self, held: HeldRequest) -> None:
         """What ran between the request's arrival and the end of the latest step, as segments."""

@@ -25,7 +25,7 @@ from ttft_otel.hooks.wrap import NEW_REQUESTS, Hook, Patcher
 from ttft_otel.model import breakdown
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.tracing import carrier, clock
-from ttft_otel.tracing.carrier import EncoderRun
+from ttft_otel.tracing.carrier import EncoderRun, QueueReport
 from ttft_otel.tracing.engine_report import EngineReport
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 from ttft_otel.tracing.media_items import HEADER_LENGTH, SOURCE_ALLOCATED, SOURCE_MASK
@@ -192,6 +192,7 @@ class EngineCoreTracer:
         setattr(core, carrier.KEPT_BLOCKS_QUERY, self.blocks.answer_kept_blocks)
         setattr(core, carrier.KEPT_ITEMS_QUERY, self.encodings.answer_kept_items)
         setattr(core, carrier.ENCODER_QUERY, self.answer_encoder_run)
+        setattr(core, carrier.WAITING_QUERY, lambda core: self.answer_waiting(core.scheduler))
 
     # The scheduler takes the request.
 
@@ -507,6 +508,21 @@ class EngineCoreTracer:
         Removes it, so that it can be read once.
         """
         return self.aborted.pop(request_id[-MAX_ID_CHARS:], "")
+
+    # What waits now.
+
+    def answer_waiting(self, scheduler: Any) -> str:
+        """Utility call: the traced requests that wait in the queue of `scheduler`, as QueueReport JSON."""
+        found = self.queue.count_reasons(bool(getattr(scheduler, "_pause_state", 0)))
+        for request_id, timeline in self.awaiting.items():
+            if not timeline.complete and timeline.read_details().preempted:
+                status = getattr(scheduler.requests.get(request_id), "status", None)
+                if getattr(status, "name", "") == "PREEMPTED":
+                    reasons = timeline.read_details().reasons
+                    found[reasons[-1] if reasons else queue_reasons.OTHER] += 1
+        oldest = next(iter(self.queue.waiting), "")
+        holders = self.held.list_holders(oldest, getattr(scheduler, "running", ()))
+        return carrier.encode_answer(QueueReport(found, holders))
 
     # An encoder that had not ended when its request was answered. Where the worker is this process, it is
     # asked. Where it is one of its own, runs come with the output of a later step; of the last ones before

@@ -9,13 +9,14 @@ queue's reasons, and only those with a reason of their own are looked at one by 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Final
 
 from ttft_otel.hooks.engine_core.held_steps import HeldRequests
 from ttft_otel.hooks.engine_core.queue_reasons import (
+    IN_STEP,
     NO_REASON,
     OTHER,
     PAUSED,
@@ -193,6 +194,21 @@ class WaitingQueue:
             timeline.open_details().reasons = [
                 value for pair in zip(*shortened, strict=True) for value in pair
             ]
+
+    def count_reasons(self, is_paused: bool) -> Counter[int]:
+        """How many wait, by the code of the reason that the last schedule() has left them with.
+
+        is_paused: no step may run that would look at those which came since.
+        """
+        shared = self._codes[-1] if self._codes else OTHER
+        found = Counter(
+            shared if each.reason == NO_REASON else each.reason for each in self.waiting.values()
+        )
+        # The list is made in one go: the input thread may append meanwhile.
+        came = sum(not each.timeline.scheduled for each in [*self.arrived])
+        if came:
+            found[PAUSED if is_paused else IN_STEP] += came
+        return found
 
     def _drop_arrival(self, request_id: str) -> None:
         """Of a request that ended before any step saw it; the input thread may append meanwhile."""

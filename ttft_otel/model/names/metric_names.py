@@ -22,6 +22,8 @@ LOST: Final = "ttft_otel_lost"
 HOOK_ERRORS: Final = "ttft_otel_hook_errors"
 PENDING: Final = "ttft_otel_pending"
 OLDEST_PENDING: Final = "ttft_otel_oldest_pending_seconds"
+WAITING: Final = "ttft_otel_waiting"
+WAITING_AGE: Final = "ttft_otel_waiting_age_seconds"
 # Prometheus metrics of the router alone.
 ROUTER_REQUESTS: Final = "ttft_otel_router_requests"
 ROUTER_REFUSALS: Final = "ttft_otel_router_refusals"

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What waits now, on /metrics: asked of engine cores at the scrape, also of one that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+from prometheus_client import REGISTRY
+
+from ttft_otel.model.names import metric_names
+from ttft_otel.model.stages import WAIT_REASON_NAMES
+from ttft_otel.tracing import carrier, clock, engine_queues, recorder
+from ttft_otel.tracing.asgi import TracingMiddleware
+from ttft_otel.tracing.context import start_context
+from ttft_otel.tracing.request_trace import RequestTrace
+from ttft_otel.tracing.settings import Settings
+
+PARENT = f"00-{'a' * 32}-{'b' * 16}-01"
+Seen = dict[str, float | None]
+
+
+class FakeEngine:
+    """An engine core with requests that wait; while `hangs` is set it does not answer."""
+
+    def __init__(self, **waiting: int) -> None:
+        self.waiting = waiting
+        self.hangs = asyncio.Event()
+        self.asked = 0
+
+    async def answer(self) -> str:
+        """The utility call."""
+        self.asked += 1
+        while self.hangs.is_set():
+            await asyncio.sleep(0.01)
+        counts = {WAIT_REASON_NAMES.index(name): number for name, number in self.waiting.items()}
+        holders = [(2_000_000, 40, 1, "holder", PARENT)] if counts else []
+        return carrier.encode_answer(carrier.QueueReport(counts, holders))
+
+
+@pytest.fixture
+def pending(no_state_left: None) -> Iterator[RequestTrace]:
+    """A request that has waited for 10 seconds."""
+    engine_queues.latest.__init__()  # type: ignore[misc]
+    trace = RequestTrace(
+        clock.now_us() - 10_000_000, start_context("", "", Settings()), timing_requested=False
+    )
+    recorder.register_engine_request(trace, "a")
+    yield trace
+    recorder.forget_trace(trace)
+    engine_queues.latest.__init__()  # type: ignore[misc]
+
+
+async def scrape(*engines: FakeEngine) -> Seen:
+    """What GET /metrics shows of the queues: counts by reason, `age`, and the seconds that it `took`."""
+    seen: Seen = {}
+
+    async def show_metrics(*_: object) -> None:
+        for reason in WAIT_REASON_NAMES:
+            seen[reason] = REGISTRY.get_sample_value(metric_names.WAITING, {"reason": reason})
+        seen["age"] = REGISTRY.get_sample_value(metric_names.WAITING_AGE)
+
+    calls: list[Callable[[], Awaitable[str]]] = [each.answer for each in engines]
+    app = TracingMiddleware(
+        show_metrics,
+        Settings(),
+        print,
+        print,  # type: ignore[arg-type] # never called
+        list_engine_calls=lambda _: calls,
+    )
+    begun = time.monotonic()
+    scope = {"type": "http", "method": "GET", "path": "/metrics", "app": None}
+    await app(scope, print, print)  # type: ignore[arg-type] # never called
+    seen["took"] = time.monotonic() - begun
+    return seen
+
+
+def list_counts(seen: Seen) -> Seen:
+    """The reasons that have requests."""
+    return {name: seen[name] for name in WAIT_REASON_NAMES if seen[name] != 0}
+
+
+def test_all_engines_together(pending: RequestTrace) -> None:
+    """The counts of all data-parallel ranks are added; reasons that nobody has are there at 0."""
+
+    async def look() -> Seen:
+        return await scrape(FakeEngine(kv_blocks=2, lora=1), FakeEngine(kv_blocks=3))
+
+    seen = asyncio.run(look())
+    assert list_counts(seen) == {"kv_blocks": 5, "lora": 1}
+    assert 0 <= (seen["age"] or 0) < 1
+    ((first, _),) = [(each["holders"][0], each) for each in engine_queues.latest.describe()[:1]]
+    assert first == {
+        "request_id": "holder",
+        "trace_id": "a" * 32,
+        "kind": "decode",
+        "held_s": 2.0,
+        "tokens": 40,
+    }
+
+
+def test_nobody_is_asked_while_nothing_waits(pending: RequestTrace) -> None:
+    """Without a pending request a scrape asks no engine core, and all counts are 0."""
+    recorder.awaiting_traces.clear()
+
+    async def look() -> tuple[Seen, int]:
+        engine = FakeEngine(kv_blocks=2)
+        return await scrape(engine), engine.asked
+
+    seen, asked = asyncio.run(look())
+    assert asked == 0
+    assert list_counts(seen) == {} and seen["age"] == 0
+
+
+def test_an_engine_that_hangs(pending: RequestTrace) -> None:
+    """Its last word stays with a growing age, a scrape waits little for it, and it is asked once."""
+
+    async def look() -> tuple[list[Seen], int]:
+        engine = FakeEngine(max_num_seqs=4)
+        seen = [await scrape(engine)]
+        engine.hangs.set()
+        seen += [await scrape(engine)]
+        await asyncio.sleep(0.5)
+        seen += [await scrape(engine)]
+        asked = engine.asked
+        engine.hangs.clear()
+        engine.waiting = {}
+        seen += [await scrape(engine)]
+        return seen, asked
+
+    (fresh, hung, later, after), asked = asyncio.run(look())
+    for each in (fresh, hung, later):
+        assert list_counts(each) == {"max_num_seqs": 4}
+    assert (fresh["age"] or 0) < 0.1 < (hung["age"] or 0) < (later["age"] or 0) - 0.4
+    assert (fresh["took"] or 0) < 0.2 < (hung["took"] or 0) < 5
+    assert asked == 2
+    assert list_counts(after) == {} and (after["age"] or 0) < 0.1
+
+
+def test_an_old_word_is_not_about_a_new_request(pending: RequestTrace) -> None:
+    """A request that came after the engine's last word has no reason yet; its own age counts."""
+
+    async def look() -> Seen:
+        engine = FakeEngine(max_num_seqs=4)
+        await scrape(engine)
+        engine.hangs.set()
+        await asyncio.sleep(0.05)
+        pending.arrive = clock.now_us()
+        try:
+            return await scrape(engine)
+        finally:
+            engine.hangs.clear()
+
+    seen = asyncio.run(look())
+    assert list_counts(seen) == {}
+    assert 0.2 < (seen["age"] or 0) < 5
+
+
+def test_nothing_is_told_where_nobody_can_be_asked(pending: RequestTrace) -> None:
+    """Without a way to the engine core no count is shown: 0 would be wrong."""
+    seen = asyncio.run(scrape())
+    assert set(seen.values()) == {None, seen["took"]}
+
+
+def test_an_engine_without_the_method_is_asked_once(
+    pending: RequestTrace, guard_keeps: None
+) -> None:
+    """An engine core without hooks fails the call, and logs it: once is enough."""
+    asked = []
+
+    async def fail() -> str:
+        asked.append(1)
+        raise RuntimeError
+
+    async def look() -> None:
+        for _ in range(3):
+            await engine_queues.latest.ask([fail])
+
+    asyncio.run(look())
+    assert len(asked) == 1
