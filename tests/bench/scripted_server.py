@@ -34,6 +34,7 @@ class ServerScript:
     """Delays in milliseconds before the first token (used in turn), the queue's share, and the stream.
 
     failures: what happens to the nth request: an HTTP status, "cut" after a token, "error" in the stream.
+    has_queue: one request after the other, each for its first_token_ms; who leaves is not served.
     context_tokens: as /v1/models names it. tokens_per_word: 0 means that it tells no token ids.
     """
 
@@ -47,6 +48,7 @@ class ServerScript:
     failures: dict[str, Any] = field(default_factory=dict)
     context_tokens: int = 100_000
     tokens_per_word: int = 1
+    has_queue: bool = False
 
 
 class ScriptedStreamServer:
@@ -55,6 +57,8 @@ class ScriptedStreamServer:
     def __init__(self, script: ServerScript) -> None:
         self.script = script
         self.notes: list[dict[str, Any]] = []
+        self.turn = asyncio.Lock()
+        self.free_ns = 0
 
     async def stream_answer(
         self, writer: asyncio.StreamWriter, headers: dict[str, str], body: Any, received_ns: int
@@ -71,10 +75,19 @@ class ScriptedStreamServer:
             write_json(writer, failure, {"error": {"message": f"{failure} as scripted"}})
             return
         first_token_ms = self.script.first_token_ms[number % len(self.script.first_token_ms)]
-        await sleep_until(received_ns + int(first_token_ms * 1e6))
+        if self.script.has_queue:
+            async with self.turn:
+                if writer.is_closing():
+                    return
+                # From when the one before should have ended: sleeps that end late do not add up.
+                note["began"] = max(received_ns, self.free_ns)
+                self.free_ns = note["began"] + int(first_token_ms * 1e6)
+                await sleep_until(self.free_ns)
+        else:
+            await sleep_until(received_ns + int(first_token_ms * 1e6))
         start_ns = monotonic_ns()
         note["took_us"] = (start_ns - received_ns) // 1000
-        writer.write(RESPONSE_HEAD + self.build_timing_header(number, note["took_us"]) + b"\r\n")
+        writer.write(RESPONSE_HEAD + self.build_timing_header(number, note) + b"\r\n")
         if failure == "error":
             write_event(writer, {"error": {"message": "as scripted"}})
         for place in range(self.script.token_count):
@@ -100,13 +113,14 @@ class ScriptedStreamServer:
         choice = {"text": "x", "prompt_token_ids": [300 + place for place in range(count)]}
         write_json(writer, 200, {"choices": [choice], "usage": {"prompt_tokens": count}})
 
-    def build_timing_header(self, number: int, took_us: int) -> bytes:
+    def build_timing_header(self, number: int, note: dict[str, Any]) -> bytes:
         """Server-Timing of the delays that really took place."""
         if not self.script.sends_timing:
             return b""
-        queue_us = min(
-            took_us, int(self.script.queue_ms[number % len(self.script.queue_ms)] * 1000)
-        )
+        took_us, queue_ms = note["took_us"], self.script.queue_ms
+        queue_us = min(took_us, int(queue_ms[number % len(queue_ms)] * 1000))
+        if self.script.has_queue:
+            queue_us = (note["began"] - note["came"]) // 1000
         parts = {"prefill.queue": queue_us, "prefill.compute": took_us - queue_us}
         return f"server-timing: {timing.format_server_timing(parts, 0, took_us)}\r\n".encode()
 
@@ -124,7 +138,11 @@ class ScriptedStreamServer:
 
 async def handle_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """One connection, one request; POST /script begins anew with another script."""
-    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
+        return
     received_ns = writer.get_extra_info("socket")._sock.last_byte_ns
     line, *rest = head.strip().split("\r\n")
     headers = {name.lower(): value for name, _, value in (each.partition(": ") for each in rest)}

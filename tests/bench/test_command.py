@@ -362,16 +362,15 @@ def test_failures(bench: RunBench) -> None:
     assert target["summary"]["goodput"]["share"] == 0.5
 
 
-def test_failure_traced(bench: RunBench, tmp_path: Path) -> None:
+def test_failure_traced(bench: RunBench) -> None:
     """The first failures of each kind can be looked up: the JSON has the ids that the server was sent."""
-    page = tmp_path / "page.html"
     words = "--concurrency 1 --requests 14"
     with run_scripted_server(
         ServerScript(
             first_token_ms=[5.0], token_count=1, failures={str(n): 503 for n in range(1, 13)}
         )
     ) as server:
-        found = bench("--url", server.url, words, "--html", page)
+        found = bench("--url", server.url, words)
         sent = [note["headers"] for note in server.fetch_notes()]
     with run_scripted_server(script_tokens(5.0, failures={"0": "cut"})) as server:
         shown = invoke_bench("--url", server.url, words).output
@@ -382,7 +381,6 @@ def test_failure_traced(bench: RunBench, tmp_path: Path) -> None:
     assert [each["trace_id"] for each in failed] == traces
     assert failed[3]["request_id"] == sent[4][header_names.REQUEST_ID]
     assert failed[0]["sent_ms"] > 0
-    assert f"first trace {traces[0]}" in page.read_text("utf-8")
     first = cut["headers"][header_names.TRACEPARENT].split("-")[1]
     assert f"cut off: first trace {first}" in " ".join(shown.split())
 
@@ -399,19 +397,6 @@ def test_plain(bench: RunBench) -> None:
     assert set(summary["figures_ms"]) == {"ttft", "tpot", "itl", "latency"}
     assert summary["explanation"].startswith("No breakdown")
     assert not summary["counted"]
-
-
-def test_page(bench: RunBench, tmp_path: Path) -> None:
-    """--html has the tables; whatever a server's model is called, it is text there."""
-    page = tmp_path / "page.html"
-    words = ("--model <script>x</script> --concurrency 1 --requests 2 --html", page)
-    with run_scripted_server(QUICK_SCRIPT) as server:
-        bench("--url", server.url, *words)
-
-    text = page.read_text("utf-8")
-    assert "prefill.queue" in text and "Queue wait" in text
-    assert "<script" not in text and "&lt;script&gt;" in text
-    assert not re.search(r'(src|href)="(?!data:)', text)
 
 
 def test_progress() -> None:
@@ -570,6 +555,9 @@ def test_refused() -> None:
         (["--rate 1 --num-users 3 --speed 2"], "--speed, --num-users would do"),
         (["--dataset replay", __file__, "--prefixes 1"], "--prefixes would do nothing"),
         ([GONE, "--rate 1 --apart"], "--apart needs --ab"),
+        ([GONE, "--find", "ttft.p95<0"], "no condition"),
+        (["--ab", "http://x", "http://y", "--find", "ttft.p95<5"], "--find takes one --url"),
+        ([GONE, "--dataset multi-round --find", "ttft.p95<5"], "--find takes one --url"),
     ],
 )
 def test_usage(words: list[str], says: str) -> None:

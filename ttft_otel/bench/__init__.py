@@ -4,9 +4,9 @@
 requests     request_factory                   bodies and images; the server's model, context, token IDs
 load         load_plan trace_replay multi_round  which requests, and when
 sending      http_exchange load_driver         one connection; open and closed loop, tokens of the answers
-             bench_session                     warm-up and rounds; breakdowns missing in responses
-numbers      request_statistics comparison     percentiles, goodput, differences
-output       result_document terminal_report html_report  JSON, terminal, HTML
+             bench_session                     warm-up and rounds, at rates that limit_search names
+numbers      request_statistics limit_search comparison  percentiles, goodput, the highest rate, differences
+output       result_document terminal_report   JSON, terminal
 
 The flags and the commands `bench` and `bench compare` are in commands/bench.py.
 """

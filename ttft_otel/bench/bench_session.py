@@ -1,48 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a LoadPlan against one or two targets: warm-up and alternating rounds, until done or stopped.
 
-commands/bench.py passes plan and targets; result_document.py describes the LoadRuns. Breakdowns that
-responses did not carry, because a proxy has removed Server-Timing, come from the router's newest reports.
+commands/bench.py passes plan and targets; result_document.py describes the LoadRuns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
-from time import monotonic, monotonic_ns
+from time import monotonic
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
-from ttft_otel.bench.http_exchange import (
-    HTTP_OK,
-    BenchTarget,
-    RawResponse,
-    keep_timestamps_enabled,
-    perform_exchange,
-)
-from ttft_otel.bench.load_driver import LoadDriver, LoadRun, RequestResult
+from ttft_otel.bench.http_exchange import BenchTarget, keep_timestamps_enabled
+from ttft_otel.bench.limit_search import LimitSearch
+from ttft_otel.bench.load_driver import LoadDriver, LoadRun
 from ttft_otel.bench.load_plan import LoadFunction, LoadPlan
 from ttft_otel.bench.request_factory import BenchRequest, RequestFactory
+from ttft_otel.bench.request_statistics import find_lateness, is_overloaded, list_waits
 from ttft_otel.bench.terminal_report import ProgressLine
-from ttft_otel.model.timing import ServerTiming
-from ttft_otel.model.ttft_report import STAGES_KEY, TTFT_MS_KEY, UNATTRIBUTED_MS_KEY
 
 PROGRESS_INTERVAL_S: Final = 0.5  # between two updates of the progress line
+# Share of a round by which its last request may leave late; beyond it the rate was not kept.
+MAX_LATENESS: Final = 0.05
 STOP_POLL_S: Final = 0.001  # given to the event loop while prompts are made, to notice a stop
-RUN_LOOKUP_TIMEOUT_S: Final = 60.0  # for fetching breakdowns that responses did not carry
-STOPPED_LOOKUP_TIMEOUT_S: Final = 3.0  # the same after Ctrl-C
-REPORT_PATH: Final = "/ttft_report/"
-# A server that does not know this many of its newest requests has no reports: stop asking.
-MAX_UNKNOWN_REPORTS: Final = 3
-# Few: the router may be serving others.
-MAX_CONCURRENT_LOOKUPS: Final = 8
-LOOKUP_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(slots=True)
@@ -94,17 +80,35 @@ def run_plan(
     plan: LoadPlan, sides: Sequence[BenchSide], progress: ProgressLine, interrupts: InterruptCounter
 ) -> None:
     """Run a checked `plan` and append its results to each side's runs; Ctrl-C ends it early."""
-    asyncio.run(_run_until_stopped(plan, sides, progress, interrupts))
+    asyncio.run(_run_until_stopped(partial(_run_rounds, plan, sides, progress), interrupts))
+
+
+def run_search(
+    plan: LoadPlan,
+    side: BenchSide,
+    search: LimitSearch,
+    progress: ProgressLine,
+    interrupts: InterruptCounter,
+) -> dict[float, BenchSide]:
+    """Send rounds of `plan` at the rates that `search` names, until it is over; Ctrl-C ends it early.
+
+    Returns the runs at each rate.
+    """
+    probes: dict[float, BenchSide] = {}
+    asyncio.run(
+        _run_until_stopped(partial(_probe_rates, plan, side, search, probes, progress), interrupts)
+    )
+    return probes
 
 
 async def _run_until_stopped(
-    plan: LoadPlan, sides: Sequence[BenchSide], progress: ProgressLine, interrupts: InterruptCounter
+    run_all: Callable[[asyncio.Event], Awaitable[None]], interrupts: InterruptCounter
 ) -> None:
     stop = asyncio.Event()
     # A signal handler runs between any two bytecodes; only this call may wake the loop from there.
     interrupts.on_interrupt = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
     try:
-        await _run_rounds(plan, sides, progress, stop)
+        await run_all(stop)
     finally:
         interrupts.on_interrupt = _do_nothing  # the loop closes
 
@@ -122,6 +126,41 @@ async def _run_rounds(
                 return
 
 
+async def _probe_rates(
+    plan: LoadPlan,
+    side: BenchSide,
+    search: LimitSearch,
+    probes: dict[float, BenchSide],
+    progress: ProgressLine,
+    stop: asyncio.Event,
+) -> None:
+    while not search.ended:
+        count = search.count_requests()
+        round_plan = replace(
+            plan,
+            shape=replace(plan.shape, request_count=count),
+            trace=replace(plan.trace, max_requests=count),
+            rate=None if search.is_whole else search.rate,
+            concurrency=int(search.rate) if search.is_whole else None,
+        )
+        probe = probes.setdefault(search.rate, BenchSide(side.target, side.factory))
+        title = f"round {search.rounds + 1}, {search.rate:g} {search.unit} {side.target.url}"
+        watch = partial(is_overloaded, conditions=search.conditions, planned=count)
+        await _run_round(
+            round_plan, probe, plan.compute_seed(search.rounds, 0), stop, progress, title, watch
+        )
+        if stop.is_set():
+            search.ended = "Ctrl-C"
+            return
+        run = probe.runs[-1]
+        # Requests that left too late are another load than the one asked for.
+        if not search.is_whole and find_lateness(run) > MAX_LATENESS:
+            search.ended = f"this process cannot send {search.rate:g} {search.unit} in time"
+            return
+        planned = count if run.overloaded else run.started
+        search.record_round(list_waits(run, search.conditions), planned)
+
+
 async def _run_round(
     plan: LoadPlan,
     side: BenchSide,
@@ -129,8 +168,9 @@ async def _run_round(
     stop: asyncio.Event,
     progress: ProgressLine,
     title: str,
+    is_enough: Callable[[LoadRun], bool] | None = None,
 ) -> None:
-    """A warm-up and a run on one side."""
+    """A warm-up and a run on one side. is_enough: ends the run early when it says so."""
     if plan.warmup:
         # A driver of its own: its results are in no figure.
         warmup_driver = LoadDriver(side.target, plan.timeout_s, plan.max_unfinished)
@@ -148,13 +188,8 @@ async def _run_round(
         driver,
         stop,
         partial(progress.report_sent, title),
+        is_enough,
     )
-    # Breakdowns are an extra: a router that is slow to tell them must not cost the measured times.
-    with suppress(asyncio.TimeoutError):
-        lookups = fetch_missing_breakdowns(side.target, driver.run.results)
-        await asyncio.wait_for(
-            lookups, STOPPED_LOOKUP_TIMEOUT_S if stop.is_set() else RUN_LOOKUP_TIMEOUT_S
-        )
 
 
 async def _prepare_requests(
@@ -184,8 +219,9 @@ async def _run_load(
     driver: LoadDriver,
     stop: asyncio.Event,
     show_progress: Callable[[LoadRun], None] | None = None,
+    is_enough: Callable[[LoadRun], bool] | None = None,
 ) -> None:
-    """Send one run's load; a stop cancels it."""
+    """Send one run's load; a stop, or `is_enough`, cancels it."""
     with _pause_garbage_collection(), keep_timestamps_enabled():
         # Around the whole load: a stall between two sends delays the reading of answers as well.
         async with driver.measure_loop_lag():
@@ -199,10 +235,15 @@ async def _run_load(
                 )
                 if show_progress:
                     show_progress(driver.run)
+                if is_enough and is_enough(driver.run):
+                    driver.run.overloaded = True
+                    break
             stop_task.cancel()
             # False if the load had ended by itself: then an exception of it is raised below.
-            driver.run.stopped = load_task.cancel()
-            await asyncio.gather(load_task, return_exceptions=driver.run.stopped)
+            was_cancelled = load_task.cancel()
+            driver.run.overloaded &= was_cancelled
+            driver.run.stopped = was_cancelled and not driver.run.overloaded
+            await asyncio.gather(load_task, return_exceptions=was_cancelled)
 
 
 @contextmanager
@@ -217,57 +258,6 @@ def _pause_garbage_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-async def fetch_missing_breakdowns(target: BenchTarget, results: Iterable[RequestResult]) -> None:
-    """Set the breakdown of successful `results` that have none, by the router's GET /ttft_report/<id>."""
-    missing = [result for result in results if not result.error and result.timing is None]
-    # The newest first: a router keeps only its newest reports.
-    missing.reverse()
-    for result in missing[:MAX_UNKNOWN_REPORTS]:
-        # One by one, to stop early where there is no such endpoint.
-        result.timing = await _fetch_breakdown(target, result.request_id)
-    if not any(result.timing for result in missing[:MAX_UNKNOWN_REPORTS]):
-        return
-    remaining = iter(missing[MAX_UNKNOWN_REPORTS:])  # shared: each worker takes the next one
-    await asyncio.gather(
-        *(_fetch_breakdowns(target, remaining) for _ in range(MAX_CONCURRENT_LOOKUPS))
-    )
-
-
-async def _fetch_breakdowns(target: BenchTarget, results: Iterable[RequestResult]) -> None:
-    for result in results:
-        result.timing = await _fetch_breakdown(target, result.request_id)
-
-
-async def _fetch_breakdown(target: BenchTarget, request_id: str) -> ServerTiming | None:
-    message = target.encode_request(REPORT_PATH + request_id, b"", {}, "GET")
-    response = await perform_exchange(target, message, monotonic_ns(), LOOKUP_TIMEOUT_S)
-    return _parse_report(response) if response.status == HTTP_OK and not response.error else None
-
-
-def _parse_report(response: RawResponse) -> ServerTiming | None:
-    """The stages of the whole request; None when it is not a TTFT report, or does not add up."""
-    try:
-        report: Any = json.loads(b"".join(piece for _, piece in response.pieces))["combined"]
-        parts = {str(name): _to_microseconds(ms) for name, ms in report[STAGES_KEY].items()}
-        unattributed_us, ttft_us = (
-            _to_microseconds(report[UNATTRIBUTED_MS_KEY]),
-            _to_microseconds(report[TTFT_MS_KEY]),
-        )
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return None
-    return (
-        # Must add up to the microsecond, as in every other answer; else it is of something else.
-        ServerTiming(parts, unattributed_us, ttft_us)
-        if sum(parts.values()) + unattributed_us == ttft_us
-        else None
-    )
-
-
-def _to_microseconds(ms: float) -> int:
-    # Reports have milliseconds with three decimals: rounding gives the exact microseconds back.
-    return round(ms * 1000)
 
 
 def _do_nothing() -> None:

@@ -216,13 +216,18 @@ class ResponseProtocol(asyncio.Protocol):
 
 
 async def perform_exchange(
-    target: BenchTarget, message: bytes, due_ns: int, timeout_s: float
+    target: BenchTarget,
+    message: bytes,
+    due_ns: int,
+    timeout_s: float,
+    response: RawResponse | None = None,
 ) -> RawResponse:
     """Connect now, send `message` at `due_ns`, wait for the end of the response.
 
-    timeout_s: for all of it. Does not raise: failures are in the response's `error`.
+    timeout_s: for all of it. response: an empty one to fill, which others may watch meanwhile. Does not
+    raise: failures are in the response's `error`.
     """
-    response = RawResponse(due_ns)
+    response = response or RawResponse(due_ns)
     try:
         await asyncio.wait_for(_send_and_receive(target, message, response), timeout_s)
     except asyncio.TimeoutError:

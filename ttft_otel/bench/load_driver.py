@@ -75,6 +75,9 @@ class LoadRun:
     started: int = 0  #: requests sent
     delayed: int = 0  #: of these, requests that --max-unfinished has delayed
     stopped: bool = False  #: ended by Ctrl-C
+    overloaded: bool = False  #: ended early: the server's queue only grew
+    #: Requests without a result, by request ID.
+    in_flight: dict[str, RawResponse] = field(default_factory=dict)
 
     @property
     def unfinished(self) -> int:
@@ -132,7 +135,9 @@ class LoadDriver:
         self.run.started += 1
         try:
             message = self.target.encode_request(request.path, request.body, headers)
-            response = await perform_exchange(self.target, message, due_ns, self.timeout_s)
+            response = self.run.in_flight[request_id] = RawResponse(due_ns)
+            await perform_exchange(self.target, message, due_ns, self.timeout_s, response)
+            del self.run.in_flight[request_id]  # not of a cancelled one: it stays unanswered
         finally:
             # At the last byte and before parsing, which is this process's work and not the server's.
             self.release_slot()

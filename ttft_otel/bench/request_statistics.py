@@ -6,11 +6,14 @@ All times are in milliseconds, except where the name says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from time import monotonic_ns
 from typing import Final
 
+from ttft_otel.bench.limit_search import MAX_OVERLOAD_TAIL, OVERLOAD_SHARE, LimitCondition
 from ttft_otel.bench.load_driver import LoadRun, RequestResult
 from ttft_otel.model import stages
 from ttft_otel.model.stages import PREFILLING_ROLES
@@ -113,6 +116,55 @@ def compute_duration_s(run: LoadRun) -> float:
     return (max(result.response.end_ns for result in run.results) - find_start_ns(run)) / 1e9
 
 
+def find_lateness(run: LoadRun) -> float:
+    """How late the last requests of `run` left (median), as a share of the time planned for all."""
+    responses = sorted((each.response for each in run.results), key=lambda each: each.due_ns)
+    if not responses:
+        return 0.0
+    last = responses[-max(1, len(responses) // 4) :]
+    late_ns = compute_quantile((each.sent_ns - each.due_ns for each in last), 0.5)
+    return late_ns / max(1, responses[-1].due_ns - responses[0].due_ns)
+
+
+def list_waits(run: LoadRun, conditions: Sequence[LimitCondition]) -> dict[str, list[float]]:
+    """Milliseconds of each metric of `conditions`, in the order of sending.
+
+    Infinite for a request that failed, or was unanswered when the run ended early; 0 where it has no value,
+    such as the TPOT of a single token.
+    """
+    waits = {each.metric: list[tuple[int, float]]() for each in conditions}
+    for result in run.results:
+        found = {} if result.error else measure_request(result, 0).slo_metrics
+        for metric, rows in waits.items():
+            rows.append(
+                (result.response.sent_ns, found.get(metric, math.inf if result.error else 0.0))
+            )
+    for response in run.in_flight.values():
+        # Of those with a first piece nobody knows how they would have ended.
+        if response.sent_ns and not response.pieces:
+            for metric in {"ttft", "latency"} & set(waits):
+                waits[metric].append((response.sent_ns, math.inf))
+    return {metric: [value for _, value in sorted(rows)] for metric, rows in waits.items()}
+
+
+def is_overloaded(run: LoadRun, conditions: Sequence[LimitCondition], planned: int) -> bool:
+    """Whether a run in progress already has far too many first tokens beyond a limit: the queue grows.
+
+    planned: requests of the whole run.
+    """
+    now_ns = monotonic_ns()
+    waits_ms = [
+        (now_ns - each.sent_ns) / 1e6
+        for each in run.in_flight.values()
+        if each.sent_ns and not each.pieces
+    ] + [math.inf if each.error else each.ttft_us / 1000 for each in run.results]
+    return any(
+        sum(wait_ms > each.limit_ms for wait_ms in waits_ms) > OVERLOAD_SHARE * planned
+        for each in conditions
+        if each.metric == "ttft" and each.tail <= MAX_OVERLOAD_TAIL
+    )
+
+
 def group_failures(run: LoadRun) -> dict[str, list[RequestResult]]:
     """Failed requests of `run` by kind, the most frequent kind first, in the order of sending."""
     by_kind: dict[str, list[RequestResult]] = {}
@@ -199,13 +251,19 @@ def average_tail_stages(samples: Sequence[RequestSample]) -> dict[str, dict[str,
     middle, half_width = len(ranked) // 2, max(1, len(ranked) // 20)
     usual = ranked[middle - half_width : middle + half_width]
     slow = ranked[-_count_slowest(ranked) :]
-    return {
-        title: {
-            name: fmean(each.stages_ms.get(name, 0.0) for each in part)
-            for name in order_stages(traced)
-        }
-        for title, part in (("p50", usual), ("p99", slow))
-    }
+    names = order_stages(traced)
+    return {"p50": _average_stages(usual, names), "p99": _average_stages(slow, names)}
+
+
+def average_slowest_stages(samples: Sequence[RequestSample], share: float) -> dict[str, float]:
+    """Mean stages of the `share` of requests with the longest TTFT, one at least; {} without breakdowns."""
+    traced = sorted((each for each in samples if each.stages_ms), key=lambda each: each.ttft_ms)
+    slowest = traced[-max(1, round(share * len(traced))) :]
+    return _average_stages(slowest, order_stages(traced)) if traced else {}
+
+
+def _average_stages(samples: Sequence[RequestSample], names: Iterable[str]) -> dict[str, float]:
+    return {name: fmean(each.stages_ms.get(name, 0.0) for each in samples) for name in names}
 
 
 def _count_slowest(samples: Sequence[RequestSample]) -> int:
@@ -220,8 +278,8 @@ def explain_tail(samples: Sequence[RequestSample]) -> str:
         return "No request succeeded, so there is nothing to explain."
     if not traced:
         return (
-            "No breakdown: no answer had a Server-Timing of ttft-otel and there is no /ttft_report "
-            "(a server without ttft-otel), so nothing is said about stages."
+            "No breakdown: no answer had a Server-Timing of ttft-otel (a server without it, or a proxy "
+            "that removes the header), so nothing is said about stages."
         )
     ends = average_tail_stages(traced)
     if not ends:

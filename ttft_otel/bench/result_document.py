@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, Final
@@ -10,6 +11,7 @@ from typing import Any, Final
 from ttft_otel import __version__
 from ttft_otel.bench import request_statistics
 from ttft_otel.bench.bench_session import BenchSide
+from ttft_otel.bench.limit_search import CONFIDENCE, LimitSearch
 from ttft_otel.bench.load_driver import LoadRun
 from ttft_otel.bench.request_statistics import MAX_GENERATOR_LAG_MS, RequestSample
 from ttft_otel.model.statistics import compute_quantiles
@@ -20,15 +22,19 @@ PERCENTILES: Final = ("p50", "p95", "p99")
 SHARES: Final = (0.5, 0.95, 0.99)
 MAX_FAILURES_PER_KIND: Final = 10  # failures of a kind that are listed with their IDs
 # The usual reason: the server's threads keep the benchmark from running in time.
+GROWTH_SHARE: Final = 0.1  # of a limit by which a stage has to grow to be named
 LAG_REMEDY: Final = "run it on a CPU core of its own"
 
 
 def build_document(
-    load: Mapping[str, Any], sides: Sequence[BenchSide], slo_ms: Mapping[str, float]
+    load: Mapping[str, Any],
+    sides: Sequence[BenchSide],
+    slo_ms: Mapping[str, float],
+    limit: Mapping[str, Any] | None = None,
 ) -> Any:
     """The result document: the load's flags, and each target's summary, runs and requests.
 
-    load: flags of the load. slo_ms: metric -> limit for goodput, {} without.
+    load: flags of the load. slo_ms: metric -> limit for goodput, {} without. limit: of --find.
     """
     return {
         "format": RESULT_FORMAT,
@@ -39,7 +45,70 @@ def build_document(
         # Set by command.py for --ab; the keys are always there for readers of the schema.
         "comparison": None,
         "uncompared": None,
+        "limit": limit,
     }
+
+
+def describe_limit(search: LimitSearch, probes: Mapping[float, BenchSide]) -> dict[str, Any]:
+    """What --find has found: the interval, every rate that was tried, and the stage that grows first.
+
+    probes: the runs at each rate.
+    """
+    rows = [_describe_probe(search, rate, probes[rate]) for rate in sorted(probes)]
+    estimate = search.estimate
+    return {
+        "unit": search.unit,
+        "conditions": [each.text for each in search.conditions],
+        # The limit is between them with this confidence; null: no rate was found that fails.
+        "low": search.low,
+        "high": None if search.high == math.inf else search.high,
+        "estimate": estimate and float(f"{estimate:.3g}"),
+        "confidence": CONFIDENCE,
+        "ended": search.ended,
+        "probes": rows,
+        "explanation": explain_growth(rows, search.conditions[0].limit_ms),
+    }
+
+
+def choose_probe(search: LimitSearch, probes: Mapping[float, BenchSide]) -> BenchSide:
+    """The runs at the highest rate that holds; without one, at the lowest that was tried."""
+    return probes.get(search.low) or probes[min(probes)]
+
+
+def _describe_probe(search: LimitSearch, rate: float, probe: BenchSide) -> dict[str, Any]:
+    samples = [each for run in probe.runs for each in request_statistics.collect_samples(run)]
+    tail = min(each.tail for each in search.conditions)
+    stages_ms = request_statistics.average_slowest_stages(samples, tail)
+    found = search.evidence.get(rate, [])
+    return {
+        "rate": rate,
+        "verdict": search.judge_rate(rate),
+        "rounds": len(probe.runs),
+        "requests": sum(run.started for run in probe.runs),
+        "overloaded": sum(run.overloaded for run in probe.runs),
+        "beyond": [_round_value(each.beyond / max(1, each.counted)) for each in found],
+        # Of the slowest, as many as the strictest percentile leaves out; they add up to their mean TTFT.
+        "slowest_stages_ms": {name: _round_value(value) for name, value in stages_ms.items()},
+    }
+
+
+def explain_growth(probes: Sequence[Mapping[str, Any]], limit_ms: float) -> str:
+    """A sentence that names the stage of the slowest requests that grows first with the rate; "" for none.
+
+    probes: from the lowest rate to the highest.
+    """
+    described = [each for each in probes if each["slowest_stages_ms"]]
+    for row in described[1:]:
+        base, stages_ms = described[0]["slowest_stages_ms"], row["slowest_stages_ms"]
+        growth_ms = {name: ms - base.get(name, 0.0) for name, ms in stages_ms.items()}
+        name = max(growth_ms, key=lambda each: growth_ms[each])
+        if growth_ms[name] > GROWTH_SHARE * limit_ms:
+            return (
+                f"{name} grows first: among the slowest requests from {base.get(name, 0.0):.1f} ms at "
+                f"{described[0]['rate']:g} to {stages_ms[name]:.1f} ms at {row['rate']:g}, of "
+                f"{sum(growth_ms.values()):.1f} ms by which they are slower."
+            )
+    return ""
 
 
 def describe_target(side: BenchSide, slo_ms: Mapping[str, float]) -> dict[str, Any]:

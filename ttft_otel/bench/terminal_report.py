@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.text import Text
 from ttft_otel.bench.comparison import MIN_ROUNDS
 from ttft_otel.bench.load_driver import LoadRun
 
+KNEE_STAGES: Final = 4  # columns of the table of --find
 COLUMNS: Final = ("p50", "p95", "p99", "mean")
 METRIC_TITLES: Final = {
     "ttft": "TTFT",
@@ -75,6 +76,8 @@ class ProgressLine:
 
 def print_document(document: Mapping[str, Any], out: Console) -> None:
     """Print a result document."""
+    if document["limit"]:
+        _print_limit(document["limit"], out)
     for target in document["targets"]:
         out.print(Text(f"{target['url']}  {target['model']}", style="bold"))
         _print_target(target, out)
@@ -83,6 +86,46 @@ def print_document(document: Mapping[str, Any], out: Console) -> None:
         print_comparison(document["comparison"], out)
     if document["uncompared"]:
         out.print(Text(f"✗ No comparison: {document['uncompared']}", style="bold red"))
+
+
+def _print_limit(limit: Mapping[str, Any], out: Console) -> None:
+    """The interval of --find, and a table of the rates tried: the knee."""
+    high = "?" if limit["high"] is None else f"{limit['high']:g}"
+    out.print(
+        Text(
+            f"{' and '.join(limit['conditions'])} holds up to a limit between {limit['low']:g} and {high} "
+            f"{limit['unit']} ({limit['confidence']:.0%})",
+            style="bold",
+        )
+    )
+    likely = f"likeliest {limit['estimate']:g}; " if limit["estimate"] else ""
+    out.print(Text(f"{likely}the search ended: {limit['ended']}", style="dim"))
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    names = _choose_knee_stages(limit["probes"])
+    for title in (limit["unit"], "verdict", "in", *limit["conditions"], *names):
+        table.add_column(title, justify="left" if title == "verdict" else "right")
+    for row in limit["probes"]:
+        style = {"holds": "green", "fails": "red"}.get(row["verdict"], "yellow")
+        shares = [f"{share:.1%} beyond" for share in row["beyond"]] or ["–"] * len(
+            limit["conditions"]
+        )
+        stages_ms = [_format_ms(row["slowest_stages_ms"].get(name, 0.0)) for name in names]
+        verdict = f"{row['verdict']}{', overloaded' if row['overloaded'] else ''}"
+        table.add_row(
+            f"{row['rate']:g}", Text(verdict, style), str(row["requests"]), *shares, *stages_ms
+        )
+    out.print(table)
+    if names:
+        out.print(Text("stages: means of the slowest requests, ms", style="dim"))
+    out.print(Text(limit["explanation"] + "\n"))
+
+
+def _choose_knee_stages(probes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The stages that differ most between rates."""
+    names = dict.fromkeys(name for row in probes for name in row["slowest_stages_ms"])
+    values = {name: [row["slowest_stages_ms"].get(name, 0.0) for row in probes] for name in names}
+    ranked = sorted(names, key=lambda name: min(values[name]) - max(values[name]))
+    return ranked[:KNEE_STAGES]
 
 
 def _print_target(target: Mapping[str, Any], out: Console) -> None:

@@ -17,10 +17,23 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from ttft_otel.bench import html_report, multi_round, request_factory, terminal_report, trace_replay
-from ttft_otel.bench.bench_session import BenchSide, InterruptCounter, check_plan, run_plan
+from ttft_otel.bench import (
+    multi_round,
+    request_factory,
+    result_document,
+    terminal_report,
+    trace_replay,
+)
+from ttft_otel.bench.bench_session import (
+    BenchSide,
+    InterruptCounter,
+    check_plan,
+    run_plan,
+    run_search,
+)
 from ttft_otel.bench.comparison import compare_targets, list_load_differences
 from ttft_otel.bench.http_exchange import BenchTarget
+from ttft_otel.bench.limit_search import MAX_ROUNDS, LimitCondition, LimitSearch, parse_condition
 from ttft_otel.bench.load_plan import CHAT_DATASETS, DATASETS, DatasetShape, LoadPlan
 from ttft_otel.bench.multi_round import MultiRoundOptions
 from ttft_otel.bench.request_factory import BenchInputError, RequestFactory
@@ -75,6 +88,15 @@ def list_misplaced_flags(context: click.Context, dataset: str) -> list[str]:
         # Defaults are always there; only what was written can be a mistake.
         and context.get_parameter_source(candidate.name or "") is ParameterSource.COMMANDLINE
     ]
+
+
+def _read_conditions(
+    _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
+) -> list[LimitCondition]:
+    try:
+        return [parse_condition(text) for text in texts]
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 TARGET_OPTIONS: Final = (
@@ -210,8 +232,22 @@ LOAD_OPTIONS: Final = (
     ),
     # The first requests of a server can take seconds longer: compilation, empty caches.
     make_number_option("--warmup", NON_NEGATIVE_INT, 0, "Requests before each run, not counted."),
+    click.option(
+        "--find",
+        "conditions",
+        multiple=True,
+        metavar="CONDITION",
+        callback=_read_conditions,
+        help="Find the highest rate at which 'ttft.p95<500' holds (ttft, tpot or latency; ms; several "
+        "times: all hold), from --rate or 1 on; with --concurrency the highest of these.",
+    ),
     # One round gives figures; comparison.py needs three for an interval.
-    make_number_option("--repeat", POSITIVE_INT, 1, "Number of rounds."),
+    make_number_option(
+        "--repeat",
+        POSITIVE_INT,
+        1,
+        f"Number of rounds; with --find at most, {MAX_ROUNDS} if not given.",
+    ),
     make_number_option(
         "--seed", click.INT, 0, "Seed of prompts and arrival times; each round adds 1."
     ),
@@ -226,7 +262,6 @@ OUTPUT_OPTIONS: Final = (
     ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
     click.option("--output", type=RESULT_FILE, help="Also write the JSON to this file."),
-    click.option("--html", type=RESULT_FILE, help="Also write an HTML page with charts."),
 )
 
 
@@ -290,6 +325,7 @@ class BenchCommand(click.Command):
 Examples:
   ttft-otel bench --url http://127.0.0.1:8000 --rate 4
   ttft-otel bench --url http://127.0.0.1:8000 --concurrency 8 --slo ttft=500 --slo tpot=50
+  ttft-otel bench --url http://127.0.0.1:8000 --find 'ttft.p95<500' --find 'tpot.p95<50' --rate 4
   ttft-otel bench --url http://127.0.0.1:8000 --dataset replay trace.jsonl --speed 2
   ttft-otel bench --url http://127.0.0.1:8000 --dataset multi-round --qps 2 --time 120
   ttft-otel bench --ab http://127.0.0.1:8000 http://127.0.0.1:8001 --rate 4 --repeat 5
@@ -314,10 +350,17 @@ def bench(**given: Any) -> None:
     try:
         check_plan(plan, sides)
         with interrupts.count_interrupts():
+            limit = None
             with closing(progress):
-                run_plan(plan, sides, progress, interrupts)
+                if given["conditions"]:
+                    search = _build_search(given, plan)
+                    probes = run_search(plan, sides[0], search, progress, interrupts)
+                    limit = result_document.describe_limit(search, probes)
+                    sides = [result_document.choose_probe(search, probes)]
+                else:
+                    run_plan(plan, sides, progress, interrupts)
             interrupts.ignore_interrupts()  # results are written completely
-            results = build_document(_describe_load(given), sides, slo_ms)
+            results = build_document(_describe_load(given), sides, slo_ms, limit)
             if given["ab"]:
                 _compare_sides(results)
             _write_results(results, given)
@@ -336,7 +379,9 @@ def _check_load_flags(options: dict[str, Any]) -> None:
     paced = options["rate"] is not None, options["concurrency"] is not None
     if all(paced) or (any(paced) and dataset == "multi-round"):
         raise click.UsageError("--rate, --concurrency and --dataset multi-round exclude each other")
-    if not any(paced) and dataset not in ("replay", "multi-round"):
+    if options["conditions"] and (options["ab"] or dataset == "multi-round"):
+        raise click.UsageError("--find takes one --url, and no --dataset multi-round")
+    if not any(paced) and not options["conditions"] and dataset not in ("replay", "multi-round"):
         raise click.UsageError("give --rate (open loop) or --concurrency (closed loop)")
     if dataset in CHAT_DATASETS and options["api"] == "completions":
         raise click.UsageError(f"--dataset {dataset} needs --api chat")
@@ -392,6 +437,17 @@ def _build_plan(options: dict[str, Any]) -> LoadPlan:
         },
         timeout_s=options["timeout"],
         max_unfinished=options["most"],
+    )
+
+
+def _build_search(options: dict[str, Any], plan: LoadPlan) -> LimitSearch:
+    """The search that --find asks for."""
+    return LimitSearch(
+        options["conditions"],
+        plan.concurrency or plan.rate or 1.0,
+        is_whole=plan.concurrency is not None,
+        max_rounds=plan.repeat if plan.repeat > 1 else MAX_ROUNDS,
+        round_requests=options["requests"],
     )
 
 
@@ -458,7 +514,7 @@ def _parse_slo_limits(limit_texts: Sequence[str]) -> dict[str, float]:
 
 def _describe_load(options: dict[str, Any]) -> dict[str, Any]:
     """The flags of the load, for the result; without headers, which may contain an API key."""
-    omitted = ("headers", "as_json", "output", "html", "url", "ab")
+    omitted = ("headers", "as_json", "output", "url", "ab", "conditions")
     load = {key: value for key, value in options.items() if key not in omitted}
     return load | {"file": options["file"] and options["file"].name, "slos": list(options["slos"])}
 
@@ -474,10 +530,9 @@ def _compare_sides(results: Any) -> None:
 
 def _check_writable(options: dict[str, Any]) -> None:
     """Check that result files can be written, before the load is sent. Raises UsageError."""
-    for name in ("output", "html"):
-        file = options[name]
-        if file and not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise click.UsageError(f"--{name}: {file} cannot be written; is its folder there?")
+    file = options["output"]
+    if file and not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise click.UsageError(f"--output: {file} cannot be written; is its folder there?")
 
 
 def _write_results(results: Any, options: dict[str, Any]) -> None:
@@ -490,8 +545,6 @@ def _write_results(results: Any, options: dict[str, Any]) -> None:
         if options["output"]:
             text = json.dumps(results, ensure_ascii=False) + "\n"
             options["output"].write_text(text, encoding="utf-8")
-        if options["html"]:
-            options["html"].write_text(html_report.render_page(results), encoding="utf-8")
     except OSError as error:
         raise click.ClickException(f"{error.filename}: {error.strerror}") from error
 

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search for the highest rate, over many seeds against queues whose true limit is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from bench.conftest import RunBench, invoke_bench
+from bench.scripted_server import ServerScript, run_scripted_server
+from ttft_otel.bench.limit_search import LimitSearch, parse_condition
+
+Times = NDArray[np.float64]
+SERVICE_S = 0.1
+
+
+def draw_constant(chance: np.random.Generator, count: int) -> Times:
+    """Service times of a server that serves every request alike (M/D/1)."""
+    return np.full(count, SERVICE_S)
+
+
+def draw_mixed(chance: np.random.Generator, count: int) -> Times:
+    """One request of ten takes eleven times as long as the others."""
+    return np.where(chance.random(count) < 0.9, SERVICE_S / 2, 5.5 * SERVICE_S)
+
+
+def simulate_queue(
+    chance: np.random.Generator,
+    rate: float,
+    count: int,
+    draw: Callable[[np.random.Generator, int], Times],
+) -> Times:
+    """Milliseconds from arrival to end of `count` requests at an idle server with one place (Lindley)."""
+    gaps, services = chance.exponential(1 / rate, count), draw(chance, count)
+    walk = np.concatenate(([0.0], np.cumsum(services[:-1] - gaps[1:])))
+    return 1000 * (walk - np.minimum.accumulate(walk) + services)
+
+
+def compute_tail(rate: float, limit_s: float) -> float:
+    """The share of requests that stay for longer than `limit_s` in an M/D/1 queue (Erlang)."""
+    wait_s = limit_s - SERVICE_S
+    terms = (
+        (rate * (place * SERVICE_S - wait_s)) ** place
+        / math.factorial(place)
+        * math.exp(-rate * (place * SERVICE_S - wait_s))
+        for place in range(int(wait_s / SERVICE_S) + 1)
+    )
+    return 1 - (1 - rate * SERVICE_S) * sum(terms)
+
+
+def find_crossing(compute_share: Callable[[float], float], tail: float) -> float:
+    """The rate at which the share reaches `tail`."""
+    low, high = 0.1, 1 / SERVICE_S
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if compute_share(middle) < tail else (low, middle)
+    return low
+
+
+def search_limit(
+    seed: int, condition: str, draw: Callable[[np.random.Generator, int], Times]
+) -> LimitSearch:
+    """A search against a simulated queue."""
+    chance = np.random.default_rng(seed)
+    search = LimitSearch([parse_condition(condition)], start=1.0)
+    while not search.ended:
+        count = search.count_requests()
+        spent_ms = simulate_queue(chance, search.rate, count, draw)
+        search.record_round({"ttft": spent_ms.tolist()}, count)
+    return search
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "ttft.p95<500",
+        pytest.param("ttft.p95<300", marks=pytest.mark.full),
+        pytest.param("ttft.p99<500", marks=pytest.mark.full),
+        pytest.param("ttft.p90<1000", marks=pytest.mark.full),
+    ],
+)
+def test_limit(condition: str) -> None:
+    """The limit of M/D/1, which is known by formula, is in the interval in 95 of 100 searches."""
+    asked = parse_condition(condition)
+    limit = find_crossing(lambda rate: compute_tail(rate, asked.limit_ms / 1000), asked.tail)
+    found = [search_limit(seed, condition, draw_constant) for seed in range(100)]
+
+    assert sum(each.low <= limit <= each.high for each in found) >= 95
+    assert np.median([each.high / each.low for each in found]) < 2.0
+    estimates = [each.estimate or 0.0 for each in found]
+    assert np.median(estimates) == pytest.approx(limit, rel=0.06)
+
+
+@pytest.mark.slow
+def test_limit_mixed() -> None:
+    """With service times that differ much, the limit by a long simulation is in the interval."""
+    condition = "ttft.p95<1500"
+    chance = np.random.default_rng(1)
+    limit = find_crossing(
+        lambda rate: float((simulate_queue(chance, rate, 300_000, draw_mixed) > 1500).mean()), 0.05
+    )
+    found = [search_limit(seed, condition, draw_mixed) for seed in range(100)]
+
+    assert sum(each.low <= limit <= each.high for each in found) >= 95
+
+
+def test_two_conditions() -> None:
+    """All conditions must hold: the stricter one decides, and the interval covers its limit."""
+    chance = np.random.default_rng(3)
+    conditions = [parse_condition("ttft.p95<500"), parse_condition("tpot.p95<50")]
+    search = LimitSearch(conditions, start=1.0)
+    while not search.ended:
+        count = search.count_requests()
+        # The limits: the p95 of the tokens 3.87, that of the TTFT 6.9.
+        gaps_ms = chance.normal(12.5 * search.rate, 1.0, count)
+        ttfts_ms = simulate_queue(chance, search.rate, count, draw_constant)
+        search.record_round({"ttft": ttfts_ms.tolist(), "tpot": gaps_ms.tolist()}, count)
+
+    assert 3.3 < search.low < 3.87 < search.high < 4.5
+
+
+@pytest.mark.parametrize(("limit", "low", "high"), [(0, 0, 1), (6, 6, 7)])
+def test_concurrency(limit: int, low: int, high: int) -> None:
+    """Whole numbers: the last that holds and the first that fails, or none that holds."""
+    search = LimitSearch([parse_condition("latency.p90 < 100 ms")], start=2, is_whole=True)
+    while not search.ended:
+        spent_ms = 50.0 if search.rate <= limit else 200.0
+        search.record_round({"latency": [spent_ms] * 200}, 200)
+
+    assert (search.low, search.high) == (low, high)
+
+
+def test_overload() -> None:
+    """Rounds that end early because the queue only grows are evidence; what was not sent counts as well."""
+    search = LimitSearch([parse_condition("ttft.p95<500")], start=100.0, max_rounds=2)
+    for _ in range(2):
+        search.rate = 100.0
+        search.record_round({"ttft": [100.0] * 60 + [math.inf] * 60}, 200)
+
+    assert search.high == 100.0
+
+
+@pytest.mark.parametrize(
+    "text", ["ttft<500", "ttft.p0<5", "itl.p95<5", "ttft.p95>500", "ttft.p95<0"]
+)
+def test_condition_refused(text: str) -> None:
+    """What is no condition is named, with the form of one."""
+    with pytest.raises(ValueError, match="no condition"):
+        parse_condition(text)
+
+
+@pytest.mark.slow
+def test_found(bench: RunBench) -> None:
+    """Over sockets: a server with one place, whose limit is known, and the stage that grows first."""
+    limit = find_crossing(lambda rate: compute_tail(rate, 0.5), 0.05) * SERVICE_S / 0.02
+    script = ServerScript(first_token_ms=[20.0], token_count=1, has_queue=True)
+    with run_scripted_server(script) as server:
+        words = "--find ttft.p95<100 --rate 20 --repeat 12 --requests 150 --input-len 10"
+        found = bench("--url", server.url, words)["limit"]
+
+    assert found["low"] <= limit <= found["high"] <= 2 * limit
+    assert found["low"] > limit / 2
+    assert "prefill.queue grows first" in found["explanation"]
+    for row in found["probes"]:
+        assert {"prefill.queue", "prefill.compute"} < set(row["slowest_stages_ms"])
+    verdicts = [row["verdict"] for row in found["probes"]]
+    assert (verdicts[0], verdicts[-1]) == ("holds", "fails")
+
+
+def test_nothing_holds(bench: RunBench) -> None:
+    """A limit below what one request takes: every rate fails, early, and the table says so."""
+    script = ServerScript(first_token_ms=[30.0], token_count=1, has_queue=True)
+    with run_scripted_server(script) as server:
+        words = "--find ttft.p90<5 --rate 100 --requests 60 --input-len 10 --repeat 3"
+        found = bench("--url", server.url, words)
+        shown = invoke_bench("--url", server.url, words).output
+
+    assert found["limit"]["low"] == 0 and found["limit"]["high"] <= 100
+    assert any(row["overloaded"] for row in found["limit"]["probes"])
+    assert found["targets"][0]["runs"], "the lowest rate that was tried"
+    assert "holds up to a limit between 0 and" in shown and "overloaded" in shown
