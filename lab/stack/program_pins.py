@@ -145,3 +145,18 @@ DOCKER_COMPOSE: Final = StackProgram(
 )
 # The plugin that containers of tests/containers are started with; five minutes of CPU.
 DOCKER_COMPOSE_TOOL: Final = GoTool("docker-compose", (DOCKER_COMPOSE,))
+
+# Backends beside the stack's own, in which tests/stack tries our traces and metrics.
+VICTORIAMETRICS: Final = StackProgram(
+    "victoria-metrics",
+    "github.com/VictoriaMetrics/VictoriaMetrics/app/victoria-metrics",
+    "TTFT_VICTORIAMETRICS",
+)
+VICTORIAMETRICS_TOOL: Final = GoTool("victoriametrics", (VICTORIAMETRICS,))
+CLICKHOUSE_COLLECTOR: Final = StackProgram("otelcol-clickhouse", ".", "TTFT_CLICKHOUSE_COLLECTOR")
+CLICKHOUSE_COLLECTOR_TOOL: Final = GoTool(
+    "clickhouse-collector",
+    (CLICKHOUSE_COLLECTOR,),
+    "grpcnotrace",
+    GO_MODULES / "clickhouse-collector" / "builder.yaml",
+)

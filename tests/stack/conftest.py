@@ -21,6 +21,7 @@ from lab.stack.binaries import StackBinaries
 from lab.stack.go_builds import GoBuildError, GoMissingError
 from lab.stack.stack_parts import StackAddresses
 from tests.build_progress import make_announcer
+from tests.stack import other_programs
 from tests.stack.filled_stack import FilledStack, filled_stack
 from tests.stack.known_requests import build_known_requests
 from tests.stack.running_stack import (
@@ -35,11 +36,21 @@ from tests.stack.running_stack import (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Build the stack's programs before the first test: it takes minutes, which no test's limit allows."""
+    """Build the stack's programs before the first test: it takes minutes, which no test's limit allows.
+
+    A module that needs others names them in BUILT_TOOLS.
+    """
     needed = any("binaries" in getattr(item, "fixturenames", ()) for item in session.items)
+    others = {
+        tool: None
+        for item in session.items
+        for tool in getattr(getattr(item, "module", None), "BUILT_TOOLS", ())
+    }
     if needed and not session.config.option.collectonly:
         with contextlib.suppress(GoBuildError):  # the fixture says what is wrong
             found.gather_binaries(make_announcer("stack"))
+            for tool in others:
+                other_programs.obtain_tool(tool)
 
 
 @pytest.fixture(scope="session")
