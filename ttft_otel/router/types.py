@@ -253,6 +253,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     cached_tokens_by_url: tokens of the prompt cached at instances; None if not looked up.
     item_tokens: placeholder tokens of each media part, in order; empty if unknown.
     arrived_us: when the router received it; 0 to ignore the time since then.
+    slo_s: the client's own limit of the TTFT, 0 for none.
     encode_wait_s: predicted seconds until encoders are done. encoders_busy: that includes a queue.
     media_encoded: encoders have encoded its media items, which a header tells the instance.
     media_item: of an encoder request, the content part to encode, as JSON. body_frame: what is sent
@@ -277,6 +278,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     media_encoded: bool = False
     media_item: bytes = b""
     body_frame: tuple[bytes, bytes] | None = None
+    slo_s: float = 0.0
 
 
 class AttemptLoad(Protocol):

@@ -461,21 +461,28 @@ async def test_predictions_are_held_against_outcomes() -> None:
         assert f"{metric_names.ROUTER_PREFILL_SAMPLES}" in text and 'coefficient="b"' in text
 
 
-async def test_too_late_is_429() -> None:
-    """What has to wait too long for --slo-ttft-ms is refused and counted; an idle instance serves it late."""
+@pytest.mark.parametrize(
+    ("slo_s", "limit_ms"), [(0.5, ""), (0.0, "500"), (0.5, "60000"), (60.0, "500")]
+)
+async def test_too_late_is_429(slo_s: float, limit_ms: str) -> None:
+    """What waits too long for --slo-ttft-ms, or its client's limit, is refused and counted.
+
+    The stricter of both counts; an idle instance serves it late.
+    """
+    limit = {header_names.TTFT_LIMIT: limit_ms} if limit_ms else {}
     async with fake_instances.run_routed_instances(
         [InstancePlan({"prefill.compute": 1000})],
-        routing=scripted_knowledge.build_routing_factory(slo_s=0.5),
+        routing=scripted_knowledge.build_routing_factory(slo_s=slo_s),
     ) as (router, one):
         teach_prefills(get_routing(router), one.url, 0.001)
         late = asyncio.create_task(
-            router.post_body(COMPLETIONS_PATH, build_completion(20_000), **TRACED_HEADERS)
+            router.post_body(COMPLETIONS_PATH, build_completion(20_000), **TRACED_HEADERS, **limit)
         )
         await fake_instances.wait_until(
             lambda: len(get_routing(router).prefill_policy.state.pending) == 1
         )
         status, headers, body = await router.post_body(
-            COMPLETIONS_PATH, build_completion(100, 9), **TRACED_HEADERS
+            COMPLETIONS_PATH, build_completion(100, 9), **TRACED_HEADERS, **limit
         )
         assert status == 429 and 10 < int(headers["Retry-After"]) <= 20
         assert b'"type":"RateLimitError"' in body and b'"code":429' in body
@@ -486,6 +493,18 @@ async def test_too_late_is_429() -> None:
             in router.app.metrics.render_text().decode()
         )
         assert len(get_routing(router).prefill_policy.state.pending) == 0
+
+
+@pytest.mark.parametrize("limit_ms", ["soon", "0", "-1", "nan", "inf"])
+async def test_limit_refused(limit_ms: str) -> None:
+    """A client's limit that is no time is an error of the client, and no instance gets the request."""
+    async with fake_instances.run_routed_instances([InstancePlan()]) as (router, one):
+        status, _, body = await router.post_body(
+            COMPLETIONS_PATH, build_completion(100), **{header_names.TTFT_LIMIT: limit_ms}
+        )
+
+        assert status == 400 and b"x-ttft-limit-ms" in body
+        assert not one.received
 
 
 async def test_prefill_instances_are_accounted_for_until_their_token() -> None:

@@ -9,6 +9,9 @@ from typing import Final
 ASK_TIMING: Final = "x-ttft-timing"  # "1": put the breakdown into Server-Timing
 LEG: Final = "x-ttft-leg"  # sent by a router: the role in which it uses this server
 MEDIA_ENCODED: Final = "x-ttft-encoded"  # "1": an encoder has encoded this request's media items
+TTFT_LIMIT: Final = (
+    "x-ttft-limit-ms"  # sent by a client: later than this its first token is of no use
+)
 SERVER_TIMING: Final = "server-timing"
 REQUEST_ID: Final = "x-request-id"
 TRACEPARENT: Final = "traceparent"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hmac
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ from hashlib import sha256
 from typing import Final
 
 from ttft_otel.model.endpoints import KNOWN_ROUTES
+from ttft_otel.model.names import header_names
 from ttft_otel.router.disagg.request_body import RequestBody
 from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.types import AsgiScope
@@ -184,6 +186,18 @@ class AdmissionGate:
             # Cut: a client chooses its length.
             message = f"The model `{model[:256]}` does not exist."
             raise RequestRejected(404, message, "NotFoundError", parameter="model", reason="model")
+
+
+def read_ttft_limit(text: str) -> float:
+    """The seconds that a client allows in x-ttft-limit-ms, 0 for "". Raises RequestRejected."""
+    try:
+        limit_ms = float(text or 0)
+    except ValueError:
+        limit_ms = -1.0
+    if not 0 <= limit_ms < math.inf or (text and not limit_ms):
+        message = f"{header_names.TTFT_LIMIT} is a number of milliseconds above 0."
+        raise RequestRejected(400, message)
+    return limit_ms / 1000
 
 
 def build_share_error(message: str) -> RequestRejected:

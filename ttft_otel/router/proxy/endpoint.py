@@ -28,7 +28,7 @@ from ttft_otel.router.errors import RequestRejected, RouterError, SloUnreachable
 from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy import error_responses
-from ttft_otel.router.proxy.admission import AdmissionGate
+from ttft_otel.router.proxy.admission import AdmissionGate, read_ttft_limit
 from ttft_otel.router.proxy.client_request import BodyBudget, ClientBody, DisconnectWatch, read_body
 from ttft_otel.router.proxy.client_stream import AnswerOutput, ClientStream, find_output
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter, RecentReports
@@ -260,6 +260,7 @@ class ProxyEndpoint:
             client_headers.forwarded,
             parsed_body.data,
             arrived_us=exchange.timeline.arrived_us,
+            slo_s=read_ttft_limit(client_headers.forwarded.get(header_names.TTFT_LIMIT, "")),
         )
 
     def _has_media_legs(self, path: str) -> bool:

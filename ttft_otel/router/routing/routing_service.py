@@ -237,7 +237,8 @@ class RoutingService:
         item_requests: the encoder requests. Called before they are sent; no load is recorded.
         """
         candidates = self.pool.get_candidates(request.leg, request.model)
-        if self._options.slo_s and request.leg == self.prefilling_leg and candidates:
+        has_limit = self._options.slo_s or request.slo_s
+        if has_limit and request.leg == self.prefilling_leg and candidates:
             now_us = clock.now_us()
             wait_s, are_busy = self._estimate_encode_wait(item_requests, now_us)
             request = replace(request, encode_wait_s=wait_s, encoders_busy=are_busy)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from ttft_otel.model.stages import ENCODE
 from ttft_otel.router.errors import SloUnreachable
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND, BusyUntil, InstanceLoad
 from ttft_otel.router.routing.policies.policy_state import RoutingPolicy
@@ -95,7 +96,10 @@ class LeastTtftPolicy(RoutingPolicy):
         ]
         position = self._choose_freshest(loads, scores)
         # Without a prompt length the prefill time is unknown, so nothing is rejected.
-        if self.state.options.slo_s and request.prompt_tokens:
+        # Encoders send no first token.
+        limits_s = self.state.options.slo_s, request.slo_s * (request.leg != ENCODE)
+        slo_s = min(filter(None, limits_s), default=0.0)
+        if slo_s and request.prompt_tokens:
             spent_s = (now_us - request.arrived_us) / US_PER_SECOND if request.arrived_us else 0.0
             # Encoding runs while the prompt would queue at the instance: only the longer wait counts.
             times = [
@@ -105,7 +109,7 @@ class LeastTtftPolicy(RoutingPolicy):
                 + self.state.overheads_s.get(instance.url, 0.0)
                 for wait, prefill, instance in zip(waits, prefills, instances, strict=True)
             ]
-            position = self._choose_in_time(request, loads, waits, times, position)
+            position = self._choose_in_time(request, loads, waits, times, position, slo_s)
         predicted_s = waits[position] + prefills[position]
         return Decision(
             instances[position],
@@ -124,15 +128,15 @@ class LeastTtftPolicy(RoutingPolicy):
         waits_s: Sequence[float],
         ttfts_s: Sequence[float],
         position: int,
+        slo_s: float,
     ) -> int:
         """Choose `position` if it meets the objective, else the soonest that does, else the soonest idle one.
 
-        waits_s, ttfts_s: predicted seconds of queue and TTFT, per instance.
+        waits_s, ttfts_s: predicted seconds of queue and TTFT, per instance. slo_s: the objective.
         An idle instance that is predicted to be late is still tried: it will not become faster by waiting,
         and a stale prediction is only corrected by new samples. If the request must queue for an encoder
         first, or no instance is idle, it is rejected: raises SloUnreachable.
         """
-        slo_s = self.state.options.slo_s
         queue_s = request.encode_wait_s if request.encoders_busy else 0.0
         # The policy's own choice first: it is better for the requests to come.
         if ttfts_s[position] <= slo_s:
