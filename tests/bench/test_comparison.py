@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import io
 import json
 from collections.abc import Iterator
@@ -235,16 +236,14 @@ def test_dead(tmp_path: Path, fails: tuple[str, str], says: str) -> None:
         ServerScript(first_token_ms=[5.0], token_count=1, failures=dict.fromkeys(each, 503))
         for each in fails
     )
-    files = tmp_path / "a.json", tmp_path / "a.html"
+    file = tmp_path / "a.json"
     with run_scripted_server(one) as a, run_scripted_server(other) as b:
         words = "--concurrency 1 --requests 2 --repeat 2"
-        out = ("--output", files[0], "--html", files[1])
-        shown = invoke_bench("--ab", a.url, b.url, words, *out).output
+        shown = invoke_bench("--ab", a.url, b.url, words, "--output", file).output
 
-    found = validate_document(json.loads(files[0].read_text("utf-8")))
+    found = validate_document(json.loads(file.read_text("utf-8")))
     assert (found["comparison"], found["uncompared"]) == (None, says)
     assert f"No comparison: {says}" in " ".join(shown.split())
-    assert f"No comparison: {says}" in files[1].read_text("utf-8")
 
 
 @pytest.mark.slow
@@ -273,6 +272,49 @@ def test_files(bench: RunBench, tmp_path: Path) -> None:
     assert "The loads differ in: concurrency" in told.stderr
     assert "prefill.queue mean" in shown.stdout
     assert "No intervals and no marks" in shown.stdout
+
+
+def test_gate(bench: RunBench, tmp_path: Path) -> None:
+    """--compare and --fail-if: worse, as asked, and what cannot be told have exit codes of their own."""
+    old = tmp_path / "old.json"
+    words = "--concurrency 1 --requests 4 --repeat 3"
+    with run_scripted_server(ServerScript(first_token_ms=[20.0], token_count=1)) as server:
+        bench("--url", server.url, words, "--output", old)
+    slow = ServerScript(first_token_ms=[120.0], token_count=1)
+    compared = ("--compare", old, "--fail-if")
+    with run_scripted_server(slow) as server:
+        worse = invoke_bench("--url", server.url, words, *compared, "ttft.p95 > +50ms", "--json")
+        asked = invoke_bench("--url", server.url, words, *compared, "ttft.mean > +5000%")
+        untold = invoke_bench("--url", server.url, words, *compared, "nothing.mean > +1ms")
+        new = tmp_path / "new.json"
+        bench("--url", server.url, words, "--output", new)
+    files = invoke_bench("compare", old, new, "--fail-if", "prefill.queue.mean > +50ms")
+
+    assert validate_document(json.loads(worse.stdout))["comparison"]["paired"] is False
+    assert (untold.exit_code, "CANNOT TELL" in untold.stderr) == (2, True)
+    verdicts = [(worse, 1, "WORSE"), (asked, 0, "AS ASKED"), (files, 0, "AS ASKED")]
+    for result, code, outcome in verdicts:
+        # A machine that was too busy cannot tell.
+        if "there is no valid comparison" not in result.stderr:
+            assert (result.exit_code, outcome in result.stderr) == (code, True), result.output
+
+
+def test_csv(bench: RunBench, tmp_path: Path) -> None:
+    """--csv: a line for each request, with its round and a column for each stage."""
+    file = tmp_path / "requests.csv"
+    with run_scripted_server(ServerScript(first_token_ms=[5.0], token_count=2)) as server:
+        bench("--url", server.url, "--concurrency 1 --requests 2 --repeat 2 --csv", file)
+    with file.open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.DictReader(lines))
+
+    assert [row["round"] for row in rows] == ["1", "1", "2", "2"]
+    for row in rows:
+        stages = [
+            float(value)
+            for name, value in row.items()
+            if name.startswith("prefill.") or name in ("unattributed_ms", "outside_ms")
+        ]
+        assert sum(stages) == pytest.approx(float(row["ttft_ms"]), abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +348,7 @@ def test_width(factor: float) -> None:
     target = build_target_document([build_result(at, lengths, parts) for at in range(4)])
     out = io.StringIO()
     comparison = compare_targets(target, copy.deepcopy(target), paired=False)
-    document = {"targets": [target], "comparison": comparison, "uncompared": ""}
+    document = {"targets": [target], "comparison": comparison, "uncompared": "", "limit": None}
     print_document(document, Console(file=out, width=80))
     lines = out.getvalue().splitlines()
     assert max(len(line) for line in lines) <= 80 and "…" not in out.getvalue()

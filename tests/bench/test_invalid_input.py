@@ -143,7 +143,7 @@ def test_steering() -> None:
     assert not {"\x1b", "\x07"} & set(result.output)
 
 
-@pytest.mark.parametrize("flag", ["--output", "--html"])
+@pytest.mark.parametrize("flag", ["--output", "--csv"])
 def test_nowhere(tmp_path: Path, flag: str) -> None:
     """Results that could not be written are known before the load, not after it."""
     with run_scripted_server(ServerScript()) as server:

@@ -7,6 +7,7 @@ And its TTFT against that of `vllm bench serve` on the same server, by benchmark
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -24,14 +25,19 @@ OPEN_LOOP_FLAGS = ("--rate", 4, "--requests", 6)
 SMALL_PROMPT_FLAGS = ("--input-len", 300, "--output-len", 5)
 
 
-def run_bench_target(url: str, *words: object) -> Any:
-    """The only target of `ttft-otel bench --json`."""
+def run_bench_document(url: str, *words: object) -> Any:
+    """What `ttft-otel bench --json` prints."""
     command = [sys.executable, "-m", "ttft_otel.commands.main", "bench", "--url", url, "--json"]
-    done = subprocess.run([*command, *map(str, words)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*command, *map(str, words)], capture_output=True, text=True, timeout=900)
     assert done.returncode in (0, 3), (
         done.stderr
     )  # 3: this machine was too busy to be sure of times
-    return json.loads(done.stdout)["targets"][0]
+    return json.loads(done.stdout)
+
+
+def run_bench_target(url: str, *words: object) -> Any:
+    """Its only target."""
+    return run_bench_document(url, *words)["targets"][0]
 
 
 def list_closed_rows(target: Any) -> list[dict[str, Any]]:
@@ -140,6 +146,31 @@ def test_unknown(url: str) -> None:
     (run,) = json.loads(done.stdout)["targets"][0]["runs"]
     assert done.returncode == 1 and sum(run["failures"].values()) == 2
     assert any("out of vocabulary" in said for said in run["complaints"].values())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_find(epd: LiveDeployment) -> None:
+    """--find: an interval, the stages of each rate, the one that grows first, what `whatif` says."""
+    words = (
+        "--find",
+        "ttft.p95<400",
+        "--rate",
+        4,
+        "--requests",
+        40,
+        "--repeat",
+        14,
+        *SMALL_PROMPT_FLAGS,
+    )
+    url, db = epd.fleet.get_url("prefill_decode"), epd.fleet.database
+    found = run_bench_document(url, *words, "--db", db, "--seed", epd.new_picture_seed())["limit"]
+    sys.stderr.write(f"[live] find: {json.dumps(found)}\n")
+
+    assert 0 < found["low"] < (found["high"] or math.inf)
+    assert all(row["slowest_stages_ms"] for row in found["probes"])
+    assert " grows first: " in found["explanation"]
+    assert found["whatif"] and "by whatif: " in found["whatif"]
 
 
 @pytest.mark.full

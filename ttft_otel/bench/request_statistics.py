@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from time import monotonic_ns
+from time import monotonic_ns, time_ns
 from typing import Final
 
 from ttft_otel.bench.limit_search import MAX_OVERLOAD_TAIL, OVERLOAD_SHARE, LimitCondition
@@ -107,6 +107,13 @@ def collect_samples(run: LoadRun) -> list[RequestSample]:
 def find_start_ns(run: LoadRun) -> int:
     """Time of the first write in `run`, CLOCK_MONOTONIC; 0 without results."""
     return min((result.response.sent_ns for result in run.results), default=0)
+
+
+def find_window(run: LoadRun) -> tuple[int, int]:
+    """Unix nanoseconds between which `run` sent its requests and got its answers."""
+    offset_ns = time_ns() - monotonic_ns()
+    end_ns = max((each.response.end_ns for each in run.results), default=0)
+    return find_start_ns(run) + offset_ns, end_ns + offset_ns
 
 
 def compute_duration_s(run: LoadRun) -> float:

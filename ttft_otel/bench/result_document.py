@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from ttft_otel import __version__
 from ttft_otel.bench import request_statistics
@@ -67,7 +68,24 @@ def describe_limit(search: LimitSearch, probes: Mapping[float, BenchSide]) -> di
         "ended": search.ended,
         "probes": rows,
         "explanation": explain_growth(rows, search.conditions[0].limit_ms),
+        "whatif": None,
     }
+
+
+def write_csv(document: Mapping[str, Any], file: TextIO) -> None:
+    """Write one line for each request: its target and round, its figures, and a column for each stage."""
+    rows = [
+        {"url": target["url"], "round": number}
+        | {name: value for name, value in row.items() if name != "stages_ms"}
+        | {f"{name}_ms": ms for name, ms in row["stages_ms"].items()}
+        for target in document["targets"]
+        for number, run in enumerate(target["runs"], 1)
+        for row in run["requests"]
+    ]
+    names = dict.fromkeys(name for row in rows for name in row)
+    writer = csv.DictWriter(file, list(names))
+    writer.writeheader()
+    writer.writerows(rows)
 
 
 def choose_probe(search: LimitSearch, probes: Mapping[float, BenchSide]) -> BenchSide:

@@ -117,7 +117,7 @@ def _print_limit(limit: Mapping[str, Any], out: Console) -> None:
     out.print(table)
     if names:
         out.print(Text("stages: means of the slowest requests, ms", style="dim"))
-    out.print(Text(limit["explanation"] + "\n"))
+    out.print(Text("\n".join(filter(None, (limit["explanation"], limit["whatif"]))) + "\n"))
 
 
 def _choose_knee_stages(probes: Sequence[Mapping[str, Any]]) -> list[str]:

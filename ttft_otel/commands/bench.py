@@ -8,9 +8,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, Final
 
 import click
@@ -37,9 +38,17 @@ from ttft_otel.bench.limit_search import MAX_ROUNDS, LimitCondition, LimitSearch
 from ttft_otel.bench.load_plan import CHAT_DATASETS, DATASETS, DatasetShape, LoadPlan
 from ttft_otel.bench.multi_round import MultiRoundOptions
 from ttft_otel.bench.request_factory import BenchInputError, RequestFactory
+from ttft_otel.bench.request_statistics import find_window
 from ttft_otel.bench.result_document import RESULT_FORMAT, build_document
 from ttft_otel.bench.trace_replay import BLOCK_TOKENS
 from ttft_otel.commands.command_options import add_options, make_number_option
+from ttft_otel.commands.source_options import add_source_options
+from ttft_otel.explain.diff import release_gate
+from ttft_otel.explain.diff.release_gate import Condition
+from ttft_otel.report.report_types import SourceChoice
+from ttft_otel.report.show.terminal import remove_controls
+from ttft_otel.report.store.database_reader import RequestFilter
+from ttft_otel.report.store.database_schema import StoreError
 
 SLO_METRICS: Final = ("ttft", "tpot", "latency")
 # RFC 9110: a token, then visible characters; a line feed in it would begin another header.
@@ -49,6 +58,9 @@ RESERVED_HEADERS: Final = ("content-length", "transfer-encoding", "connection")
 # Not 2, which click uses for wrong flags.
 EXIT_INVALID: Final = 3
 EXIT_INTERRUPTED: Final = 130
+WHATIF_RATE: Final = 1.5  # what is asked for: the same load, so many times as fast
+WHATIF_REPETITIONS: Final = 20
+SPANS_TIMEOUT_S: Final = 15.0  # exporters send every few seconds
 POSITIVE_INT: Final = click.IntRange(min=1)
 NON_NEGATIVE_INT: Final = click.IntRange(min=0)
 # Open at 0: no requests per second, or no seconds at all, would be no load.
@@ -95,6 +107,15 @@ def _read_conditions(
 ) -> list[LimitCondition]:
     try:
         return [parse_condition(text) for text in texts]
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def _read_gates(
+    _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
+) -> list[Condition]:
+    try:
+        return [release_gate.parse_condition(text) for text in texts]
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
 
@@ -252,6 +273,15 @@ LOAD_OPTIONS: Final = (
         "--seed", click.INT, 0, "Seed of prompts and arrival times; each round adds 1."
     ),
 )
+FAIL_IF_OPTION: Final = click.option(
+    "--fail-if",
+    "gates",
+    multiple=True,
+    metavar="CONDITION",
+    callback=_read_gates,
+    help="'ttft.p95 > +10%' of a comparison; several times. The exit code is 1 if one holds, 2 if that "
+    "cannot be told.",
+)
 OUTPUT_OPTIONS: Final = (
     click.option(
         "--slo",
@@ -262,6 +292,15 @@ OUTPUT_OPTIONS: Final = (
     ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
     click.option("--output", type=RESULT_FILE, help="Also write the JSON to this file."),
+    click.option("--csv", type=RESULT_FILE, help="Also write each request as a line of CSV."),
+    click.option(
+        "--compare",
+        "old",
+        type=RESULT_FILE,
+        metavar="OLD.json",
+        help="Compare with this result of --output: new minus OLD, with 95 % intervals.",
+    ),
+    FAIL_IF_OPTION,
 )
 
 
@@ -269,25 +308,41 @@ OUTPUT_OPTIONS: Final = (
 @click.argument("a", type=RESULT_FILE)
 @click.argument("b", type=RESULT_FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def compare_files(a: Path, b: Path, as_json: bool) -> None:
+@FAIL_IF_OPTION
+def compare_files(a: Path, b: Path, as_json: bool, gates: list[Condition]) -> None:
     """Compare two results of `ttft-otel bench --output`: B minus A, with 95 % intervals."""
-    results_a, results_b = _read_results(a), _read_results(b)
-    try:
-        # Not paired: two files were measured at different times, so
-        # their rounds have nothing in common.
-        comparison = compare_targets(results_a["targets"][0], results_b["targets"][0], paired=False)
-        differences = list_load_differences(results_a, results_b)
-    # The files come from anywhere: each missing field or wrong type of one ends up here.
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise click.ClickException(f"{a} and {b} cannot be compared: {error}") from error
-    if differences:
-        # To stderr, so that --json stays JSON; a warning, since a
-        # change of load may be the question.
-        click.echo(f"The loads differ in: {', '.join(differences)}", err=True)
+    comparison = _compare_results(_read_results(a), _read_results(b), f"{a} and {b}")
     if as_json:
         click.echo(json.dumps(comparison, indent=2, ensure_ascii=False))
     else:
         terminal_report.print_comparison(comparison, Console())
+    if gates:
+        sys.exit(_judge_comparison(comparison, gates))
+
+
+def _compare_results(old: Any, new: Any, subject: str) -> dict[str, Any]:
+    """New minus old. Raises ClickException with `subject`."""
+    try:
+        # Not paired: two files were measured at different times, so
+        # their rounds have nothing in common.
+        comparison = compare_targets(old["targets"][0], new["targets"][0], paired=False)
+        differences = list_load_differences(old, new)
+    # The files come from anywhere: each missing field or wrong type of one ends up here.
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise click.ClickException(f"{subject} cannot be compared: {error}") from error
+    if differences:
+        # To stderr, so that --json stays JSON; a warning, since a
+        # change of load may be the question.
+        click.echo(f"The loads differ in: {', '.join(differences)}", err=True)
+    return comparison
+
+
+def _judge_comparison(comparison: Mapping[str, Any] | None, gates: Sequence[Condition]) -> int:
+    """The exit code of --fail-if, whose verdicts are printed to stderr; 2 where nothing was compared."""
+    verdicts = release_gate.judge_comparison(gates, comparison)
+    for line in release_gate.list_lines(verdicts):
+        click.echo(line, err=True)
+    return release_gate.EXIT_CODES[release_gate.find_outcome(verdicts)]
 
 
 def _read_results(path: Path) -> Any:
@@ -332,17 +387,19 @@ Examples:
   ttft-otel bench compare A.json B.json     two files that --output wrote
 
 \b
-Exit status: 0, 1 if no request succeeded, 3 if the run is not valid, 130 after Ctrl-C.""",
+Exit status: 0, 1 if no request succeeded, 3 if the run is not valid, 130 after Ctrl-C; else --fail-if's.""",
 )
 @add_options(
     *TARGET_OPTIONS, *DATASET_OPTIONS, *MULTI_ROUND_OPTIONS, *LOAD_OPTIONS, *OUTPUT_OPTIONS
 )
+@add_source_options
 def bench(**given: Any) -> None:
     """Send load to a server, and break each request's time to first token down into stages."""
     slo_ms = _parse_slo_limits(given["slos"])
     plan = _build_plan(given)
-    # Before the load: an hour of it should not end in a file that cannot be written.
+    # Before the load: an hour of it should not end in a file that cannot be written, or read.
     _check_writable(given)
+    old = _read_results(given["old"]) if given["old"] else None
     # Sends the first requests to the servers, so the other flags are judged before it.
     sides = _build_sides(given)
     progress = terminal_report.ProgressLine(Console(stderr=True))
@@ -357,16 +414,22 @@ def bench(**given: Any) -> None:
                     probes = run_search(plan, sides[0], search, progress, interrupts)
                     limit = result_document.describe_limit(search, probes)
                     sides = [result_document.choose_probe(search, probes)]
+                    limit["whatif"] = _ask_whatif(given["source"], search, sides[0])
                 else:
                     run_plan(plan, sides, progress, interrupts)
             interrupts.ignore_interrupts()  # results are written completely
             results = build_document(_describe_load(given), sides, slo_ms, limit)
             if given["ab"]:
                 _compare_sides(results)
+            elif old is not None:
+                results["comparison"] = _compare_results(old, results, str(given["old"]))
             _write_results(results, given)
     except BenchInputError as error:
         raise click.ClickException(str(error)) from error
-    sys.exit(EXIT_INTERRUPTED if interrupts.count else _choose_exit_status(results))
+    status = EXIT_INTERRUPTED if interrupts.count else _choose_exit_status(results)
+    if given["gates"] and status in (0, EXIT_INVALID):
+        status = _judge_comparison(results["comparison"], given["gates"])
+    sys.exit(status)
 
 
 def _check_load_flags(options: dict[str, Any]) -> None:
@@ -395,6 +458,10 @@ def _check_load_flags(options: dict[str, Any]) -> None:
         )
     if options["apart"] and not options["ab"]:
         raise click.UsageError("--apart needs --ab")
+    if options["old"] and options["ab"]:
+        raise click.UsageError("--compare and --ab exclude each other")
+    if options["gates"] and not (options["old"] or options["ab"]):
+        raise click.UsageError("--fail-if needs --compare or --ab")
 
 
 def _build_plan(options: dict[str, Any]) -> LoadPlan:
@@ -449,6 +516,45 @@ def _build_search(options: dict[str, Any], plan: LoadPlan) -> LimitSearch:
         max_rounds=plan.repeat if plan.repeat > 1 else MAX_ROUNDS,
         round_requests=options["requests"],
     )
+
+
+def _ask_whatif(source: SourceChoice, search: LimitSearch, side: BenchSide) -> str | None:
+    """What `whatif` would change so that the conditions hold at WHATIF_RATE times the rate that holds.
+
+    None without a source, or with conditions that it does not know.
+    """
+    # Imported here: without --db and --tempo nothing of it is needed.
+    from ttft_otel.explain.whatif import plan_search, what_if, what_if_text
+    from ttft_otel.explain.whatif.planned_change import PlannedChange
+    from ttft_otel.explain.window.request_facts import CannotTellError
+    from ttft_otel.explain.window.window_reading import record_window
+    from ttft_otel.report.breakdown_source import open_source
+
+    texts = [
+        f"{each.metric}_p{100 - 100 * each.tail:.0f}={each.limit_ms:f}"
+        for each in search.conditions
+    ]
+    if not (source.db or source.tempo) or search.is_whole or not search.low:
+        return None
+    since_ns, until_ns = find_window(side.runs[-1])
+    wanted = RequestFilter(since_ns=since_ns, until_ns=until_ns)
+    deadline_s = monotonic() + SPANS_TIMEOUT_S
+    try:
+        targets = plan_search.parse_targets(",".join(texts))
+        with open_source(source) as opened:
+            while True:
+                recording, _ = record_window(opened, wanted)
+                count = sum(not each.error for each in side.runs[-1].results)
+                if len(recording.requests) >= count or monotonic() > deadline_s:
+                    break
+                sleep(1)
+        learned = what_if.learn_fleet(recording, PlannedChange())
+        change = PlannedChange(rate=WHATIF_RATE)
+        found = plan_search.search_plan(learned, targets, change, WHATIF_REPETITIONS)
+    except (CannotTellError, StoreError, ValueError) as error:
+        return f"whatif cannot tell: {remove_controls(str(error))}"
+    rate = f"{WHATIF_RATE:g} times {search.low:g} {search.unit}"
+    return f"At {rate}, by whatif: {what_if_text.name_found(found)}"
 
 
 def _build_sides(options: dict[str, Any]) -> list[BenchSide]:
@@ -514,7 +620,18 @@ def _parse_slo_limits(limit_texts: Sequence[str]) -> dict[str, float]:
 
 def _describe_load(options: dict[str, Any]) -> dict[str, Any]:
     """The flags of the load, for the result; without headers, which may contain an API key."""
-    omitted = ("headers", "as_json", "output", "url", "ab", "conditions")
+    omitted = (
+        "headers",
+        "as_json",
+        "output",
+        "csv",
+        "url",
+        "ab",
+        "conditions",
+        "source",
+        "old",
+        "gates",
+    )
     load = {key: value for key, value in options.items() if key not in omitted}
     return load | {"file": options["file"] and options["file"].name, "slos": list(options["slos"])}
 
@@ -530,9 +647,10 @@ def _compare_sides(results: Any) -> None:
 
 def _check_writable(options: dict[str, Any]) -> None:
     """Check that result files can be written, before the load is sent. Raises UsageError."""
-    file = options["output"]
-    if file and not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise click.UsageError(f"--output: {file} cannot be written; is its folder there?")
+    for name in ("output", "csv"):
+        file = options[name]
+        if file and not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise click.UsageError(f"--{name}: {file} cannot be written; is its folder there?")
 
 
 def _write_results(results: Any, options: dict[str, Any]) -> None:
@@ -545,6 +663,9 @@ def _write_results(results: Any, options: dict[str, Any]) -> None:
         if options["output"]:
             text = json.dumps(results, ensure_ascii=False) + "\n"
             options["output"].write_text(text, encoding="utf-8")
+        if options["csv"]:
+            with options["csv"].open("w", encoding="utf-8", newline="") as file:
+                result_document.write_csv(results, file)
     except OSError as error:
         raise click.ClickException(f"{error.filename}: {error.strerror}") from error
 

@@ -12,7 +12,7 @@ same queues, so that the bootstrap draws blocks of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from xml.etree import ElementTree
@@ -86,6 +86,32 @@ def judge_windows(
     """
     windows = [sorted(window, key=lambda each: each.start_ns) for window in (a, b)]
     return [_judge_condition(each, windows, lost_shares) for each in conditions]
+
+
+def judge_comparison(
+    conditions: Sequence[Condition], comparison: Mapping[str, Any] | None
+) -> list[Verdict]:
+    """A verdict for each condition on a comparison of `bench`, None where nothing was compared."""
+    if comparison is None or not comparison["valid"]:
+        return refuse_all(conditions, "there is no valid comparison")
+    rows = {row["name"]: row for row in comparison["rows"]}
+    return [_judge_row(each, rows) for each in conditions]
+
+
+def _judge_row(condition: Condition, rows: Mapping[str, Mapping[str, Any]]) -> Verdict:
+    share = condition.share
+    name = f"{condition.figure} " + ("mean" if share is None else f"p{100 * share:g}")
+    row = rows.get(name)
+    if row is None:
+        return Verdict(condition, UNKNOWN, f"there is no {name!r}, but {', '.join(rows)}")
+    if row["low"] is None:
+        return Verdict(condition, UNKNOWN, "an interval needs three rounds (--repeat)")
+    threshold_ms = condition.threshold * (row["a"] / 100 if condition.is_relative else 0.001)
+    change = f"{row['difference']:+.2f} ms ({row['low']:+.2f} to {row['high']:+.2f})"
+    outcome = WORSE if row["low"] > threshold_ms else UNKNOWN
+    if row["high"] < threshold_ms:
+        outcome = AS_ASKED
+    return Verdict(condition, outcome, f"{row['a']:.2f} ms → {row['b']:.2f} ms, {change}")
 
 
 def refuse_all(conditions: Sequence[Condition], reason: str) -> list[Verdict]:
