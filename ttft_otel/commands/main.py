@@ -16,7 +16,11 @@ import click
 from ttft_otel import __version__
 
 if TYPE_CHECKING:
-    from ttft_otel.report.breakdown_source import ExplainAnswer, ExplainQuestion
+    from ttft_otel.report.breakdown_source import (
+        ComparedWindows,
+        ExplainAnswer,
+        ExplainQuestion,
+    )
     from ttft_otel.report.report_types import SourceChoice
 
 
@@ -142,7 +146,9 @@ def _describe_missing_package(name: str, extra: str, module: str) -> str:
     return f"ttft-otel {name} needs {module}, which is not installed: pip install '{package}'"
 
 
-def answer_question(source: SourceChoice, question: ExplainQuestion) -> ExplainAnswer:
+def answer_question(
+    source: SourceChoice, question: ExplainQuestion | ComparedWindows
+) -> ExplainAnswer:
     """What a page or an alert asks, answered by `explain`: the Explainer that `serve` gets from here.
 
     The page is below explain/ in the layers, and works without its packages.

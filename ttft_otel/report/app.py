@@ -26,6 +26,7 @@ from ttft_otel.model import palette
 from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.breakdown_source import (
     BreakdownSource,
+    ComparedWindows,
     ExplainAnswer,
     Explainer,
     ExplainQuestion,
@@ -34,7 +35,7 @@ from ttft_otel.report.breakdown_source import (
 from ttft_otel.report.receive import alert_webhook, receiver
 from ttft_otel.report.receive.receiver import ArrivingBody, BodyBudget, Receiver
 from ttft_otel.report.serve_options import ServeOptions
-from ttft_otel.report.show import json_answers, pages
+from ttft_otel.report.show import answer_pages, json_answers, pages
 from ttft_otel.report.store.database_reader import (
     MAX_REQUESTS,
     RequestFilter,
@@ -227,7 +228,12 @@ def _add_page_routes(app: FastAPI, context: WebContext) -> None:
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     def index_page(wanted: Filters) -> HTMLResponse:
         with context.open() as opened:
-            text = pages.render_index(opened.list_latest(wanted), wanted, opened.list_models())
+            text = pages.render_index(
+                opened.list_latest(wanted),
+                wanted,
+                opened.list_models(),
+                context.options.explain is not None,
+            )
         return HTMLResponse(text, headers=SECURITY_HEADERS)
 
     @app.get("/trace/{trace_id}", response_class=HTMLResponse, include_in_schema=False)
@@ -246,15 +252,19 @@ def _add_page_routes(app: FastAPI, context: WebContext) -> None:
 
 
 def _add_why_routes(app: FastAPI, context: WebContext, explain: Explainer) -> None:
-    def answer_page(question: ExplainQuestion) -> HTMLResponse:
+    def answer_page(question: ExplainQuestion | ComparedWindows) -> HTMLResponse:
         if not context.is_free.acquire(blocking=False):
             busy = ExplainAnswer.refuse("Something else is being explained: try again in a moment.")
-            return HTMLResponse(_render_why(context, question, busy), 503, SECURITY_HEADERS)
+            return HTMLResponse(_render_answer(context, question, busy), 503, SECURITY_HEADERS)
         try:
             answer = explain(context.options.source, question)
         finally:
             context.is_free.release()
-        return HTMLResponse(_render_why(context, question, answer), headers=SECURITY_HEADERS)
+        return HTMLResponse(_render_answer(context, question, answer), headers=SECURITY_HEADERS)
+
+    @app.get("/diff", response_class=HTMLResponse, include_in_schema=False)
+    def diff_page(a: str = "2h..1h", b: str = "1h..", model: str = "") -> HTMLResponse:
+        return answer_page(ComparedWindows(a, b, model))
 
     @app.get("/why", response_class=HTMLResponse, include_in_schema=False)
     def why_window_page(question: AskedQuestion) -> HTMLResponse:
@@ -266,8 +276,12 @@ def _add_why_routes(app: FastAPI, context: WebContext, explain: Explainer) -> No
         return answer_page(ExplainQuestion(request_id=request_id))
 
 
-def _render_why(context: WebContext, question: ExplainQuestion, answer: ExplainAnswer) -> str:
-    return pages.render_why(question, answer, context.options.grafana_url)
+def _render_answer(
+    context: WebContext, question: ExplainQuestion | ComparedWindows, answer: ExplainAnswer
+) -> str:
+    if isinstance(question, ComparedWindows):
+        return answer_pages.render_diff(question, answer)
+    return answer_pages.render_why(question, answer, context.options.grafana_url)
 
 
 def _add_alert_route(app: FastAPI, context: WebContext) -> None:

@@ -65,11 +65,20 @@ class ExplainQuestion:
 
 
 @dataclass(frozen=True, slots=True)
+class ComparedWindows:
+    """Two windows to compare, as time_window.parse_window() reads them; model: "" for all."""
+
+    a: str
+    b: str
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ExplainAnswer:
     """An explanation, or why there is none."""
 
     sentences: Sequence[str]  #: the first one is the answer in short
-    document: Mapping[str, Any]  #: the same by docs/explain.schema.json
+    document: Mapping[str, Any]  #: the same by docs/explain.schema.json, or diff.schema.json
 
     @classmethod
     def refuse(cls, reason: str) -> ExplainAnswer:
@@ -78,7 +87,7 @@ class ExplainAnswer:
 
 
 # Raises StoreError.
-Explainer = Callable[[SourceChoice, ExplainQuestion], ExplainAnswer]
+Explainer = Callable[[SourceChoice, ExplainQuestion | ComparedWindows], ExplainAnswer]
 
 
 @contextmanager

@@ -9,8 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import Final
 
+from ttft_otel.explain.diff import difference_text
+from ttft_otel.explain.diff.change_cause import ComparedSide, compare_sides
 from ttft_otel.explain.explain.explanation import Explanation, explain_requests
 from ttft_otel.explain.explain.explanation_text import describe_explanation, list_explanation
 from ttft_otel.explain.explain.remedy_prediction import REPETITIONS, predict_remedy
@@ -21,12 +24,14 @@ from ttft_otel.explain.window.window_reading import read_window, record_window, 
 from ttft_otel.model.wait_reasons import WAIT_STAGES
 from ttft_otel.report.breakdown_source import (
     BreakdownSource,
+    ComparedWindows,
     ExplainAnswer,
     ExplainQuestion,
     open_source,
 )
 from ttft_otel.report.report_types import Request, SourceChoice
 from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
+from ttft_otel.report.time_window import parse_window
 
 FEW_REPETITIONS: Final = 4  # replays that tell whether a remedy moves anything
 MIN_BEFORE: Final = 50  # requests of the time before, to say what is usual
@@ -36,10 +41,14 @@ AROUND: Final = RequestFilter(last=LIKE_LAST)
 AFTER_NS: Final = 600 * 10**9  # how long after a single request these may have begun
 
 
-def answer_question(source: SourceChoice, question: ExplainQuestion) -> ExplainAnswer:
-    """What a page or an alert asks, as `ttft-otel explain` answers it. Raises StoreError."""
+def answer_question(
+    source: SourceChoice, question: ExplainQuestion | ComparedWindows
+) -> ExplainAnswer:
+    """What a page or an alert asks, as `ttft-otel explain` and `diff` answer it. Raises StoreError."""
     with open_source(source) as opened:
         try:
+            if isinstance(question, ComparedWindows):
+                return _compare_windows(opened, question)
             if question.request_id or question.trace_id:
                 explanation = explain_one(
                     opened, question.request_id or None, question.trace_id or None
@@ -49,6 +58,23 @@ def answer_question(source: SourceChoice, question: ExplainQuestion) -> ExplainA
         except CannotTellError as error:
             return ExplainAnswer.refuse(str(error))
     return ExplainAnswer(list_explanation(explanation), describe_explanation(explanation))
+
+
+def _compare_windows(opened: BreakdownSource, asked: ComparedWindows) -> ExplainAnswer:
+    """The answer of `ttft-otel diff`. Raises CannotTellError, StoreError."""
+    sides = []
+    for text in (asked.a, asked.b):
+        try:
+            since_ns, until_ns = parse_window(text, datetime.now().astimezone())
+        except ValueError as error:
+            raise CannotTellError(str(error)) from error
+        wanted = RequestFilter(model=asked.model, since_ns=since_ns, until_ns=until_ns, last=0)
+        reading = read_window(opened, wanted, label=f"reading {text}")
+        sides.append(ComparedSide(reading.evidence, reading.lost, reading.coverage))
+    answer = compare_sides(*sides)
+    return ExplainAnswer(
+        difference_text.list_sentences(answer), difference_text.describe_answer(answer)
+    )
 
 
 def explain_window(

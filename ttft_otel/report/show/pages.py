@@ -7,7 +7,6 @@ server's Content-Security-Policy forbids.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -19,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ttft_otel import __version__
 from ttft_otel.model import palette, stages
+from ttft_otel.model.names import keys
 from ttft_otel.report.assemble import waterfall_rows
 from ttft_otel.report.assemble.summary import (
     Summary,
@@ -29,14 +29,15 @@ from ttft_otel.report.assemble.summary import (
     find_clock_error,
     summarize,
 )
-from ttft_otel.report.breakdown_source import ExplainAnswer, ExplainQuestion
 from ttft_otel.report.report_types import SPAN_KINDS, STATUS_ERROR, Request
 from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace
+from ttft_otel.report.store.span_conversion import read_holders
 
 PACKAGE_FOLDER: Final = Path(__file__).parent
 PERCENT_PER_LETTER: Final = 0.56  # width of one letter of a label, in percent of the bar
 MIN_LABEL_PERCENT: Final = 6.5  # width of a label's number, in percent of the bar
 MAX_INDENT: Final = 12  # levels of indentation in the style sheet
+MIN_DOTS: Final = 3  # requests without which there is nothing to see over time
 MAX_ROWS: Final = 2000  # spans drawn per trace
 DASHBOARD: Final = "ttft"  # the uid of grafana/dashboards/ttft.json
 AROUND_NS: Final = 300 * 10**9  # what a dashboard shows before and after a trace
@@ -64,17 +65,35 @@ class Segment:
         return word if self.width >= max(MIN_LABEL_PERCENT, PERCENT_PER_LETTER * len(word)) else ""
 
 
-def render_index(requests: Sequence[Request], wanted: RequestFilter, models: Sequence[str]) -> str:
-    """The page with the list of requests and their percentiles.
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """One request in the picture of TTFTs over time; x and y in percent from the upper left corner."""
 
-    wanted, models: current values and choices of the filter form.
+    request: Request
+    x: float
+    y: float
+    is_late: bool
+
+
+def render_index(
+    requests: Sequence[Request],
+    wanted: RequestFilter,
+    models: Sequence[str],
+    is_explained: bool = False,
+) -> str:
+    """The page with the list of requests, their percentiles, and their TTFTs over time.
+
+    wanted, models: current values and choices of the filter form. is_explained: as in render_trace().
     """
     longest = max((each.ttft_us for each in requests), default=0)
+    summary = summarize(requests)
     return render_template(
         "index.html",
         requests=requests,
         longest=longest,
-        summary=summarize(requests),
+        summary=summary,
+        dots=build_scatter(requests, summary.ttft.p95 * 1000),
+        is_explained=is_explained,
         wanted=wanted,
         models=models,
         roles=stages.ROLES,
@@ -97,22 +116,6 @@ def render_trace(
     )
 
 
-def render_why(question: ExplainQuestion, answer: ExplainAnswer, grafana_url: str = "") -> str:
-    """The page that says why requests took so long; grafana_url as in render_trace()."""
-    wanted, document = question.wanted, answer.document
-    variables = {"var-model": wanted.model} if wanted.model else {}
-    held = document.get("held") or {}
-    return render_template(
-        "why.html",
-        question=question,
-        sentences=answer.sentences,
-        examples=document.get("examples", ()),
-        holders=[each for each in held.get("holders", ()) if each["trace_id"]],
-        command=_name_command(question),
-        dashboard=link_dashboard(grafana_url, wanted.since_ns, wanted.until_ns, variables),
-    )
-
-
 def link_dashboard(
     grafana_url: str, since_ns: int, until_ns: int, variables: Mapping[str, str]
 ) -> str:
@@ -120,21 +123,6 @@ def link_dashboard(
     ends = {"from": since_ns // 10**6, "to": until_ns // 10**6}
     asked = {name: str(ms) for name, ms in ends.items() if ms} | dict(variables)
     return f"{grafana_url}/d/{DASHBOARD}?{urlencode(asked)}" if grafana_url else ""
-
-
-def _name_command(question: ExplainQuestion) -> str:
-    """The same question in a terminal, safe to be copied into a shell."""
-    wanted = question.wanted
-    ends = [_format_iso(ns) if ns else "" for ns in (wanted.since_ns, wanted.until_ns)]
-    given = {
-        "--request": question.request_id,
-        "--trace": question.trace_id,
-        "--since": "..".join(ends) if wanted.since_ns else "",
-        "--model": wanted.model,
-        "--slo": f"{question.slo_us / 1000:g}" if question.slo_us else "",
-    }
-    words = [f"{flag} {shlex.quote(value)}" for flag, value in given.items() if value]
-    return " ".join(["ttft-otel explain", *words])
 
 
 def render_missing(trace_id: str) -> str:
@@ -157,6 +145,26 @@ def build_mean_bar(summary: Summary) -> list[Segment]:
     """The means of all stages as one bar."""
     parts = [(line.name, line.mean * 1000) for line in summary.stages]
     return list(_lay_out(parts, summary.ttft.mean * 1000))
+
+
+def build_scatter(requests: Sequence[Request], late_us: float) -> list[Dot]:
+    """Each request with a first token as a dot; late are those above `late_us`, and drawn on top."""
+    shown = [each for each in requests if not each.error and not each.pending]
+    if len(shown) < MIN_DOTS:
+        return []
+    begin = min(each.start_ns for each in shown)
+    length = max(each.start_ns for each in shown) - begin
+    longest = max(each.ttft_us for each in shown)
+    dots = [
+        Dot(
+            each,
+            compute_share(each.start_ns - begin, length),
+            100.0 - compute_share(each.ttft_us, longest),
+            each.ttft_us > late_us,
+        )
+        for each in shown
+    ]
+    return sorted(dots, key=lambda dot: dot.is_late)
 
 
 def build_waterfall(stored_trace: StoredTrace) -> dict[str, Any]:
@@ -215,7 +223,8 @@ def _lay_out(parts: Iterable[tuple[str, float]], whole_us: float) -> Iterable[Se
         at += us
 
 
-def _format_iso(ns: int) -> str:
+def format_iso(ns: int) -> str:
+    """A moment in Unix nanoseconds as ISO 8601."""
     # UTC: servers, readers and traces may be in different zones.
     return datetime.fromtimestamp(ns / 1e9, timezone.utc).isoformat(timespec="milliseconds")
 
@@ -250,12 +259,15 @@ def _create_environment() -> Environment:
         palette=palette,
         stages=stages,
         version=__version__,
-        iso=_format_iso,
+        iso=format_iso,
         clock=_format_clock,
         kinds=SPAN_KINDS,
         failed=STATUS_ERROR,
         deep=MAX_INDENT,
         UNATTRIBUTED=stages.UNATTRIBUTED,
+        read_holders=read_holders,
+        HELD_BY=keys.HELD_BY,
+        QUEUE_REASON=keys.QUEUE_REASON,
         WAIT_REASONS=stages.WAIT_REASONS,
         HOLDING_KINDS=stages.HOLDING_KINDS,
     )
