@@ -4,8 +4,9 @@
 tests/golden/foreign/ has what their own code made. vllm.json: OutputProcessor.do_tracing() of vLLM 0.32, with
 the times of two requests. sglang.json: req_time_stats.py and trace.py of SGLang 0.5.23, without an engine:
 one process with the calls of its tokenizer manager, two with those of its schedulers, which slept; a
-plain request, one in three chunks, and a prefill and a decode instance that work for one request. Names of
-hosts and processes, links and events are left out. Traces of the others are made up by their documents.
+plain request, one in three chunks, and a prefill and a decode instance that work for one request.
+dynamo.json: the frontend and a worker of Dynamo 1.6.1 with vLLM 0.32, two requests. Names of hosts and
+processes, links and events are left out. Traces of the others are made up by their documents.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from ttft_otel.report.store.database_reader import (
 from ttft_otel.report.store.span_store import SpanStore
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "foreign"
-FILES = ("vllm", "sglang")
+FILES = ("vllm", "sglang", "dynamo")
 MS = 1_000_000
 BEGIN_S = int(time.time()) - 600
 TOTAL = "gen_ai.latency.time_to_first_token"
@@ -116,6 +117,15 @@ def test_sglang() -> None:
     assert set(split.stages) == {"preprocess", "ipc", "kv.transfer", "prefill.queue"}
 
 
+def test_dynamo() -> None:
+    """Its frontend tells the TTFT, as a text, and no stage."""
+    first, second = list_requests(read_golden("dynamo"))
+
+    assert (first.ttft_us, second.ttft_us) == (16_690, 58_070)
+    assert not first.stages and first.unattributed_us == first.ttft_us
+    assert first.request_id and [leg.foreign for leg in first.legs] == ["Dynamo"]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_sums_are_exact(name: str) -> None:
     """Stages and unattributed time are their TTFT, of every request and leg; and each is complete."""
@@ -125,8 +135,8 @@ def test_sums_are_exact(name: str) -> None:
     by_id = {span.span_id: span for span in read_golden(name)}
     for leg in (leg for each in found for leg in each.legs):
         told = by_id[f"{int(leg.span_id, 16) ^ 0x7474_6674_0000_0000:016x}"]
-        seconds = told.attributes[TOTAL]
-        assert leg.ttft_us == round(seconds * 1e6) and not leg.reasons and not leg.held
+        ms = told.attributes.get("ttft_ms") or told.attributes[TOTAL] * 1000
+        assert leg.ttft_us == round(float(ms) * 1000) and not leg.reasons and not leg.held
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -9,6 +9,7 @@ counts as it is, unless a span tells of the same stage. Lengths of more than the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -26,9 +27,10 @@ from ttft_otel.report.report_types import STATUS_ERROR, StoredSpan
 
 MAX_ANCESTORS: Final = 64  # followed: anybody's data may contain a loop
 MAX_US: Final = 1 << 42
-UNITS_US: Final = {"s": 1e6, "ms": 1e3}
+UNITS_US: Final = {"s": 1e6, "ms": 1e3, "ms text": 1e3}
 # Turned in a request span's ID for the ID of the span that is made of it: the same at each reading.
 _ID_BITS: Final = 0x7474_6674_0000_0000
+_DECIMAL: Final = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 REQUEST_ID_ATTRIBUTES: Final = ("gen_ai.request.id", "rid", "request_id")
 MODEL_ATTRIBUTES: Final = (keys.MODEL, keys.RESPONSE_MODEL, "model")
 # Attributes that make a span a request's, for searches.
@@ -198,6 +200,8 @@ def _read_us(span: StoredSpan, row: ForeignNames) -> int:
     """Microseconds of the first of a row's attributes that is a length; 0 without one."""
     for name in row.names:
         value = span.attributes.get(name)
+        if row.form == "ms text" and isinstance(value, str):
+            value = float(value) if _DECIMAL.fullmatch(value) else None
         if isinstance(value, int | float) and not isinstance(value, bool):
             us = value * UNITS_US[row.form]
             return round(us) if 0 < us < MAX_US else 0  # NaN and infinity are no lengths

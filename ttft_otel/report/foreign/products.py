@@ -24,15 +24,17 @@ class ForeignNames:
 
     stage: ours, TOTAL, or "" for none. form: what has the name, a span or an attribute in such a unit.
     note: what it means beyond our stage. roles: of requests for which it stands for the stage; () for all.
-    below: the role of requests below the span; "" where it tells none.
+    below: the role of requests below the span; "" where it tells none. alone: whether a span tells the stage
+    without others of its trace, as metrics need it.
     """
 
     stage: str
     names: tuple[str, ...]
     note: str = ""
-    form: Literal["span", "s", "ms"] = "span"
+    form: Literal["span", "s", "ms", "ms text"] = "span"
     roles: tuple[str, ...] = ()
     below: str = ""
+    alone: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ PRODUCTS: Final = (
     ),
     ForeignProduct(
         "vLLM, proposed",
-        "pull request 44402, open, not run",
+        "pull request 44402, open, not run, not in metrics",
         (
             ForeignNames("prefill.queue", ("vllm_queue",)),
             ForeignNames(
@@ -106,14 +108,21 @@ PRODUCTS: Final = (
             ForeignNames(
                 "prefill.queue",
                 ("decode_waiting",),
-                "of decode instances",
+                "of decode instances; not in metrics",
                 roles=("decode",),
+                alone=False,
             ),
             ForeignNames("encoder.compute", ("mm_encode",)),
             ForeignNames(
                 "prefill.compute",
-                ("prefill_forward", "chunked_prefill"),
+                ("prefill_forward",),
                 "with `dispatch`, `sample`, `prefill.stall`",
+            ),
+            ForeignNames(
+                "prefill.compute",
+                ("chunked_prefill",),
+                "inside of it; not in metrics",
+                alone=False,
             ),
             ForeignNames(
                 "kv.transfer",
@@ -145,20 +154,23 @@ PRODUCTS: Final = (
     ),
     ForeignProduct(
         "Dynamo",
-        "its pull requests 9543, 9327, not run",
+        "1.6.1; `engine.generate` by its pull requests 9543, 9327, not run",
         (
-            ForeignNames(TOTAL, ("ttft_ms",), "of `engine.generate`, an instance's part", "ms"),
             ForeignNames(
-                "", ("router.route_request",), "to the last token"
+                TOTAL,
+                ("ttft_ms",),
+                "of `http-request`, or of an instance's `engine.generate`",
+                "ms text",
             ),
+            ForeignNames("", ("router.route_request", "handle_payload"), "to the last token"),
         ),
-        requests=re.compile(r"engine\.generate"),
+        requests=re.compile(r"http-request|engine\.generate"),
         role="disagg_role",
         roles={"agg": "mono", "prefill": "prefill", "decode": "decode", "encode": "encode"},
     ),
     ForeignProduct(
         "llm-d",
-        "its router's source, not run; the TTFT is the engine's",
+        "its router's source, not run, not in metrics; the TTFT is the engine's",
         (
             ForeignNames("router.route", ("gateway.request_orchestration",)),
             ForeignNames("", ("prefill", "llm_d.pd_proxy.prefill"), "legs", below="prefill"),
