@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate what the collector derives and counts, from metric_table.py, stages.py and names/.
+"""Generate what the collector derives and counts, from metric_table.py, stages.py, names/ and products.py.
 
 `python -m lab.collector_config` rewrites the parts of collector/config.yaml and scale-out/tier2.yaml that lie
 between marks; a test compares. OTTL (the collector's transformation language) cannot sum over the keys of a
@@ -17,6 +17,7 @@ from typing import Final
 
 from ttft_otel.model import stages
 from ttft_otel.model.metric_table import (
+    FOREIGN_METRICS,
     MAX_EXEMPLARS,
     MAX_HISTOGRAM_BUCKETS,
     MAX_IDLE_S,
@@ -28,6 +29,7 @@ from ttft_otel.model.metric_table import (
     STATUS_LABEL,
 )
 from ttft_otel.model.names import keys, metric_names, span_names
+from ttft_otel.report.foreign.products import PRODUCTS, TOTAL, ForeignNames, ForeignProduct
 
 COLLECTOR: Final = Path(__file__).parents[1] / "collector"
 GENERATED_FILES: Final = (COLLECTOR / "config.yaml", COLLECTOR / "scale-out" / "tier2.yaml")
@@ -52,6 +54,9 @@ FIRST_TOKEN_EVENTS: Final = (
     "ai.stream.firstChunk",
     "llm.content.completion.chunk",
 )
+# What is counted here; the exporter process counts METRICS alone.
+COUNTED: Final = METRICS | FOREIGN_METRICS
+MAX_TTFT_S: Final = 86_400  # what is more is another unit, or nonsense, and would spoil every mean
 COMMENT_CHARS: Final = 114  # in a line of a comment
 SPAN_DURATION: Final = "(span.end_time - span.start_time)"
 
@@ -96,6 +101,8 @@ def generate_derive_statements() -> Iterator[str]:
         f'scope.name != "{span_names.SCOPE}"',
         [
             # Another program's attribute of this name, Dynamo's for example: TraceQL compares integers.
+            f"set({ttft_ms}, Double({ttft_ms})) where {ttft_ms} != nil and IsString({ttft_ms})"
+            f' and IsMatch({ttft_ms}, "^[0-9]{{1,18}}([.][0-9]{{1,18}})?$")',
             f"set({ttft_ms}, Int({ttft_ms})) where {ttft_ms} != nil and IsDouble({ttft_ms})"
             f" and {ttft_ms} >= 0 and {ttft_ms} < 86400000",
             f'delete_key(span.attributes, "{keys.DERIVED_MS}")'
@@ -126,8 +133,7 @@ def _format_seconds_to_ms(name: str) -> str:
     return (
         f"set({ttft_ms}, Int(Double({span_attribute}) * 1000000.0 + 0.5) / 1000) where {ttft_ms} == nil"
         f" and (IsDouble({span_attribute}) or IsInt({span_attribute})) and {span_attribute} >= 0 "
-        # A day at most: what is more is another unit, or nonsense, and would spoil every mean.
-        f"and {span_attribute} < 86400"
+        f"and {span_attribute} < {MAX_TTFT_S}"
     )
 
 
@@ -317,6 +323,132 @@ SPAN_BRANCHES: Final = (
 )
 
 
+# The products of whose requests metrics are made; what the others tell, needs the rest of its trace.
+_COUNTED_PRODUCTS: Final = tuple(each for each in PRODUCTS if each.requests)
+_FOREIGN: Final = format_attribute(keys.FOREIGN)
+_TOTAL_US: Final = format_attribute(keys.TOTAL_US)
+
+
+def _list_lengths(product: ForeignProduct) -> dict[str, ForeignNames]:
+    """The rows of attributes with lengths that are ours, by the attribute of ours."""
+    rows = {row.stage: row for row in product.rows if row.form != "span" and row.stage}
+    named = {stage: keys.name_stage_attribute(stage) for stage in rows} | {TOTAL: keys.TOTAL_US}
+    return {named[stage]: row for stage, row in rows.items()}
+
+
+def _match_request(product: ForeignProduct) -> str:
+    """An OTTL condition for the spans of a product's whole requests."""
+    assert product.requests and (product.scope or product.requests.pattern != ".*")
+    name = product.requests.pattern.replace("\\", "\\\\")
+    scope = [f'HasPrefix(scope.name, "{product.scope}")'] if product.scope else []
+    named = [f'IsMatch(span.name, "^({name})$")'] if name != ".*" else []
+    return " and ".join(scope + named)
+
+
+def _match_stages(product: ForeignProduct) -> Iterator[tuple[str, str]]:
+    """The stages that spans of a product tell by themselves, with OTTL conditions for these."""
+    for row in product.rows:
+        if row.form == "span" and row.stage and row.alone:
+            names = " or ".join(f'span.name == "{name}"' for name in row.names)
+            yield row.stage, f'HasPrefix(scope.name, "{product.scope}") and ({names})'
+
+
+def _format_foreign_request(product: ForeignProduct) -> Iterator[str]:
+    """Statements on a request's span: its role, its TTFT and its stages, which fit into that."""
+    matched, lengths = _match_request(product), _list_lengths(product)
+    role = format_attribute(keys.ROLE)
+    yield f'set({role}, "{stages.MONO}") where {matched}'
+    for word, ours in product.roles.items():
+        told = format_attribute(product.role)
+        if ours != stages.MONO:
+            yield f'set({role}, "{ours}") where {matched} and {told} == "{word}"'
+    for word in stages.ROLES:
+        if product.requests and product.requests.groups and word in product.requests.pattern:
+            yield f'set({role}, "{word}") where {matched} and HasPrefix(span.name, "{word} ")'
+    for ours, row in lengths.items():
+        # A text is a number by now, see generate_derive_statements().
+        per_s, attribute = (1 if row.form == "s" else 1000), format_attribute(ours)
+        for told in map(format_attribute, row.names):
+            yield (
+                f"set({attribute}, Int(Double({told}) * {1e6 / per_s} + 0.5)) where {matched}"
+                f" and {attribute} == nil and {told} != nil and (IsDouble({told}) or IsInt({told}))"
+                f" and {told} > 0 and {told} < {MAX_TTFT_S * per_s}"
+            )
+    parts = [format_attribute(each) for each in lengths if each != keys.TOTAL_US]
+    if parts:
+        yield f'set(span.cache["sum"], 0) where {matched}'
+    for part in parts:
+        yield f'set(span.cache["sum"], span.cache["sum"] + {part}) where {matched} and {part} != nil'
+    for each in lengths:
+        if each != keys.TOTAL_US:
+            is_wrong = f'({_TOTAL_US} == nil or span.cache["sum"] > {_TOTAL_US})'
+            yield f'delete_key(span.attributes, "{each}") where {matched} and {is_wrong}'
+
+
+def _list_foreign_branches() -> Iterator[SpanBranch]:
+    """The branches of spans of other products, each to one of their two metrics."""
+    told = {product.role for product in _COUNTED_PRODUCTS if product.role}
+    known, labelled = list[str](), list[str]()
+    for product in _COUNTED_PRODUCTS:
+        found = list(_match_stages(product))
+        told.update(name for row in _list_lengths(product).values() for name in row.names)
+        own = [_match_request(product), *(matched for _, matched in found)]
+        known += own
+        labelled += [f'set({_FOREIGN}, "{product.name}") where {matched}' for matched in own]
+        labelled += _format_foreign_request(product)
+        labelled += [f'set({_STAGE}, "{stage}") where {each}' for stage, each in found]
+    kept = ", ".join(f'"{each}"' for each in sorted(told))
+    yield SpanBranch(
+        name="foreign",
+        why="Spans of other products, by the table in ttft_otel/report/foreign/products.py: of each instance,"
+        " as they come. What depends on others of the trace is left out; what no stage tells, is a panel's"
+        " difference.",
+        dropped=(
+            f'scope.name == "{span_names.SCOPE}"',
+            f"not ({' or '.join(f'({each})' for each in known)})",
+        ),
+        changed_why="Labels are this table's and nobody else's.",
+        changed=(f"keep_keys(span.attributes, [{kept}])", *labelled),
+        feeds=("foreign_part",),
+        source=OUTERMOST.name,
+    )
+    yield SpanBranch(
+        name="foreign_ttft",
+        why="",
+        dropped=(f"{_TOTAL_US} == nil",),
+        changed_why="A request's span lasts until the last token.",
+        changed=(_format_length(_TOTAL_US, _US),),
+        feeds=(metric_names.FOREIGN_DURATION,),
+        source="foreign_part",
+    )
+    yield SpanBranch(
+        name="foreign_stage",
+        why="",
+        dropped=(f"{_STAGE} == nil",),
+        feeds=(metric_names.FOREIGN_STAGE_DURATION,),
+        source="foreign_part",
+    )
+    lengths = {
+        ours: row.stage
+        for product in _COUNTED_PRODUCTS
+        for ours, row in _list_lengths(product).items()
+    }
+    for ours, stage in lengths.items():
+        if ours != keys.TOTAL_US:
+            yield SpanBranch(
+                name=f"foreign_{stage}",
+                why="",
+                dropped=(f"{format_attribute(ours)} == nil",),
+                changed_why="In this branch a span is as long as its attribute says of the stage.",
+                changed=(_format_length(format_attribute(ours), _US), f'set({_STAGE}, "{stage}")'),
+                feeds=(metric_names.FOREIGN_STAGE_DURATION,),
+                source="foreign_part",
+            )
+
+
+ALL_BRANCHES: Final = (OUTERMOST, *SPAN_BRANCHES, *_list_foreign_branches())
+
+
 def _format_comment(text: str) -> Iterator[str]:
     yield from (f"# {line}" for line in textwrap.wrap(text, COMMENT_CHARS))
 
@@ -340,7 +472,7 @@ def _format_transformation(
 
 def generate_branches() -> Iterator[str]:
     """The processors of all branches of spans."""
-    for branch in (OUTERMOST, *SPAN_BRANCHES):
+    for branch in ALL_BRANCHES:
         yield from _format_comment(branch.why)
         conditions = (f"- {condition}" for condition in branch.dropped)
         yield from _format_processor(
@@ -401,7 +533,7 @@ def generate_connectors() -> Iterator[str]:
         "Histograms of outermost spans by listed labels; job and instance come from the resource. Ours are"
         " exponential (off by 4.4 % at most over a factor of 1,000), the convention's have its own bounds."
     )
-    for name, metric in METRICS.items():
+    for name, metric in COUNTED.items():
         yield f"span_metrics/{name}:"
         # The connector appends `.duration` itself.
         yield f"  namespace: {name.removesuffix('.duration')}"
@@ -430,30 +562,31 @@ def generate_connectors() -> Iterator[str]:
 def _list_excluded(metric: str, *others: str) -> list[str]:
     """Default dimensions of span_metrics that the metric does not have."""
     # service.name is a resource attribute already (`job`).
-    status = [] if STATUS_LABEL in METRICS[metric].all_labels else [STATUS_LABEL]
+    status = [] if STATUS_LABEL in COUNTED[metric].all_labels else [STATUS_LABEL]
     return ["service.name", "span.name", "span.kind", *others, *status]
 
 
 def generate_tier2_connectors() -> Iterator[str]:
     """The connectors' dimensions in a second tier, where collectors are told apart."""
-    for name in METRICS:
+    for name in COUNTED:
         yield f"span_metrics/{name}:"
         yield f"  exclude_dimensions: [{', '.join(_list_excluded(name))}]"
 
 
 def _list_forwards() -> list[str]:
     """Names of the connectors between pipelines."""
-    fed = (feed for branch in (OUTERMOST, *SPAN_BRANCHES) for feed in branch.feeds)
-    return ["traces", OUTERMOST.name, *(name for name in fed if name not in METRICS)]
+    fed = (feed for branch in ALL_BRANCHES for feed in branch.feeds)
+    return ["traces", OUTERMOST.name, *(name for name in fed if name not in COUNTED)]
 
 
 def generate_pipelines() -> Iterator[str]:
     """A pipeline for each branch of spans, one for the metrics made of them, one for those that come."""
-    for branch in (OUTERMOST, *SPAN_BRANCHES):
+    for branch in ALL_BRANCHES:
         # A caller's tracestate may claim a sampling ratio; span_metrics would multiply by it.
-        processors = [*branch.processors, *(["transform/count"] if branch is OUTERMOST else [])]
+        is_first = OUTERMOST.name in (branch.name, branch.source)
+        processors = [*branch.processors, *(["transform/count"] if is_first else [])]
         exporters = [
-            f"span_metrics/{name}" if name in METRICS else f"forward/{name}"
+            f"span_metrics/{name}" if name in COUNTED else f"forward/{name}"
             for name in branch.feeds
         ]
         yield from _format_pipeline(
@@ -462,7 +595,7 @@ def generate_pipelines() -> Iterator[str]:
             processors,
             exporters,
         )
-    made = [f"span_metrics/{name}" for name in METRICS]
+    made = [f"span_metrics/{name}" for name in COUNTED]
     out = ["otlp_http/prometheus"]
     yield from _format_pipeline(
         "metrics/prometheus", made, ["transform/metrics", "filter/histograms"], out

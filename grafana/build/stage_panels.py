@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The panels of the TTFT dashboard about stages: their means, shares and percentiles, why requests wait
-and behind what, and media items that were encoded twice; ttft_dashboard.py adds them.
+and behind what, media items that were encoded twice, and other products' spans; ttft_dashboard.py adds them.
 """
 
 from __future__ import annotations
@@ -134,3 +134,32 @@ def _build_recomputed_panel() -> Any:
             server_queries.recomputed_items(RATE), "{{ttft_role}} {{instance}}"
         ),
     )
+
+
+def build_foreign_row() -> Any:
+    """What spans of other products tell; folded away, as most have none."""
+    lines = panel_kinds.build_lines_panel(
+        "TTFT, by other products' spans",
+        "Of vLLM's own tracing, SGLang, TensorRT-LLM and Dynamo: each instance's time to its first token. "
+        "Not in any figure above, and not filtered.",
+        "s",
+        *(
+            panel_kinds.build_range_target(
+                server_queries.foreign_quantile(part, RATE),
+                f"{name} {{{{ttft_foreign}}}} {{{{ttft_role}}}}",
+                name,
+                exemplars=name == "p99",
+            )
+            for part, name in ((0.5, "p50"), (0.99, "p99"))
+        ),
+    )
+    bars = panel_kinds.build_bars_panel(
+        "Stages, by other products' spans",
+        "Mean time per request in the stages that they tell, by a host's clock, and in none of these "
+        "(unattributed); docs/reference/vocabulary.md says what each name holds.",
+        "s",
+        server_queries.foreign_stage_mean(RANGE),
+        "{{ttft_foreign}}: {{ttft_stage}}",
+    )
+    row = panel_kinds.build_row("What do other products tell?")
+    return row.with_panel(lines.height(11)).with_panel(bars.span(12))

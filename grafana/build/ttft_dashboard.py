@@ -72,7 +72,8 @@ def build_ttft_dashboard() -> Any:
     )
     request_panels.add_why(dashboard_builder)
     dashboard_builder.with_row(request_panels.build_budget_row())
-    return dashboard_builder.with_row(request_panels.build_common_stages_row())
+    dashboard_builder.with_row(request_panels.build_common_stages_row())
+    return dashboard_builder.with_row(stage_panels.build_foreign_row())
 
 
 def _add_current_state(dashboard_builder: Any) -> None:

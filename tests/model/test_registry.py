@@ -17,7 +17,7 @@ from opentelemetry.semconv.schemas import Schemas
 
 from tests.model.test_names import list_constants
 from ttft_otel.model import stages
-from ttft_otel.model.metric_table import METRICS, STATUS_LABEL
+from ttft_otel.model.metric_table import FOREIGN_METRICS, METRICS, STATUS_LABEL
 from ttft_otel.model.names import keys, span_names
 
 ROOT: Final = Path(__file__).parents[2]
@@ -131,7 +131,7 @@ def test_metrics() -> None:
     registry = {
         group["metric_name"]: group for group in GROUPS.values() if group["type"] == "metric"
     }
-    for name, metric in METRICS.items():
+    for name, metric in (METRICS | FOREIGN_METRICS).items():
         group = registry[name]
         assert group["unit"] == metric.unit
         assert group["instrument"] == ("counter" if metric.is_sum else "histogram")

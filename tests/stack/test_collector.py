@@ -22,7 +22,10 @@ from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
 from ttft_otel.exporter.spans.span_builder import build_spans
 from ttft_otel.model import metric_table, stages
 from ttft_otel.model.names import keys, metric_names, span_names
+from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.report.store.database_reader import build_stored_trace
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "foreign"
 SCALE_OUT = COLLECTOR_CONFIG.parent / "scale-out"
 TIER1, TIER2 = SCALE_OUT / "tier1.yaml", SCALE_OUT / "tier2.yaml"
 
@@ -473,7 +476,8 @@ OTHERS = {
     ),
     "its own": ({"ttft_ms": 77}, (), 77),
     "its own, a double": ({"ttft_ms": 77.5}, (), 77),
-    "its own, text": ({"ttft_ms": "77"}, (), None),
+    "its own, text": ({"ttft_ms": "77.9"}, (), 77),
+    "its own, a word": ({"ttft_ms": "7h"}, (), None),
     "text": ({"gen_ai.latency.time_to_first_token": "0.5"}, (), None),
     "negative": ({"gen_ai.latency.time_to_first_token": -1.0}, (), None),
     "no number": ({"gen_ai.latency.time_to_first_token": nan}, (), None),
@@ -503,6 +507,69 @@ def test_others(front: CollectorFront, others: dict[str, Any], case: str) -> Non
     """Spans of vLLM itself, SGLang and OpenInference get ttft_ms from what they have, or nothing."""
     assert others[case].get(keys.DERIVED_MS) == OTHERS[case][2]
     assert not front.metrics.get_series(metric_names.TTFT_DURATION, job="vllm", ttft_role=None)
+
+
+def build_told(name: str) -> bytes:
+    """A golden trace as JSON, of a service of its own."""
+    text = (GOLDEN / f"{name}.json").read_text("utf-8")
+    return text.replace(f'{{"stringValue":"{name}"}}', f'{{"stringValue":"told-{name}"}}').encode()
+
+
+def build_made_up() -> bytes:
+    """Requests of TensorRT-LLM: one that tells two stages, one whose stages are more than its TTFT."""
+    total, queue = "gen_ai.latency.time_to_first_token", "gen_ai.latency.time_in_queue"
+    odd = {keys.STAGE: "egress", keys.TOTAL_US: 7, keys.name_stage_attribute("egress"): 5}
+    moved = {"gen_ai.latency.kv_cache_transfer_time": 0.03}
+    told = ({total: 0.2, queue: 0.05} | moved | odd, {total: 0.1, queue: 0.2}, {queue: 0.4}, odd)
+    spans = [otlp_requests.build_raw_span("anything", 300_000, **each) for each in told]
+    message = otlp_requests.build_export_request(spans, "trt.llm", "told-made-up")
+    return message.SerializeToString()
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "dynamo", "made-up"])
+def test_foreign(front: CollectorFront, name: str) -> None:
+    """What is counted of other products is what the report says of each of their instances' requests."""
+    is_json = name != "made-up"
+    body = build_told(name) if is_json else build_made_up()
+    spans = otlp_decoder.decode_export(body, as_json=is_json).spans
+    found = [
+        build_stored_trace(name, [each for each in spans if each.trace_id == name])
+        for name in {span.trace_id for span in spans}
+    ]
+    legs = [leg for trace in found for request in trace.requests for leg in request.legs]
+    kind = "application/json" if is_json else "application/x-protobuf"
+    assert legs and otlp_requests.post_export(front.collector.http, body, kind) == 200
+
+    wholes, parts = metric_names.FOREIGN_DURATION, metric_names.FOREIGN_STAGE_DURATION
+    job = f"told-{name}"
+    wait_until(lambda: front.metrics.sum_field(wholes, job=job) >= len(legs))
+    counted = {
+        (labels[keys.FOREIGN], labels[keys.ROLE]): (point.count, point.sum)
+        for labels, point in front.metrics.get_series(wholes, job=job)
+    }
+    # ttft_ms is whole milliseconds in this collector.
+    told = [(leg, leg.ttft_us // 1000 * 1000 if name == "dynamo" else leg.ttft_us) for leg in legs]
+    for (product, role), (count, seconds) in counted.items():
+        mine = [us for leg, us in told if (leg.foreign, leg.role) == (product, role)]
+        # Half a microsecond is rounded up here, and to even there.
+        assert count == len(mine)
+        assert seconds == pytest.approx(sum(mine) / 1e6, abs=count * 1e-6)
+    assert sum(count for count, _ in counted.values()) == len(legs)
+    expected: dict[str, float] = {}
+    for leg in legs:
+        for stage, us in leg.stages.items():
+            # Of a decode instance `decode_waiting`, for which a span's request would have to be known.
+            if (leg.role, stage) != ("decode", "prefill.queue"):
+                expected[stage] = expected.get(stage, 0) + us / 1e6
+    wait_until(
+        lambda: front.metrics.sum_field(parts, "sum", job=job) >= sum(expected.values()) - 1e-4
+    )
+    sums = {
+        labels[keys.STAGE]: point.sum for labels, point in front.metrics.get_series(parts, job=job)
+    }
+    assert sums == pytest.approx(expected, abs=1e-5)
+    assert not front.metrics.get_series(metric_names.TTFT_DURATION, job=job)
+    assert not front.metrics.get_series(metric_names.STAGE_DURATION, job=job)
 
 
 SECRET = "the secret of the day"

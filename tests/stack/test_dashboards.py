@@ -46,7 +46,7 @@ LABELS = {
     *(ttft_queries.format_label(name) for name in (keys.MODEL, keys.ROLE, keys.LEG, keys.STAGE)),
     *(ttft_queries.format_label(name) for name in (keys.INSTANCE, keys.ERROR_TYPE)),
     ttft_queries.NAMESPACE_LABEL, ttft_queries.POD_LABEL,
-    server_queries.REASON_LABEL, server_queries.HELD_LABEL,
+    server_queries.REASON_LABEL, server_queries.HELD_LABEL, server_queries.FOREIGN_LABEL,
     "job", "instance", "exported_instance", "le", "status_code",
     "exporter", "data_type", "policy", "sampled", "leg", "state", "result", "hop",
     "role", "server",  # made by label_join
@@ -83,6 +83,8 @@ def list_known_metrics() -> set[str]:
         server_queries.HELD_METRIC,
         server_queries.RECOMPUTED_METRIC,
         server_queries.TOKEN_TIME_METRIC,
+        server_queries.FOREIGN_METRIC,
+        server_queries.FOREIGN_STAGE_METRIC,
         ttft_queries.CONVENTION_METRIC,
         ttft_queries.REQUEST_METRIC,
     }

@@ -327,6 +327,29 @@ def test_media_encoded_twice(filled: FilledStack) -> None:
     assert len(drawn) == len(true) == 2 and 0 in true.values()
 
 
+def test_other_products(filled: FilledStack) -> None:
+    """Their stages are the report's of the same traces, and with the rest they are their mean TTFT."""
+    ask = build_asker(filled)
+    shown: dict[str, dict[str, float]] = {}
+    for series in query_whole_range(ask, get_query("Stages, by other products' spans")):
+        labels, (_, value) = series["metric"], series["value"]
+        shown.setdefault(labels["ttft_foreign"], {})[labels["ttft_stage"]] = float(value)
+
+    assert shown.keys() == {"vLLM's own tracing", "SGLang", "Dynamo"}
+    told = {"prefill.queue": 0.055002, "prefill.compute": 0.0900015, "unattributed": 0.020613}
+    # Each metric's rate() extends what it saw to the range's ends by itself.
+    assert shown["vLLM's own tracing"] == pytest.approx(told, abs=0.002)
+    ttfts = {
+        "vLLM's own tracing": (0.25, 0.081234),
+        "SGLang": (0.529941, 0.403630, 0.229175, 0.480869),
+        "Dynamo": (0.016, 0.058),
+    }
+    for product, lengths in ttfts.items():
+        mean = sum(lengths) / len(lengths)
+        assert sum(shown[product].values()) == pytest.approx(mean, abs=1e-5)
+    assert all(each > 0 for each in shown["SGLang"].values())
+
+
 def test_the_slow_list(filled: FilledStack) -> None:
     """The table of requests over the SLO has exactly the known ones."""
     found = build_asker(filled).run_query(get_query("Requests over the SLO"))

@@ -108,3 +108,20 @@ METRICS: Final = {
         ),
     )
 }
+# Of the spans of other products (report/foreign/products.py), by the collector alone. Apart from ours: of
+# one request both may tell, and its spans do not say so.
+FOREIGN_METRICS: Final = {
+    metric.name: metric
+    for metric in (
+        TtftMetric(
+            name=metric_names.FOREIGN_DURATION,
+            description="Time to first token, as spans of other products tell it.",
+            labels=(keys.FOREIGN, keys.ROLE),
+        ),
+        TtftMetric(
+            name=metric_names.FOREIGN_STAGE_DURATION,
+            description="Lengths of stages, as spans of other products tell them.",
+            labels=(keys.FOREIGN, keys.STAGE),
+        ),
+    )
+}

@@ -14,6 +14,9 @@ EC_RECOMPUTED: Final = "ttft.ec.recomputed"
 GEN_AI_SERVER_TIME_TO_FIRST_TOKEN: Final = "gen_ai.server.time_to_first_token"
 GEN_AI_SERVER_REQUEST_DURATION: Final = "gen_ai.server.request.duration"
 GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN: Final = "gen_ai.server.time_per_output_token"
+# Those that the collector makes from the spans of other products.
+FOREIGN_DURATION: Final = "ttft.foreign.duration"
+FOREIGN_STAGE_DURATION: Final = "ttft.foreign.stage.duration"
 
 # Prometheus metrics on vLLM's existing /metrics and on the router's.
 RECORDS: Final = "ttft_otel_records"
