@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import msgspec
 from opentelemetry.sdk.resources import Resource
@@ -34,6 +33,7 @@ from lab.http_servers import HttpServerThread, SilentHandler
 from lab.local_servers import LocalServer
 from lab.server_commands import HOST
 from lab.stack import stack_parts
+from tests.foreign_traces import FILES, GOLDEN
 from tests.stack import otlp_requests, panel_queries
 from tests.stack.known_requests import (
     SLO_MS,
@@ -49,7 +49,6 @@ from ttft_otel.exporter.spans import span_builder
 from ttft_otel.model.names import env_names
 from ttft_otel.stack import stack_queries
 
-FOREIGN = sorted((Path(__file__).parents[1] / "golden" / "foreign").iterdir())
 SCRAPE_INTERVAL = "5s"  # of the collector's pushes; 15 s where people look
 PORTIONS = 5
 COUNT_QUERY = "sum(histogram_count(ttft_duration_seconds))"
@@ -90,8 +89,8 @@ def filled_stack(bench: StackStarter, rows: list[KnownRequest]) -> Iterator[Fill
                 stack.collector.http, chosen, SPANS_PER_BATCH if portion else len(chosen) * 100
             )
             sent += len(chosen)
-            for path in FOREIGN:
-                body = path.read_bytes()
+            for name in FILES:
+                body = (GOLDEN / f"{name}.json").read_bytes()
                 otlp_requests.post_export(stack.collector.http, body, "application/json")
             wait_until(partial(is_counted, stack, sent), 60)
         end = time.time()

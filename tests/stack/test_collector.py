@@ -17,6 +17,7 @@ from opentelemetry.sdk.resources import Resource
 
 from lab.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink, to_attributes
 from lab.stack.stack_parts import COLLECTOR_CONFIG
+from tests.foreign_traces import FILES, GOLDEN
 from tests.stack import known_requests, otlp_requests
 from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
 from ttft_otel.exporter.spans.span_builder import build_spans
@@ -25,7 +26,6 @@ from ttft_otel.model.names import keys, metric_names, span_names
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.store.database_reader import build_stored_trace
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "foreign"
 SCALE_OUT = COLLECTOR_CONFIG.parent / "scale-out"
 TIER1, TIER2 = SCALE_OUT / "tier1.yaml", SCALE_OUT / "tier2.yaml"
 
@@ -526,7 +526,7 @@ def build_made_up() -> bytes:
     return message.SerializeToString()
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang", "dynamo", "made-up"])
+@pytest.mark.parametrize("name", [*FILES, "made-up"])
 def test_foreign(front: CollectorFront, name: str) -> None:
     """What is counted of other products is what the report says of each of their instances' requests."""
     is_json = name != "made-up"

@@ -3,16 +3,28 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
+from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from click.testing import CliRunner
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace.export import SpanExportResult
 
+from lab import free_ports
+from lab.local_servers import LocalServer
+from lab.server_commands import ServerCommand
+from tests.foreign_traces import FILES, read_golden, to_sdk_span
 from tests.stack.known_requests import KnownTruth, build_known_requests, build_known_spans
 from tests.stack.running_stack import RunningTempo, StackStarter, wait_until
+from ttft_otel.commands import main as cli
 from ttft_otel.report.breakdown_source import open_source
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import SourceChoice
@@ -104,6 +116,69 @@ def test_sampled_window(tempo: RunningTempo, database: Path) -> None:
                 for each in read:
                     trace = stored.find_trace(each.request.trace_id)
                     assert trace and each.request in trace.requests
+
+
+def test_other_products(bench: StackStarter, tmp_path: Path) -> None:
+    """Their golden traces in a real Tempo: report, diff and page give what they give from the store."""
+    begin_s = int(time.time()) - 120
+    spans = [
+        replace(span, trace_id=f"{number:08x}{span.trace_id[8:]}")
+        for number in range(20)
+        for name in FILES
+        for span in read_golden(name, (begin_s + 2 * number) * 10**9)
+    ]
+    store = SpanStore(tmp_path / "spans.db")
+    store.add(spans).result(20)
+    store.close()
+    tempo = bench.start_tempo()
+    client = OTLPSpanExporter(endpoint=tempo.env["TTFT_TEMPO_OTLP"], insecure=True)
+    assert client.export([to_sdk_span(span) for span in spans]) is SpanExportResult.SUCCESS
+    client.shutdown()
+    first, middle, last = (
+        datetime.fromtimestamp(begin_s + each, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        for each in (0, 20, 100)
+    )
+    wanted = RequestFilter(last=2000)
+    with open_reader(store.path) as stored, open_source(SourceChoice(tempo=tempo.url)) as searched:
+        count = len(stored.list_latest(wanted))
+        wait_until(lambda: len(searched.list_latest(wanted)) == count, 60, 2)
+    assert count == 20 * (2 + 3 + 2)
+
+    def ask(*words: str) -> list[Any]:
+        """What a command says of the store and of Tempo."""
+        sources = (("--db", str(store.path)), ("--tempo", tempo.url))
+        found = [CliRunner().invoke(cli.main, [*words, "--json", *each]) for each in sources]
+        assert all(each.exit_code == 0 for each in found), [each.output for each in found]
+        return [json.loads(each.stdout) for each in found]
+
+    stored_, searched_ = (
+        sorted(each["requests"], key=lambda request: (request["start_ns"], request["trace_id"]))
+        for each in ask("report", "--since", f"{first}..{last}")
+    )
+    assert stored_ == searched_ and len(stored_) == count
+    assert {"prefill.queue", "kv.transfer"} <= {name for each in stored_ for name in each["stages"]}
+    windows = ("--a", f"{first}..{middle}", "--b", f"{middle}..{last}")
+    # Without the intervals: resampling follows the order in which requests came.
+    stored_, searched_ = (
+        [[each[name] for name in ("name", "a_ms", "b_ms", "change_ms")] for each in found["stages"]]
+        for found in ask("diff", *windows)
+    )
+    assert stored_ == searched_ and stored_
+    port = free_ports.find_free_port()
+    words = (
+        "-m",
+        "ttft_otel.commands.main",
+        "serve",
+        "--tempo",
+        tempo.url,
+        "--http-port",
+        str(port),
+    )
+    page = ServerCommand("page", (sys.executable, *words), {}, port, "/healthz")
+    sglang = next(span.trace_id for span in spans if span.name == "prefill_forward")
+    with LocalServer(page, tmp_path / "page.log") as server:
+        shown = httpx.get(f"{server.url}/trace/{sglang}", timeout=30).raise_for_status().text
+    assert "told by others" in shown and "prefill.compute" in shown
 
 
 def test_version_and_retention(tempo: RunningTempo) -> None:

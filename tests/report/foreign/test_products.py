@@ -21,19 +21,15 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind
 from sample_records import RunningServer, fetch_page
 
 from tests.fake_tempo import FakeTempo
+from tests.foreign_traces import FILES, read_golden, to_sdk_span
 from ttft_otel.commands import main as cli
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.assemble.request_assembly import MAX_DURATION_US
 from ttft_otel.report.breakdown_source import open_source
 from ttft_otel.report.foreign import foreign_spans
-from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import Request, SourceChoice, StoredSpan
 from ttft_otel.report.store.database_reader import (
     RequestFilter,
@@ -41,18 +37,13 @@ from ttft_otel.report.store.database_reader import (
     open_reader,
 )
 from ttft_otel.report.store.span_store import SpanStore
+from ttft_otel.report.tempo import tempo_source
+from ttft_otel.report.tempo.tempo_client import TempoError
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "foreign"
-FILES = ("vllm", "sglang", "dynamo")
 MS = 1_000_000
 BEGIN_S = int(time.time()) - 600
 TOTAL = "gen_ai.latency.time_to_first_token"
 QUEUE = "gen_ai.latency.time_in_queue"
-
-
-def read_golden(name: str) -> list[StoredSpan]:
-    """The spans of a golden file."""
-    return otlp_decoder.decode_export((GOLDEN / f"{name}.json").read_bytes(), as_json=True).spans
 
 
 def list_requests(spans: list[StoredSpan]) -> list[Request]:
@@ -164,21 +155,21 @@ def test_from_tempo(name: str, tmp_path: Path) -> None:
             assert searched.list_latest(models) == stored.list_latest(models)
 
 
-def to_sdk_span(span: StoredSpan) -> ReadableSpan:
-    """The span as an SDK has it."""
-    ids = int(span.trace_id, 16), int(span.span_id, 16)
-    above = int(span.parent_id or "0", 16)
-    return ReadableSpan(
-        span.name,
-        SpanContext(*ids, is_remote=False),
-        SpanContext(ids[0], above, is_remote=True) if above else None,
-        Resource(span.resource),
-        span.attributes,
-        kind=list(SpanKind)[max(span.kind - 1, 0)],
-        instrumentation_scope=InstrumentationScope(span.scope),
-        start_time=span.start_ns,
-        end_time=span.end_ns,
-    )
+def test_a_window_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trace of others is read once for a window, eight at a time, and too many are refused."""
+    first, second = read_golden("vllm", (BEGIN_S + 30) * 10**9)
+    window = RequestFilter(since_ns=BEGIN_S * 10**9)
+    with FakeTempo(retention="") as tempo:
+        many = [replace(first, trace_id=f"{number:032x}") for number in range(1, 20)]
+        tempo.add([to_sdk_span(span) for span in [*many, second]])
+        with open_source(SourceChoice(tempo=tempo.url)) as searched:
+            assert searched.sample_window(window).coverage.requests == 20
+        read = [path for path, _ in tempo.asked if path.startswith("/api/traces/")]
+        assert len(read) == len(set(read)) == 20
+        monkeypatch.setattr(tempo_source, "MAX_WHOLE_TRACES", 19)
+        with open_source(SourceChoice(tempo=tempo.url)) as searched:
+            with pytest.raises(TempoError, match="more than 19 traces .* shorter window"):
+                searched.sample_window(window)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -3,9 +3,9 @@
 
 Tempo's search has no cursor: windows of time are halved until each has fewer traces than the limit of a
 search, newest first, and no more traces are fetched than the answer needs. Of a window that is sampled the
-searches select what tells its requests' TTFT, and only those that are chosen are fetched. No trace is fetched
-twice: its bytes are kept, compressed, for the holders and the replay of the same requests.
-breakdown_source.py opens it.
+searches select what tells its requests' TTFT, and only those that are chosen are fetched; of traces that
+other products have told, all, up to a bound. No trace is fetched twice: its bytes are kept, compressed, for
+the holders and the replay of the same requests. breakdown_source.py opens it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED, ReadReque
 SEARCH_LIMIT: Final = 1000  # traces of one search
 MAX_SECOND_LIMIT: Final = 20_000  # of a search in one second, which cannot be divided
 MAX_PARALLEL: Final = 8  # traces that are fetched at the same time
+MAX_WHOLE_TRACES: Final = 5000  # fetched for a window, where a search does not tell their requests
 MAX_KEPT_BYTES: Final = 64 << 20  # compressed, of traces that were fetched; one has about 3 kB
 # How far back a search without a window goes; Tempo's own retention is two weeks by default.
 MAX_LOOKBACK_S: Final = 14 * 86_400
@@ -235,15 +236,24 @@ class TempoSource:
         selected = ", ".join(["status", *(f"span.{name}" for name in OUTLINE_KEYS)])
         query = f"{_build_query(wanted)} | select({selected})"
         found: list[RequestOutline] = []
+        fetched = 0
         async for begin_s, fresh in self._search_traces(query, wanted, OUTLINE_SPANS):
-            for trace in fresh:
-                spans: Sequence[StoredSpan] = trace.spans
-                # Of other products a search does not tell what their requests are made of.
-                if trace.matched > len(spans) or not all(each.is_ttft_span for each in spans):
-                    whole = await self._fetch_spans(trace.trace_id)
+            untold = [each.trace_id for each in fresh if not _is_told(each)]
+            fetched += len(untold)
+            if fetched > MAX_WHOLE_TRACES:
+                raise TempoError(
+                    f"more than {MAX_WHOLE_TRACES} traces have to be read whole, because other products have "
+                    "told them, or they have very many spans; ask for a shorter window, or for one model"
+                )
+            trunks: dict[str, Sequence[StoredSpan]] = {each.trace_id: each.spans for each in fresh}
+            for start in range(0, len(untold), MAX_PARALLEL):
+                self._report_progress("reading traces from Tempo", start, len(untold))
+                some = untold[start : start + MAX_PARALLEL]
+                for name, whole in zip(some, await self._fetch_all(some), strict=True):
                     above = {span.span_id: span.parent_id for span in whole}
-                    spans, _ = foreign_spans.make_trunks(whole, above)
-                found += _outline_trace(trace.trace_id, spans, wanted)
+                    trunks[name], _ = foreign_spans.make_trunks(whole, above)
+            for name, spans in trunks.items():
+                found += _outline_trace(name, spans, wanted)
             # A trace may reach into a later window, its requests then are older than this one's begin.
             newest = sum(each.start_ns >= begin_s * 10**9 for each in found) if wanted.last else 0
             if wanted.last and newest >= wanted.last:
@@ -374,6 +384,11 @@ class TempoSource:
         while self._kept_bytes > MAX_KEPT_BYTES:
             self._kept_bytes -= len(self._kept.pop(next(iter(self._kept))))
         return body
+
+
+def _is_told(trace: FoundTrace) -> bool:
+    """Whether a search has told what the requests of a trace are made of; not of those of other products."""
+    return trace.matched <= len(trace.spans) and all(each.is_ttft_span for each in trace.spans)
 
 
 def _outline_trace(
