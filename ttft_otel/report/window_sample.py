@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
@@ -45,6 +45,7 @@ class Coverage:
     first_ns: int = 0  #: Unix nanoseconds at which the first request began; 0 without any
     last_ns: int = 0  #: likewise the last one
     late_us: int = 0  #: longer TTFTs are late
+    foreign: Mapping[str, int] = field(default_factory=dict)  #: left out, by who told them
     sampling: str = (
         ""  #: why the stored requests are not all that there were; "" where nothing says so
     )

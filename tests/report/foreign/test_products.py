@@ -12,6 +12,7 @@ processes, links and events are left out. Traces of the others are made up by th
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -21,15 +22,20 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import Resource
 from sample_records import RunningServer, fetch_page
 
+from tests.commands.test_explain import make_record
 from tests.fake_tempo import FakeTempo
 from tests.foreign_traces import FILES, read_golden, to_sdk_span
 from ttft_otel.commands import main as cli
+from ttft_otel.exporter.spans import span_builder
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.assemble.request_assembly import MAX_DURATION_US
 from ttft_otel.report.breakdown_source import open_source
 from ttft_otel.report.foreign import foreign_spans
+from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import Request, SourceChoice, StoredSpan
 from ttft_otel.report.store.database_reader import (
     RequestFilter,
@@ -330,7 +336,29 @@ def test_reasons_are_refused(told: Path, words: tuple[str, ...]) -> None:
     found = CliRunner().invoke(cli.main, [*words, "--db", str(told)])
 
     assert found.exit_code and "told by vLLM's own tracing" in found.output
-    assert "not why" in found.output
+    assert "not why" in found.output.replace("\n", " ")
+
+
+def test_others_are_left_out(told: Path) -> None:
+    """explain answers of ours as without the others, and says how many these are."""
+    ours, alone = (told.with_name(f"{name}.db") for name in ("ours", "alone"))
+    shutil.copy(told, ours)
+    for path in (ours, alone):
+        store = SpanStore(path)
+        for number in range(80):
+            message = encode_spans(span_builder.build_spans(make_record(number), Resource({})))
+            spans = otlp_decoder.decode_export(message.SerializeToString()).spans
+            store.add([replace(each, trace_id=f"{number + 999:032x}") for each in spans]).result(20)
+        store.close()
+    mixed, pure = (
+        json.loads(CliRunner().invoke(cli.main, ["explain", "--json", "--db", str(path)]).stdout)
+        for path in (ours, alone)
+    )
+
+    assert mixed["coverage"]["left_out"]["foreign"] == 40
+    assert mixed["cause"] == pure["cause"]
+    shown = CliRunner().invoke(cli.main, ["explain", "--db", str(ours)], env={"COLUMNS": "300"})
+    assert "40 told by vLLM's own tracing, which does not say why, left out" in shown.output
 
 
 def test_report_and_diff(told: Path) -> None:

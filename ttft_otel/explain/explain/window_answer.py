@@ -19,8 +19,18 @@ from ttft_otel.explain.explain.explanation_text import describe_explanation, lis
 from ttft_otel.explain.explain.remedy_prediction import REPETITIONS, predict_remedy
 from ttft_otel.explain.window.holding_work import read_holding
 from ttft_otel.explain.window.late_requests import choose_like, split_window
-from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence, build_evidence
-from ttft_otel.explain.window.window_reading import read_window, record_window, track_replays
+from ttft_otel.explain.window.request_facts import (
+    CannotTellError,
+    RequestEvidence,
+    build_evidence,
+    refuse_foreign,
+)
+from ttft_otel.explain.window.window_reading import (
+    leave_foreign_out,
+    read_window,
+    record_window,
+    track_replays,
+)
 from ttft_otel.model.wait_reasons import WAIT_STAGES
 from ttft_otel.report.breakdown_source import (
     BreakdownSource,
@@ -88,13 +98,19 @@ def explain_window(
 
     thorough: the remedy is replayed as often as by `whatif`; else so often that it shows whether it helps.
     """
-    reading = read_window(opened, wanted, slo_us, group_by)
-    lost = reading.lost
+    reading = leave_foreign_out(read_window(opened, wanted, slo_us, group_by))
+    lost, foreign = reading.lost, reading.coverage.foreign
     try:
         compared = split_window(reading.evidence, slo_us)
     except CannotTellError as error:
-        # Those are the reason, where a window has nothing but requests that timed out.
-        raise CannotTellError(f"{error}. {lost.sentence}" if lost.total else str(error)) from error
+        # These are the reason, where a window has nothing but requests that timed out, or others told.
+        reasons = [str(error), *([lost.sentence] if lost.total else [])]
+        reasons += [
+            f"{count} more are told by {name}, whose spans say how long, and not why: `ttft-otel diff` "
+            "compares these"
+            for name, count in foreign.items()
+        ]
+        raise CannotTellError(". ".join(reasons)) from error
     before = _load_before(opened, wanted, group_by)
     found = replace(explain_requests(compared, slo_us, lost, before), coverage=reading.coverage)
     repetitions = REPETITIONS if thorough else FEW_REPETITIONS
@@ -109,9 +125,8 @@ def _load_before(
         return []
     length = (wanted.until_ns or time.time_ns()) - wanted.since_ns
     earlier = replace(wanted, since_ns=wanted.since_ns - length, until_ns=wanted.since_ns)
-    found = read_window(
-        opened, earlier, group_by=group_by, label="reading the time before"
-    ).evidence
+    reading = read_window(opened, earlier, group_by=group_by, label="reading the time before")
+    found = leave_foreign_out(reading).evidence
     return found if len(found) >= MIN_BEFORE else []
 
 
@@ -170,9 +185,10 @@ def explain_one(
         )
     until_ns = like.until_ns or request.start_ns + AFTER_NS
     wanted = replace(like, model=request.model, until_ns=until_ns)
-    others = read_window(opened, wanted, group_by=group_by).evidence
     trace = opened.find_trace(request.trace_id)
     own = build_evidence(request, trace.spans if trace else (), group_by)
+    refuse_foreign(own.facts.foreign)
+    others = leave_foreign_out(read_window(opened, wanted, group_by=group_by)).evidence
     return add_holding(opened, explain_requests(choose_like(own, others)))
 
 

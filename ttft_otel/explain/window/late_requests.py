@@ -16,7 +16,6 @@ from ttft_otel.explain.window.request_facts import (
     RequestEvidence,
     count_requests,
     describe_request,
-    refuse_foreign,
 )
 from ttft_otel.model.statistics import compute_weighted_quantiles
 from ttft_otel.report.window_sample import LATE_SHARE, MIN_LATE
@@ -130,8 +129,7 @@ def take_middle(ordered: Sequence[RequestEvidence]) -> Sequence[RequestEvidence]
 
 
 def check_window(window: Sequence[RequestEvidence]) -> None:
-    """Raise CannotTellError for a window with too few requests, those of others, or sums that are wrong."""
-    refuse_foreign(next((each.facts.foreign for each in window if each.facts.foreign), ""))
+    """Raise CannotTellError for a window with too few requests, or sums that are wrong."""
     if len(window) < MIN_WINDOW:
         raise CannotTellError(
             f"{len(window)} requests with a first token, {MIN_WINDOW} are needed to say what is usual; "

@@ -7,6 +7,7 @@ explain, diff and what-if say its coverage.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -98,6 +99,16 @@ def read_window(
     )
 
 
+def leave_foreign_out(reading: WindowReading) -> WindowReading:
+    """What was read without the requests that spans of other products tell: these do not say why."""
+    told = Counter[str]()
+    for each in reading.evidence:
+        told[each.facts.foreign] += round(each.facts.weight)
+    ours = [each for each in reading.evidence if not each.facts.foreign]
+    del told[""]
+    return replace(reading, evidence=ours, coverage=replace(reading.coverage, foreign=told))
+
+
 def record_window(
     opened: BreakdownSource, wanted: RequestFilter, label: str = "reading requests"
 ) -> tuple[Recording, Coverage]:
@@ -152,6 +163,10 @@ def describe_reading(coverage: Coverage) -> str:
             (counts[LOST], "without a first token"),
             (counts[REFUSED], "refused"),
             (coverage.incomplete, "incomplete, left out"),
+            *(
+                (count, f"told by {name}, which does not say why, left out")
+                for name, count in coverage.foreign.items()
+            ),
         )
         if count
     ]
@@ -169,7 +184,11 @@ def describe_coverage(coverage: Coverage) -> dict[str, Any]:
         "late": {"requests": counts[LATE], "read": read[LATE]},
         "others": {"requests": counts[OTHER], "read": read[OTHER]},
         "lost": {"requests": counts[LOST], "read": read[LOST]},
-        "left_out": {"incomplete": coverage.incomplete, "refused": counts[REFUSED]},
+        "left_out": {
+            "incomplete": coverage.incomplete,
+            "refused": counts[REFUSED],
+            "foreign": sum(coverage.foreign.values()),
+        },
         "sampling": coverage.sampling or None,
     }
 
