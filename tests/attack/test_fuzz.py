@@ -32,8 +32,12 @@ from uvicorn.server import ServerState
 
 from ttft_otel.http.bounded_connection import BoundedConnection
 from ttft_otel.http.head_checks import CallerRules, HeadLimits
+from ttft_otel.model.names import keys
 from ttft_otel.model.stages import PREFILL_DECODE
+from ttft_otel.report.foreign.products import PRODUCTS
 from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.report.store.database_reader import build_stored_trace
 from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.disagg.stream_splice import StreamSplicer, render_first_events
 from ttft_otel.router.discovery import kubernetes_source
@@ -207,6 +211,28 @@ def check_otlp(parts: Sequence[bytes]) -> None:
         assert sum(chunk.span_count for chunk in batch.chunks) == batch.accepted
 
 
+def check_requests(spans: Sequence[StoredSpan]) -> int:
+    """What is shown of spans, whoever sent them, adds up; how many requests of other products there are."""
+    told = 0
+    for trace_id in {span.trace_id for span in spans}:
+        own = {span.span_id: span for span in spans if span.trace_id == trace_id}
+        shown = build_stored_trace(trace_id, list(own.values()))
+        again = build_stored_trace(trace_id, list(own.values())[::-1])
+        assert {span.span_id for span in shown.spans} >= own.keys()
+        assert len(shown.requests) == len(again.requests)
+        for leg in (leg for request in shown.requests for leg in request.legs if leg.foreign):
+            told += 1
+            assert min(leg.stages.values(), default=1) > 0 <= leg.unattributed_us
+            assert sum(leg.stages.values()) + leg.unattributed_us == leg.ttft_us
+    return told
+
+
+def check_foreign(parts: Sequence[bytes]) -> None:
+    """An export with spans of other products, as a store or Tempo gives it back."""
+    with contextlib.suppress(otlp_decoder.OtlpDecodeError):
+        check_requests(otlp_decoder.decode_export(b"".join(parts)).spans)
+
+
 def check_kv_events(parts: Sequence[bytes]) -> None:
     """A message of an instance."""
     try:
@@ -274,6 +300,7 @@ CHECKS: Final[Mapping[str, Callable[[Sequence[bytes]], None]]] = {
     "sse": check_sse,
     "traceparent": check_traceparent,
     "otlp": check_otlp,
+    "foreign": check_foreign,
     "kv_events": check_kv_events,
     "discovery": check_discovery,
 }
@@ -356,6 +383,62 @@ def test_corpus(target: str) -> None:
     for data in files:
         for at in range(min(len(data), 64)):
             CHECKS[target]([data[:at], data[at:]])
+
+
+LENGTHS: Final = some.one_of(
+    some.floats(-1, 10), some.floats(), some.integers(-5, 300), some.integers(), some.booleans(),
+    some.sampled_from(["16.69", "7e5", "-1", "", "nan", "9" * 40]), some.text(max_size=4),
+)  # fmt: skip
+TIMES: Final = some.one_of(
+    some.integers(0, 3000).map(lambda ms: ms * 10**6), some.integers(0, 2**64 - 1)
+)
+
+
+@some.composite
+def draw_foreign(draw: some.DrawFn) -> list[StoredSpan]:
+    """A trace of spans with the names of other products, and anything for times, parents and values."""
+    rows = [(each.scope, row) for each in PRODUCTS for row in each.rows]
+    named = [(scope, name) for scope, row in rows if row.form == "span" for name in row.names]
+    named += [
+        ("vllm", "llm_request"), ("sglang", "Req 1"), ("sglang", "prefill Req 1"), ("trt", "x"),
+        ("sglang", "decode Req 1"), ("", "engine.generate"), ("dynamo", "http-request"),
+        ("ttft_otel", "ttft"), ("ttft_otel", "encode"), ("other", "x"),
+    ]  # fmt: skip
+    lengths = sorted({name for _, row in rows if row.form != "span" for name in row.names})
+    others = [keys.TOTAL_US, keys.ROLE, "disagg_role", "gen_ai.request.id", "model"]
+    ids = [f"{number:016x}" for number in range(1, 9)]
+    spans = []
+    for span_id in draw(some.lists(some.sampled_from(ids), min_size=1, max_size=8, unique=True)):
+        scope, name = draw(some.sampled_from(named))
+        parent = draw(some.sampled_from(["", *ids]))
+        begin, end = draw(TIMES), draw(TIMES)
+        given_ = draw(
+            some.dictionaries(some.sampled_from([*lengths, *others]), LENGTHS, max_size=8)
+        )
+        if draw(some.integers(0, 3)):  # most have a TTFT, or hardly any would be a request
+            right = some.floats(0.001, 3)
+            given_ |= {"gen_ai.latency.time_to_first_token": draw(right), "ttft_ms": draw(right)}
+        spans.append(
+            StoredSpan(
+                "a" * 32, span_id, parent, name, 2, begin, end, scope=scope, attributes=given_
+            )
+        )
+    return spans
+
+
+@pytest.mark.parametrize("number", EXAMPLES)
+def test_foreign_spans(number: int) -> None:
+    """Whatever other products' spans hold, nothing is raised, and their requests' sums close."""
+    told = 0
+
+    @repeatable_examples(number, 1)
+    @given(draw_foreign())
+    def check(spans: list[StoredSpan]) -> None:
+        nonlocal told
+        told += check_requests(spans)
+
+    check()
+    assert told > number / 4, "hardly any of them was a request"
 
 
 @repeatable_examples(150, 1)
