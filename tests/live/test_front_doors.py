@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other front doors of a real vLLM than its HTTP server: the gRPC server, and the batch runner.
+"""Other front doors of a real vLLM than its HTTP server: gRPC, batches, render, Dynamo and Ray Serve LLM.
 
-Each starts an engine of its own and runs only with `scripts/test --full`.
+Each starts an engine of its own and runs only with `scripts/test --full`. Packages that vLLM does not need
+are installed beside it, without what they require: theirs is a vLLM for CUDA.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -28,6 +30,14 @@ from lab.server_commands import ServerCommand, VllmOptions, build_vllm_environme
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ARRIVAL_S = 20.0  # until a span must have come
+TOKENS = {"model": "tiny", "prompt": "hello world " * 20, "max_tokens": 3, "stream": True}
+# A function that only its embedding workers call; vLLM 0.31, for which Dynamo 1.6 is made, has it.
+DYNAMO = (
+    "from vllm.v1.engine import utils\n"
+    "vars(utils).setdefault('get_engine_zmq_addresses', None)\n"
+    "from dynamo.vllm.main import main\n"
+    "main()"
+)
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 
 
@@ -75,8 +85,19 @@ def check_stages(*reports: dict[str, Any]) -> None:
         assert sum(report["stages"].values()) == pytest.approx(report["ttft_ms"], abs=0.01)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("smg_grpc_servicer") is None, reason="pip install smg-grpc-servicer"
+def require_packages(module: str, packages: str) -> pytest.MarkDecorator:
+    """Skip a test without a module, and say how these packages come beside the environment."""
+    folder = f"/tmp/{module}"
+    return pytest.mark.skipif(
+        importlib.util.find_spec(module) is None,
+        reason=f"no {module}: uv pip install --python .venv --target {folder} --no-deps {packages}, "
+        f"then run this test with PYTHONPATH={folder}",
+    )
+
+
+@require_packages(
+    "smg_grpc_servicer",
+    "smg-grpc-servicer smg-grpc-proto grpcio-health-checking grpcio-reflection",
 )
 def test_grpc(receiver: LocalServer, environment: dict[str, str]) -> None:
     """Requests to vLLM's gRPC server have a trace, under the caller's span."""
@@ -164,3 +185,73 @@ def test_render(receiver: LocalServer, environment: dict[str, str], tmp_path: Pa
     assert {"render.receive", "render.preprocess", "mono.prefill.compute"} <= set(report["stages"])
     total = sum(report["stages"].values()) + report["unattributed_ms"]
     assert total == pytest.approx(report["ttft_ms"], abs=0.01)
+
+
+def ask_until_ready(url: str, server: LocalServer) -> float:
+    """Ask once, and again under TRACE_ID as soon as that was answered; milliseconds until its first bytes."""
+    parent = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
+    until = time.monotonic() + 600
+    with httpx.Client(base_url=url, timeout=120) as client:
+        while server.is_alive and time.monotonic() < until:
+            try:
+                if client.post("/v1/completions", json=TOKENS).is_success:
+                    break
+            except httpx.TransportError:
+                pass  # nobody listens yet
+            time.sleep(1)
+        assert server.is_alive, server.read_log_tail()
+        begun, first = time.monotonic(), 0.0
+        with client.stream("POST", "/v1/completions", json=TOKENS, headers=parent) as answer:
+            for _ in answer.raise_for_status().iter_raw():
+                first = first or time.monotonic() - begun
+    return first * 1000
+
+
+@require_packages("dynamo", "ai-dynamo ai-dynamo-runtime")
+def test_dynamo(receiver: LocalServer, environment: dict[str, str], tmp_path: Path) -> None:
+    """A request through Dynamo's frontend to its worker: our stages in its trace, which reaches the client's.
+
+    Its own spans alone are what tests/golden/foreign/dynamo.json has.
+    """
+    port = free_ports.find_free_port()
+    model = str(tiny_models.build_model(tiny_models.TEXT_RECIPE))
+    own = environment | {
+        "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(tmp_path / "kv"),
+        "DYN_TCP_RPC_HOST": "127.0.0.1", "OTEL_EXPORT_ENABLED": "1",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{receiver.url}/v1/traces",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    }  # fmt: skip
+    flags = ("--model", model, "--served-model-name", "tiny", "--enforce-eager")
+    worker_argv = (sys.executable, "-c", DYNAMO, *flags, "--max-model-len", "4096")
+    words = ("-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port))
+    frontend = LocalServer(
+        ServerCommand("frontend", (sys.executable, *words), own, port), tmp_path / "frontend.log"
+    )
+    worker = LocalServer(ServerCommand("worker", worker_argv, own, port), tmp_path / "worker.log")
+    with contextlib.ExitStack() as ended:
+        for server in (worker, frontend):
+            ended.callback(server.start().stop)
+        waited_ms = ask_until_ready(frontend.url, worker)
+        # Of its frontend's span alone there is a request without stages, until ours has come.
+        (report,) = wait_for_requests(
+            receiver, lambda each: each["trace_id"] == TRACE_ID and bool(each["stages"])
+        )
+    check_stages(report)
+    assert report["ttft_ms"] < waited_ms
+    assert report["before"]["caller"] == "dynamo"
+
+
+@require_packages("ray", "ray grpcio-reflection pyarrow msgpack")
+def test_ray_serve(receiver: LocalServer, environment: dict[str, str], tmp_path: Path) -> None:
+    """A request to Ray Serve LLM has its replica's stages, in the client's trace."""
+    port = free_ports.find_free_port()
+    model = str(tiny_models.build_model(tiny_models.TEXT_RECIPE))
+    program = str(Path(__file__).with_name("ray_serve_app.py"))
+    command = ServerCommand("ray", (sys.executable, program, model, str(port)), environment, port)
+    server = LocalServer(command, tmp_path / "ray.log")
+    with contextlib.ExitStack() as ended:
+        ended.callback(server.start().stop)
+        waited_ms = ask_until_ready(server.url, server)
+        (report,) = wait_for_requests(receiver, lambda each: each["trace_id"] == TRACE_ID)
+    check_stages(report)
+    assert report["ttft_ms"] < waited_ms

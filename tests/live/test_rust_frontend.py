@@ -27,7 +27,9 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         not os.access(BINARY, os.X_OK),
-        reason="set VLLM_RUST_FRONTEND_PATH to vllm/vllm-rs of the wheel `vllm`",
+        reason="no VLLM_RUST_FRONTEND_PATH: python3 -m pip download 'vllm==0.32.*' --no-deps, then "
+        "python3 -m zipfile -e vllm-*.whl /tmp/vllm-wheel; chmod +x /tmp/vllm-wheel/vllm/vllm-rs; "
+        "run this test with VLLM_RUST_FRONTEND_PATH=/tmp/vllm-wheel/vllm/vllm-rs",
     ),
 ]
 BODY = {"model": "tiny", "prompt": "hello world " * 40, "max_tokens": 4, "stream": True}
