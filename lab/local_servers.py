@@ -23,7 +23,7 @@ from lab.server_commands import ServerCommand
 from lab.tiny_models import get_cache_root
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing_extensions import Self
 
 # A line of a log that names a Python exception.
 EXCEPTION_LINE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")

@@ -172,20 +172,21 @@ def _divide_by_reason(
 
 
 def _mean_reason(side: Sequence[RequestEvidence], stage: str, reason: str) -> float:
-    return fmean(
-        [each.reasons.get(stage, {}).get(reason, 0) for each in side],
-        [each.facts.weight for each in side],
-    )
+    return _average_weighted([each.reasons.get(stage, {}).get(reason, 0) for each in side], side)
+
+
+def _average_weighted(values: Sequence[float], side: Sequence[RequestEvidence]) -> float:
+    """Mean of one value per request, each as often as it stands for others."""
+    # statistics.fmean() has no weights in Python 3.10.
+    return float(numpy.average(values, weights=[each.facts.weight for each in side]))
 
 
 def _divide_by_instance(
     stage: str, us: float, compared: ComparedRequests
 ) -> tuple[tuple[str, float, float], ...]:
     """(instance, share of the stage's difference, share of the requests with it), largest first."""
-    usual = fmean(
-        [each.facts.stages.get(stage, 0) for each in compared.typical],
-        [each.facts.weight for each in compared.typical],
-    )
+    typical = [each.facts.stages.get(stage, 0) for each in compared.typical]
+    usual = _average_weighted(typical, compared.typical)
     excess: dict[str, float] = {}
     for each in compared.late:
         instance = each.instances.get(stage, "")
