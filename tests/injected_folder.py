@@ -7,7 +7,6 @@ test_inject.py and live/test_alone.py use it. Needs uv and its cache, or a netwo
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,23 +14,22 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from test_wheel import NETWORK_ERROR, ROOT, list_tracked_files, run_uv
+from test_wheel import ROOT, run_uv
 
-from lab.tiny_models import get_cache_root
+from lab.release_files import copy_files, list_tracked_files
+from lab.uv_command import NETWORK_ERROR, find_uv
 
 PYTHON: Final = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def build_injected_folder(work: Path) -> Path:
     """The folder for this Python, below `work`; skips the test where its packages cannot be had."""
-    for path in list_tracked_files():
-        (work / "source" / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, work / "source" / path)
+    copy_files(ROOT, list_tracked_files(ROOT), work / "source")
     run_uv("build", "--quiet", "--wheel", "--out-dir", work, work / "source")
     (wheel,) = work.glob("*.whl")
     script = ROOT / "deploy" / "inject" / "build_folder"
     command = (script, work / "injected", wheel, PYTHON.removeprefix("python"))
-    uv = Path(shutil.which("uv") or get_cache_root() / "uv" / "bin" / "uv")
+    uv = Path(find_uv())
     for offline in ("0", "1"):
         env = {**os.environ, "PATH": f"{uv.parent}:{os.environ['PATH']}", "UV_OFFLINE": offline}
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

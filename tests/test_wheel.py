@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -21,7 +20,8 @@ from typing import Any, Final
 import pytest
 from router import small_tokenizer
 
-from lab.tiny_models import get_cache_root
+from lab import uv_command
+from lab.release_files import copy_files, list_tracked_files
 from ttft_otel.bench.request_factory import draw_data_url
 from ttft_otel.commands import main as cli
 from ttft_otel.stack import stack_files
@@ -42,9 +42,6 @@ EXEMPT_MODULES: Final[dict[str, str]] = {
 }
 MAX_WHEEL_BYTES: Final = (
     1_050_000  # 915 000 when this was written, 70 000 of them the stack's files
-)
-NETWORK_ERROR = re.compile(
-    r"error sending request|failed to fetch|dns error|connection|timed out|network", re.I
 )
 
 # Each module of the package, imported in one process: module -> what was raised, or "".
@@ -85,28 +82,18 @@ assert callable(plugin.load())
 
 def run_uv(*arguments: str | Path) -> None:
     """Run uv; without a network, from its cache. Skips when neither will do."""
-    program = shutil.which("uv") or str(get_cache_root() / "uv" / "bin" / "uv")
-    if not os.access(program, os.X_OK):
-        pytest.skip("uv is missing; run scripts/install")
-    for option in ((), ("--offline",)):
-        command = (program, *arguments, *option)
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-        if not done.returncode:
-            return
-        if not option:
-            online_error = done.stderr
-            assert NETWORK_ERROR.search(online_error), online_error
-    pytest.skip(f"no package index here, and uv's cache is not warm: {online_error[-300:]}")
+    try:
+        uv_command.run_uv(*arguments)
+    except uv_command.UvMissingError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from the files that git knows, so that no leftover gets into it."""
+    """The wheel, built of the sdist, which is of the files that git knows: no leftover gets into it."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for path in list_tracked_files():
-        (source / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, source / path)
-    run_uv("build", "--quiet", "--wheel", "--out-dir", out, source)
+    copy_files(ROOT, list_tracked_files(ROOT), source)
+    run_uv("build", "--quiet", "--out-dir", out, source)
     (built,) = out.glob("*.whl")
     return built
 
@@ -127,15 +114,6 @@ def environment(
 def extras(environment: Path, request: pytest.FixtureRequest) -> set[str]:
     """The extras that the environment has."""
     return set(request.node.callspec.params["environment"].split(",")) - {""}
-
-
-def list_tracked_files() -> list[str]:
-    """Paths of the checkout's files that are in git, or new and not ignored; deleted ones apart."""
-    command = ("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"not a git checkout: {done.stderr.strip()}")
-    return [path for path in done.stdout.split("\0") if path and (ROOT / path).is_file()]
 
 
 def run_program(environment: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -167,7 +145,7 @@ def test_contents(wheel: Path, record_property: Callable[[str, object], None]) -
     stack = [f"{name}/" if (ROOT / name).is_dir() else name for name in stack_files.STACK_FILES]
     assert {name for name in names if name.startswith("ttft_otel/")} == {
         path if path.startswith("ttft_otel/") else f"ttft_otel/_stack/{path}"
-        for path in list_tracked_files()
+        for path in list_tracked_files(ROOT)
         if path.startswith(("ttft_otel/", *stack))
     }
     assert {re.sub(r"-[^-]*\.dist-info$", "", folder) for folder in folders} == {"ttft_otel"}

@@ -34,6 +34,7 @@ STACK_FILES: Final = (
     "grafana/prometheus",
     "grafana/provisioning",
     "grafana/tempo",
+    "hatch_build.py",
     "pyproject.toml",
 )
 STAMP_FILE: Final = ".ttft-otel.json"  # version and digests of what was written
