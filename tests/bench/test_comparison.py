@@ -337,6 +337,43 @@ def test_strange(tmp_path: Path, text: str) -> None:
     assert "strange.json" in result.output
 
 
+def test_width_of_limit() -> None:
+    """The table of --find fits 80 columns with the longest names; no number is cut."""
+    names = (
+        "prefill_decode.prefill.compute",
+        "encode.encoder.compute",
+        "prefill_decode.prefill.queue",
+    )
+    row = {
+        "rate": 123.0,
+        "verdict": "undecided",
+        "requests": 12_345,
+        "overloaded": 2,
+        "beyond": [0.123, 1.0],
+        "slowest_stages_ms": dict.fromkeys(names, 12_345.6),
+    }
+    limit = {
+        "unit": "requests/s",
+        "conditions": ["ttft.p95<500", "tpot.p95<50"],
+        "low": 0.0,
+        "high": None,
+        "estimate": 1.0,
+        "confidence": 0.95,
+        "ended": "Ctrl-C",
+        "probes": [row],
+        "explanation": "",
+        "whatif": None,
+    }
+    out = io.StringIO()
+    document = {"targets": [], "comparison": None, "uncompared": "", "limit": limit}
+    print_document(document, Console(file=out, width=80))
+
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    assert "the limit is above 0 requests/s (95%)" in text
+    assert text.count("12345.6") == 3 and "100.0%" in text
+
+
 @pytest.mark.parametrize("factor", [0.001, 1.0, 300.0])
 def test_width(factor: float) -> None:
     """Tables and headlines fit 80 columns, with the longest names and seconds; no number is cut."""

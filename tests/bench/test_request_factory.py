@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests' pictures, decoded by an independent reader of PNG."""
+"""The requests' pictures, decoded by an independent reader of PNG, and the times at which they are sent."""
 
 from __future__ import annotations
 
 import base64
 import struct
 import zlib
+from typing import Any
+from unittest import mock
 
-from ttft_otel.bench.request_factory import PNG_SIGNATURE, draw_data_url, draw_png
+import numpy as np
+import pytest
+
+from ttft_otel.bench.load_plan import DatasetShape, LoadPlan
+from ttft_otel.bench.request_factory import (
+    PNG_SIGNATURE,
+    BenchRequest,
+    RequestFactory,
+    draw_data_url,
+    draw_png,
+)
 
 
 def test_seeds_and_sizes() -> None:
@@ -29,3 +41,19 @@ def test_wellformed() -> None:
     assert len(pixels) == 10 * (1 + 3 * 20)
     kind, _, body = draw_data_url(5).partition(",")
     assert (kind, base64.b64decode(body)) == ("data:image/png;base64", draw_png(5))
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "variation"), [("constant", 0), ("poisson", 1), ("bursts", 2)]
+)
+def test_arrivals(arrivals: str, variation: float) -> None:
+    """Every process keeps the rate; their gaps vary by nothing, by their mean, and by twice of it."""
+    plan = LoadPlan(shape=DatasetShape(request_count=20_000), rate=50.0, arrivals=arrivals)
+    loads: list[Any] = []
+    requests = [BenchRequest("", b"")] * 20_000
+    with mock.patch("ttft_otel.bench.load_plan.run_open_loop", lambda _, each: loads.extend(each)):
+        plan.build_load(RequestFactory("m"), 1, requests)(mock.Mock())
+    gaps_s = np.diff([offset_s for offset_s, _ in loads])
+
+    assert gaps_s.mean() == pytest.approx(0.02, rel=0.05)
+    assert gaps_s.std() / gaps_s.mean() == pytest.approx(variation, rel=0.05, abs=1e-6)

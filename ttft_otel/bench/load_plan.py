@@ -21,6 +21,8 @@ from ttft_otel.bench.request_factory import (
 )
 
 DATASETS: Final = ("random", "shared-prefix", "multi-round", "images", "replay")
+ARRIVALS: Final = ("poisson", "constant", "bursts")
+BURST_SHAPE: Final = 0.25  # of gaps with a gamma distribution: they vary twice as much as Poisson's
 DEFAULT_REMEDY: Final = "Make --input-len or --output-len smaller."
 REMEDY_BY_DATASET: Final = {
     "replay": "--max-input and --max-output cut them, --shrink divides prompts.",
@@ -60,7 +62,7 @@ class LoadPlan:
     )
     rounds: multi_round.MultiRoundOptions = field(default_factory=multi_round.MultiRoundOptions)
     rate: float | None = None  #: open loop: requests per second
-    arrivals: str = "poisson"  #: or "constant", for `rate`
+    arrivals: str = "poisson"  #: one of ARRIVALS, for `rate`
     concurrency: int | None = None  #: closed loop: requests at once
     max_unfinished: int | None = None
     warmup: int = 0  #: uncounted requests before each run
@@ -174,13 +176,15 @@ class LoadPlan:
         return generate_text_requests(factory, self.shape, seed, self.dataset)
 
     def _generate_offsets_s(self, seed: int) -> Iterator[float]:
-        """Send times for `rate`, in seconds from the start: constant gaps, or a Poisson process."""
+        """Send times for `rate`, in seconds from the start."""
         rate = self.rate or 1.0
         # A text as seed, which Python hashes: neighbouring seeds, and
         # other datasets, have unrelated streams.
         rng = random.Random(f"arrivals/{seed}")
-        is_constant = self.arrivals == "constant"
-        gaps_s = (1 / rate if is_constant else rng.expovariate(rate) for _ in itertools.count())
+        shape = BURST_SHAPE if self.arrivals == "bursts" else 1.0  # 1.0: a Poisson process
+        gaps_s: Iterator[float] = itertools.repeat(1 / rate)
+        if self.arrivals != "constant":
+            gaps_s = (rng.gammavariate(shape, 1 / rate / shape) for _ in itertools.count())
         # From 0 on: else the first gap would be waiting time without any load.
         return itertools.accumulate(gaps_s, initial=0.0)
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from ttft_otel.bench.comparison import MIN_ROUNDS
 from ttft_otel.bench.load_driver import LoadRun
 
-KNEE_STAGES: Final = 4  # columns of the table of --find
+KNEE_STAGES: Final = 3  # columns of the table of --find
 COLUMNS: Final = ("p50", "p95", "p99", "mean")
 METRIC_TITLES: Final = {
     "ttft": "TTFT",
@@ -90,11 +90,12 @@ def print_document(document: Mapping[str, Any], out: Console) -> None:
 
 def _print_limit(limit: Mapping[str, Any], out: Console) -> None:
     """The interval of --find, and a table of the rates tried: the knee."""
-    high = "?" if limit["high"] is None else f"{limit['high']:g}"
+    low, high = f"{limit['low']:g}", limit["high"]
+    place = f"above {low}" if high is None else f"between {low} and {high:g}"
+    conditions = " and ".join(limit["conditions"])
     out.print(
         Text(
-            f"{' and '.join(limit['conditions'])} holds up to a limit between {limit['low']:g} and {high} "
-            f"{limit['unit']} ({limit['confidence']:.0%})",
+            f"{conditions}: the limit is {place} {limit['unit']} ({limit['confidence']:.0%})",
             style="bold",
         )
     )
@@ -102,21 +103,25 @@ def _print_limit(limit: Mapping[str, Any], out: Console) -> None:
     out.print(Text(f"{likely}the search ended: {limit['ended']}", style="dim"))
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     names = _choose_knee_stages(limit["probes"])
-    for title in (limit["unit"], "verdict", "in", *limit["conditions"], *names):
-        table.add_column(title, justify="left" if title == "verdict" else "right")
+    metrics = [each.partition("<")[0] for each in limit["conditions"]]
+    for title in ("rate", "verdict", "in", *metrics, *names):
+        is_word = title == "verdict"
+        table.add_column(title, justify="left" if is_word else "right", overflow="fold")
     for row in limit["probes"]:
-        style = {"holds": "green", "fails": "red"}.get(row["verdict"], "yellow")
-        shares = [f"{share:.1%} beyond" for share in row["beyond"]] or ["–"] * len(
-            limit["conditions"]
-        )
-        stages_ms = [_format_ms(row["slowest_stages_ms"].get(name, 0.0)) for name in names]
         verdict = f"{row['verdict']}{', overloaded' if row['overloaded'] else ''}"
+        shares = [f"{share:.1%}" for share in row["beyond"]] or ["–"] * len(metrics)
+        stages_ms = [_format_ms(row["slowest_stages_ms"].get(name, 0.0)) for name in names]
+        style = {"holds": "green", "fails": "red"}.get(row["verdict"], "yellow")
         table.add_row(
             f"{row['rate']:g}", Text(verdict, style), str(row["requests"]), *shares, *stages_ms
         )
     out.print(table)
-    if names:
-        out.print(Text("stages: means of the slowest requests, ms", style="dim"))
+    out.print(
+        Text(
+            f"{', '.join(metrics)}: requests beyond the limit; stages: ms of the slowest requests",
+            "dim",
+        )
+    )
     out.print(Text("\n".join(filter(None, (limit["explanation"], limit["whatif"]))) + "\n"))
 
 

@@ -35,7 +35,7 @@ from ttft_otel.bench.bench_session import (
 from ttft_otel.bench.comparison import compare_targets, list_load_differences
 from ttft_otel.bench.http_exchange import BenchTarget
 from ttft_otel.bench.limit_search import MAX_ROUNDS, LimitCondition, LimitSearch, parse_condition
-from ttft_otel.bench.load_plan import CHAT_DATASETS, DATASETS, DatasetShape, LoadPlan
+from ttft_otel.bench.load_plan import ARRIVALS, CHAT_DATASETS, DATASETS, DatasetShape, LoadPlan
 from ttft_otel.bench.multi_round import MultiRoundOptions
 from ttft_otel.bench.request_factory import BenchInputError, RequestFactory
 from ttft_otel.bench.request_statistics import find_window
@@ -239,7 +239,7 @@ LOAD_OPTIONS: Final = (
     click.option("--rate", type=POSITIVE_FLOAT, help="Open loop: requests per second."),
     click.option(
         "--arrivals",
-        type=click.Choice(("poisson", "constant")),
+        type=click.Choice(ARRIVALS),
         # As independent users arrive: constant gaps hide the queues that bursts make.
         default="poisson",
         show_default=True,
