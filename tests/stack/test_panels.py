@@ -11,7 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import yaml
 
+from lab.stack import stack_parts
 from tests.stack import panel_queries
 from tests.stack.filled_stack import FilledStack
 from tests.stack.known_requests import (
@@ -20,6 +22,7 @@ from tests.stack.known_requests import (
     SERVER_ERRORS,
     SLO_MS,
     KnownTruth,
+    build_known_records,
     list_known_records,
     sum_held_us,
     sum_reasons_us,
@@ -369,6 +372,36 @@ def test_exemplars_are_traces(filled: FilledStack) -> None:
     assert found <= set(known)
     for trace_id in sorted(found)[:10]:
         assert filled.stack.tempo.fetch_trace(trace_id), trace_id
+
+
+def test_spans_lead_to_metrics(filled: FilledStack) -> None:
+    """What Grafana asks at a click on a router's span: p99 of its service, and mean stages that add up."""
+    [file] = (stack_parts.PROVISIONING / "datasources").glob("*.yaml")
+    sources = {each["uid"]: each for each in yaml.safe_load(file.read_text("utf-8"))["datasources"]}
+    link = sources["tempo"]["jsonData"]["tracesToMetrics"]
+    [tag] = link["tags"]
+    routed = KnownTruth(row for row in filled.rows if row.routed)
+    service = next(
+        reported.record.service
+        for reported in build_known_records(routed.good[0], 0)
+        if reported.record.outermost
+    )
+    ask = build_asker(filled)
+    p99, stages = (
+        ask.query_prometheus(
+            each["query"]
+            .replace("$$__tags", f'{tag["value"]}="{service}"')
+            .replace("$$__rate_interval", f"{round(ask.end - ask.start)}s")
+        )
+        for each in link["queries"]
+    )
+    # All requests, failed ones too, as the queries do not filter.
+    waits = sorted(row.ttft for row in routed.all)
+    true = waits[math.ceil(0.99 * len(waits)) - 1] / 1e6
+    assert tag["key"] == "service.name"
+    assert is_near(float(p99[0]["value"][1]), true, BUCKET)
+    mean = sum(waits) / len(waits) / 1e6
+    assert is_near(sum(float(each["value"][1]) for each in stages), mean, 0.02)
 
 
 @pytest.mark.parametrize("name", ("model", "role", "instance"))
