@@ -8,8 +8,8 @@ V2 runner and async scheduling: `nixl` (the encoder, prefill_decode, router; enc
 and decode), `nixl3` (the encoder, prefill, decode; all over NIXL). `features` is one text server with
 vLLM's features switched on (test_engine_features.py), `small` one with few places, tokens, KV blocks and
 adapters (test_limits.py, test_kv_events.py). Each is started once; a test that needs another one stops the
-one that runs. Only `epd` is started while another one, `small`, is still in use: its tests measure no
-times.
+one that runs. `epd` is started while `small` is still in use, whose tests measure no times; the next ones
+while nothing is measured because tests of units and of the stack still run: what waits takes no CPU time.
 
 scripts/test runs tests of units and of the stack beside these: tests marked `untimed` come first and
 hold on a busy machine, the others wait until those have ended.
@@ -70,11 +70,25 @@ def rank_item(item: pytest.Item) -> tuple[int, bool, int]:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Before the first test that measures times, wait until nothing else runs.
 
-    Before the test, so that its time limit does not count the wait.
+    Before the test, so that its time limit does not count the wait. Meanwhile the next deployments start.
     """
     if item.get_closest_marker("live") and not item.get_closest_marker("untimed"):
+        deck = item.session.stash.get(DECK, None)
+        if deck and list_running():
+            for shape in list_next_shapes(item):
+                deck.start_in_background(shape)
         wait_until_alone()
+        if deck:
+            wait([coming.result for coming in deck.coming.values()])
     return (yield)
+
+
+def list_next_shapes(item: pytest.Item) -> list[str]:
+    """The deployments that the tests after `item` need next, at most MAX_AHEAD."""
+    items = item.session.items
+    needed = (get_needed_deployment(each) for each in items[items.index(item) :])
+    shapes = dict.fromkeys(SHAPES[each] for each in needed if each in SHAPES)
+    return list(shapes)[:MAX_AHEAD]
 
 
 DEPLOYMENT_ORDER = (
@@ -90,7 +104,11 @@ DEPLOYMENT_ORDER = (
     "nixl3",
     "other",
 )
+# Shapes of the deployments that tests measure times with, by fixture.
+SHAPES = {"epd": "epd", "pd": "pd", "epd3": "epd3", "nixl": NIXL_SHAPE, "newer": NIXL_SHAPE}
+MAX_AHEAD = 3  # deployments in memory at once, 4 GB each
 MAX_WAIT_S = 1800.0  # for tests that run beside
+DECK: pytest.StashKey[DeploymentDeck] = pytest.StashKey()
 
 
 def get_needed_deployment(item: pytest.Item) -> str:
@@ -105,7 +123,6 @@ def get_needed_deployment(item: pytest.Item) -> str:
 class ComingDeployment:
     """A deployment that is being started in the background; `stack` stops what has started of it."""
 
-    shape: str
     stack: ExitStack
     result: Future[tuple[LocalDeployment, InjectionControl]]
 
@@ -119,7 +136,7 @@ class DeploymentDeck:
         self.stack = ExitStack()
         self.shape = ""
         self.bench: LiveDeployment | None = None
-        self.coming: ComingDeployment | None = None
+        self.coming: dict[str, ComingDeployment] = {}  # by shape
         self.broken: dict[str, BaseException] = {}  # a start takes minutes: never tried twice
 
     def use_deployment(self, shape: str, beside: str = "") -> LiveDeployment:
@@ -132,13 +149,12 @@ class DeploymentDeck:
             if shape in self.broken:
                 raise RuntimeError(f"{shape} did not start before") from self.broken[shape]
             try:
-                if self.coming and self.coming.shape == shape:
-                    self.stack.close()
-                    self.stack, result = self.coming.stack, self.coming.result
-                    self.coming = None
-                    fleet, control = result.result()
+                coming = self.coming.pop(shape, None)
+                self.stop_running()
+                if coming:
+                    self.stack = coming.stack
+                    fleet, control = coming.result.result()
                 else:
-                    self.stop_running()
                     if beside:
                         self.start_in_background(beside)
                     fleet, control = self.start_and_wait(shape, self.stack)
@@ -160,14 +176,15 @@ class DeploymentDeck:
         return stack.enter_context(start_deployment(plan, progress=self.report_start)), control
 
     def start_in_background(self, shape: str) -> None:
-        """Begin to start `shape`."""
+        """Begin to start `shape`, unless that has begun."""
+        if shape == self.shape or shape in self.coming:
+            return
         tiny_models.build_model(
             tiny_models.VISION_RECIPE
         )  # seeds are the process's: not while another model is made
         stack = ExitStack()
-        stack.enter_context(exit_on_sigterm())  # which only this thread can be
         pool = ThreadPoolExecutor(1)
-        self.coming = ComingDeployment(shape, stack, pool.submit(self.start_and_wait, shape, stack))
+        self.coming[shape] = ComingDeployment(stack, pool.submit(self.start_and_wait, shape, stack))
         pool.shutdown(wait=False)
 
     def report_start(self, name: str, seconds: float, line: str) -> None:
@@ -176,24 +193,32 @@ class DeploymentDeck:
             sys.stderr.write(f"[live] {name}: {seconds:.0f} s\n")
 
     def stop_running(self) -> None:
-        """Stop the deployment that runs, and the one that is being started."""
+        """Stop the deployment that runs."""
         self.stack.close()
-        if self.coming:
-            wait([self.coming.result])
-            self.coming.stack.close()
-            self.coming = None
         self.bench = None
         self.shape = ""
+
+    def stop_all(self) -> None:
+        """Stop the deployment that runs, and those that are being started."""
+        self.stop_running()
+        wait([coming.result for coming in self.coming.values()])
+        for coming in self.coming.values():
+            coming.stack.close()
+        self.coming.clear()
 
 
 def wait_until_alone() -> None:
     """Wait until the processes in TTFT_OTEL_LIVE_AFTER have ended: scripts/test's tests beside these."""
-    process_ids = os.environ.get("TTFT_OTEL_LIVE_AFTER", "").split()
     deadline = time.monotonic() + MAX_WAIT_S
-    while running := [pid for pid in process_ids if is_running(pid)]:
+    while running := list_running():
         if time.monotonic() > deadline:
             raise RuntimeError(f"processes {running} did not end within {MAX_WAIT_S:.0f} s")
         time.sleep(0.2)
+
+
+def list_running() -> list[str]:
+    """The processes in TTFT_OTEL_LIVE_AFTER that have not ended."""
+    return [pid for pid in os.environ.get("TTFT_OTEL_LIVE_AFTER", "").split() if is_running(pid)]
 
 
 def is_running(pid: str) -> bool:
@@ -206,15 +231,19 @@ def is_running(pid: str) -> bool:
 
 
 @pytest.fixture(scope="session")
-def deck(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentDeck]:
+def deck(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[DeploymentDeck]:
     """The deck that all tests of this run share."""
     found = DeploymentDeck(
         Path(os.environ.get("TTFT_OTEL_LIVE") or tmp_path_factory.mktemp("live"))
     )
-    try:
-        yield found
-    finally:
-        found.stop_running()
+    request.session.stash[DECK] = found
+    with exit_on_sigterm():  # which deployments that start in the background cannot set
+        try:
+            yield found
+        finally:
+            found.stop_all()
 
 
 @pytest.fixture(scope="session")
