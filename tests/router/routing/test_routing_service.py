@@ -319,13 +319,17 @@ def test_what_is_learnt() -> None:
     book_and_answer(stages, TokenCounts(801, 320, 481, 481))  # its engine has counted
     # What earlier pipeline stages take grows with the prompt, too.
     book_and_answer({**stages, "pipeline": 90_000}, TokenCounts(801, 320, 481, 481))
+    # Answers under way are a token of the step each, but no part of it by which it could be divided.
+    to.in_flight = 19
+    book_and_answer(stages, TokenCounts(801, 320, 481, 500))
     assert kept == [
-        ("tiny", INSTANCE_URL, compute_work(801, 320), 0.11),
-        ("tiny", INSTANCE_URL, compute_work(801, 320), 0.055),
-        ("tiny", INSTANCE_URL, compute_work(800, 160), 0.11),
-        ("tiny", INSTANCE_URL, compute_work(800, 160), 0.5),
-        ("tiny", INSTANCE_URL, compute_work(801, 320), 0.11),
-        ("tiny", INSTANCE_URL, compute_work(801, 320), 0.2),
+        ("tiny", INSTANCE_URL, compute_work(801, 320), 0.11, 0),
+        ("tiny", INSTANCE_URL, compute_work(801, 320), 0.055, 0),
+        ("tiny", INSTANCE_URL, compute_work(800, 160), 0.11, 0),
+        ("tiny", INSTANCE_URL, compute_work(800, 160), 0.5, 0),
+        ("tiny", INSTANCE_URL, compute_work(801, 320), 0.11, 0),
+        ("tiny", INSTANCE_URL, compute_work(801, 320), 0.2, 0),
+        ("tiny", INSTANCE_URL, compute_work(801, 320), 0.11, 19),
     ]
 
 

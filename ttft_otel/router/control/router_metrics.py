@@ -83,7 +83,7 @@ def _collect_fits(routing: RoutingService) -> Iterator[Metric]:
         # Without a URL it is the line that the instances of a model share.
         if url
     }
-    help_text = "Seconds of a prefill: once (a), per token computed (b), per pair (d)."
+    help_text = "Seconds of a prefill: once (a), per token (b), pair (d), answer beside it (e)."
     coefficients = {
         (*key, name): value
         for key, fit in fits.items()

@@ -47,6 +47,7 @@ class FirstToken(msgspec.Struct, array_like=True, tag="t", frozen=True):
     tokens_to_compute: int = 0
     pairs: int = 0
     seconds: float | None = None
+    decodes: int = 0
 
 
 class Ended(msgspec.Struct, array_like=True, tag="e", frozen=True):

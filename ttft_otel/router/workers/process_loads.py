@@ -191,7 +191,8 @@ class RemoteLoads:
             return
         sample = None
         if token.seconds is not None:
-            sample = PrefillSample(token.model, token.tokens_to_compute, token.pairs, token.seconds)
+            work = (token.tokens_to_compute, token.pairs)
+            sample = PrefillSample(token.model, *work, token.seconds, token.decodes)
         key = (sent.leg, token.span_id)
         self._find_state(sent.leg).record_first_token_elsewhere(key, token.now_us, sample)
 

@@ -350,6 +350,22 @@ def test_calibrated() -> None:
     )
 
 
+def test_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers under way lengthen each prefill there, and half a step of theirs is waited for."""
+    known = build_state(MS_PER_TOKEN._replace(e=0.002))
+    monkeypatch.setattr(A, "in_flight", 10)  # none has a prompt before its first token
+
+    def predict_ttft(each: Instance) -> float | None:
+        return choose_instance("ttft", known, build_request(9, 100), 0, (each,)).predicted_ttft_s
+
+    assert predict_ttft(B) == pytest.approx(0.1)
+    assert predict_ttft(A) == pytest.approx(0.1 + 1.5 * 10 * 0.002)
+    assert choose_instance("ttft", known, build_request(9, 100), 0, (A, B)).instance is B
+    add_prompts(known, (A, 50))
+    # One of the ten is this prompt, whose own steps are waited for in place of half a step.
+    assert predict_ttft(A) == pytest.approx(0.05 + 0.1 + 2 * 9 * 0.002)
+
+
 def test_others() -> None:
     """The busier the fleet, the longer a request waits where its prompt is cached: others need the time."""
     known = build_state(MS_PER_TOKEN)

@@ -41,6 +41,20 @@ def test_exact() -> None:
     assert fit.quality.mape == pytest.approx(0, abs=0.01)
 
 
+def test_decodes() -> None:
+    """What answers under way cost each prefill is found, and nothing where none are."""
+    fit, chance = PrefillFit(), random.Random(3)
+    true = TRUE_LINE._replace(e=0.0007)
+    for each in generate_work(300):
+        decodes = chance.randrange(100)
+        seconds = true.predict_seconds(each, decodes=decodes)
+        fit.add_sample(each, seconds * chance.lognormvariate(0, 0.05), decodes)
+
+    assert fit.line is not None
+    assert fit.line.e == pytest.approx(true.e, rel=0.1)
+    assert fit.describe_fit()["e"] == fit.line.e
+
+
 def test_noise() -> None:
     """With 10 % of noise its errors are about that noise; long prompts are predicted within a few percent."""
     fit, chance = PrefillFit(), random.Random(2)
@@ -61,7 +75,7 @@ def test_noise() -> None:
 @pytest.mark.parametrize("kept", list(product((0, 1), repeat=3)))
 def test_never_negative(kept: tuple[int, ...]) -> None:
     """A part that costs nothing has a coefficient of zero, never below, whatever the noise."""
-    true = PrefillLine(*(x * keep for x, keep in zip(TRUE_LINE, kept, strict=True)))
+    true = PrefillLine(*(x * keep for x, keep in zip(TRUE_LINE[:3], kept, strict=True)))
     fit, chance = PrefillFit(), random.Random(4)
     for each in generate_work(300):
         fit.add_sample(each, true.predict_seconds(each) + chance.gauss(0, 1e-4))

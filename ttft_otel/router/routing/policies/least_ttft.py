@@ -87,6 +87,8 @@ class LeastTtftPolicy(RoutingPolicy):
                 for prefill, instance in zip(prefills, instances, strict=True)
             ]
         waits = _predict_waits(instances, loads, line, speed_factors, now_us)
+        if line.e:
+            _add_decodes(waits, prefills, instances, loads, line.e, speed_factors)
         delay_cost = pending.estimate_delay_cost(now_us, len(instances))
         scores = [
             # Without the last term each request would be served
@@ -173,11 +175,33 @@ def _predict_prefills(
     """
     # PrefillLine.predict_seconds and count_pairs written out: calls would dominate the cost of a decision.
     # (n² + n)/2 pairs for n tokens: d/2 goes into the linear and into the quadratic coefficient.
-    a, b, d = line
+    a, b, d, _ = line
     half = 0.5 * d
     once = b + half
     whole = a + prompt_tokens * (once + half * prompt_tokens)
     return [whole - cached * (once + half * cached) for cached in cached_tokens]
+
+
+def _add_decodes(
+    waits: list[float],
+    prefills: list[float],
+    instances: Sequence[Instance],
+    loads: Sequence[InstanceLoad],
+    seconds: float,
+    speed_factors: Mapping[str, float],
+) -> None:
+    """Add to waits and prefills what an instance's answers under way cost each prompt, `seconds` apiece.
+
+    The steps that compute prompts continue these answers. Where no prompt is, half a step of theirs is to be
+    waited for.
+    """
+    for position, (instance, load) in enumerate(zip(instances, loads, strict=True)):
+        prompts = len(load.entries)
+        decodes = instance.all_in_flight - prompts
+        if decodes > 0:
+            delay_s = seconds * decodes * speed_factors.get(instance.url, 1.0)
+            waits[position] += delay_s * (prompts or 0.5)
+            prefills[position] += delay_s
 
 
 def _predict_waits(

@@ -33,6 +33,7 @@ class PendingRequest(NamedTuple):
     work: PrefillWork
     block_keys: tuple[int, ...]
     predicted_s: float | None
+    decodes: int = 0  # answers under way at the instance when it was sent
 
 
 # An absolute time, so that it stays right while nothing changes.
@@ -100,6 +101,10 @@ class PendingLoads:
     def get_load(self, url: str) -> InstanceLoad:
         """The load of the instance at `url`; an empty one if it was sent nothing."""
         return self._loads.get(url, NO_LOAD)
+
+    def count_decodes(self, instance: Instance) -> int:
+        """How many answers are under way at `instance`: what is in flight and has its first token."""
+        return max(instance.all_in_flight - len(self.get_load(instance.url).entries), 0)
 
     def find_entry(self, key: RequestKey) -> PendingRequest | None:
         """The pending request of `key`, None if it has its first token or is over."""

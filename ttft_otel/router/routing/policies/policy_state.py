@@ -54,6 +54,7 @@ class PrefillSample(NamedTuple):
     tokens_to_compute: int
     pairs: int
     seconds: float
+    decodes: int = 0  # answers under way beside it
 
 
 FirstTokenListener = Callable[[RequestKey, int, PrefillSample | None], None]
@@ -122,6 +123,7 @@ class PolicyState:
             work_to_do,
             request.block_keys,
             self.predict_ttft(decision),
+            self.pending.count_decodes(decision.instance),
         )
         self.pending.add_pending(key or (request.leg, request.request_id), entry)
 
@@ -176,7 +178,7 @@ class PolicyState:
             prompt_tokens = prompt_tokens or request.prompt_tokens
             # Engines may report more cached than the router's length of the prompt.
             prefill_work = compute_work(prompt_tokens, min(cached_tokens, prompt_tokens))
-            sample = PrefillSample(request.model, *prefill_work, prefill_s)
+            sample = PrefillSample(request.model, *prefill_work, prefill_s, entry.decodes)
         self._learn_prefill(entry, sample)
         if self.first_token_listener is not None:
             own_key = key or (request.leg, request.request_id)
@@ -196,8 +198,8 @@ class PolicyState:
         # The blocks are cached from the first token on, also if the client disconnects later.
         self.index.record_served(entry.url, entry.block_keys)
         if sample is not None:
-            model, tokens, pairs, seconds = sample
-            self.models.add_sample(model, entry.url, PrefillWork(tokens, pairs), seconds)
+            model, tokens, pairs, seconds, decodes = sample
+            self.models.add_sample(model, entry.url, PrefillWork(tokens, pairs), seconds, decodes)
 
     def record_first_token_elsewhere(
         self, key: RequestKey, now_us: int, sample: PrefillSample | None

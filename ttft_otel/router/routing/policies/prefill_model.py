@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A linear model of prefill time, fitted to measured prefills; least_ttft.py predicts with it.
 
-seconds = a + b * tokens + d * pairs, with the tokens and attention pairs that have to be computed
-(PrefillWork). With a = b = 0 it orders prompts like the trapezoid formula. All instances of a
-model share one line; each has a speed factor by which it is slower or faster than that.
+seconds = a + b * tokens + d * pairs + e * decodes, with the tokens and attention pairs that have to be
+computed (PrefillWork), and the answers under way that its steps continue as well. With a = b = 0 it orders
+prompts like the trapezoid formula. All instances of a model share one line; each has a speed factor by which
+it is slower or faster than that.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ FORGETTING_FACTOR: Final = 0.998
 # Added to the expected seconds in the weights: without it an error of 1 ms in a prefill of 2 ms would
 # count more than one of 100 ms in a second.
 ERROR_FLOOR_S: Final = 0.01
-# Units of the constant, tokens and pairs, so that the sums are of similar magnitude.
-COEFFICIENT_UNITS: Final = (1.0, 1e3, 1e6)
+# Units of the constant, tokens, pairs and decodes, so that the sums are of similar magnitude.
+COEFFICIENT_UNITS: Final = (1.0, 1e3, 1e6, 10.0)
+_TERMS: Final = range(len(COEFFICIENT_UNITS))
 # The line is solved for after every sample up to this number, later after every SOLVE_EVERY-th.
 SOLVE_EACH_UNTIL: Final = 64
 SOLVE_EVERY: Final = 16
@@ -31,7 +33,7 @@ SPEED_FORGETTING: Final = 0.95
 SIGNIFICANCE: Final = 4.0
 # Outliers count as at most e^3, about 20 times, slower or faster than expected.
 MAX_LOG_RATIO: Final = 3.0
-_SUBSETS: Final = [some for size in (3, 2, 1) for some in combinations(range(3), size)]
+_SUBSETS: Final = [some for size in (4, 3, 2, 1) for some in combinations(_TERMS, size)]
 
 
 # Integers, so that sums of pending work return to exactly zero.
@@ -107,23 +109,27 @@ class PredictionQuality:
 
 
 class PrefillLine(NamedTuple):
-    """Coefficients in seconds: `a` per prefill, `b` per token computed, `d` per attention pair."""
+    """Coefficients in seconds: `a` per prefill, `b` per token computed, `d` per attention pair, and `e` per
+    answer under way.
+    """
 
     a: float
     b: float
     d: float
+    e: float = 0.0
 
-    def predict_seconds(self, work: PrefillWork, prompt_count: int = 1) -> float:
-        """Seconds for `work`, the sum of the work of `prompt_count` prompts."""
-        return self.a * prompt_count + self.b * work.tokens_to_compute + self.d * work.pairs
+    def predict_seconds(self, work: PrefillWork, prompt_count: int = 1, decodes: int = 0) -> float:
+        """Seconds for `work`, the sum of the work of `prompt_count` prompts, beside so many answers."""
+        alone_s = self.a * prompt_count + self.b * work.tokens_to_compute + self.d * work.pairs
+        return alone_s + self.e * decodes
 
 
 class PrefillFit:
     """Weighted least squares with exponential forgetting and non-negative coefficients.
 
     forgetting: weight of a sample after each later one. Errors are relative to the expected seconds.
-    Only the sums of the normal equations are kept. With three unknowns, the best non-negative solution is
-    found by solving for each of the seven subsets of coefficients, with the others zero, and taking the
+    Only the sums of the normal equations are kept. With four unknowns, the best non-negative solution is
+    found by solving for each of the fifteen subsets of coefficients, with the others zero, and taking the
     best solution that is non-negative.
     """
 
@@ -132,16 +138,16 @@ class PrefillFit:
         self.line: PrefillLine | None = None
         self.quality = PredictionQuality()
         self._forgetting = forgetting
-        self._left = [[0.0] * 3 for _ in range(3)]
-        self._right = [0.0] * 3
+        self._left = [[0.0] * len(_TERMS) for _ in _TERMS]
+        self._right = [0.0] * len(_TERMS)
 
-    def add_sample(self, work: PrefillWork, seconds: float) -> None:
-        """Learn from one measured prefill of `seconds`."""
+    def add_sample(self, work: PrefillWork, seconds: float, decodes: int = 0) -> None:
+        """Learn from one measured prefill of `seconds` beside so many answers."""
         # The first samples have no prediction to be weighted by.
         expected_s = seconds
         # The prediction is judged before the sample changes the line.
         if self.line is not None:
-            expected_s = self.line.predict_seconds(work)
+            expected_s = self.line.predict_seconds(work, decodes=decodes)
             self.quality.add_outcome(expected_s, seconds)
         # Weighting by the measured seconds would favour samples that are short by chance.
         weight = 1 / (expected_s + ERROR_FLOOR_S) ** 2
@@ -149,13 +155,14 @@ class PrefillFit:
             1.0,
             work.tokens_to_compute / COEFFICIENT_UNITS[1],
             work.pairs / COEFFICIENT_UNITS[2],
+            decodes / COEFFICIENT_UNITS[3],
         )
-        for i in range(3):
+        for i in _TERMS:
             self._right[i] = self._right[i] * self._forgetting + weight * row[i] * seconds
-            for j in range(3):
+            for j in _TERMS:
                 self._left[i][j] = self._left[i][j] * self._forgetting + weight * row[i] * row[j]
         self.samples += 1
-        # Three unknowns would fit three samples exactly, noise included.
+        # Four unknowns would fit four samples exactly, noise included.
         if self.samples >= MIN_SAMPLES and (
             self.samples < SOLVE_EACH_UNTIL or not self.samples % SOLVE_EVERY
         ):
@@ -163,8 +170,8 @@ class PrefillFit:
 
     def describe_fit(self) -> dict[str, float | None]:
         """Samples, coefficients in seconds, and prediction quality, for GET /instances."""
-        a, b, d = self.line or (None, None, None)
-        return {"samples": self.samples, "a": a, "b": b, "d": d, **self.quality.describe_quality()}
+        line = self.line._asdict() if self.line else dict.fromkeys(PrefillLine._fields)
+        return {"samples": self.samples, **line, **self.quality.describe_quality()}
 
     def _solve_line(self) -> PrefillLine | None:
         best, lowest = self.line, 0.0
@@ -179,7 +186,7 @@ class PrefillFit:
             # exactly this: no second pass over samples.
             value = -sum(x * y for x, y in zip(solution, self._pick_right(subset), strict=True))
             if value < lowest:
-                coefficients = [0.0, 0.0, 0.0]
+                coefficients = [0.0] * len(_TERMS)
                 for index, x in zip(subset, solution, strict=True):
                     coefficients[index] = x / COEFFICIENT_UNITS[index]
                 best, lowest = PrefillLine(*coefficients), value
@@ -209,8 +216,8 @@ class InstanceSpeed:
 
     def describe_fit(self) -> dict[str, float | None]:
         """Samples, coefficients in seconds, and prediction quality, for GET /instances."""
-        a, b, d = self.line or (None, None, None)
-        return {"samples": self.samples, "a": a, "b": b, "d": d, **self.quality.describe_quality()}
+        line = self.line._asdict() if self.line else dict.fromkeys(PrefillLine._fields)
+        return {"samples": self.samples, **line, **self.quality.describe_quality()}
 
 
 class SharedModel:
@@ -227,11 +234,11 @@ class SharedModel:
         self._noise_variance = 0.0  # variance of samples around their instance's mean
         self._noise_samples = 0
 
-    def add_sample(self, url: str, work: PrefillWork, seconds: float) -> None:
+    def add_sample(self, url: str, work: PrefillWork, seconds: float, decodes: int) -> None:
         """Learn from one prefill of `seconds`; the line from what it would take on an average instance."""
         speed, line = self.speeds[url], self.pooled_fit.line
         speed.samples += 1
-        expected_s = 0.0 if line is None else line.predict_seconds(work)
+        expected_s = 0.0 if line is None else line.predict_seconds(work, decodes=decodes)
         # Ratios, hence logarithms: twice as slow and twice as fast are equally far from 1.
         if expected_s > 0 and seconds > 0:
             speed.quality.add_outcome(expected_s * speed.factor, seconds)
@@ -255,7 +262,7 @@ class SharedModel:
             else:
                 self.speed_factors[url] = speed.factor
         # A slow instance must not make the shared line slower.
-        self.pooled_fit.add_sample(work, seconds / speed.factor)
+        self.pooled_fit.add_sample(work, seconds / speed.factor, decodes)
 
     def drop_instance(self, url: str) -> None:
         """Drop what was learned about the instance at `url`."""
@@ -293,8 +300,10 @@ class PrefillModels:
         self._shared_models: dict[str, SharedModel] = {}
         self._speeds: dict[tuple[str, str], InstanceSpeed] = {}  # by (model, URL), oldest first
 
-    def add_sample(self, model: str, url: str, work: PrefillWork, seconds: float) -> None:
-        """Learn from one measured prefill of `seconds`."""
+    def add_sample(
+        self, model: str, url: str, work: PrefillWork, seconds: float, decodes: int = 0
+    ) -> None:
+        """Learn from one measured prefill of `seconds` beside so many answers."""
         if (model, url) not in self._speeds:
             if len(self._speeds) >= MAX_TRACKED:
                 self._drop_speed(*next(iter(self._speeds)))
@@ -304,7 +313,7 @@ class PrefillModels:
             self._speeds[model, url] = shared_model.speeds[url] = InstanceSpeed(
                 shared_model.pooled_fit
             )
-        self._shared_models[model].add_sample(url, work, seconds)
+        self._shared_models[model].add_sample(url, work, seconds, decodes)
 
     def get_line(self, model: str) -> tuple[PrefillLine, Mapping[str, float]] | None:
         """The line of `model` and the speed factors other than 1, by URL; None before the first fit."""
@@ -337,7 +346,7 @@ class PrefillModels:
 
 
 def _solve_system(matrix: list[list[float]], vector: list[float]) -> list[float] | None:
-    """Solve a symmetric system of at most three equations by elimination; None if it is singular."""
+    """Solve a symmetric system of a few equations by elimination; None if it is singular."""
     size = len(vector)
     rows = [[*matrix[i], vector[i]] for i in range(size)]
     for i in range(size):
