@@ -3,39 +3,38 @@
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from benchmarks.routing.mooncake_traces import TRACE_BLOCK_TOKENS, TraceRow, compute_speedup
+from benchmarks.routing.mooncake_traces import (
+    PREFILL_COST,
+    TRACE_BLOCK_TOKENS,
+    TraceRow,
+    compute_speedup,
+)
 from benchmarks.routing.oracle_policy import OraclePolicy
-from benchmarks.routing.peer_policies import PEER_POLICIES
+from benchmarks.routing.peer_policies import PEER_POLICIES, DynamoPolicy
 from benchmarks.routing.simulated_instance import SimulatedInstance
+from ttft_otel.explain.whatif.engine_model import QueuedPrompt
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
+from ttft_otel.model.statistics import compute_quantile
 from ttft_otel.router import types
 from ttft_otel.router.routing.policies.block_index import BlockHolders, RecentBlocks, SentHistory
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
+from ttft_otel.router.routing.policies.prefill_model import compute_work
 
 MODEL_NAME = "model"
 SESSION_HEADER = "x-session"
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedPrefill:
-    """A prefill that took `seconds`, with so many tokens from the instance's cache."""
-
-    server: SimulatedInstance
-    request: types.RoutingRequest
-    seconds: float
-    cached_tokens: int
+SLOWED = 0.4  # speed of an instance that slows
+# An answer is good that begins within GOOD_TTFT_S and GOOD_RATIO times the prefill with nothing cached.
+GOOD_TTFT_S, GOOD_RATIO = 0.5, 1.5
 
 
 class Simulation:
@@ -45,15 +44,20 @@ class Simulation:
         # Terms of a case: benchmarks/routing/cases.json.
         size, slow = case["instances"], round(case["instances"] * case["slow"])
         # Whole microseconds, as in the router: sums of floats would order events by rounding errors.
-        self.lag, self.noise = round(case["lag"] * US_PER_SECOND), case["noise"]
-        # Generators of their own for noise and for ties: how often
-        # a policy has ties must not change the noise.
-        self.random = random.Random(f"noise {seed}")
+        self.lag = round(case["lag"] * US_PER_SECOND)
+        self.event = case["event"]
+        # The counter breaks ties of time in the order of scheduling; functions cannot be compared.
+        self.events: list[tuple[int, int, Callable[[int], None]]] = []
+        self.event_order = itertools.count()
         self.servers = [
             SimulatedInstance(
                 types.parse_instance_url(f"http://127.0.0.1:{9000 + n}", "prefill"),
                 0.5 if n < slow else 1.0,
                 RecentBlocks(case["cache"]),
+                case["noise"],
+                # Of its own: how often a policy has ties must not change the noise.
+                random.Random(f"noise {seed} {n}"),
+                self.schedule_event,
             )
             for n in range(size)
         ]
@@ -78,12 +82,10 @@ class Simulation:
             if policy == "oracle"
             else policy_classes[name](self.state)
         )
-        # The counter breaks ties of time in the order of scheduling; functions cannot be compared.
-        self.events: list[tuple[int, int, Callable[[int], None]]] = []
-        self.event_order = itertools.count()
         self.sent_at_us: dict[str, int] = {}
         self.ttfts_s: list[float] = []
-        self.cached_tokens = 0
+        self.tpots_s: list[float] = []  # means of answers
+        self.in_time = self.cached_tokens = 0
 
     @property
     def mean_ttft_s(self) -> float:
@@ -94,16 +96,28 @@ class Simulation:
         """Call `action` at the time `when_us` of the simulation."""
         heapq.heappush(self.events, (when_us, next(self.event_order), action))
 
-    def run(self, rows: Iterable[TraceRow], speed: float) -> None:
-        """From the first arrival to the last first token; arrivals are only looked at when due."""
+    def run(self, rows: Sequence[TraceRow], speed: float) -> None:
+        """From the first arrival to the last token; arrivals are only looked at when due."""
         for number, row in enumerate(rows):
             when = round(row.arrival_s / speed * US_PER_SECOND)
             # Up to and including `when`: an instance that is done at this moment counts as free.
             while self.events and self.events[0][0] <= when:
                 self._run_next_event()
+            if number == len(rows) // 2:
+                self._change_first_instance()
             self.handle_arrival(number, row, when)
         while self.events:
             self._run_next_event()
+
+    def _change_first_instance(self) -> None:
+        """What happens to it in the middle of the case, if anything."""
+        first = self.servers[0]
+        if self.event == "slows":
+            first.speed *= SLOWED
+        elif self.event == "restarts":
+            gone = list(first.cache)
+            first.cache = RecentBlocks(first.cache.max_blocks)
+            self.index.remove_blocks(first.instance.url, gone)
 
     def _run_next_event(self) -> None:
         when, _, do = heapq.heappop(self.events)
@@ -129,34 +143,36 @@ class Simulation:
         self.state.record_sent(request, choice, now_us)
         self.sent_at_us[request.request_id] = now_us
         choice.instance.in_flight += 1
-        server = self.by_url[choice.instance.url]
-        server.waiting.append(request)
-        if server.free:
-            self.start_prefill(server, now_us)
+        self.send_request(choice.instance, request, row, now_us)
 
-    def start_prefill(self, server: SimulatedInstance, now_us: int) -> None:
-        """Start the next prefill in the instance's queue."""
-        server.free = not server.waiting
-        if server.free:
-            return
-        request = server.waiting.popleft()
-        cached = server.count_cached_tokens(request, ())
-        seconds = server.compute_prefill_s(request, cached)
-        # Median 1, drawn for each prefill; no policy sees it.
-        seconds *= self.random.lognormvariate(0, self.noise)
-        server.running, server.prefill_ends_us = request, now_us + round(seconds * US_PER_SECOND)
-        server.busy += seconds
-        self.cached_tokens += cached
-        self.schedule_event(
-            server.prefill_ends_us,
-            functools.partial(
-                self.finish_prefill, FinishedPrefill(server, request, seconds, cached)
-            ),
+    def send_request(
+        self, instance: types.Instance, request: types.RoutingRequest, row: TraceRow, now_us: int
+    ) -> None:
+        """The instance gets a request."""
+        self.by_url[instance.url].add_request(
+            request,
+            row.output_tokens,
+            now_us,
+            self.finish_prefill,
+            lambda request, prompt: self.finish_answer(instance, request, prompt),
         )
 
-    def finish_prefill(self, prefill: FinishedPrefill, now_us: int) -> None:
+    def finish_answer(
+        self, instance: types.Instance, request: types.RoutingRequest, prompt: QueuedPrompt
+    ) -> None:
+        """The last token."""
+        instance.in_flight -= 1
+        if isinstance(self.policy, DynamoPolicy):
+            self.policy.record_end(request.request_id)
+        if prompt.decode_steps > 0:
+            decoding_us = prompt.last_token - prompt.first_token
+            self.tpots_s.append(decoding_us / prompt.decode_steps / US_PER_SECOND)
+
+    def finish_prefill(
+        self, server: SimulatedInstance, request: types.RoutingRequest, prompt: QueuedPrompt
+    ) -> None:
         """The first token; the cache changes now, and the router hears of it later."""
-        server, request = prefill.server, prefill.request
+        now_us = prompt.first_token
         # At the end of the prefill: vLLM publishes a block when it is computed.
         new, gone = server.cache.record_use(request.block_keys)
         url = server.instance.url
@@ -165,10 +181,17 @@ class Simulation:
             self.schedule_event(
                 now_us + self.lag, lambda _: self.report_cache_change(url, new, gone)
             )
-        self.state.record_first_token(request, now_us, prefill.seconds, prefill.cached_tokens)
-        server.instance.in_flight -= 1
-        self.ttfts_s.append((now_us - self.sent_at_us.pop(request.request_id)) / US_PER_SECOND)
-        self.start_prefill(server, now_us)
+        # As the router reads it from Server-Timing: its part of the steps that it was in.
+        entry = self.state.pending.find_entry((request.leg, request.request_id))
+        decodes = entry.decodes if entry else 0
+        share = min(prompt.tokens / max(prompt.step_tokens - decodes, 1), 1.0)
+        seconds = prompt.compute * share / US_PER_SECOND
+        self.state.record_first_token(request, now_us, seconds, prompt.context)
+        self.cached_tokens += prompt.context
+        ttft_s = (now_us - self.sent_at_us.pop(request.request_id)) / US_PER_SECOND
+        self.ttfts_s.append(ttft_s)
+        alone_s = PREFILL_COST.predict_seconds(compute_work(request.prompt_tokens, 0))
+        self.in_time += ttft_s <= GOOD_TTFT_S + GOOD_RATIO * alone_s
 
     def report_cache_change(self, url: str, new: list[int], gone: list[int]) -> None:
         """Apply the KV events of a prefill to the router's index."""
@@ -183,22 +206,19 @@ def simulate_case(
     simulation = Simulation(case, policy, seed)
     # Load is relative to what all instances can do with nothing cached (cases.json).
     capacity = sum(each.speed for each in simulation.servers)
-    speed = compute_speedup(rows, case["load"], capacity)
-    # The simulation's own cost, most of it the policy's; the trace is read before.
+    # The simulation's own cost, most of it the engines'; arrivals are read before.
     started = time.process_time()
-    simulation.run(rows, speed)
+    simulation.run(rows, compute_speedup(rows, case["load"], capacity))
     cpu_s = time.process_time() - started
     # Nothing lost: a request without a first token would flatter the mean.
     assert len(simulation.ttfts_s) == len(rows) and not len(simulation.state.pending)
-    cuts = statistics.quantiles(simulation.ttfts_s, n=100)
-    span = (rows[-1].arrival_s - rows[0].arrival_s) / speed
     figures = {
         "mean": simulation.mean_ttft_s,
-        "p50": cuts[49],
-        "p90": cuts[89],
-        "p99": cuts[98],
+        "p50": compute_quantile(simulation.ttfts_s, 0.5),
+        "p99": compute_quantile(simulation.ttfts_s, 0.99),
+        "good": simulation.in_time / len(rows),
+        "tpot_p99": compute_quantile(simulation.tpots_s, 0.99),
         "hit": simulation.cached_tokens / sum(row.tokens for row in rows),
-        "busy": sum(each.busy for each in simulation.servers) / len(simulation.servers) / span,
         "cpu": cpu_s,
     }
     if policy == "calibrated":

@@ -16,6 +16,9 @@ from ttft_otel.router.routing.policies.prefill_model import PrefillLine, compute
 TRACE_BLOCK_TOKENS = 512
 # Seconds: 5 ms a prefill, 40 us a token, 1.3 ns an attention pair (about an 8B model on an H100).
 PREFILL_COST = PrefillLine(0.005, 40e-6, 1.3e-9)
+# Seconds that a decode reads for each token of its context: 128 KiB of an 8B model's KV cache at 3.3 TB/s.
+CONTEXT_READ_S = 40e-9
+DECODES = 32  # of a step, where the work of a request is counted
 MAX_SESSION_SHIFT_S = 30.0  # seconds that a session drawn anew may begin sooner or later
 COPY_BLOCK_OFFSET = 10**9  # added to the block numbers of a session's further copies
 
@@ -28,6 +31,7 @@ class TraceRow:
     tokens: int
     blocks: tuple[int, ...]
     session: str
+    output_tokens: int = 1
 
 
 # A process of the pool simulates many cases of the same trace.
@@ -41,7 +45,8 @@ def read_trace(path: Path, seed: int) -> tuple[TraceRow, ...]:
         # The last hash of a prompt may be of a part of a block, which is never cached.
         full = tuple(ids[: row["input_length"] // TRACE_BLOCK_TOKENS])
         # The second block stands for a session: the first is the same for nearly all.
-        rows.append(TraceRow(row["timestamp"] / 1e3, row["input_length"], full, str(ids[:2][-1])))
+        session, output = str(ids[:2][-1]), max(row["output_length"], 1)
+        rows.append(TraceRow(row["timestamp"] / 1e3, row["input_length"], full, session, output))
     return tuple(rows if seed == 1 else _resample_sessions(rows, random.Random(f"rows {seed}")))
 
 
@@ -73,29 +78,15 @@ def _resample_sessions(rows: list[TraceRow], chance: random.Random) -> list[Trac
 
 
 def compute_speedup(rows: tuple[TraceRow, ...], load: float, capacity: float) -> float:
-    """The factor by which the trace's times are divided for this load."""
+    """The factor by which arrival times are divided for this load."""
     span = rows[-1].arrival_s - rows[0].arrival_s
-    return (
-        load
-        * capacity
-        * span
-        / sum(PREFILL_COST.predict_seconds(compute_work(row.tokens, 0)) for row in rows)
+    return load * capacity * span / sum(map(compute_work_s, rows))
+
+
+def compute_work_s(row: TraceRow) -> float:
+    """Seconds that a request takes of an instance which has nothing of it cached and DECODES at once."""
+    step_share_s = PREFILL_COST.a / DECODES + PREFILL_COST.b
+    context = row.tokens + row.output_tokens / 2
+    return PREFILL_COST.predict_seconds(compute_work(row.tokens, 0)) + (row.output_tokens - 1) * (
+        step_share_s + CONTEXT_READ_S * context
     )
-
-
-def compute_ideal_mean_s(rows: tuple[TraceRow, ...]) -> float:
-    """Mean seconds of a prefill that never waits and hits all blocks of all earlier requests."""
-    seen: set[int] = set()
-    total = 0.0
-    for row in rows:
-        # Blocks cached behind a missing one are of no use: attention needs the whole prefix.
-        depth = next((at for at, block in enumerate(row.blocks) if block not in seen), None)
-        found = len(row.blocks) if depth is None else depth
-        total += PREFILL_COST.predict_seconds(
-            # The last token is always computed, as in the simulation.
-            compute_work(
-                row.tokens, min(found, (row.tokens - 1) // TRACE_BLOCK_TOKENS) * TRACE_BLOCK_TOKENS
-            )
-        )
-        seen.update(row.blocks)
-    return total / len(rows)

@@ -1,18 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published scores of other routers as policies, for comparison in simulate.py."""
+"""Rules of other routers as policies, for comparison in simulate.py: algorithms only, as published.
+
+production-stack's `session`, `prefixaware` and `kvaware`, and join-shortest-queue, are policies of ours.
+"""
 
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from benchmarks.routing.mooncake_traces import PREFILL_COST
+from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.routing.policies.pending_load import InstanceLoad
-from ttft_otel.router.routing.policies.policy_registry import HashRing
+from ttft_otel.router.routing.policies.policy_registry import HashRing, LeastRequestsPolicy
 from ttft_otel.router.routing.policies.policy_state import PolicyState, RoutingPolicy
+from ttft_otel.router.routing.policies.prefill_model import compute_work
 from ttft_otel.router.types import Decision, Instance, RoutingRequest
 
 MAX_LOAD_FACTOR: Final = 1.25  # of an instance's requests to the mean, as KubeAI has it by default
+# Defaults of vllm-router's and SGLang's cache_aware.
+MIN_MATCH_SHARE: Final = 0.3
+MIN_IMBALANCE: Final = 64  # requests
+MIN_IMBALANCE_RATIO: Final = 1.5
+TREE_BLOCKS: Final = 32_768  # of an instance's tree: 2^26 characters at 4 a token
+# llm-d's prefix-cache-affinity-filter: its defaults, and what its calibration finds, tokens a second.
+STICKY_SHARE: Final = 0.8
+MAX_PENALTY_S: Final = 18.0
+CHUNK_TOKENS: Final = 8192
+PEAK_THROUGHPUT: Final = CHUNK_TOKENS / PREFILL_COST.predict_seconds(compute_work(CHUNK_TOKENS, 0))
 
 
 class TokenLoadPolicy(RoutingPolicy):
@@ -44,6 +62,28 @@ class TokenLoadPolicy(RoutingPolicy):
         return load.tokens_to_compute + new_tokens
 
 
+class StickyPolicy(TokenLoadPolicy):
+    """llm-d's default: who has 80 % of the prompt, unless they are too busy; among these the token load."""
+
+    name = "llmd"
+
+    def choose_instance(
+        self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
+    ) -> Decision:
+        """The filter, then the score."""
+        cached = self.state.estimate_cached(request, instances)
+        queues_s = [
+            self.state.pending.get_load(each.url).tokens_to_compute / PEAK_THROUGHPUT
+            for each in instances
+        ]
+        sticky = [
+            at for at, each in enumerate(cached) if each >= STICKY_SHARE * request.prompt_tokens
+        ]
+        if sticky and min(queues_s[at] for at in sticky) - min(queues_s) <= MAX_PENALTY_S:
+            instances = [instances[at] for at in sticky]
+        return super().choose_instance(request, instances, now_us, is_retry)
+
+
 class BatchPolicy(TokenLoadPolicy):
     """New tokens times requests there (LMetric)."""
 
@@ -54,8 +94,38 @@ class BatchPolicy(TokenLoadPolicy):
         return (load.tokens_to_compute + new_tokens) * (len(load.entries) + 1)
 
 
+class DynamoPolicy(TokenLoadPolicy):
+    """Dynamo's KV router: blocks to prefill plus blocks of all requests there, at its temperature of 0."""
+
+    name = "dynamo"
+
+    def __init__(self, state: PolicyState) -> None:
+        super().__init__(state)
+        self._active_tokens: Counter[str] = Counter()
+        self._owned: dict[str, tuple[str, int]] = {}
+
+    def choose_instance(
+        self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
+    ) -> Decision:
+        """The least cost; its blocks are active until its answer has ended."""
+        decision = super().choose_instance(request, instances, now_us, is_retry)
+        url = decision.instance.url
+        self._owned[request.request_id] = url, request.prompt_tokens
+        self._active_tokens[url] += request.prompt_tokens
+        return decision
+
+    def score_instance(self, url: str, load: InstanceLoad, new_tokens: int, now_us: int) -> float:
+        """In tokens: both terms have blocks of one size."""
+        return load.tokens_to_compute + new_tokens + self._active_tokens[url]
+
+    def record_end(self, request_id: str) -> None:
+        """An answer has ended."""
+        url, tokens = self._owned.pop(request_id)
+        self._active_tokens[url] -= tokens
+
+
 class DecayPolicy(TokenLoadPolicy):
-    """Uncached tokens, those of the running prefill fewer as its predicted time passes (Dynamo)."""
+    """Uncached tokens, those of the running prefill fewer as its predicted time passes (Dynamo's `aic`)."""
 
     name = "decay"
 
@@ -70,6 +140,54 @@ class DecayPolicy(TokenLoadPolicy):
             # Not more than all: a prefill that takes longer than predicted is done, not negative.
             done = work.tokens_to_compute * min(1.0, elapsed / max(whole, 1e-9))
         return load.tokens_to_compute + new_tokens - done
+
+
+class CacheAwarePolicy(RoutingPolicy):
+    """vllm-router's and SGLang's: the longest match in a tree of what was sent, or the smallest tree.
+
+    Where requests are spread unevenly, the fewest requests.
+    """
+
+    name = "cache_aware"
+
+    def __init__(self, state: PolicyState) -> None:
+        super().__init__(state)
+        self._tree = SentHistory(state.index.block_size, TREE_BLOCKS)
+
+    def choose_instance(
+        self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
+    ) -> Decision:
+        """The tree learns of the request when it is sent."""
+        loads = [each.all_in_flight for each in instances]
+        low, high = min(loads), max(loads)
+        if high - low > MIN_IMBALANCE and high > low * MIN_IMBALANCE_RATIO:
+            position = loads.index(low)
+        else:
+            urls = [each.url for each in instances]
+            depths = self._tree.match_blocks(request.block_keys, urls)
+            if max(depths) * self._tree.block_size > MIN_MATCH_SHARE * request.prompt_tokens:
+                position = depths.index(max(depths))
+            else:
+                position = self.state.choose_least([self._tree.count_blocks(url) for url in urls])
+        self._tree.record_served(instances[position].url, request.block_keys)
+        return Decision(instances[position], 0.0, self.name)
+
+
+class PowerOfTwoPolicy(LeastRequestsPolicy):
+    """The one with fewer requests of two that are drawn (vllm-router, SGLang)."""
+
+    name = "power_of_two"
+
+    def __init__(self, state: PolicyState) -> None:
+        super().__init__(state)
+        self._chance = random.Random("power of two")
+
+    def choose_instance(
+        self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
+    ) -> Decision:
+        """Two at random."""
+        drawn = self._chance.sample(instances, min(2, len(instances)))
+        return super().choose_instance(request, drawn, now_us, is_retry)
 
 
 class HashedPrefixPolicy(RoutingPolicy):
@@ -99,5 +217,15 @@ class HashedPrefixPolicy(RoutingPolicy):
 
 
 PEER_POLICIES = {
-    each.name: each for each in (TokenLoadPolicy, BatchPolicy, DecayPolicy, HashedPrefixPolicy)
+    each.name: each
+    for each in (
+        TokenLoadPolicy,
+        StickyPolicy,
+        BatchPolicy,
+        DynamoPolicy,
+        DecayPolicy,
+        CacheAwarePolicy,
+        PowerOfTwoPolicy,
+        HashedPrefixPolicy,
+    )
 }

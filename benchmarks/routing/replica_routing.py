@@ -16,11 +16,10 @@ from typing import Any, Final
 
 from benchmarks.figures import Figure, build_figure, report_figures
 from benchmarks.routing import trace_options
-from benchmarks.routing.mooncake_traces import read_trace
-from benchmarks.routing.worker_sharing import spread_arrivals
+from benchmarks.routing.load_kinds import read_rows
 from benchmarks.routing.worker_simulation import run_workers
 
-CASE_NAME: Final = "conv-n8-load0.85-history"
+CASE_NAME: Final = "history-n8-load0.85"
 POLICIES: Final = (
     *("session", "kvaware", "prefix", "hashed_prefix"),
     *("least_requests", "calibrated"),
@@ -33,7 +32,7 @@ def measure_policy(
     """Mean TTFT, and the share of prompt tokens that were cached, over the seeds."""
     means_s, hits = [], []
     for seed in seeds:
-        rows = spread_arrivals(read_trace(folder / f"{case['trace']}_trace.jsonl", seed), seed)
+        rows = read_rows(case["kind"], folder, seed, case["requests"])
         simulation = run_workers(case, policy, rows, seed, replicas, False)
         means_s.append(simulation.mean_ttft_s)
         hits.append(simulation.cached_tokens / sum(row.tokens for row in rows))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's own policies in a discrete-event simulation on Mooncake's traces: cases.json in, JSON and a
-table out.
+"""The router's own policies, and other routers' rules, in a discrete-event simulation: cases.json in, JSON
+and tables out.
 
     python -m benchmarks.routing.simulate --traces DIR [--seeds N ...] [--json FILE] [--table]
 
-DIR (or TTFT_OTEL_TRACES) has conversation_trace.jsonl and synthetic_trace.jsonl. Real: the policies, what
-they know and how they learn it, the arrivals and shared prefixes of the traces. Simulated: the instances.
-Each takes one prefill after the other, first come first served, for 5 ms + 40 us per token + 1.3 ns per
-pair (about an 8B model on an H100), times noise, and keeps the latest blocks. Requests have no decode: an
-instance is one of a leg that only prefills.
+DIR (or TTFT_OTEL_TRACES) has conversation_trace.jsonl and synthetic_trace.jsonl of Mooncake. Real: the
+policies, what they know and how they learn it. Simulated: the instances, by the engine of ttft-otel whatif
+(chunked prefill, a budget of tokens for each step, decodes), and their prefix caches. A step takes 5 ms +
+40 us per token + 1.3 ns per pair + 40 ns per token that decodes read, about an 8B model on an H100, times
+noise.
 """
 
 from __future__ import annotations
@@ -22,24 +22,20 @@ from typing import Any
 
 from benchmarks.routing import trace_options
 from benchmarks.routing.fleet_simulation import simulate_case
-from benchmarks.routing.mooncake_traces import compute_ideal_mean_s, read_trace
+from benchmarks.routing.load_kinds import read_rows
 from benchmarks.routing.simulation_tables import (
-    format_gains_table,
+    format_cases,
     format_goals_table,
-    format_seeds_table,
+    format_means_table,
+    format_misses_table,
 )
-
-# Above it queues grow until the trace ends: a mean then tells the trace's length, not the policy.
-MAX_STABLE_UTILIZATION = 0.95
 
 
 def parse_simulation_options() -> argparse.Namespace:
     """Parse the command line."""
     parser = trace_options.make_parser(__doc__.split("\n\n")[0])
     parser.add_argument("--cases", nargs="*", help="only these; without a name none")
-    parser.add_argument(
-        "--policies", nargs="*", help="in seed 1 only these, and those of all seeds"
-    )
+    parser.add_argument("--policies", nargs="*", help="only these")
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[1], help="1: the traces as they are"
     )
@@ -50,30 +46,20 @@ def parse_simulation_options() -> argparse.Namespace:
 
 
 def run_case(case: dict[str, Any], folder: Path, policies: list[str], seed: int) -> dict[str, Any]:
-    """One case with one seed: figures of each policy, and the least mean that there could be."""
-    rows = read_trace(folder / f"{case['trace']}_trace.jsonl", seed)
-    figures: dict[str, Any] = {name: simulate_case(case, name, rows, seed) for name in policies}
-    # Nothing waits, everything is cached: below this no policy can come.
-    return {**figures, "alone": {"mean": round(compute_ideal_mean_s(rows), 5)}}
+    """One case with one seed: figures of each policy."""
+    rows = read_rows(case["kind"], folder, seed, case["requests"])
+    return {name: simulate_case(case, name, rows, seed) for name in policies}
 
 
 def merge_cases(
-    listed: dict[str, Any], previous_cases: list[dict[str, Any]], new_cases: dict[str, Any]
+    listed: dict[str, Any], previous_cases: list[dict[str, Any]], new_case: dict[str, Any]
 ) -> list[Any]:
     """The kept cases with what is new, in the order in which they are listed."""
     # What is in the file stays, so that a list of cases can be worked off over several runs.
     by_name = {each["name"]: each for each in previous_cases}
-    case = by_name.setdefault(new_cases["name"], {**new_cases["case"], "results": {}, "seeds": {}})
-    # Full figures of the traces as they are only; of drawn ones the means.
-    if new_cases["seed"] == 1:
-        found = {**case["results"], **new_cases["found"]}
-        case["results"] = {name: found[name] for name in listed["policies"] if name in found}
-        if "trapezoid" in found:
-            case["stable"] = found["trapezoid"]["busy"] < MAX_STABLE_UTILIZATION
-    means = {name: each["mean"] for name, each in new_cases["found"].items()}
-    seed = str(new_cases["seed"])
-    # JSON has only strings for keys.
-    case["seeds"][seed] = {**case["seeds"].get(seed, {}), **means}
+    case = by_name.setdefault(new_case["case"]["name"], {**new_case["case"], "seeds": {}})
+    seed = str(new_case["seed"])  # JSON has only strings for keys
+    case["seeds"][seed] = {**case["seeds"].get(seed, {}), **new_case["found"]}
     return [by_name[each["name"]] for each in listed["cases"] if each["name"] in by_name]
 
 
@@ -100,21 +86,19 @@ def main() -> None:
         # Written after each case: a run of hours that is stopped keeps what it has.
         for job in as_completed(jobs):
             case, seed = jobs[job]
-            new = {"name": case["name"], "case": case, "seed": seed, "found": job.result()}
+            new = {"case": case, "seed": seed, "found": job.result()}
             finished_cases = merge_cases(listed, finished_cases, new)
             means = {name: each["mean"] for name, each in new["found"].items()}
             sys.stderr.write(f"{case['name']} {seed} {means}\n")
             if arguments.json:
-                arguments.json.write_text(
-                    json.dumps({"cases": finished_cases}, indent=1) + "\n", "utf-8"
-                )
+                arguments.json.write_text(format_cases(finished_cases), "utf-8")
     if arguments.table:
         sys.stdout.write(
             "\n\n".join(
                 (
-                    format_gains_table(finished_cases),
                     format_goals_table(finished_cases),
-                    format_seeds_table(finished_cases),
+                    format_means_table(finished_cases),
+                    format_misses_table(finished_cases),
                 )
             )
             + "\n"

@@ -1,52 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Format results of simulate.py as Markdown tables for their report in benchmarks/results."""
+"""Format results of simulate.py as JSON, and as Markdown tables for their report in benchmarks/results."""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from ttft_otel.model.statistics import compute_t_quantile
 
 Case = Mapping[str, Any]
 
+OURS: Final = "calibrated"
+# They know what no router can know, or are the same policy by another measure.
+NO_PEERS: Final = (OURS, "oracle")
+MAX_BEHIND: Final = 0.02  # of the best policy
+MIN_AHEAD: Final = 0.15  # of the best single peer's mean TTFT, on average
+MAX_BEHIND_ORACLE: Final = 0.10
+MAX_TPOT: Final = 0.05  # above the best peer's p99
+MEASURES: Final = {"mean": "mean TTFT", "p99": "p99 TTFT", "late": "answers that are not good"}
+# Of all answers: a difference of one in two thousand is chance.
+GOOD_RESOLUTION: Final = 0.005
 
-def format_short_seconds(seconds: float) -> str:
-    """Three digits or a little more."""
-    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"
 
-
-def format_gains_table(cases: Sequence[Case]) -> str:
-    """Mean TTFT of every case and policy in seconds, and what calibrated gains on trapezoid."""
-    policies = list(dict.fromkeys(p for case in cases for p in case["results"]))
-    lines = [
-        "| case | stable | " + " | ".join(policies) + " | calibrated to trapezoid |",
-        "|" + "---|" * (len(policies) + 3),
-    ]
+def format_cases(cases: Sequence[Case]) -> str:
+    """JSON with a line for each case, seed and policy."""
+    parts = []
     for case in cases:
-        mean_by_policy = {name: found["mean"] for name, found in case["results"].items()}
-        # Compared before rounding, so that only equal means share the bold face.
-        least = min(mean_by_policy.values())
-        cells = [
-            f"**{format_short_seconds(mean_by_policy[name])}**"
-            if mean_by_policy[name] == least
-            else format_short_seconds(mean_by_policy[name])
-            for name in policies
+        head = json.dumps({name: value for name, value in case.items() if name != "seeds"})
+        seeds = [
+            f'   "{seed}": {{\n'
+            + ",\n".join(f'    "{name}": {json.dumps(each)}' for name, each in found.items())
+            + "\n   }"
+            for seed, found in case["seeds"].items()
         ]
-        # Below 0 is better: the share of trapezoid's mean that calibrated saves.
-        gain = f"{mean_by_policy['calibrated'] / mean_by_policy['trapezoid'] - 1:+.0%}"
-        stable = "yes" if case["stable"] else "no"
-        lines.append(f"| {case['name']} | {stable} | {' | '.join(cells)} | {gain} |")
-    return "\n".join(lines)
+        parts.append(f'{head[:-1]}, "seeds": {{\n' + ",\n".join(seeds) + "\n  }}")
+    return '{"cases": [\n' + ",\n".join(parts) + "\n]}\n"
 
 
-def compute_gains(case: Case, policy: str, baseline: str = "trapezoid") -> list[float]:
-    """What a policy's mean TTFT is above the other's, as a share, for each seed that has both."""
+def compute_mean(case: Case, policy: str, measure: str) -> float:
+    """The mean of a measure over the seeds. Seconds, or a share of all answers ("late")."""
+    values = [each[policy] for each in case["seeds"].values() if policy in each]
+    if measure == "late":
+        return statistics.fmean(1 - each["good"] for each in values)
+    return statistics.fmean(each[measure] for each in values)
+
+
+def list_policies(cases: Sequence[Case]) -> list[str]:
+    """Every policy with results, in their order."""
+    return list(dict.fromkeys(p for case in cases for seed in case["seeds"].values() for p in seed))
+
+
+def compute_behind(case: Case, measure: str) -> tuple[float, str]:
+    """By how much ours is above the best policy that does not know the future, and which that is."""
+    values = {
+        name: compute_mean(case, name, measure)
+        for name in list_policies([case])
+        if name not in NO_PEERS
+    }
+    best = min(values, key=values.__getitem__)
+    ours = compute_mean(case, OURS, measure)
+    if measure == "late":
+        return max(ours - values[best] - GOOD_RESOLUTION, 0.0), best
+    return ours / values[best] - 1, best
+
+
+def find_best_peer(cases: Sequence[Case]) -> str:
+    """The peer whose mean TTFT is on average the least multiple of ours."""
+    peers = [each for each in list_policies(cases) if each not in NO_PEERS]
+    return min(
+        peers,
+        key=lambda peer: statistics.fmean(
+            math.log(compute_mean(c, peer, "mean") / compute_mean(c, OURS, "mean")) for c in cases
+        ),
+    )
+
+
+def compute_gains(case: Case, policy: str, baseline: str) -> list[float]:
+    """What a policy's mean TTFT is above another's, as a share, for each seed that has both."""
     every = case["seeds"].values()
     return [
-        each[policy] / each[baseline] - 1 for each in every if policy in each and baseline in each
+        each[policy]["mean"] / each[baseline]["mean"] - 1
+        for each in every
+        if policy in each and baseline in each
     ]
 
 
@@ -56,98 +94,78 @@ def compute_half_interval(values: Sequence[float]) -> float:
     return compute_t_quantile(len(values) - 1.0) * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def format_interval(values: list[float]) -> str:
-    """The mean and its interval."""
+def format_interval(values: Sequence[float]) -> str:
+    """The mean and, of several, half the 95 % interval."""
     middle = f"{statistics.fmean(values):+.0%}"
-    return middle if len(values) < 2 else f"{middle} ± {100 * compute_half_interval(values):.0f}"
+    if len(values) < 2:
+        return middle
+    return f"{middle} ± {100 * compute_half_interval(values):.0f}"
 
 
-def format_seeds_table(cases: Sequence[Case]) -> str:
-    """Every case: calibrated over all seeds; with the first the most that could be. Each to trapezoid."""
+def format_means_table(cases: Sequence[Case]) -> str:
+    """Mean TTFT of every case and policy in seconds, over all seeds, and ours to the best peer."""
+    policies = list_policies(cases)
+    peer = find_best_peer(cases)
     lines = [
-        "| case | seeds | `calibrated`, all seeds | as listed | `oracle` | no waiting, all cached |",
-        "|---|---|---|---|---|---|",
+        f"| case | {' | '.join(policies)} | `{OURS}` to `{peer}` |",
+        "|" + "---|" * (len(policies) + 2),
     ]
     for case in cases:
-        cells = [format_interval(compute_gains(case, "calibrated"))]
-        for name in ("calibrated", "oracle", "alone"):
-            # Of seed 1 alone, the case as listed: the oracle was not run with the others.
-            first = compute_gains({"seeds": {"1": case["seeds"]["1"]}}, name)
-            cells.append(format_interval(first) if first else "not run")
-        lines.append(
-            f"| {case['name']} | {len(compute_gains(case, 'calibrated'))} | {' | '.join(cells)} |"
-        )
+        means = {name: compute_mean(case, name, "mean") for name in policies}
+        least = min(value for name, value in means.items() if name != "oracle")
+        cells = [
+            f"**{value:.3g}**" if value == least else f"{value:.3g}" for value in means.values()
+        ]
+        gain = format_interval(compute_gains(case, OURS, peer))
+        lines.append(f"| {case['name']} | {' | '.join(cells)} | {gain} |")
     return "\n".join(lines)
 
 
-def is_equal_speed_case(case: Case) -> bool:
-    """A stable case of the conversation trace with instances of one speed."""
-    # Goals were written down for stable cases: in others queues grow as long as the trace lasts.
-    return bool(case["stable"] and case["trace"] == "conversation" and not case["slow"])
-
-
-def is_mixed_speed_case(case: Case) -> bool:
-    """A stable case with slow instances."""
-    return bool(case["stable"] and case["slow"])
+def format_misses_table(cases: Sequence[Case]) -> str:
+    """Every case in which ours is more than MAX_BEHIND behind the best, by any measure."""
+    lines = ["| case | measure | best | `calibrated` is above it by |", "|---|---|---|---|"]
+    for case in cases:
+        for measure, words in MEASURES.items():
+            behind, best = compute_behind(case, measure)
+            if behind > (0 if measure == "late" else MAX_BEHIND):
+                lines.append(f"| {case['name']} | {words} | `{best}` | {behind:.1%} |")
+    return "\n".join(lines)
 
 
 def format_goals_table(cases: Sequence[Case]) -> str:
-    """What comes of each goal, in the one run of each case as listed."""
-    lines = ["| goal, mean TTFT of `calibrated` | outcome |", "|---|---|"]
-    # The words and numbers of cases.json, which was written before the first run.
-    for says, which, goal in (
-        (
-            "20 % below `trapezoid` on average, stable conversation cases, equal speeds",
-            is_equal_speed_case,
-            0.2,
-        ),
-        (
-            "30 % below `trapezoid` on average, stable cases, half of them at half speed",
-            is_mixed_speed_case,
-            0.3,
-        ),
-    ):
-        case_gains = [_get_calibrated_gain(case, "trapezoid") for case in cases if which(case)]
-        middle = statistics.fmean(case_gains)
-        gain_over_seeds = statistics.fmean(
-            x for case in cases if which(case) for x in compute_gains(case, "calibrated")
+    """What comes of each goal of cases.json."""
+    lines = ["| goal | outcome |", "|---|---|"]
+    for measure, words in MEASURES.items():
+        limit = 0 if measure == "late" else MAX_BEHIND
+        near = sum(compute_behind(case, measure)[0] <= limit for case in cases)
+        goal = "as few as the best" if measure == "late" else "best, or within 2 % of it"
+        lines.append(
+            f"| {words}: {goal}, in every case | {_tell(near == len(cases))}: {near} of {len(cases)} |"
         )
-        outcome = f"{_format_outcome(middle <= -goal)}: {middle:+.1%} over {len(case_gains)} cases"
-        lines.append(f"| {says} | {outcome}; {gain_over_seeds:+.1%} over all seeds |")
-    equal_speed_cases = [case for case in cases if is_equal_speed_case(case)]
-    once = _format_exceeding_cases(
-        equal_speed_cases, lambda case: _get_calibrated_gain(case, "trapezoid"), -0.1
-    )
-    lines.append(f"| in none of the former less than 10 % below | {once} |")
-    worse = _format_exceeding_cases(
-        cases, lambda case: _get_calibrated_gain(case, "least_requests"), 0
-    )
+    peer = find_best_peer(cases)
+    gains = [statistics.fmean(compute_gains(case, OURS, peer)) for case in cases]
+    mean = statistics.fmean(gains)
     lines.append(
-        f"| never worse than `least_requests` | {worse}: {_format_range(cases, 'least_requests')} |"
+        f"| mean TTFT 15 % below the best single peer's, on average | {_tell(mean <= -MIN_AHEAD)}: "
+        f"{mean:+.1%} to `{peer}` ({min(gains):+.0%} to {max(gains):+.0%}) |"
     )
-    comparisons = [
-        f"`{name}` {_format_range(cases, name)}" for name in ("tokens", "batch", "decay")
+    behind = [compute_mean(c, OURS, "mean") / compute_mean(c, "oracle", "mean") - 1 for c in cases]
+    near = sum(each <= MAX_BEHIND_ORACLE for each in behind)
+    lines.append(
+        f"| within 10 % of the oracle | {_tell(near == len(cases))}: {near} of {len(cases)} "
+        f"({min(behind):+.0%} to {max(behind):+.0%}) |"
+    )
+    tpots = [
+        compute_mean(c, OURS, "tpot_p99") / max(compute_mean(c, peer, "tpot_p99"), 1e-9) - 1
+        for c in cases
     ]
-    lines.append(f"| against `tokens`, `batch` and `decay` | {', '.join(comparisons)} |")
+    near = sum(each <= MAX_TPOT for each in tpots)
+    lines.append(
+        f"| p99 TPOT at most 5 % above `{peer}`'s | {_tell(near == len(cases))}: {near} of {len(cases)} "
+        f"({min(tpots):+.0%} to {max(tpots):+.0%}) |"
+    )
     return "\n".join(lines)
 
 
-def _format_exceeding_cases(
-    cases: Sequence[Case], get_value: Callable[[Case], float], limit: float
-) -> str:
-    over = [f"`{case['name']}` {get_value(case):+.0%}" for case in cases if get_value(case) > limit]
-    return f"**missed** in {', '.join(over)}" if over else "met"
-
-
-def _get_calibrated_gain(case: Case, baseline: str) -> float:
-    of = case["results"]
-    return float(of["calibrated"]["mean"] / of[baseline]["mean"] - 1)
-
-
-def _format_range(cases: Iterable[Case], baseline: str) -> str:
-    every = [_get_calibrated_gain(case, baseline) for case in cases]
-    return f"{statistics.fmean(every):+.0%} ({min(every):+.0%} to {max(every):+.0%})"
-
-
-def _format_outcome(yes: bool) -> str:
-    return "met" if yes else "**missed**"
+def _tell(is_met: bool) -> str:
+    return "met" if is_met else "**missed**"

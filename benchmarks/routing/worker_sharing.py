@@ -10,39 +10,21 @@ threads and sockets play no part, so that the same seeds give the same figures e
 
 from __future__ import annotations
 
-import itertools
 import json
-import random
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
 from benchmarks.routing import trace_options
-from benchmarks.routing.mooncake_traces import TraceRow, read_trace
+from benchmarks.routing.load_kinds import read_rows
 from benchmarks.routing.shared_state_simulation import SharedStateSimulation
 from benchmarks.routing.worker_simulation import run_workers
 
-CASE_NAMES: Final = ("conv-n8-load0.85", "conv-n8-load0.85-history")
+CASE_NAMES: Final = ("conversation-n8-load0.85", "history-n8-load0.85")
 POLICIES: Final = ("calibrated", "least_requests")
 MAX_SHARING_RATIO: Final = 1.03  # of the mean TTFT, workers that share to one
 MAX_REPLICAS_RATIO: Final = 1.02  # replicas with --shared-state to one
-
-
-def spread_arrivals(rows: tuple[TraceRow, ...], seed: int) -> tuple[TraceRow, ...]:
-    """Spread arrivals over the time to which the trace rounded them.
-
-    As they are, some ten requests arrive in the same microsecond every 3 s: no worker can have heard of any
-    other's, which is the clock of whoever recorded the trace, not what a router sees.
-    """
-    chance = random.Random(f"arrivals {seed}")
-    times = sorted({row.arrival_s for row in rows})
-    rounded_to_s = min((b - a for a, b in itertools.pairwise(times)), default=0.0)
-    spread = (
-        replace(row, arrival_s=row.arrival_s + chance.uniform(0, rounded_to_s)) for row in rows
-    )
-    return tuple(sorted(spread, key=lambda row: row.arrival_s))
 
 
 def measure_case(
@@ -51,7 +33,7 @@ def measure_case(
     """The figures of one case with one policy."""
     alone, sharing, replicas, apart = [], [], [], []
     for seed in seeds:
-        rows = spread_arrivals(read_trace(folder / f"{case['trace']}_trace.jsonl", seed), seed)
+        rows = read_rows(case["kind"], folder, seed, case["requests"])
         alone.append(run_workers(case, policy, rows, seed, 1, False).mean_ttft_s)
         sharing.append(run_workers(case, policy, rows, seed, workers, True).mean_ttft_s)
         replicas.append(

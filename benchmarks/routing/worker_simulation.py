@@ -15,11 +15,12 @@ from typing import Any, Final
 from benchmarks.routing.fleet_simulation import (
     MODEL_NAME,
     SESSION_HEADER,
-    FinishedPrefill,
     Simulation,
 )
 from benchmarks.routing.mooncake_traces import TRACE_BLOCK_TOKENS, TraceRow, compute_speedup
 from benchmarks.routing.peer_policies import PEER_POLICIES
+from benchmarks.routing.simulated_instance import SimulatedInstance
+from ttft_otel.explain.whatif.engine_model import QueuedPrompt
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.router import types
 from ttft_otel.router.routing.policies.block_index import SentHistory
@@ -103,25 +104,25 @@ class WorkerSimulation(Simulation):
             work = (*entry.work, entry.block_keys)
             sent = messages.Sent(request.request_id, LEG, entry.url, now_us, *work)
             self.tell_others(owner, sent, now_us)
-        server = self.by_url[choice.instance.url]
-        server.waiting.append(request)
-        if server.free:
-            self.start_prefill(server, now_us)
+        self.send_request(choice.instance, request, row, now_us)
 
-    def finish_prefill(self, prefill: FinishedPrefill, now_us: int) -> None:
-        """The worker that sent the request has its first token, which here is its end as well."""
-        server, request = prefill.server, prefill.request
-        owner = self.owners.pop(request.request_id)
-        worker = self.workers[owner]
-        self.state, self.last_sample = worker.state, None
-        # The simulation counts for the one router that it has otherwise; workers count for themselves.
-        server.instance.in_flight += 1
-        worker.instances[server.instance.url].in_flight -= 1
-        super().finish_prefill(prefill, now_us)
+    def finish_prefill(
+        self, server: SimulatedInstance, request: types.RoutingRequest, prompt: QueuedPrompt
+    ) -> None:
+        """The worker that sent the request has its first token."""
+        owner, now_us = self.owners[request.request_id], prompt.first_token
+        self.state, self.last_sample = self.workers[owner].state, None
+        super().finish_prefill(server, request, prompt)
         learned = () if self.last_sample is None else self.last_sample
         token = messages.FirstToken(request.request_id, now_us, *learned)
         self.tell_others(owner, token, now_us)
-        self.tell_in_flight(owner, worker.instances[server.instance.url], now_us)
+
+    def finish_answer(
+        self, instance: types.Instance, request: types.RoutingRequest, prompt: QueuedPrompt
+    ) -> None:
+        """The last token, of which the others hear."""
+        super().finish_answer(instance, request, prompt)
+        self.tell_in_flight(self.owners.pop(request.request_id), instance, prompt.last_token)
 
     def tell_others(self, owner: int, message: messages.LoadMessage, now_us: int) -> None:
         """Deliver a message to all other workers."""

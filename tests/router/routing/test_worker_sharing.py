@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.routing.load_kinds import spread_arrivals
 from benchmarks.routing.mooncake_traces import TraceRow
-from benchmarks.routing.worker_sharing import spread_arrivals
 from benchmarks.routing.worker_simulation import WorkerSimulation, run_workers
 
 ROOT = Path(__file__).parents[3]
-CASE = {"name": "case", "trace": "conversation", "instances": 4, "load": 0.8, "slow": 0}
-CASE |= {"cache": 1000, "noise": 0, "lag": 0, "index": "events"}
+CASE = {"name": "case", "kind": "recorded", "requests": 1000, "event": "", "instances": 4}
+CASE |= {"load": 0.8, "slow": 0, "cache": 1000, "noise": 0, "lag": 0, "index": "events"}
 REPLICA_CASE = {**CASE, "load": 0.7, "index": "history"}
 
 

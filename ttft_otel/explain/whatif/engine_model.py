@@ -49,6 +49,8 @@ class QueuedPrompt:
     #: That it generates; 0: it leaves `answer_us` after its first token, as recorded.
     output_tokens: int = 1
     answer_us: int = 0
+    #: Called when it could be admitted, to say what is in the prefix cache by then.
+    match: Callable[[QueuedPrompt], None] | None = None
     done: Callable[[QueuedPrompt], None] | None = None  #: called when its first token is there
     left: Callable[[int], None] | None = None  #: called with the time at which its answer ends
     arrived: int = 0
@@ -333,6 +335,8 @@ class EngineModel:
             self._blocked_since = -1
         while self.waiting and left > 0 and self.running < self.limits.max_num_seqs:
             prompt = self.waiting[0]
+            if prompt.match is not None and not prompt.again:
+                prompt.match(prompt)
             if not self.limits.chunked and prompt.to_compute > left:
                 break
             full = self.limits.max_items and step.items + prompt.items > self.limits.max_items
