@@ -70,7 +70,10 @@ def measure_decision(size: int) -> dict[str, float]:
         for position in range(size)
     )
     # The simulation's cost of a prefill, so that there is a line to predict with from the start.
-    index, models = BlockHolders(BLOCK_TOKENS), PrefillModels(PrefillLine(0.005, 40e-6, 1.3e-9, 1e-4))
+    index, models = (
+        BlockHolders(BLOCK_TOKENS),
+        PrefillModels(PrefillLine(0.005, 40e-6, 1.3e-9, 1e-4)),
+    )
     calibrated = PolicyState(index, models=models)
     # The same index and the same accounts: the two decisions differ in their score alone.
     trapezoid = PolicyState(index, PolicyOptions(ttft_model="trapezoid"), calibrated.pending)
