@@ -414,7 +414,7 @@ def _list_foreign_branches() -> Iterator[SpanBranch]:
     )
     yield SpanBranch(
         name="foreign_ttft",
-        why="",
+        why="Whole requests to one metric.",
         dropped=(f"{_TOTAL_US} == nil",),
         changed_why="A request's span lasts until the last token.",
         changed=(_format_length(_TOTAL_US, _US),),
@@ -423,7 +423,7 @@ def _list_foreign_branches() -> Iterator[SpanBranch]:
     )
     yield SpanBranch(
         name="foreign_stage",
-        why="",
+        why="Spans that are a stage to the other.",
         dropped=(f"{_STAGE} == nil",),
         feeds=(metric_names.FOREIGN_STAGE_DURATION,),
         source="foreign_part",
@@ -437,7 +437,7 @@ def _list_foreign_branches() -> Iterator[SpanBranch]:
         if ours != keys.TOTAL_US:
             yield SpanBranch(
                 name=f"foreign_{stage}",
-                why="",
+                why=f"Requests that have {stage} as an attribute.",
                 dropped=(f"{format_attribute(ours)} == nil",),
                 changed_why="In this branch a span is as long as its attribute says of the stage.",
                 changed=(_format_length(format_attribute(ours), _US), f'set({_STAGE}, "{stage}")'),
