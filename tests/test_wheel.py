@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -116,9 +116,15 @@ def extras(environment: Path, request: pytest.FixtureRequest) -> set[str]:
     return set(request.node.callspec.params["environment"].split(",")) - {""}
 
 
-def run_program(environment: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """A program of the environment, in its folder and without this process's Python settings."""
+def run_program(
+    environment: Path, *words: str, more: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A program of the environment, in its folder and without this process's Python settings.
+
+    more: further variables.
+    """
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env |= more or {}
     command = (str(environment / "bin" / words[0]), *words[1:])
     return subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=environment, env=env, timeout=60
@@ -178,6 +184,22 @@ def test_subcommand_help(environment: Path, extras: set[str]) -> None:
         else:
             assert (status, error) == (0, "")
             assert output.startswith(f"Usage: ttft-otel {words} ")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("ttft-otel re", ["report"]), ("ttft-otel d", ["demo", "diff", "dashboards", "doctor"])],
+)
+def test_completion(environment: Path, line: str, expected: list[str]) -> None:
+    """A shell completes subcommands, and options of those whose packages are there, with any extras."""
+    asked = {"_TTFT_OTEL_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": "1"}
+    done = run_program(environment, "ttft-otel", more=asked)
+    asked |= {"COMP_WORDS": "ttft-otel diff --fa", "COMP_CWORD": "2"}
+    option = run_program(environment, "ttft-otel", more=asked)
+
+    assert done.stdout.split() == [f"plain,{name}" for name in expected]
+    assert (done.stderr, option.stderr) == ("", "")
+    assert option.stdout.split() in (["plain,--fail-if"], [])
 
 
 def test_imports(environment: Path, extras: set[str]) -> None:

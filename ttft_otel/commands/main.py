@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.shell_completion import CompletionItem
 
 from ttft_otel import __version__
 
@@ -98,7 +99,20 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the subcommand `cmd_name`; None when there is none of this name."""
         subcommand = SUBCOMMANDS.get(cmd_name)
-        return load_subcommand(cmd_name, subcommand) if subcommand else None
+        try:
+            return load_subcommand(cmd_name, subcommand) if subcommand else None
+        except click.ClickException:
+            if (
+                ctx.resilient_parsing
+            ):  # a shell that completes: without a suggestion, not with a traceback
+                return None
+            raise
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names of subcommands and our options, without importing any."""
+        names = [name for name in SUBCOMMANDS if name.startswith(incomplete)]
+        found = [CompletionItem(name, help=SUBCOMMANDS[name].help_text) for name in names]
+        return found + super(click.Group, self).shell_complete(ctx, incomplete)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the subcommand; a full disk behind stdout ends it with a sentence."""
