@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ttft-otel demo --recorded`: the shipped requests are whole, and the commands that it names answer."""
+"""`ttft-otel demo`: the shipped requests are whole, the commands that it names answer; a vLLM is told."""
 
 from __future__ import annotations
 
@@ -95,10 +95,24 @@ def test_page() -> None:
     assert not folder.exists()
 
 
-def test_refusals(tmp_path: Path) -> None:
-    """Without --recorded it says what to do; a file that is there is not touched."""
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without vLLM it says what to do; a file that is there is not touched."""
     (taken := tmp_path / "spans.db").write_bytes(b"mine")
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda _: None)
 
-    assert "add --recorded" in CliRunner().invoke(main, ["demo"]).output
+    refused = CliRunner().invoke(main, ["demo"])
+    assert refused.exit_code == 2 and "`ttft-otel demo --recorded`" in refused.output
+    monkeypatch.undo()
     assert CliRunner().invoke(main, ["demo", "--recorded", "--db", str(taken)]).exit_code == 2
     assert taken.read_bytes() == b"mine"
+
+
+def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of its log is shown, in place of a wait or a traceback, and no process is left."""
+    monkeypatch.setattr(demo.sys, "executable", str(fake := tmp_path / "python"))
+    fake.write_text("#!/bin/sh\necho no such model: $4\nexit 3\n")
+    fake.chmod(0o755)
+    failed = CliRunner().invoke(main, ["demo", "--model", "m", "--db", str(tmp_path / "a.db")])
+
+    assert failed.exit_code == 1
+    assert "vLLM did not start" in failed.output and "no such model: m" in failed.output

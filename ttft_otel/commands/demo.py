@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ttft-otel demo`: requests that a real vLLM served, to try page, report, explain and diff on.
+"""`ttft-otel demo`: ten requests to a vLLM of one's own, or recorded ones, to try page and commands on.
 
 scripts/demo recorded them: 28 that warm a router, an encoder and a prefill-decode server up, then 28 more.
 """
@@ -7,10 +7,21 @@ scripts/demo recorded them: 28 that warm a router, an encoder and a prefill-deco
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import json
 import lzma
+import os
 import shlex
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
+import threading
 import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,18 +29,29 @@ from typing import Final
 
 import click
 
-from ttft_otel.model.names import keys
+from ttft_otel.model.endpoints import COMPLETIONS_PATH
+from ttft_otel.model.names import env_names, header_names, keys
 from ttft_otel.report import receive
 from ttft_otel.report.breakdown_source import Explainer
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_server import ReportServer, run_server
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.serve_options import ServeOptions
+from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 from ttft_otel.report.store.span_store import SpanStore
 
 RECORDED: Final = Path(receive.__file__).parents[1] / "recorded" / "requests.otlp.xz"
 WARMUP: Final = "warm-"  # request IDs of the warm-up begin with it
 STORE_TIMEOUT_S: Final = 60.0
+LOOPBACK: Final = "127.0.0.1"
+MODEL: Final = "Qwen/Qwen3-0.6B"  # small, and the default of vLLM itself
+REQUESTS: Final = 10
+WARMUPS: Final = 12  # one after another: with them `explain` knows what is usual
+PLACES: Final = 4  # of them at once, so that the others wait
+PROMPT: Final = "Where does the time go before the first word of an answer? " * 20
+START_TIMEOUT_S: Final = 1800.0  # a model may have to be downloaded
+END_TIMEOUT_S: Final = 30.0
+MAX_LOG_CHARS: Final = 2000
 
 
 def read_recorded(end_ns: int) -> list[StoredSpan]:
@@ -67,14 +89,130 @@ def list_commands(spans: list[StoredSpan], database: Path) -> list[str]:
     ]
 
 
+@contextlib.contextmanager
+def start_vllm(model: str, arguments: Sequence[str], endpoint: str, log: Path) -> Iterator[str]:
+    """A traced `vllm serve` that sends to `endpoint`; yields its URL. Ended with its children."""
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+    program = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model)
+    places = ("--host", LOOPBACK, "--port", str(port), "--max-num-seqs", str(PLACES))
+    traced = {
+        env_names.TTFT_OTEL: "1",
+        env_names.OTEL_EXPORTER_OTLP_ENDPOINT: endpoint,
+        env_names.OTEL_EXPORTER_OTLP_PROTOCOL: "http/protobuf",
+    }
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*program, *places, *arguments],
+            env={**os.environ, **traced},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is ours: we end it, and wait for it
+        )
+    try:
+        _wait_for_health(process, f"http://{LOOPBACK}:{port}", log)
+        yield f"http://{LOOPBACK}:{port}"
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_TIMEOUT_S)
+
+
+def _wait_for_health(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    """Until the server answers. Raises ClickException with the end of its log."""
+    until = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < until:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+            return
+        time.sleep(0.5)
+    text = log.read_text("utf-8", "replace")[-MAX_LOG_CHARS:]
+    raise click.ClickException(f"vLLM did not start; the end of its log:\n{text}")
+
+
+def send_requests(url: str, model: str) -> None:
+    """WARMUPS one after another, then REQUESTS at once, of which some have to wait. Raises OSError."""
+
+    def send(name: str) -> None:
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 16, "stream": True}
+        headers = {"content-type": "application/json", header_names.REQUEST_ID: name}
+        request = urllib.request.Request(url + COMPLETIONS_PATH, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=START_TIMEOUT_S) as answer:
+            answer.read()
+
+    for number in range(1, WARMUPS + 1):
+        send(f"{WARMUP}{number:02}")
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        list(pool.map(send, [f"demo-{number:02}" for number in range(1, REQUESTS + 1)]))
+
+
+def _serve_page(database: Path, explain: Explainer | None, http_port: int, told: str) -> None:
+    """The page of a database until Ctrl-C; `told` is printed before its address."""
+    options = ServeOptions(database, http_port=http_port, grpc_port=-1, explain=explain)
+    with contextlib.suppress(KeyboardInterrupt):
+        run_server(options, lambda server: click.echo(f"{told}{_describe_page(server)}"))
+
+
+def _describe_page(server: ReportServer) -> str:
+    return f"Page: http://{LOOPBACK}:{server.http_port}   Ctrl-C ends it"
+
+
+def trace_live(model: str, arguments: Sequence[str], database: Path) -> None:
+    """Store the traces of REQUESTS requests to a vLLM that runs for them alone. Raises ClickException."""
+    if importlib.util.find_spec("vllm") is None:
+        raise click.UsageError(
+            "vLLM is not installed in this environment: `ttft-otel demo --recorded` needs none"
+        )
+    click.echo(f"Starting vLLM with {model}; it takes a minute or more.")
+    # A thread receives while this one, which gets Ctrl-C, drives.
+    started, servers = threading.Event(), list[ReportServer]()
+
+    def note_started(server: ReportServer) -> None:
+        servers.append(server)
+        started.set()
+
+    options = ServeOptions(database, http_port=0, grpc_port=-1)
+    thread = threading.Thread(target=run_server, args=(options, note_started))
+    thread.start()
+    started.wait(STORE_TIMEOUT_S)
+    try:
+        endpoint = f"http://{LOOPBACK}:{servers[0].http_port}"
+        with start_vllm(model, arguments, endpoint, database.with_name("vllm.log")) as url:
+            send_requests(url, model)
+            _wait_for_traces(database)
+    except OSError as error:
+        raise click.ClickException(f"a request failed: {error}") from error
+    finally:
+        for server in servers:
+            server.close()
+        thread.join(STORE_TIMEOUT_S)
+
+
+def _wait_for_traces(database: Path) -> None:
+    until = time.monotonic() + STORE_TIMEOUT_S
+    while time.monotonic() < until:
+        with open_reader(database) as reader:
+            found = reader.list_latest(RequestFilter())
+        if len([each for each in found if not each.pending]) >= REQUESTS + WARMUPS:
+            return
+        time.sleep(0.2)
+    raise click.ClickException("no traces came: ask `ttft-otel doctor`")
+
+
 @click.command(
     epilog="""\b
 Examples:
+  ttft-otel demo                                  starts vLLM, sends it ten requests, shows the page
+  ttft-otel demo --model MODEL -- --dtype float32 another model; what follows -- goes to vllm serve
   ttft-otel demo --recorded                       its page, on a free port, until Ctrl-C
   ttft-otel demo --recorded --db spans.db         keep them in a file, and show no page
 """
 )
 @click.option("--recorded", is_flag=True, help="Show requests that were recorded; needs no vLLM.")
+@click.option("--model", default=MODEL, show_default=True, help="Model that vLLM serves.")
+@click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--db",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -83,30 +221,41 @@ Examples:
 @click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of the page.")
 # `explain` is from main.py, which may import explain/; None where the command is called by itself.
 @click.pass_obj
-def demo(explain: Explainer | None, recorded: bool, db: Path | None, http_port: int) -> None:
-    """Load requests of a real vLLM, serve their page on this machine, and say what to ask."""
-    if not recorded:
-        raise click.UsageError(
-            "add --recorded. With a vLLM of your own: ttft-otel serve, then TTFT_OTEL=1 vllm serve MODEL"
-        )
+def demo(
+    explain: Explainer | None,
+    recorded: bool,
+    model: str,
+    vllm_arguments: tuple[str, ...],
+    db: Path | None,
+    http_port: int,
+) -> None:
+    """Trace ten requests to vLLM, or load recorded ones; serve their page here, and say what to ask."""
     if db and db.exists():
         raise click.UsageError(f"{db} is there already: choose another file")
-    spans = read_recorded(time.time_ns() - 1_000_000_000)
     with tempfile.TemporaryDirectory(prefix="ttft-otel-demo-") as folder:
         database = db or Path(folder) / "spans.db"
-        store = SpanStore(database)
-        try:
-            store.add(spans).result(STORE_TIMEOUT_S)
-        finally:
-            store.close()
-        commands = "\n".join(f"  {line}" for line in list_commands(spans, database))
-        click.echo(f"Requests of a real vLLM (tiny model, two CPU cores). Ask of them:\n{commands}")
+        if recorded:
+            spans = read_recorded(time.time_ns() - 1_000_000_000)
+            store = SpanStore(database)
+            try:
+                store.add(spans).result(STORE_TIMEOUT_S)
+            finally:
+                store.close()
+            whose = "Requests of a real vLLM (tiny model, two CPU cores)."
+            commands = list_commands(spans, database)
+        else:
+            trace_live(model, vllm_arguments, database)
+            whose = f"{REQUESTS} requests to {model}."
+            commands = list_commands(_read_spans(database), database)[:2]  # nothing to compare with
+        lines = "".join(f"\n  {line}" for line in commands)
+        told = f"{whose} Ask of them:{lines}"
         if db:
-            return
+            click.echo(told)
+        else:
+            _serve_page(database, explain, http_port, f"{told}\n")
 
-        def print_address(server: ReportServer) -> None:
-            click.echo(f"Page: http://127.0.0.1:{server.http_port}   Ctrl-C ends it")
 
-        options = ServeOptions(database, http_port=http_port, grpc_port=-1, explain=explain)
-        with contextlib.suppress(KeyboardInterrupt):
-            run_server(options, print_address)
+def _read_spans(database: Path) -> list[StoredSpan]:
+    with open_reader(database) as reader:
+        traces = [reader.find_trace(each.trace_id) for each in reader.list_latest(RequestFilter())]
+    return [span for trace in traces if trace for span in trace.spans]
