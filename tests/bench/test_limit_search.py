@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from bench.conftest import RunBench, invoke_bench
 from bench.scripted_server import ServerScript, run_scripted_server
-from ttft_otel.bench.limit_search import LimitSearch, parse_condition
+from ttft_otel.bench.limit_search import LimitSearch, RateEvidence, parse_condition
 
 Times = NDArray[np.float64]
 SERVICE_S = 0.1
@@ -151,6 +152,22 @@ def test_condition_refused(text: str) -> None:
     """What is no condition is named, with the form of one."""
     with pytest.raises(ValueError, match="no condition"):
         parse_condition(text)
+
+
+@pytest.mark.full
+def test_independent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken as independent, requests that wait in one queue prove too much: the interval misses the limit."""
+
+    def add_round(self: RateEvidence, *words: Any) -> None:
+        add_dependent_round(self, *words)
+        self.dependence = 1.0
+
+    add_dependent_round = RateEvidence.add_round
+    monkeypatch.setattr(RateEvidence, "add_round", add_round)
+    limit = find_crossing(lambda rate: compute_tail(rate, 0.5), 0.05)
+    found = [search_limit(seed, "ttft.p95<500", draw_constant) for seed in range(50)]
+
+    assert sum(each.low <= limit <= each.high for each in found) < 45
 
 
 @pytest.mark.slow
