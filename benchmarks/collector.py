@@ -51,7 +51,6 @@ service:
   pipelines:
     traces/in: {processors: [memory_limiter], exporters: [forward/traces]}
     traces/outermost: {receivers: [otlp/none]}
-    traces/foreign: {receivers: [otlp/none]}
 receivers: {otlp/none: {protocols: {grpc: {endpoint: "127.0.0.1:0"}}}}
 """
 

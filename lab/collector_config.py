@@ -219,6 +219,45 @@ _IS_NO_SERVER: Final = "span.kind != SPAN_KIND_SERVER"
 _US: Final = 1_000  # nanoseconds
 _S: Final = 1_000_000_000  # nanoseconds
 
+# The products of whose requests metrics are made; what the others tell, needs the rest of its trace.
+_COUNTED_PRODUCTS: Final = tuple(each for each in PRODUCTS if each.requests)
+_FOREIGN: Final = format_attribute(keys.FOREIGN)
+_TOTAL_US: Final = format_attribute(keys.TOTAL_US)
+
+
+def _list_lengths(product: ForeignProduct) -> dict[str, ForeignNames]:
+    """The rows of attributes with lengths that are ours, by the attribute of ours."""
+    rows = {row.stage: row for row in product.rows if row.form != "span" and row.stage}
+    named = {stage: keys.name_stage_attribute(stage) for stage in rows} | {TOTAL: keys.TOTAL_US}
+    return {named[stage]: row for stage, row in rows.items()}
+
+
+def _match_request(product: ForeignProduct) -> str:
+    """An OTTL condition for the spans of a product's whole requests."""
+    assert product.requests and (product.scope or product.requests.pattern != ".*")
+    name = product.requests.pattern.replace("\\", "\\\\")
+    scope = [f'HasPrefix(scope.name, "{product.scope}")'] if product.scope else []
+    named = [f'IsMatch(span.name, "^({name})$")'] if name != ".*" else []
+    return " and ".join(scope + named)
+
+
+def _match_stages(product: ForeignProduct) -> Iterator[tuple[str, str]]:
+    """The stages that spans of a product tell by themselves, with OTTL conditions for these."""
+    for row in product.rows:
+        if row.form == "span" and row.stage and row.alone:
+            names = " or ".join(f'span.name == "{name}"' for name in row.names)
+            yield row.stage, f'HasPrefix(scope.name, "{product.scope}") and ({names})'
+
+
+def _list_known() -> Iterator[str]:
+    """OTTL conditions for all spans of other products that are counted."""
+    for product in _COUNTED_PRODUCTS:
+        yield _match_request(product)
+        yield from (matched for _, matched in _match_stages(product))
+
+
+_IS_OURS: Final = f'scope.name == "{span_names.SCOPE}"'
+_IS_KNOWN: Final = " or ".join(f"({each})" for each in _list_known())
 # Outermost spans, from which the other branches get theirs.
 OUTERMOST: Final = SpanBranch(
     name="outermost",
@@ -229,23 +268,30 @@ OUTERMOST: Final = SpanBranch(
     " token: only the instance that decodes knows it. A process that counts its requests itself"
     " (metrics/in) says so in its resource.",
     dropped=(
-        f'scope.name != "{span_names.SCOPE}"',
+        f'scope.name != "{span_names.SCOPE}" and not ({_IS_KNOWN})',
         f'resource.attributes["{keys.METRICS_SOURCE}"] == "{keys.METRICS_FROM_EXPORTER}"',
-        f"{_OUTERMOST} != true and {_IS_NO_QUEUE} and {_TOKEN_TIME} == nil"
+        f"{_OUTERMOST} != true and {_IS_NO_QUEUE} and {_TOKEN_TIME} == nil and {_IS_OURS}"
         f' and (span.name != "{span_names.TTFT}" or {_RECOMPUTED} == nil)',
         f'span.name != "{span_names.TTFT}" and span.name != "{span_names.ENCODE}"'
-        f" and {_IS_NO_SERVER} and {_STAGE} == nil and {_REASON} == nil",
+        f" and {_IS_NO_SERVER} and {_STAGE} == nil and {_REASON} == nil and {_IS_OURS}",
     ),
-    feeds=("ttft", "stage", "waits", "recomputed", "request", "token_time"),
+    feeds=("whole", "stage", "waits", "recomputed", "request", "token_time"),
 )
 SPAN_BRANCHES: Final = (
     SpanBranch(
-        name="ttft",
-        why="Whole requests to one metric, their stages to another.",
+        name="whole",
+        why="Whole requests to one metric, their stages to another. Those of other products go with the few,"
+        " because every branch copies what it is given.",
         dropped=(
-            f"{_STAGE} != nil or {_REASON} != nil or span.kind == SPAN_KIND_SERVER",
-            f"{_OUTERMOST} != true",
+            f"{_IS_OURS} and ({_STAGE} != nil or {_REASON} != nil or span.kind == SPAN_KIND_SERVER)",
+            f"{_IS_OURS} and {_OUTERMOST} != true",
         ),
+        feeds=("ttft", "foreign"),
+    ),
+    SpanBranch(
+        name="ttft",
+        why="",
+        dropped=(f'scope.name != "{span_names.SCOPE}"',),
         feeds=(metric_names.TTFT_DURATION, "convention"),
     ),
     SpanBranch(
@@ -323,36 +369,6 @@ SPAN_BRANCHES: Final = (
 )
 
 
-# The products of whose requests metrics are made; what the others tell, needs the rest of its trace.
-_COUNTED_PRODUCTS: Final = tuple(each for each in PRODUCTS if each.requests)
-_FOREIGN: Final = format_attribute(keys.FOREIGN)
-_TOTAL_US: Final = format_attribute(keys.TOTAL_US)
-
-
-def _list_lengths(product: ForeignProduct) -> dict[str, ForeignNames]:
-    """The rows of attributes with lengths that are ours, by the attribute of ours."""
-    rows = {row.stage: row for row in product.rows if row.form != "span" and row.stage}
-    named = {stage: keys.name_stage_attribute(stage) for stage in rows} | {TOTAL: keys.TOTAL_US}
-    return {named[stage]: row for stage, row in rows.items()}
-
-
-def _match_request(product: ForeignProduct) -> str:
-    """An OTTL condition for the spans of a product's whole requests."""
-    assert product.requests and (product.scope or product.requests.pattern != ".*")
-    name = product.requests.pattern.replace("\\", "\\\\")
-    scope = [f'HasPrefix(scope.name, "{product.scope}")'] if product.scope else []
-    named = [f'IsMatch(span.name, "^({name})$")'] if name != ".*" else []
-    return " and ".join(scope + named)
-
-
-def _match_stages(product: ForeignProduct) -> Iterator[tuple[str, str]]:
-    """The stages that spans of a product tell by themselves, with OTTL conditions for these."""
-    for row in product.rows:
-        if row.form == "span" and row.stage and row.alone:
-            names = " or ".join(f'span.name == "{name}"' for name in row.names)
-            yield row.stage, f'HasPrefix(scope.name, "{product.scope}") and ({names})'
-
-
 def _format_foreign_request(product: ForeignProduct) -> Iterator[str]:
     """Statements on a request's span: its role, its TTFT and its stages, which fit into that."""
     matched, lengths = _match_request(product), _list_lengths(product)
@@ -388,12 +404,11 @@ def _format_foreign_request(product: ForeignProduct) -> Iterator[str]:
 def _list_foreign_branches() -> Iterator[SpanBranch]:
     """The branches of spans of other products, each to one of their two metrics."""
     told = {product.role for product in _COUNTED_PRODUCTS if product.role}
-    known, labelled = list[str](), list[str]()
+    labelled = list[str]()
     for product in _COUNTED_PRODUCTS:
         found = list(_match_stages(product))
         told.update(name for row in _list_lengths(product).values() for name in row.names)
         own = [_match_request(product), *(matched for _, matched in found)]
-        known += own
         labelled += [f'set({_FOREIGN}, "{product.name}") where {matched}' for matched in own]
         labelled += _format_foreign_request(product)
         labelled += [f'set({_STAGE}, "{stage}") where {each}' for stage, each in found]
@@ -403,14 +418,10 @@ def _list_foreign_branches() -> Iterator[SpanBranch]:
         why="Spans of other products, by the table in ttft_otel/report/foreign/products.py: of each instance,"
         " as they come. What depends on others of the trace is left out; what no stage tells, is a panel's"
         " difference.",
-        dropped=(
-            f'scope.name == "{span_names.SCOPE}"',
-            f"not ({' or '.join(f'({each})' for each in known)})",
-        ),
+        dropped=(_IS_OURS,),
         changed_why="Labels are this table's and nobody else's.",
         changed=(f"keep_keys(span.attributes, [{kept}])", *labelled),
         feeds=("foreign_part",),
-        source=OUTERMOST.name,
     )
     yield SpanBranch(
         name="foreign_ttft",
@@ -583,8 +594,7 @@ def generate_pipelines() -> Iterator[str]:
     """A pipeline for each branch of spans, one for the metrics made of them, one for those that come."""
     for branch in ALL_BRANCHES:
         # A caller's tracestate may claim a sampling ratio; span_metrics would multiply by it.
-        is_first = OUTERMOST.name in (branch.name, branch.source)
-        processors = [*branch.processors, *(["transform/count"] if is_first else [])]
+        processors = [*branch.processors, *(["transform/count"] if branch is OUTERMOST else [])]
         exporters = [
             f"span_metrics/{name}" if name in COUNTED else f"forward/{name}"
             for name in branch.feeds
