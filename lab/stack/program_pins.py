@@ -160,3 +160,5 @@ CLICKHOUSE_COLLECTOR_TOOL: Final = GoTool(
     "grpcnotrace",
     GO_MODULES / "clickhouse-collector" / "builder.yaml",
 )
+# Nothing that Go can build from a pin: one of its releases, named or on PATH.
+VICTORIATRACES: Final = StackProgram("victoria-traces", "", "TTFT_VICTORIATRACES")
