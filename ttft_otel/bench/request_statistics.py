@@ -13,7 +13,12 @@ from statistics import fmean
 from time import monotonic_ns, time_ns
 from typing import Final
 
-from ttft_otel.bench.limit_search import MAX_OVERLOAD_TAIL, OVERLOAD_SHARE, LimitCondition
+from ttft_otel.bench.limit_search import (
+    MAX_OVERLOAD_TAIL,
+    OVERLOAD_SHARE,
+    WARMUP_SHARE,
+    LimitCondition,
+)
 from ttft_otel.bench.load_driver import LoadRun, RequestResult
 from ttft_otel.model import stages
 from ttft_otel.model.stages import PREFILLING_ROLES
@@ -160,11 +165,17 @@ def is_overloaded(run: LoadRun, conditions: Sequence[LimitCondition], planned: i
     planned: requests of the whole run.
     """
     now_ns = monotonic_ns()
-    waits_ms = [
-        (now_ns - each.sent_ns) / 1e6
+    waits = [
+        (each.sent_ns, (now_ns - each.sent_ns) / 1e6)
         for each in run.in_flight.values()
         if each.sent_ns and not each.pieces
-    ] + [math.inf if each.error else each.ttft_us / 1000 for each in run.results]
+    ]
+    waits += [
+        (each.response.sent_ns, math.inf if each.error else each.ttft_us / 1000)
+        for each in run.results
+    ]
+    # The first ones do not count; what is left is to prove something.
+    waits_ms = [wait_ms for _, wait_ms in sorted(waits)[int(WARMUP_SHARE * planned) :]]
     return any(
         sum(wait_ms > each.limit_ms for wait_ms in waits_ms) > OVERLOAD_SHARE * planned
         for each in conditions
