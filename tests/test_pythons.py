@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each Python that pyproject.toml names: what needs no vLLM imports, and tests of units pass.
 
-tests/model, tests/exporter and parts of tests/explain: they need none, and nothing that came after 3.10.
+tests/model and parts of tests/exporter and tests/explain: they measure no times, and need nothing that came
+after 3.10.
 vLLM itself is installed for one Python alone.
 """
 
@@ -26,7 +27,7 @@ TEST_PACKAGES: Final = (
     *("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema"),
 )
 UNITS: Final = (
-    *("tests/model", "tests/exporter", "tests/explain/explain/test_cause_detectors.py"),
+    *("tests/model", "tests/exporter/spans", "tests/exporter/metrics"),
     *("tests/explain/diff/test_change_cause.py", "tests/explain/window/test_holding_work.py"),
 )
 IMPORT_COMMANDS: Final = """

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -33,7 +34,10 @@ def test_schema_in_step() -> None:
     """
     golden = json.loads(GOLDEN.read_text())
     assert golden["version"] == RECORD_VERSION
-    assert golden["schema"] == json.loads(json.dumps(msgspec.json.schema(Record)))
+    schemas = [json.dumps(each) for each in (golden["schema"], msgspec.json.schema(Record))]
+    # Python 3.13 takes the indentation out of docstrings, which are the descriptions.
+    first, second = (json.loads(re.sub(r"\\n +", r"\\n", text)) for text in schemas)
+    assert first == second
 
 
 @pytest.mark.parametrize(
