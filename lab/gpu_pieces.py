@@ -20,7 +20,7 @@ KERNELS_PIECE: Final = "kernels"  # vLLM's compiled kernels
 ATTENTION_PIECE: Final = "attention"  # FlashAttention 3, compiled
 PIECES: Final = (CLOCK_PIECE, KERNELS_PIECE, ATTENTION_PIECE)
 # A piece travels with the checkout, which may have so much; together at most 64 MiB.
-CHECKOUT_BYTES: Final = 9 << 20
+CHECKOUT_BYTES: Final = 10 << 20
 MAX_PIECE_BYTES: Final = (64 << 20) - CHECKOUT_BYTES
 _DATA_PREFIX: Final = re.compile(r"^[^/]+\.data/(purelib|platlib)/")
 
