@@ -177,7 +177,7 @@ def any_lateness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_session, "MAX_LATENESS", 10.0)
 
 
-@pytest.mark.slow
+@pytest.mark.full  # a minute of load
 @pytest.mark.usefixtures("any_lateness")
 def test_found(bench: RunBench) -> None:
     """Over sockets: a server with one place, whose limit is known, and the stage that grows first."""

@@ -91,14 +91,12 @@ class LeastTtftPolicy(RoutingPolicy):
             _add_decodes(waits, prefills, instances, loads, line.e, speed_factors)
         delay_cost = pending.estimate_delay_cost(now_us, len(instances))
         scores = [
-            # Without the last term each request would be served
-            # soonest, at the cost of those after it.
+            # Without the last term each would be served soonest, at the cost of those after it.
             wait + prefill + delay_cost * prefill * (wait + 0.5 * prefill)
             for wait, prefill in zip(waits, prefills, strict=True)
         ]
         position = self._choose_freshest(loads, scores)
-        # Without a prompt length the prefill time is unknown, so nothing is rejected.
-        # Encoders send no first token.
+        # Without a prompt length nothing is predicted; encoders send no first token.
         limits_s = self.state.options.slo_s, request.slo_s * (request.leg != ENCODE)
         slo_s = min(filter(None, limits_s), default=0.0)
         if slo_s and request.prompt_tokens:
