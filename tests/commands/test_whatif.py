@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.explain.shell_commands import StoreCommand
 from tests.explain.stored_records import (
+    BEGIN_S,
     build_served_record,
     build_spans,
     draw_busy_arrivals,
@@ -16,8 +19,11 @@ from tests.explain.stored_records import (
     store_spans,
 )
 from tests.explain.whatif.scheduler_truth import run_scheduler
+from ttft_otel.bench.limit_search import LimitSearch, parse_condition
+from ttft_otel.commands import bench
 from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.model.names import keys
+from ttft_otel.report.report_types import SourceChoice
 
 LIMITS = EngineLimits(4, 512)
 WHATIF = StoreCommand("whatif", "--repetitions", "3", "--since", name_window(-1, 600))
@@ -105,3 +111,48 @@ def test_nothing_changed(database: Path) -> None:
 def test_remedies(database: Path, words: list[str], reported: str) -> None:
     """What cannot be told is refused with the reason, in words and as JSON."""
     WHATIF.check_refusal(database, words, reported)
+
+
+def ask_for_limit(
+    source: SourceChoice, monkeypatch: pytest.MonkeyPatch, condition: str, first_s: float = -1
+) -> str | None:
+    """What `bench --find` adds of whatif, after a search whose last round was the recorded window."""
+    search = LimitSearch([parse_condition(condition)], 4.0)
+    search.low = 4.0
+    ends = tuple(round((BEGIN_S + each) * 1e9) for each in (first_s, 600))
+    monkeypatch.setattr(bench, "find_window", lambda _: ends)
+    monkeypatch.setattr(bench, "SPANS_TIMEOUT_S", 0)
+    monkeypatch.setattr(bench, "WHATIF_REPETITIONS", 2)
+    side: Any = SimpleNamespace(runs=[SimpleNamespace(results=[SimpleNamespace(error="")] * 160)])
+    return bench._ask_whatif(source, search, side)
+
+
+@pytest.mark.full  # searches twice
+def test_found_limit(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After bench --find: what would hold the condition at 1.5 times the rate that holds, or why not."""
+    source = SourceChoice(db=database)
+
+    said = ask_for_limit(source, monkeypatch, "ttft.p95<100000")
+    assert said is not None
+    assert said.startswith("At 1.5 times 4 requests/s, by whatif: ")
+    assert ask_for_limit(source, monkeypatch, "ttft.p95<0.001") != said
+    assert ask_for_limit(SourceChoice(), monkeypatch, "ttft.p95<500") is None
+
+
+@pytest.mark.parametrize(
+    ("condition", "first_s", "name"),
+    (
+        ("tpot.p95<50", -1, "spans.db"),  # whatif does not tell it
+        ("ttft.p95<500", 599, "spans.db"),  # nothing was recorded
+        ("ttft.p95<500", -1, "absent.db"),
+    ),
+)
+def test_found_limit_alone(
+    database: Path, monkeypatch: pytest.MonkeyPatch, condition: str, first_s: float, name: str
+) -> None:
+    """What was found is not lost where whatif cannot tell: a sentence says why."""
+    source = SourceChoice(db=database.with_name(name))
+
+    said = ask_for_limit(source, monkeypatch, condition, first_s)
+
+    assert said is not None and said.startswith("whatif cannot tell: ")
