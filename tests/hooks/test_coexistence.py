@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,7 @@ from lab.http_servers import HttpServerThread, SilentHandler
 from ttft_otel.model.names import env_names, span_names
 
 SERVER: Final = Path(__file__).with_name("instrumented_server.py")
+CLIENT: Final = SERVER.with_name("instrumented_client.py")
 TRACE_ID: Final = "0af7651916cd43dd8448eb211c80319c"
 CALLER: Final = "b7ad6b7169203331"
 TRACEPARENT: Final = f"00-{TRACE_ID}-{CALLER}-01"
@@ -55,8 +57,22 @@ def sink() -> Iterator[Sink]:
     made.server.close()
 
 
+def send_plain(port: int, env: dict[str, str], traceparent: str) -> Any:
+    """Send one request without a tracer; the answer."""
+    headers = {"content-type": "application/json"}
+    if traceparent:
+        headers["traceparent"] = traceparent
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", b"{}", headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
 def call_server(
-    sink: Sink, *tool: str, traceparent: str = TRACEPARENT, **env: str
+    sink: Sink,
+    *tool: str,
+    traceparent: str = TRACEPARENT,
+    send: Callable[[int, dict[str, str], str], Any] = send_plain,
+    **env: str,
 ) -> tuple[Any, str]:
     """Start the server by a tool, call it once, end it; the answer, and what it logged."""
     kept = {
@@ -86,12 +102,7 @@ def call_server(
         assert process.stdout is not None
         port = json.loads(process.stdout.readline() or "0")
         assert port, process.communicate()[1]
-        headers = {"content-type": "application/json"} | (
-            {"traceparent": traceparent} if traceparent else {}
-        )
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", b"{}", headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            said = json.load(answer)
+        said = send(port, kept | env, traceparent)
         return said, process.communicate(timeout=60)[1]
     finally:
         process.kill()
@@ -151,3 +162,37 @@ def test_ddtrace(sink: Sink) -> None:
     assert "ttft-otel" not in log
     (ours,) = [span for span in sink.spans[span_names.SCOPE] if span.kind == KIND_SERVER]
     assert (ours.trace_id.hex(), ours.parent_span_id.hex()) == (TRACE_ID, CALLER)
+
+
+@pytest.mark.parametrize(
+    ("product", "is_one_trace"),
+    # OpenInference's sends no traceparent; who instruments the HTTP client, too, has one trace.
+    (
+        ("opentelemetry.instrumentation.openai", True),
+        ("openinference.instrumentation.openai", False),
+    ),
+)
+def test_client_instrumentation(sink: Sink, product: str, is_one_trace: bool) -> None:
+    """OpenLLMetry's span around a client's call is the parent of ours; OpenInference's is beside it."""
+    try:
+        importlib.import_module(product)
+    except ImportError:
+        package = product.replace(".", "-")
+        others = "opentelemetry-semantic-conventions-ai openinference-instrumentation"
+        others += " openinference-semantic-conventions"
+        pytest.skip(
+            f"pip install --no-deps --target FOLDER {package} {others}, and set PYTHONPATH=FOLDER"
+        )
+
+    def send(port: int, env: dict[str, str], _: str) -> None:
+        command = [sys.executable, str(CLIENT), product, f"http://127.0.0.1:{port}"]
+        subprocess.run(command, env=env, check=True, timeout=60)
+
+    call_server(sink, send=send)
+    (ours,) = [span for span in sink.spans[span_names.SCOPE] if span.kind == KIND_SERVER]
+    (theirs,) = [
+        span for scope, spans in sink.spans.items() for span in spans if scope != span_names.SCOPE
+    ]
+
+    assert (ours.trace_id == theirs.trace_id) is is_one_trace
+    assert ours.parent_span_id == (theirs.span_id if is_one_trace else b"")
