@@ -20,6 +20,7 @@ from ttft_otel.commands.main import main
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 
 
+@pytest.mark.full  # a server of its own
 @pytest.mark.timeout(900)
 def test_ten_requests_of_ones_own(tmp_path: Path) -> None:
     """It starts vLLM, some of ten requests wait for a place, sums are exact; the slowest one is named."""
