@@ -56,7 +56,6 @@ LONG_FILES: Final = (
     "tests/attack/test_refusal_cost.py",
     "tests/attack/test_kv_event_publisher.py",
     "tests/router/disagg/test_encoders.py",
-    "tests/bench/test_report_lookup.py",
     "tests/lab/test_style.py",
     "tests/hooks/test_target_check.py",
     "tests/report/store/test_storage_bounds.py",

@@ -27,7 +27,7 @@ SCRIPT = '"><script>alert(1)</script>'
 def explain(*_: Any) -> ExplainAnswer:
     """As long as an answer may be."""
     stage = {"name": "x" * 1000, "typical_ms": 1.0, "late_ms": 2.0, "share": 0.1}
-    return ExplainAnswer(["because"], {"answered": True, "stages": [stage] * 8})
+    return ExplainAnswer(["because"], {"answered": True, "stages": [stage] * 8, "held": None})
 
 
 @pytest.fixture

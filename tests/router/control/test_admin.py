@@ -168,7 +168,7 @@ async def test_what_the_policy_believes_is_seen() -> None:
         await task
         answering = (await here.list_instances())[1]["instances"][1]
         assert answering["pending"] == {"requests": 0, "tokens": 0, "pairs": 0}
-        unknown = dict.fromkeys(("a", "b", "d", "mape", "r2"))
+        unknown = dict.fromkeys(("a", "b", "d", "e", "mape", "r2"))
         assert answering["fits"]["tiny"] == {"samples": 1, "outcomes": 0, **unknown}
 
 

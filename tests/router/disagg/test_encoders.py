@@ -171,8 +171,8 @@ def test_what_is_learnt_of_encoders() -> None:
         None,
     )
     assert kept == [
-        ("tiny", A.url, compute_work(500, 0), 0.11),
-        ("tiny", A.url, compute_work(510, 0), 0.055),
+        ("tiny", A.url, compute_work(500, 0), 0.11, 0),
+        ("tiny", A.url, compute_work(510, 0), 0.055, 0),
     ]
     assert state.overheads_s[A.url] == pytest.approx(0.14)
     assert len(state.pending) == 0
