@@ -156,9 +156,9 @@ def test_find(epd: LiveDeployment) -> None:
         "--find",
         "ttft.p95<400",
         "--rate",
-        4,
+        8,
         "--requests",
-        40,
+        60,  # whatif needs 50
         "--repeat",
         14,
         *SMALL_PROMPT_FLAGS,
