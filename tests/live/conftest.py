@@ -74,13 +74,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """
     if item.get_closest_marker("live") and not item.get_closest_marker("untimed"):
         deck = item.session.stash.get(DECK, None)
-        if deck and list_running():
+        if deck and list_running() and read_available_gb() > 1.5 * DEPLOYMENT_GB:
             for shape in list_next_shapes(item):
                 deck.start_in_background(shape)
         wait_until_alone()
         if deck:
             wait([coming.result for coming in deck.coming.values()])
     return (yield)
+
+
+def read_available_gb() -> float:
+    """The memory that is left, as Linux estimates it."""
+    lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
+    return int(next(each for each in lines if each.startswith("MemAvailable:")).split()[1]) / 2**20
 
 
 def list_next_shapes(item: pytest.Item) -> list[str]:
@@ -106,7 +112,8 @@ DEPLOYMENT_ORDER = (
 )
 # Shapes of the deployments that tests measure times with, by fixture.
 SHAPES = {"epd": "epd", "pd": "pd", "epd3": "epd3", "nixl": NIXL_SHAPE, "newer": NIXL_SHAPE}
-MAX_AHEAD = 3  # deployments in memory at once, 4 GB each
+MAX_AHEAD = 2  # deployments in memory at once
+DEPLOYMENT_GB = 6  # of memory
 MAX_WAIT_S = 1800.0  # for tests that run beside
 DECK: pytest.StashKey[DeploymentDeck] = pytest.StashKey()
 
