@@ -299,7 +299,6 @@ class LoadEntry:
         "request",
         "requested_timing",
         "cached_tokens",
-        "decodes",
         "awaits_delta",
         "predicted_ttft_s",
         "prediction_error_s",
@@ -326,7 +325,6 @@ class LoadEntry:
         self.key = (request.leg, span_id)  # not the request ID: clients choose it and may repeat it
         self.url = decision.instance.url
         # Whether the instance had no other pending request: before record_sent() below adds this one.
-        self.decodes = state.pending.count_decodes(decision.instance)
         self.found_idle = not state.pending.get_load(self.url).entries
         self.requested_timing = False  # only the policy asked for Server-Timing, not the client
         self.awaits_delta = False  # events were received, but the first token was not
@@ -367,7 +365,8 @@ class LoadEntry:
             own_tokens, step_tokens = server_timing.tokens.own, server_timing.tokens.step
             cached_tokens, prompt_tokens = server_timing.tokens.cached, server_timing.tokens.prompt
             # Other prompts shared these steps. Answers did, too: those are few tokens, of another cost.
-            step_tokens -= self.decodes
+            entry = self.state.pending.find_entry(self.key)
+            step_tokens -= entry.decodes if entry else 0
             if 0 < own_tokens < step_tokens:
                 seconds *= own_tokens / step_tokens
         # No prefill here, or one of unknown length: nothing to learn.

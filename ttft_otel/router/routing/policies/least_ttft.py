@@ -195,6 +195,7 @@ def _add_decodes(
     """
     for position, (instance, load) in enumerate(zip(instances, loads, strict=True)):
         prompts = len(load.entries)
+        # As count_decodes() has it, whose look-up of the load would double the time of this loop.
         decodes = instance.all_in_flight - prompts
         if decodes > 0:
             delay_s = seconds * decodes * speed_factors.get(instance.url, 1.0)
