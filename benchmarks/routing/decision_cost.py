@@ -36,6 +36,7 @@ from ttft_otel.router.upstream.query_client import QueryClient
 PROMPT_TOKENS, BLOCK_TOKENS = 8192, 16
 # 1 000 is far beyond a usual fleet: it shows how the cost grows.
 FLEET_SIZES = (2, 16, 128, 1000)
+ANSWERS = 20  # in flight at each instance, most of them answers under way
 # Fleet -> the most that a decision may cost, as a multiple of one by the original formula (trapezoid).
 RATIO_GOALS = {128: 1.6}
 PROMPTS_PER_PASS = 20
@@ -79,6 +80,7 @@ def measure_decision(size: int) -> dict[str, float]:
     trapezoid = PolicyState(index, PolicyOptions(ttft_model="trapezoid"), calibrated.pending)
     prompt = tuple(range(PROMPT_TOKENS // BLOCK_TOKENS))
     for position, each in enumerate(fleet):
+        each.in_flight = ANSWERS
         # Lengths differ, so that the walk along the prompt ends at different places.
         index.add_blocks(each.url, prompt[: chance.randrange(len(prompt) // 3)])
         for n in range(4):
