@@ -24,7 +24,8 @@ import random
 MAX_OPEN_PERIOD_S: Final = 30.0
 MAX_DOUBLINGS: Final = 16  # of the open period
 OVERDUE_AFTER_S: Final = 30.0  # a long prompt may keep an engine as long as this
-_US_PER_SECOND: Final = 1_000_000
+_OVERDUE_AFTER_US: Final = int(OVERDUE_AFTER_S * 1e6)
+_NEVER_US: Final = 1 << 62
 
 BreakerState = Literal["closed", "open", "half-open"]
 
@@ -117,33 +118,33 @@ class CircuitBreaker:
 
 
 class OwedAnswers:
-    """The requests that an instance has not begun to answer, and since when it has begun no answer."""
+    """The requests that an instance has not begun to answer, and from when on it is late with them."""
 
-    __slots__ = ("_count", "_silent_since_us")
+    __slots__ = ("_count", "overdue_from_us")
 
     def __init__(self) -> None:
-        self._count = self._silent_since_us = 0
+        self._count, self.overdue_from_us = 0, _NEVER_US
 
     def record_sent(self, now_us: int) -> None:
         """A request goes to the instance."""
         if not self._count:
-            self._silent_since_us = now_us
+            self.overdue_from_us = now_us + _OVERDUE_AFTER_US
         self._count += 1
 
     def record_begun(self, now_us: int) -> None:
         """The first byte of an answer is here, of a call that needs all of it the last."""
         self._count = max(self._count - 1, 0)
-        self._silent_since_us = now_us
+        self.overdue_from_us = now_us + _OVERDUE_AFTER_US if self._count else _NEVER_US
 
     def record_unanswered(self) -> None:
         """A request is over without an answer: it failed, or its client left."""
         self._count = max(self._count - 1, 0)
+        if not self._count:
+            self.overdue_from_us = _NEVER_US
 
     def measure_overdue_s(self, now_us: int) -> float:
         """Seconds beyond OVERDUE_AFTER_S for which it owes answers and has begun none; 0 for none."""
-        if not self._count:
-            return 0.0
-        return max((now_us - self._silent_since_us) / _US_PER_SECOND - OVERDUE_AFTER_S, 0.0)
+        return max((now_us - self.overdue_from_us) / 1e6, 0.0)
 
 
 # How the first token of a request with two legs reaches the client; docs/router.md.

@@ -79,16 +79,9 @@ class LeastTtftPolicy(RoutingPolicy):
         loads = pending.list_loads(instances)
         # With pending prompts: their blocks are there by the time this one is prefilled.
         cached_tokens = self.state.estimate_cached(request, instances, loads)
-        prefills = _predict_prefills(request.prompt_tokens, cached_tokens, line)
-        # Usually empty: most instances do not differ significantly from the shared line.
-        if speed_factors:
-            prefills = [
-                prefill * speed_factors.get(instance.url, 1.0)
-                for prefill, instance in zip(prefills, instances, strict=True)
-            ]
-        waits = _predict_waits(instances, loads, line, speed_factors, now_us)
-        if line.e:
-            _add_decodes(waits, prefills, instances, loads, line.e, speed_factors)
+        waits, prefills = _predict_times(
+            request.prompt_tokens, cached_tokens, instances, loads, line, speed_factors, now_us
+        )
         delay_cost = pending.estimate_delay_cost(now_us, len(instances))
         scores = [
             # Without the last term each would be served soonest, at the cost of those after it.
@@ -164,72 +157,57 @@ class LeastTtftPolicy(RoutingPolicy):
         return positions[self.state.choose_least([loads[at].recent_tokens for at in positions])]
 
 
-def _predict_prefills(
-    prompt_tokens: int, cached_tokens: Iterable[int], line: PrefillLine
-) -> list[float]:
-    """Prefill seconds of a prompt of `prompt_tokens`, for each of several numbers of `cached_tokens`.
-
-    The time of the whole prompt minus that of its cached part, both by `line`.
-    """
-    # PrefillLine.predict_seconds and count_pairs written out: calls would dominate the cost of a decision.
-    # (n² + n)/2 pairs for n tokens: d/2 goes into the linear and into the quadratic coefficient.
-    a, b, d, _ = line
-    half = 0.5 * d
-    once = b + half
-    whole = a + prompt_tokens * (once + half * prompt_tokens)
-    return [whole - cached * (once + half * cached) for cached in cached_tokens]
-
-
-def _add_decodes(
-    waits: list[float],
-    prefills: list[float],
-    instances: Sequence[Instance],
-    loads: Sequence[InstanceLoad],
-    seconds: float,
-    speed_factors: Mapping[str, float],
-) -> None:
-    """Add to waits and prefills what an instance's answers under way cost each prompt, `seconds` apiece.
-
-    The steps that compute prompts continue these answers. Where no prompt is, half a step of theirs is to be
-    waited for.
-    """
-    for position, (instance, load) in enumerate(zip(instances, loads, strict=True)):
-        prompts = len(load.entries)
-        # As count_decodes() has it, whose look-up of the load would double the time of this loop.
-        decodes = instance.all_in_flight - prompts
-        if decodes > 0:
-            delay_s = seconds * decodes * speed_factors.get(instance.url, 1.0)
-            waits[position] += delay_s * (prompts or 0.5)
-            prefills[position] += delay_s
-
-
-def _predict_waits(
+def _predict_times(
+    prompt_tokens: int,
+    cached_tokens: Iterable[int],
     instances: Sequence[Instance],
     loads: Sequence[InstanceLoad],
     line: PrefillLine,
     speed_factors: Mapping[str, float],
     now_us: int,
-) -> list[float]:
-    """Seconds until each instance has finished its pending prefills; the running one is partly done.
+) -> tuple[list[float], list[float]]:
+    """Seconds until each instance has finished its pending prefills, and of this prompt's own prefill.
 
-    One that is overdue, as OwedAnswers has it, is expected to take as long again.
+    The running one is partly done; one that is overdue, as OwedAnswers has it, is expected to take as long
+    again. The steps that compute prompts continue the answers under way, which costs each prompt as much.
+    Where no prompt is, half a step of theirs is to be waited for.
     """
-    waits, now_s = [], now_us / US_PER_SECOND
-    for instance, load in zip(instances, loads, strict=True):
-        if not load.entries:
-            waits.append(0.0)
+    # All in one loop, PrefillLine.predict_seconds, count_pairs and count_decodes() written out: calls would
+    # dominate the cost of a decision. (n² + n)/2 pairs for n tokens: d/2 goes into the linear and into the
+    # quadratic coefficient.
+    a, b, d, e = line
+    half = 0.5 * d
+    once = b + half
+    whole = a + prompt_tokens * (once + half * prompt_tokens)
+    waits, prefills, factor, now_s = [], [], 1.0, now_us / US_PER_SECOND
+    for instance, load, cached in zip(instances, loads, cached_tokens, strict=True):
+        prompts = len(load.entries)
+        elsewhere, decodes = instance.elsewhere, instance.in_flight - prompts
+        if elsewhere is not None:
+            decodes += elsewhere.in_flight
+        decodes_s = e * decodes if decodes > 0 else 0.0
+        # Usually empty: most instances do not differ significantly from the shared line.
+        if speed_factors:
+            factor = speed_factors.get(instance.url, 1.0)
+        # The time of the whole prompt minus that of its cached part.
+        prefills.append(factor * (whole - cached * (once + half * cached) + decodes_s))
+        if not prompts:
+            waits.append(factor * 0.5 * decodes_s)
             continue
         # Computed once per change of the entries or of the line; only the current time differs.
         busy_until = load.busy_until
         # By identity: each solution of the model is a new tuple.
-        if busy_until is None or busy_until.line is not line:
-            busy_until = load.busy_until = _predict_end(
-                load, line, speed_factors.get(instance.url, 1.0), now_us
-            )
+        if busy_until is None or busy_until[0] is not line:
+            busy_until = load.busy_until = _predict_end(load, line, factor, now_us)
+        _, end_s, min_wait_s = busy_until
+        wait = end_s - now_s
         # Never below the minimum: a prefill that overruns its prediction has not ended.
-        wait = max(busy_until.end_s - now_s, busy_until.min_wait_s)
-        waits.append(wait + instance.owed_answers.measure_overdue_s(now_us))
-    return waits
+        if wait < min_wait_s:
+            wait = min_wait_s
+        if now_us > instance.owed_answers.overdue_from_us:
+            wait += instance.owed_answers.measure_overdue_s(now_us)
+        waits.append(wait + factor * prompts * decodes_s)
+    return waits, prefills
 
 
 def _predict_end(load: InstanceLoad, line: PrefillLine, factor: float, now_us: int) -> BusyUntil:
