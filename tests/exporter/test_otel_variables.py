@@ -35,7 +35,7 @@ from ttft_otel.exporter.record_queue import RecordQueue
 from ttft_otel.model.names import env_names, otel_variables, span_names
 from ttft_otel.model.record import Record, encode_record
 from ttft_otel.tracing import context
-from ttft_otel.tracing.settings import list_problems, read_settings
+from ttft_otel.tracing.settings import read_settings
 
 FOLLOWED: Final = [
     name for pattern in otel_variables.FOLLOWED for name in otel_variables.expand_names(pattern)
@@ -293,6 +293,41 @@ def test_http(name: str, sink: Sink, sink_for: Any, export: Any) -> None:
     assert is_different(sink)
 
 
+def count_kept(sink: Sink) -> tuple[int, ...]:
+    """How many attributes of spans, events, links, how many events, links and characters came."""
+    events = [each for span in sink.spans for each in span.events]
+    links = [each for span in sink.spans for each in span.links]
+    kinds = [sum(len(each.attributes) for each in kind) for kind in (sink.spans, events, links)]
+    return (*kinds, len(events), len(links), measure_longest(sink) if kinds[0] else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "gone"),
+    [
+        ("OTEL_ATTRIBUTE_COUNT_LIMIT", {0, 1, 2, 5}),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", {0, 5}),
+        ("OTEL_EVENT_ATTRIBUTE_COUNT_LIMIT", {1}),
+        ("OTEL_LINK_ATTRIBUTE_COUNT_LIMIT", {2}),
+        ("OTEL_SPAN_EVENT_COUNT_LIMIT", {1, 3}),
+        ("OTEL_SPAN_LINK_COUNT_LIMIT", {2, 4}),
+        ("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", {5}),
+        ("OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT", {5}),
+    ],
+)
+def test_limit_of_0(name: str, gone: set[int], sink: Sink, export: Any) -> None:
+    """A limit of 0 keeps none, as the specification has it: all spans come, without what it limits."""
+    record = make_crowded_record()
+    export(record, OTEL_EXPORTER_OTLP_ENDPOINT=sink.url)
+    before, number = count_kept(sink), len(sink.spans)
+    assert all(before)
+    sink.traces.clear()
+    export(record, OTEL_EXPORTER_OTLP_ENDPOINT=sink.url, **{name: "0"})
+
+    assert len(sink.spans) == number
+    kept = [0 if place in gone else count for place, count in enumerate(before)]
+    assert list(count_kept(sink)) == kept
+
+
 TLS: Final = {
     f"OTEL_EXPORTER_OTLP_{signal}{what}"
     for signal in ("", "TRACES_", "METRICS_")
@@ -496,7 +531,9 @@ def test_decision(name: str) -> None:
         ({"OTEL_METRICS_EXPORTER": "prometheus"}, None),
         ({"OTEL_METRICS_EXPORTER": "prometheus", "TTFT_OTEL_METRICS": "1"}, "names prometheus"),
         ({"OTEL_BSP_SCHEDULE_DELAY": "soon"}, "is not a whole number"),
-        ({"OTEL_SPAN_LINK_COUNT_LIMIT": "0"}, "is not a whole number"),
+        ({"OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "0"}, "is not a whole number from 1"),
+        ({"OTEL_SPAN_LINK_COUNT_LIMIT": "0"}, None),
+        ({"OTEL_SPAN_LINK_COUNT_LIMIT": "-1"}, "is not a whole number from 0"),
         ({"OTEL_EXPORTER_OTLP_TIMEOUT": "10s"}, "is no time"),
         ({"OTEL_EXPORTER_OTLP_COMPRESSION": "zstd"}, "is unknown to http/protobuf"),
         (
@@ -510,7 +547,7 @@ def test_decision(name: str) -> None:
 )
 def test_problems(env: dict[str, str], problem: str | None) -> None:
     """What cannot be followed is told with its remedy; what is no matter for tracing is not."""
-    problems = list_problems(read_settings(env))
+    problems = read_settings(env).problems
 
     assert [problem in line and "; " in line for line in problems] == [True] * (problem is not None)
 

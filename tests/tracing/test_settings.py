@@ -15,7 +15,7 @@ def test_defaults() -> None:
 
     assert not read.on
     assert (read.protocol, read.endpoint) == ("http/protobuf", settings.DEFAULT_HTTP_ENDPOINT)
-    assert settings.list_problems(read) == ()
+    assert read.problems == ()
 
 
 @pytest.mark.parametrize("word", ["1", "true", "YES", " On "])
@@ -145,7 +145,7 @@ def test_specific_first() -> None:
 def test_wrong(name: str, value: str, remedy: str) -> None:
     """What is wrong is named with its value and its remedy; the default is taken instead."""
     read = settings.read_settings({name: value})
-    (line,) = settings.list_problems(read)
+    (line,) = read.problems
 
     assert line.startswith(f"{name}={value!r}")
     assert remedy in line

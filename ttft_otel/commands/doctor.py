@@ -114,7 +114,7 @@ class Check:
 
 def check_settings(chosen: settings.Settings) -> Iterator[Check]:
     """Check the environment variables, as read into `chosen`."""
-    for line in settings.list_problems(chosen):
+    for line in chosen.problems:
         message, _, remedy = line.partition("; ")
         yield Check("settings", "fail", message, remedy)
     if chosen.on:

@@ -170,11 +170,6 @@ def get_settings() -> Settings:
     return _frozen[0] if _frozen else read_settings()
 
 
-def list_problems(settings: Settings) -> tuple[str, ...]:
-    """The problems in `settings`, each as "what is wrong; remedy"; empty when there are none."""
-    return settings.problems
-
-
 def _read_protocol(source: Mapping[str, str], problems: list[str]) -> tuple[str, str]:
     """The protocol and what chose it.
 
@@ -267,14 +262,16 @@ def _check_propagators(source: Mapping[str, str], problems: list[str]) -> None:
 
 
 def _read_numbers(source: Mapping[str, str], problems: list[str]) -> dict[str, int]:
-    """Those of otel_variables.NUMBERS that are set, and are whole numbers from 1."""
+    """Those of otel_variables.NUMBERS that are set, and are whole numbers from their least one."""
     numbers: dict[str, int] = {}
-    for name in otel_variables.NUMBERS:
+    for name, least in otel_variables.NUMBERS.items():
         text = source.get(name, "").strip()
-        if text.isdecimal() and int(text):
+        if text.isdecimal() and int(text) >= least:
             numbers[name] = int(text)
         elif text:
-            problems.append(f"{name}={text!r} is not a whole number from 1; correct or unset it")
+            problems.append(
+                f"{name}={text!r} is not a whole number from {least}; correct or unset it"
+            )
     return numbers
 
 

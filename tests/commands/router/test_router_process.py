@@ -215,6 +215,20 @@ async def test_everything_by_environment(tmp_path: Path) -> None:
             assert [each["url"] for each in said["instances"]] == [one.url]
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_wrong_telemetry_serves(workers: str, tmp_path: Path) -> None:
+    """What of OpenTelemetry's variables cannot be followed is told once each, and requests are served."""
+    wrong = {"OTEL_TRACES_EXPORTER": "console", "OTEL_TRACES_SAMPLER_ARG": "half"}
+    traced = {env_names.TTFT_OTEL: "1", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+    async with fake_instances.run_instance(InstancePlan({})) as one:
+        flags = ("--backend", one.url, "--workers", workers)
+        async with run_command(tmp_path, *flags, **traced, **wrong) as it:
+            assert (await it.router.post_chat())[0] == 200
+            log = it.log.read_text()
+            assert log.count("OTEL_TRACES_EXPORTER names console") == 1
+            assert log.count("OTEL_TRACES_SAMPLER_ARG='half' is not a ratio") == 1
+
+
 def test_an_open_port_is_refused_at_start() -> None:
     """`--host 0.0.0.0` without a key is refused with the remedy; with --insecure it serves."""
     flags = ["--backend", "http://127.0.0.1:1", "--host", "0.0.0.0", "--port", "1"]

@@ -74,8 +74,9 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     settings_read = dataclasses.replace(
         settings.read_settings(), trust_sampled=options.trust_trace_headers
     )
-    if problems := settings.list_problems(settings_read):
-        raise click.UsageError("\n".join(problems))
+    # By this process alone, of however many workers; never a reason to refuse requests.
+    for line in settings_read.problems:
+        log.warning("ttft-otel: %s", line)
     serve = functools.partial(_serve_router, ctx, settings_read)
     if options.workers == 1:
         serve(options, run_router_server)

@@ -18,8 +18,8 @@ FOLLOWED: Final[dict[str, tuple[str, str]]] = {
         "-",
         "`true`: no spans and no metrics; a caller that asks still gets its timings",
     ),
-    "OTEL_TRACES_EXPORTER": ("`otlp`", "or `none`: no spans; metrics, if they are asked for"),
-    "OTEL_METRICS_EXPORTER": ("`otlp`", "or `none`: no metrics, whatever `TTFT_OTEL_METRICS` says"),
+    "OTEL_TRACES_EXPORTER": ("`otlp`", "or `none`: no spans, only metrics; any other: `otlp`"),
+    "OTEL_METRICS_EXPORTER": ("`otlp`", "or `none`: despite `TTFT_OTEL_METRICS`; other: `otlp`"),
     "OTEL_PROPAGATORS": ("`tracecontext`", "has to name it; no other is read or written"),
     "OTEL_TRACES_SAMPLER": (
         "`parentbased_always_on`",
@@ -65,7 +65,7 @@ FOLLOWED: Final[dict[str, tuple[str, str]]] = {
         "characters; more than 256 are never kept",
     ),
     "OTEL_[SPAN_|EVENT_|LINK_]ATTRIBUTE_COUNT_LIMIT": ("`128`", "below 100 stages may be cut off"),
-    "OTEL_SPAN_[EVENT|LINK]_COUNT_LIMIT": ("`128`", "of a span"),
+    "OTEL_SPAN_[EVENT|LINK]_COUNT_LIMIT": ("`128`", "of a span; 0, as for all limits: none"),
     "OTEL_PYTHON_[DISTRO|CONFIGURATOR|DISABLED_INSTRUMENTATIONS]": (
         "-",
         "[below](#with-opentelemetry-instrument)",
@@ -106,7 +106,7 @@ NOT_FOLLOWED: Final[dict[str, tuple[str, ...]]] = {
         "OTEL_INSTRUMENTATION_HTTP_CAPTURE_HEADERS_SERVER_[REQUEST|RESPONSE]",
     ),
 }
-# Of those that are followed, whole numbers from 1.
+# Of those that are followed, whole numbers.
 _NUMBER: Final = re.compile(r"OTEL_BSP_.*|.*_LIMIT|OTEL_METRIC_EXPORT_INTERVAL")
 _BRACKETS: Final = re.compile(r"\[(.*?)]")
 
@@ -127,7 +127,10 @@ _FOLLOWED_NAMES: Final = [name for pattern in FOLLOWED for name in expand_names(
 # A configuration file is followed in place of all but these.
 _BESIDE_FILES: Final = ("OTEL_PYTHON_", "OTEL_EXPERIMENTAL_", "OTEL_CONFIG_FILE")
 REPLACED: Final = frozenset(name for name in _FOLLOWED_NAMES if not name.startswith(_BESIDE_FILES))
-NUMBERS: Final = tuple(name for name in _FOLLOWED_NAMES if _NUMBER.fullmatch(name))
+# The least that each may be, by the specification: of a limit, none at all.
+NUMBERS: Final = {
+    name: 0 if name.endswith("_LIMIT") else 1 for name in _FOLLOWED_NAMES if _NUMBER.fullmatch(name)
+}
 # Of the SDK's exporters, which raise for values that they cannot read.
 TIMEOUTS: Final = tuple(name for name in _FOLLOWED_NAMES if name.endswith("_TIMEOUT"))
 COMPRESSIONS: Final = tuple(name for name in _FOLLOWED_NAMES if name.endswith("_COMPRESSION"))
