@@ -121,12 +121,14 @@ def test_an_engine_that_hangs(pending: RequestTrace) -> None:
         engine = FakeEngine(max_num_seqs=4)
         seen = [await scrape(engine)]
         engine.hangs.set()
+        await asyncio.sleep(0.5)
         seen += [await scrape(engine)]
         await asyncio.sleep(0.5)
         seen += [await scrape(engine)]
         asked = engine.asked
         engine.hangs.clear()
         engine.waiting = {}
+        await asyncio.sleep(0.1)
         seen += [await scrape(engine)]
         return seen, asked
 
@@ -136,7 +138,23 @@ def test_an_engine_that_hangs(pending: RequestTrace) -> None:
     assert (fresh["age"] or 0) < 0.1 < (hung["age"] or 0) < (later["age"] or 0) - 0.4
     assert (fresh["took"] or 0) < 0.2 < (hung["took"] or 0) < 5
     assert asked == 2
-    assert list_counts(after) == {} and (after["age"] or 0) < 0.1
+    assert list_counts(after) == {} and (after["age"] or 0) < 0.4
+
+
+def test_a_scraper_without_pause(pending: RequestTrace) -> None:
+    """However often a page is read, by how many, an engine core is asked twice a second; the age is told."""
+
+    async def look() -> tuple[list[Seen], int]:
+        engine, seen, until = FakeEngine(max_num_seqs=4), list[Seen](), time.monotonic() + 1.2
+        while time.monotonic() < until:
+            seen += await asyncio.gather(*(scrape(engine) for _ in range(4)))
+        return seen, engine.asked
+
+    begun = time.monotonic()
+    seen, asked = asyncio.run(look())
+    assert len(seen) > 40 and 1 < asked <= 1 + (time.monotonic() - begun) / 0.5
+    assert all(list_counts(each) == {"max_num_seqs": 4} for each in seen)
+    assert 0.4 < max(each["age"] or 0 for each in seen)
 
 
 def test_an_old_word_is_not_about_a_new_request(pending: RequestTrace) -> None:
@@ -146,7 +164,7 @@ def test_an_old_word_is_not_about_a_new_request(pending: RequestTrace) -> None:
         engine = FakeEngine(max_num_seqs=4)
         await scrape(engine)
         engine.hangs.set()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
         pending.arrive = clock.now_us()
         try:
             return await scrape(engine)

@@ -18,9 +18,9 @@ from ttft_otel.tracing.guard import Guard
 EngineCall: TypeAlias = Callable[[], Awaitable[str]]
 
 TRACE_ID_PLACE: Final = slice(3, 35)  # in a traceparent
-ANSWER_TIMEOUT_S: Final = (
-    0.25  # an engine core answers between two steps; a later answer is kept, too
-)
+# An engine core answers between two steps; a later answer is kept, too.
+ANSWER_TIMEOUT_S: Final = 0.25
+PAUSE_US: Final = 500_000  # between two questions, however often /metrics is read
 
 
 class EngineQueues:
@@ -29,12 +29,18 @@ class EngineQueues:
     def __init__(self) -> None:
         self.reports: dict[int, tuple[int, carrier.QueueReport]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._asked_us = 0
 
     async def ask(self, calls: Sequence[EngineCall]) -> None:
-        """Ask all engine cores but those that have not answered yet; wait for at most ANSWER_TIMEOUT_S."""
-        for number, call in enumerate(calls):
-            if number not in self._tasks:
-                self._tasks[number] = asyncio.ensure_future(self._ask_one(number, call))
+        """Ask all engine cores but those that have not answered yet; wait for at most ANSWER_TIMEOUT_S.
+
+        Within PAUSE_US of the last question nobody is asked: the reports, with their ages, stay.
+        """
+        if (now := clock.now_us()) - self._asked_us >= PAUSE_US:
+            self._asked_us = now
+            for number, call in enumerate(calls):
+                if number not in self._tasks:
+                    self._tasks[number] = asyncio.ensure_future(self._ask_one(number, call))
         if self._tasks:
             await asyncio.wait([*self._tasks.values()], timeout=ANSWER_TIMEOUT_S)
 
