@@ -39,6 +39,17 @@ def find_protocol_remedy(protocol: str, endpoint: str, timeout: float | None = N
     )
 
 
+def find_connection_error(endpoint: str) -> str:
+    """Why no connection to `endpoint` is made, in the system's words; "" if one is."""
+    try:
+        parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
+        address = parts.hostname or "", parts.port or {"https": 443}.get(parts.scheme, 80)
+        socket.create_connection(address, PROBE_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
 def find_spoken_protocol(endpoint: str, timeout: float) -> str:
     """The protocol that `endpoint` speaks, one of settings.PROTOCOLS; "" if that cannot be told.
 
