@@ -47,7 +47,7 @@ def check_native_parts(running_stack: NativeState) -> list[PartStatus]:
         if not base:
             continue
         # Health, not the process: a program may run and still replay its log.
-        ready = stack_queries.is_reachable(base + path)
+        ready = answers_health(base + path)
         note = (
             f"pid {running_stack.programs[name][0]}"
             # A Grafana of the user's has no process of ours.
@@ -56,6 +56,15 @@ def check_native_parts(running_stack: NativeState) -> list[PartStatus]:
         )
         rows.append(PartStatus(name, url, ready, note if ready else f"{note}: no answer"))
     return rows
+
+
+def answers_health(url: str) -> bool:
+    """Whether a health check answers 200."""
+    try:
+        stack_queries.fetch_json(url)
+    except stack_queries.BackendQueryError:
+        return False
+    return True
 
 
 GRAFANA_URL_HINT: Final = "http://NAME:PASSWORD@HOST:PORT of a user who may change it"

@@ -107,12 +107,31 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken.read_bytes() == b"mine"
 
 
-def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of its log is shown, in place of a wait or a traceback, and no process is left."""
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [(demo.MODEL, "it, 1.5 GB, from Hugging Face"), ("m", "it from Hugging Face")],
+)
+def test_a_server_that_does_not_start(
+    model: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it downloads is said before; the end of its log is shown, with what needs no network."""
     monkeypatch.setattr(demo.sys, "executable", str(fake := tmp_path / "python"))
     fake.write_text("#!/bin/sh\necho no such model: $4\nexit 3\n")
     fake.chmod(0o755)
-    failed = CliRunner().invoke(main, ["demo", "--model", "m", "--db", str(tmp_path / "a.db")])
+    failed = CliRunner().invoke(main, ["demo", "--model", model, "--db", str(tmp_path / "a.db")])
 
     assert failed.exit_code == 1
-    assert "vLLM did not start" in failed.output and "no such model: m" in failed.output
+    before, _, after = failed.output.partition("vLLM did not start")
+    assert f"vLLM downloads {told} unless" in before and f"no such model: {model}" in after
+    assert all("--model FOLDER" in text and "--recorded" in text for text in (before, after))
+
+
+def test_a_model_of_this_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a folder's model nothing is downloaded, and nothing is said of it."""
+    monkeypatch.setattr(demo.sys, "executable", str(fake := tmp_path / "python"))
+    fake.write_text("#!/bin/sh\nexit 3\n")
+    fake.chmod(0o755)
+    words = ["demo", "--model", str(tmp_path), "--db", str(tmp_path / "a.db")]
+    failed = CliRunner().invoke(main, words)
+
+    assert failed.exit_code == 1 and "downloads" not in failed.output

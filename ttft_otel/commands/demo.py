@@ -49,6 +49,9 @@ REQUESTS: Final = 10
 WARMUPS: Final = 12  # one after another: with them `explain` knows what is usual
 PLACES: Final = 4  # of them at once, so that the others wait
 PROMPT: Final = "Where does the time go before the first word of an answer? " * 20
+NO_NETWORK: Final = (
+    "Without a network: --model FOLDER serves one of this disk, --recorded needs none."
+)
 START_TIMEOUT_S: Final = 1800.0  # a model may have to be downloaded
 END_TIMEOUT_S: Final = 30.0
 MAX_LOG_CHARS: Final = 2000
@@ -129,7 +132,7 @@ def _wait_for_health(process: subprocess.Popen[bytes], url: str, log: Path) -> N
             return
         time.sleep(0.5)
     text = log.read_text("utf-8", "replace")[-MAX_LOG_CHARS:]
-    raise click.ClickException(f"vLLM did not start; the end of its log:\n{text}")
+    raise click.ClickException(f"vLLM did not start; the end of its log:\n{text}\n{NO_NETWORK}")
 
 
 def send_requests(url: str, model: str) -> None:
@@ -166,6 +169,9 @@ def trace_live(model: str, arguments: Sequence[str], database: Path) -> None:
             "vLLM is not installed in this environment: `ttft-otel demo --recorded` needs none"
         )
     click.echo(f"Starting vLLM with {model}; it takes a minute or more.")
+    if not Path(model).is_dir():
+        size = ", 1.5 GB," if model == MODEL else ""
+        click.echo(f"vLLM downloads it{size} from Hugging Face unless it has it. {NO_NETWORK}")
     # A thread receives while this one, which gets Ctrl-C, drives.
     started, servers = threading.Event(), list[ReportServer]()
 

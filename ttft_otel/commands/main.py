@@ -36,44 +36,23 @@ class Subcommand:
 
 
 # Help texts are here once more, because the commands' own would have to be imported.
-SUBCOMMANDS: Final[dict[str, Subcommand]] = {
-    "demo": Subcommand(
-        "ttft_otel.commands.demo", "serve", "Show recorded requests of a real vLLM.", "demo"
-    ),
-    "serve": Subcommand(
-        "ttft_otel.commands.serve", "serve", "Receive, keep and show spans.", "serve"
-    ),
-    "top": Subcommand("ttft_otel.commands.top", "", "Show what waits now.", "top"),
-    "report": Subcommand("ttft_otel.commands.report", "", "Print where the time went.", "report"),
-    "diff": Subcommand(
-        "ttft_otel.commands.diff", "explain", "Say what changed between two windows.", "diff"
-    ),
-    "explain": Subcommand(
-        "ttft_otel.commands.explain", "explain", "Say why requests were late.", "explain"
-    ),
-    "whatif": Subcommand(
-        "ttft_otel.commands.whatif", "explain", "Predict the TTFT with other settings.", "whatif"
-    ),
-    "mcp": Subcommand(
-        "ttft_otel.commands.mcp_server", "mcp", "Offer these answers to an agent, read-only."
-    ),
-    "router": Subcommand(
-        "ttft_otel.commands.router.command", "router", "Route requests to vLLM servers, traced."
-    ),
-    "bench": Subcommand(
-        "ttft_otel.commands.bench", "bench", "Send load and break its TTFT down.", "bench"
-    ),
-    "stack": Subcommand(
-        "ttft_otel.commands.stack", "", "Run collector, Tempo, Prometheus and Grafana.", "stack"
-    ),
-    "dashboards": Subcommand(
-        "ttft_otel.commands.stack", "", "Import the dashboards into a Grafana.", "dashboards"
-    ),
-    "doctor": Subcommand(
-        "ttft_otel.commands.doctor",
-        "",
-        "Check the setup; say what is not traced, and how to fix it.",
-    ),
+SUBCOMMANDS: Final = {
+    name: Subcommand(f"ttft_otel.commands.{module}", extra, help_text, command)
+    for name, module, extra, help_text, command in (
+        ("demo", "demo", "serve", "Trace ten requests to a vLLM, or show recorded ones.", "demo"),
+        ("serve", "serve", "serve", "Receive, keep and show spans.", "serve"),
+        ("top", "top", "", "Show what waits now.", "top"),
+        ("report", "report", "", "Print where the time went.", "report"),
+        ("diff", "diff", "explain", "Say what changed between two windows.", "diff"),
+        ("explain", "explain", "explain", "Say why requests were late.", "explain"),
+        ("whatif", "whatif", "explain", "Predict the TTFT with other settings.", "whatif"),
+        ("mcp", "mcp_server", "mcp", "Offer these answers to an agent, read-only.", "command"),
+        ("router", "router.command", "router", "Route requests to servers, traced.", "command"),
+        ("bench", "bench", "bench", "Send load and break its TTFT down.", "bench"),
+        ("stack", "stack", "", "Run collector, Tempo, Prometheus and Grafana.", "stack"),
+        ("dashboards", "stack", "", "Import the dashboards into a Grafana.", "dashboards"),
+        ("doctor", "doctor", "", "Check the setup: what is not traced, and why.", "command"),
+    )
 }
 
 # Of an OSError: the disk, its quota, or a file has reached its limit.

@@ -85,15 +85,6 @@ def _add_authorization(request: urllib.request.Request, value: str) -> None:
     request.add_unredirected_header("authorization", value)
 
 
-def is_reachable(url: str) -> bool:
-    """Whether a health check answers 200."""
-    try:
-        fetch_json(url)
-    except BackendQueryError:
-        return False
-    return True
-
-
 def takes_traces(otlp: str) -> bool:
     """Whether a receiver of OTLP over HTTP takes a message without spans."""
     try:
