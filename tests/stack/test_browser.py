@@ -160,6 +160,7 @@ def test_a_slow_request_opens_its_waterfall(window: GrafanaWindow, filled: Fille
     assert not window.errors and not window.list_panel_errors()
 
 
+@pytest.mark.full
 def test_the_time_of_a_slow_request_leads_to_why(
     window: GrafanaWindow, filled: FilledStack
 ) -> None:
@@ -178,6 +179,7 @@ def test_the_time_of_a_slow_request_leads_to_why(
     assert not window.errors and not window.list_panel_errors()
 
 
+@pytest.mark.full
 def test_the_panel_leads_to_the_explanation_and_back(
     window: GrafanaWindow, filled: FilledStack, bench: StackStarter
 ) -> None:

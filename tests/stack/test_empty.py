@@ -27,6 +27,7 @@ def window(bench: StackStarter, grafana_home: Path) -> Iterator[GrafanaWindow]:
         found.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "dashboard", panel_queries.list_dashboards(), ids=lambda dashboard: dashboard.uid
 )

@@ -69,6 +69,7 @@ def play_outage(bench: StackStarter, away: float) -> None:
     tempo.stop()
 
 
+@pytest.mark.full
 def test_tempo_away(bench: StackStarter) -> None:
     """While Tempo is down nothing is lost, even if the collector is killed meanwhile."""
     play_outage(bench, AWAY_S)
@@ -98,6 +99,7 @@ def test_prometheus_away(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]
             wait_until(lambda: prometheus.query_number(count) == 300, 60)
 
 
+@pytest.mark.full
 def test_restart_under_load(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
     """When the collector restarts under load, exactly the spans our exporter counted as lost are missing."""
     spans, metrics = sinks
@@ -179,6 +181,7 @@ def read_resident_mib(pid: int) -> float:
     return int(re.search(r"RssAnon:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
 
 
+@pytest.mark.full
 def test_flood(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
     """With ten times what memory holds the collector stays below its limit, counts refusals, and recovers."""
     spans, metrics = sinks

@@ -159,6 +159,7 @@ def test_twice(up: StackTerminal) -> None:
     assert up.process.poll() is None
 
 
+@pytest.mark.full
 def test_lost(up: StackTerminal, asked: Asked) -> None:
     """While a part does not answer, status and smoke name it and its remedy."""
     stopped = up.read_programs()["tempo"]
@@ -173,6 +174,7 @@ def test_lost(up: StackTerminal, asked: Asked) -> None:
     assert re.search(r"ok +collector takes OTLP", hung.stdout)
 
 
+@pytest.mark.full
 def test_down(up: StackTerminal, asked: Asked) -> None:
     """Down stops it from another terminal: no process, no port and no state is left."""
     leaders = [up.process.pid, *up.read_programs().values()]
@@ -200,6 +202,7 @@ def test_interrupt(binaries: StackBinaries, tmp_path: Path) -> None:
     assert native_state.read_state(tmp_path / "data") is None
 
 
+@pytest.mark.full
 def test_died(binaries: StackBinaries, tmp_path: Path) -> None:
     """When a part ends, all parts are stopped, and the terminal shows that part's last output."""
     log = tmp_path / "data" / "logs" / "collector.log"

@@ -104,6 +104,7 @@ def test_unattributed_means_the_same_everywhere() -> None:
     assert [bool(re.fullmatch(ours, name)) for name in names] == [True, True, True, False]
 
 
+@pytest.mark.full
 def test_prometheus_runs_them(prometheus: RunningPrometheus) -> None:
     """A real Prometheus loads all rules, evaluates them without an error, and records the objective."""
 

@@ -12,6 +12,7 @@ from math import isclose, sqrt
 from typing import Any
 
 import msgspec
+import pytest
 
 from lab.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink
 from lab.stack.stack_parts import COLLECTOR_CONFIG, SAMPLING_CONFIG
@@ -108,6 +109,7 @@ def check_counts(rows: Sequence[known_requests.KnownRequest], metrics: MetricSin
     wait_until(lambda: isclose(metrics.sum_field(metric_names.STAGE_DURATION, "sum"), whole))
 
 
+@pytest.mark.full
 def test_ratio(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
     """Of 2 000 requests whose halves come apart all slow and failed are kept, and a tenth of the rest."""
     spans, metrics = sinks
@@ -179,6 +181,7 @@ def test_late(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
             assert list_span_ids([half])[half.trace_id] <= found[half.trace_id]
 
 
+@pytest.mark.full
 def test_two_tiers(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
     """Behind a first tier each of two collectors gets whole traces, and counts are right."""
     one, metrics = sinks

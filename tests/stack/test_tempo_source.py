@@ -118,6 +118,7 @@ def test_sampled_window(tempo: RunningTempo, database: Path) -> None:
                     assert trace and each.request in trace.requests
 
 
+@pytest.mark.full
 def test_other_products(bench: StackStarter, tmp_path: Path) -> None:
     """Their golden traces in a real Tempo: report, diff and page give what they give from the store."""
     begin_s = int(time.time()) - 120
