@@ -51,6 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.live)
             if get_needed_deployment(item) in ("features", "small"):
                 item.add_marker(pytest.mark.untimed)
+            if get_needed_deployment(item) in ONLY_FULL:
+                item.add_marker(pytest.mark.full)
             if missing:
                 item.add_marker(pytest.mark.skip(reason="no vLLM here; run scripts/install"))
     items.sort(key=rank_item)
@@ -110,6 +112,8 @@ DEPLOYMENT_ORDER = (
     "nixl3",
     "other",
 )
+# What they show, `epd` and `pd` show on the V1 runner; a start takes a minute or two.
+ONLY_FULL = ("epd3", "nixl", "newer", "newer_pd", "nixl3")
 # Shapes of the deployments that tests measure times with, by fixture.
 SHAPES = {"epd": "epd", "pd": "pd", "epd3": "epd3", "nixl": NIXL_SHAPE, "newer": NIXL_SHAPE}
 MAX_AHEAD = 2  # deployments in memory at once

@@ -179,10 +179,7 @@ def test_an_image_encoded_twice_is_told(nixl: LiveDeployment) -> None:
     assert read_breakdown(answer)["encoder.compute"] > 0
 
 
-@pytest.mark.parametrize(
-    "place",
-    [pytest.param(name, marks=() if name == "ec_asked" else pytest.mark.full) for name in WAITS],
-)
+@pytest.mark.parametrize("place", WAITS)
 def test_late_encodings_show_in_ec_transfer(nixl: LiveDeployment, place: str) -> None:
     """A known delay before an encoding can be read, loaded or saved shows in ec.transfer and nowhere else."""
     injection, stage = WAITS[place]
@@ -232,7 +229,6 @@ def measure_late_copy(bench: LiveDeployment) -> Errors:
     }
 
 
-@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ("one image", "plain", "two images"))
 def test_an_image_closes_through_all_three_over_nixl(nixl3: LiveDeployment, kind: str) -> None:

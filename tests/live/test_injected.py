@@ -10,7 +10,7 @@ import pytest
 
 from lab.compat import PLACES_BY_KIND
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
-from tests.live.bench import LiveDeployment, mark_repeated, medians
+from tests.live.bench import LiveDeployment, medians
 from ttft_otel.model import stages
 
 DELAY_MS = 80.0
@@ -100,7 +100,7 @@ def check_stage(
         bench.control.set_injections()
 
 
-@pytest.mark.parametrize("place", mark_repeated(TEXT, NEWER))
+@pytest.mark.parametrize("place", TEXT)
 def test_text_delays_show_in_their_stage(epd: LiveDeployment, place: str) -> None:
     """On prefill_decode with the V1 runner a delay of a text request shows in its stage."""
     check_stage(epd, place, TEXT[place], lambda: epd.read_one("prefill_decode", max_tokens=1))
@@ -112,7 +112,7 @@ def test_a_delay_in_another_stage_than_expected_fails(epd: LiveDeployment) -> No
         check_stage(epd, "forward", "sample", lambda: epd.read_one("prefill_decode", max_tokens=1))
 
 
-@pytest.mark.parametrize("place", mark_repeated(ENCODE, NEWER))
+@pytest.mark.parametrize("place", ENCODE)
 def test_encoder_delays_show_in_their_stage(epd: LiveDeployment, place: str) -> None:
     """On the encoder with the V1 runner a delay of an image's request shows in its stage."""
 

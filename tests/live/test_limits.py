@@ -161,6 +161,7 @@ TWO_AT_ONCE: Final = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("both", TWO_AT_ONCE, ids=" and ".join)
 def test_two_at_once(small: LiveDeployment, both: tuple[str, str]) -> None:
     """Both limits hold until the same moment: the one of the table has the wait."""

@@ -152,7 +152,6 @@ def test_one_that_hangs_up_while_blocks_move_died_there(pd: LiveDeployment) -> N
     assert read_breakdown(pd.prefill_then_decode()[1])[stages.UNATTRIBUTED] == 0
 
 
-@pytest.mark.full
 def test_closes_on_cudas_runner(newer_pd: LiveDeployment) -> None:
     """With the V2 runner, where a connector works after the sampler, and async scheduling, sums are exact."""
     trace = make_trace_id()
@@ -169,7 +168,6 @@ def test_closes_on_cudas_runner(newer_pd: LiveDeployment) -> None:
     check_closed(spans)
 
 
-@pytest.mark.full
 def test_a_late_transfer_shows_in_kv_transfer_on_cudas_runner(newer_pd: LiveDeployment) -> None:
     """With the V2 runner a delay of 80 ms until decode knows of prefill's blocks shows in kv.transfer."""
     check_stage(
@@ -180,7 +178,6 @@ def test_a_late_transfer_shows_in_kv_transfer_on_cudas_runner(newer_pd: LiveDepl
     )
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", ("chat", "chat plain"))
 def test_an_image_closes_through_all_three(epd3: LiveDeployment, kind: str) -> None:
     """A request with an image through router, the encoder, prefill and decode leaves one trace in which
@@ -208,7 +205,6 @@ def test_an_image_closes_through_all_three(epd3: LiveDeployment, kind: str) -> N
     assert keys.name_stage_attribute("encoder.compute") not in found["prefill"]
 
 
-@pytest.mark.full
 def test_delays_show_in_their_stage_on_all_three(epd3: LiveDeployment) -> None:
     """A delay of the encoder's step or of prefill's blocks shows in the stage of its own leg."""
 

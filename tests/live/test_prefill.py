@@ -374,7 +374,6 @@ def test_what_does_not_fit_is_refused_as_by_one_server(modes: RouterModes) -> No
         assert got.json() == one.json()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_images_go_through_all_three(epd3: LiveDeployment, routers: ModeRouters, mode: str) -> None:
     """The encoder, prefill and decode answer chats with and without an image as decode alone does,

@@ -72,6 +72,7 @@ def test_the_routers_ttft_is_what_the_client_measured(
     assert p95["router"] <= 0.03 + p95["echo"], p95
 
 
+@pytest.mark.full
 def test_a_router_that_starts_its_clock_late_fails(epd: LiveDeployment, echo: EchoServer) -> None:
     """The measurement itself: five milliseconds that the router does not see are found."""
 
@@ -83,6 +84,7 @@ def test_a_router_that_starts_its_clock_late_fails(epd: LiveDeployment, echo: Ec
         measure_until_decided(measure_round, lambda _: ErrorTolerance(-1.0, 1.0, 4.0))
 
 
+@pytest.mark.full
 def test_what_no_server_accounts_for_is_little(epd: LiveDeployment, echo: EchoServer) -> None:
     """hop + unattributed: median <= 5 % of the router's TTFT, p99 <= 15 %, each beyond an echo's.
 

@@ -134,7 +134,7 @@ def encoded(bench: LiveDeployment) -> Callable[[], Sample]:
     return once
 
 
-@pytest.mark.parametrize("target", mark_repeated(ON_PD, ON_CUDAS))
+@pytest.mark.parametrize("target", ON_PD)
 def test_a_lost_target_costs_its_stages_on_prefill_decode(epd: LiveDeployment, target: str) -> None:
     """On prefill_decode with the V1 runner, for an image that the encoder has encoded, only the target's
     stages are lost.
@@ -155,7 +155,7 @@ def test_a_lost_part_costs_no_stage(epd: LiveDeployment, target: str) -> None:
     assert all(sample[stages.UNATTRIBUTED] == 0 for sample in found)
 
 
-@pytest.mark.parametrize("target", mark_repeated(ON_E, ON_CUDAS))
+@pytest.mark.parametrize("target", ON_E)
 def test_a_lost_target_costs_its_stages_on_the_encoder(epd: LiveDeployment, target: str) -> None:
     """On the encoder with the V1 runner, for a new image, only the target's stages are lost."""
 
