@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links and files that another user lays into a folder like /tmp lead us nowhere; no datagram is taken."""
+"""Links and files that another user lays into a folder like /tmp lead us nowhere."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,8 +12,6 @@ from attack.test_store_files import FILES, count_traces, store_span
 from ttft_otel.commands.command_options import write_whole
 from ttft_otel.report.store.database_schema import StoreError
 from ttft_otel.report.store.span_store import SpanStore
-from ttft_otel.router.workers import worker_socket
-from ttft_otel.router.workers.messages import Ended, Reset, encode_frame
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(
@@ -70,41 +63,3 @@ def test_a_report_goes_through_no_link(shared: Path, tmp_path: Path) -> None:
     write_whole(wanted, "{}")
     assert (target.read_text(), wanted.read_text()) == ("precious", "{}")
     assert not wanted.is_symlink()
-
-
-SEND = """
-import os, socket, sys
-os.setuid(int(sys.argv[1]))
-with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as it:
-    for data in sys.argv[3:]:
-        it.sendto(bytes.fromhex(data), sys.argv[2])
-"""
-
-
-@needs_root
-async def test_datagrams_of_somebody_else(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A worker hears its own user alone, and what it cannot read ends nothing."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "")
-    folder = worker_socket.make_private_folder()
-    heard: list[Any] = []
-    worker = worker_socket.WorkerSocket(folder, 0, 2, lambda *each: heard.append(each))
-    worker.open()
-    good = encode_frame(1, [Reset()])
-    # No MessagePack; a text that is none; a field more, of a depth that no parser follows.
-    ended = encode_frame(1, [Ended("abc", 5)])
-    longer = ended.replace(b"\x93\xa1e", b"\x94\xa1e") + b"\x91" * 20_000
-    bad = (b"\xc1", ended.replace(b"abc", b"\xff\xff\xff"), longer)
-    words = [each.hex() for each in (*bad, good)]
-    try:
-        for user, number in ((NOBODY, 0), (os.getuid(), 1)):
-            argv = (sys.executable, "-c", SEND, str(user), folder / "worker-0.sock", *words)
-            done = await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True)
-            assert ("PermissionError" in done.stderr) == (user == NOBODY), done.stderr
-            await asyncio.sleep(0.2)
-            assert heard == [(1, [Reset()])] * number
-    finally:
-        worker.close()
-        shutil.rmtree(folder)
-    assert caplog.text.count("is not readable") == len(bad) and "Traceback" not in caplog.text

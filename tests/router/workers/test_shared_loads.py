@@ -12,8 +12,8 @@ from router.fake_instances import wait_until
 from router.workers.joined_workers import LEG, URLS, JoinedWorker, build_request
 from ttft_otel.router import types
 from ttft_otel.router.timeline import Attempt
-from ttft_otel.router.workers import load_link, messages, process_loads, worker_socket
-from ttft_otel.router.workers.load_link import LoadLink
+from ttft_otel.router.workers import messages, process_loads, worker_socket
+from ttft_otel.router.workers.process_loads import LoadLink
 from ttft_otel.tracing import clock
 
 
@@ -181,7 +181,7 @@ def test_all_anew_is_bounded() -> None:
 
 async def test_a_burst_is_one_datagram(monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens in a moment is told together, by the latest numbers; after a pause at once."""
-    monkeypatch.setattr(load_link, "TELL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(process_loads, "TELL_INTERVAL_S", 0.05)
     one, other = JoinedWorker("least_requests"), JoinedWorker("ttft")
     told: list[list[messages.Message]] = []
     for each in (one, other):
@@ -237,6 +237,6 @@ async def test_who_has_missed_something_asks_for_all(monkeypatch: pytest.MonkeyP
     speaker.tell_all(1)
     deliver_sent()
     listener.note_heard(0)
-    monkeypatch.setattr(load_link, "SILENCE_S", -1.0)
+    monkeypatch.setattr(process_loads, "SILENCE_S", -1.0)
     listener.forget_silent()
     assert not len(other.state.pending) and not other.count_elsewhere()

@@ -9,14 +9,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from router.fake_instances import wait_until
 from ttft_otel.router.workers import supervisor
-from ttft_otel.router.workers.messages import Answer, Message, Question, decode_frame
-from ttft_otel.router.workers.worker_socket import WorkerSocket, build_path
+from ttft_otel.router.workers.messages import (
+    Answer,
+    Ended,
+    Message,
+    Question,
+    decode_frame,
+    encode_frame,
+)
+from ttft_otel.router.workers.worker_socket import WorkerSocket, make_socket_pairs
 
 FAILING_START = """
 import sys
@@ -24,8 +30,7 @@ from ttft_otel.router.workers.supervisor import WorkerSupervisor
 sys.exit(WorkerSupervisor(2, lambda slot: sys.exit(3), 1.0, lambda: None).run())
 """
 
-# Workers whose heart beats, without a file of metrics, as if there were no room for it; the first one of
-# slot 0 stops after a moment.
+# Workers whose heart beats; the first one of slot 0 stops after a moment.
 HUNG_WORKER = """
 import os, signal, sys, time
 from ttft_otel.router.workers import supervisor
@@ -99,14 +104,13 @@ Frame = tuple[int, list[Message]]  # the sender's slot, and what it says
 
 
 @contextmanager
-def make_sockets(
-    folder: Path, count: int
-) -> Iterator[tuple[list[WorkerSocket], list[list[Frame]]]]:
+def make_sockets(count: int) -> Iterator[tuple[list[WorkerSocket], list[list[Frame]]]]:
     """Sockets of so many workers, which are closed at the end, and what each has received."""
+    pairs = make_socket_pairs(count)
     received: list[list[Frame]] = [[] for _ in range(count)]
 
     def make_socket(slot: int) -> WorkerSocket:
-        return WorkerSocket(folder, slot, count, lambda *frame: received[slot].append(frame))
+        return WorkerSocket(pairs, slot, lambda *frame: received[slot].append(frame))
 
     sockets = [make_socket(slot) for slot in range(count)]
     try:
@@ -114,6 +118,9 @@ def make_sockets(
     finally:
         for each in sockets:
             each.close()
+        for pair in pairs:
+            for end in pair:
+                end.close()
 
 
 def list_messages(frames: list[Frame]) -> list[Message]:
@@ -121,9 +128,9 @@ def list_messages(frames: list[Frame]) -> list[Message]:
     return [message for _, messages in frames for message in messages]
 
 
-async def test_messages_arrive_in_order(tmp_path: Path) -> None:
+async def test_messages_arrive_in_order() -> None:
     """Everybody else gets all of them."""
-    with make_sockets(tmp_path, 3) as (sockets, received):
+    with make_sockets(3) as (sockets, received):
         for each in sockets:
             each.open()
         sent: list[Message] = [Answer(number) for number in range(200)]
@@ -134,9 +141,9 @@ async def test_messages_arrive_in_order(tmp_path: Path) -> None:
         assert not received[0]
 
 
-async def test_many_messages_are_several_datagrams(tmp_path: Path) -> None:
+async def test_many_messages_are_several_datagrams() -> None:
     """What is too long for the kernel's buffers arrives in parts, in order."""
-    with make_sockets(tmp_path, 2) as (sockets, received):
+    with make_sockets(2) as (sockets, received):
         for each in sockets:
             each.open()
         sent: list[Message] = [Answer(number, b"x" * 30_000) for number in range(50)]
@@ -145,51 +152,50 @@ async def test_many_messages_are_several_datagrams(tmp_path: Path) -> None:
         assert list_messages(received[1]) == sent and not sockets[0].lost
 
 
-async def test_a_full_queue_is_tried_again(tmp_path: Path) -> None:
+async def test_a_full_queue_is_tried_again() -> None:
     """A worker that reads nothing for a while loses nothing, and then no more than the backlog is kept."""
-    with make_sockets(tmp_path, 2) as (sockets, received):
+    with make_sockets(2) as (sockets, _):
         sockets[0].open()
-        deaf = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        deaf.bind(str(build_path(tmp_path, 1)))
+        inbox = sockets[0]._pairs[1].inbox
         sent: list[Message] = [Answer(number, b"x" * 20_000) for number in range(100)]
         for message in sent:
             sockets[0].send([message], [1])
         assert sockets[0].lost == 0
-        deaf.setblocking(False)
         frames: list[Frame] = []
         while len(frames) < 100:
             try:
-                frames.append(decode_frame(deaf.recv(1 << 20)))
+                frames.append(decode_frame(inbox.recv(1 << 20)))
             except BlockingIOError:
                 await asyncio.sleep(0.01)
         assert list_messages(frames) == sent
         for message in sent * 4:
             sockets[0].send([message], [1])
         assert sockets[0].lost > 0
-        deaf.close()
 
 
-async def test_nobody_waits_for_a_worker_that_is_gone(tmp_path: Path) -> None:
-    """Neither before it starts nor after it died; its successor takes its place."""
-    with make_sockets(tmp_path, 2) as (sockets, received):
+async def test_a_successor_hears_nothing_of_before() -> None:
+    """What its predecessor did not read is not for it: it asks for everything anew."""
+    with make_sockets(2) as (sockets, received):
         sockets[0].open()
         sockets[0].send([Question(0, "load")], [1])
         sockets[1].open()
-        sockets[1].close()  # leaves its path, as a killed process does
-        sockets[0].send([Question(0, "load")], [1])
-        sockets[1].open()
-        sockets[0].send([Question(0, "load")], [1])
+        sockets[0].send([Question(1, "load")], [1])
         await wait_until(lambda: received[1])
-        assert len(received[1]) == 1
+        assert list_messages(received[1]) == [Question(1, "load")]
         assert not sockets[0].lost
 
 
-async def test_rubbish_is_skipped(tmp_path: Path) -> None:
-    """What is no frame is logged, and the next one read."""
-    with make_sockets(tmp_path, 2) as (sockets, received):
-        sockets[1].open()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-            stranger.sendto(b"\xffrubbish", str(build_path(tmp_path, 1)))
-        sockets[0].open()
+async def test_rubbish_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    """What cannot be read is logged, and what comes next is heard."""
+    ended = encode_frame(1, [Ended("abc", 5)])
+    # No MessagePack; a text that is none; a field more, of a depth that no parser follows.
+    longer = ended.replace(b"\x93\xa1e", b"\x94\xa1e") + b"\x91" * 20_000
+    bad = (b"\xc1", ended.replace(b"abc", b"\xff\xff\xff"), longer)
+    with make_sockets(2) as (sockets, received):
+        for each in sockets:
+            each.open()
+        for data in bad:
+            sockets[0]._pairs[1].outbox.send(data)
         sockets[0].send([Question(0, "load")], [1])
         await wait_until(lambda: received[1])
+    assert caplog.text.count("is not readable") == len(bad) and "Traceback" not in caplog.text

@@ -65,18 +65,9 @@ def run_workers(ctx: click.Context, options: RouterOptions, serve: Callable[...,
         reserved += sockets
     processes = WorkerProcesses(ctx, dataclasses.replace(options, **ports), serve)
     try:
-        return _build_supervisor(processes).run()
+        return WorkerSupervisor(
+            options.workers, processes.run_worker, options.drain_timeout, processes.reload_options
+        ).run()
     finally:
         for each in reserved:
             each.close()
-
-
-def _build_supervisor(processes: WorkerProcesses) -> WorkerSupervisor:
-    options = processes.options
-    try:
-        return WorkerSupervisor(
-            options.workers, processes.run_worker, options.drain_timeout, processes.reload_options
-        )
-    except OSError as error:
-        text = "--workers needs a folder for its sockets: make room there, or set XDG_RUNTIME_DIR"
-        raise click.UsageError(f"{text}: {error}") from error

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this process has under way, reported as it happens, and what others have, put into pool and policies.
 
-load_link.py passes messages between workers, shared_state/ values between replicas. What a process has
-under way is forgotten with it. `owner` is what names another process here: the slot of a worker, the store's
-name of a replica's.
+LoadLink passes messages between workers, all of a moment in one datagram; shared_state/ passes values
+between replicas. What a process has under way is forgotten with it. `owner` is what names another process
+here: the slot of a worker, the store's name of a replica's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Final, TypeAlias
+import asyncio
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 from ttft_otel.router.routing.policies.pending_load import PendingRequest, RequestKey
 from ttft_otel.router.routing.policies.policy_state import PolicyState, PrefillSample
@@ -24,6 +26,9 @@ from ttft_otel.router.workers.messages import (
     FirstToken,
     InFlight,
     LoadMessage,
+    Message,
+    Question,
+    Reset,
     Sent,
     Totals,
 )
@@ -33,6 +38,13 @@ Place: TypeAlias = tuple[str, str]  # leg and URL of an instance
 
 MAX_RESENT_KEYS: Final = 1 << 17  # blocks of all prompts that are reported anew: 1.2 MB
 MAX_RESENT: Final = 16_384  # attempts that are reported anew
+# Seconds between two datagrams to another worker, as between exchanges of replicas: what happens meanwhile
+# shares one, at some 20 us.
+MIN_TELL_INTERVAL_S: Final = 0.005
+# The same for each worker that there is: however many there are, one reads 1,000 a second at most.
+TELL_INTERVAL_S: Final = 0.001
+SILENCE_S: Final = 5.0  # seconds after which what a silent worker had under way is forgotten
+ASK_INTERVAL_S: Final = 1.0  # seconds before the same worker is asked for everything once more
 
 
 class OwnLoads:
@@ -233,3 +245,114 @@ class RemoteLoads:
 
     def _remove_pending(self, sent: Sent, now_us: int) -> None:
         self._find_state(sent.leg).pending.remove_pending((sent.leg, sent.span_id), now_us)
+
+
+class LoadLink:
+    """What is under way here and at all other workers.
+
+    Args:
+        pool: The instances.
+        routing: The policies.
+        others: The slots of the other workers.
+        send: Sends messages to the workers on some slots.
+    """
+
+    def __init__(
+        self,
+        pool: InstancePool,
+        routing: RoutingService,
+        others: Sequence[int],
+        send: Callable[[Sequence[Message], Sequence[int]], None],
+    ) -> None:
+        self.pool = pool
+        self.own = OwnLoads(pool, routing, self._add_message)
+        self.remote = RemoteLoads(pool.find_instance, lambda leg: routing.get_policy(leg).state)
+        self.others = others
+        self.handlers: dict[type, Callable[[int, Any], None]] = {
+            InFlight: self.remote.apply_in_flight,
+            Sent: self.remote.apply_sent,
+            FirstToken: self.remote.apply_first_token,
+            Ended: self.remote.apply_ended,
+            Totals: self._compare_totals,
+            Reset: self._forget_worker,
+        }
+        self._send = send
+        self._events: list[LoadMessage] = []
+        self._in_flight: dict[tuple[str, str], InFlight] = {}  # the latest, by leg and URL
+        self._interval_s = max(MIN_TELL_INTERVAL_S, TELL_INTERVAL_S * (1 + len(others)))
+        self._told_s = 0.0  # event-loop time
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard_s: dict[int, float] = {}  # by slot
+        self._asked_s: dict[int, float] = {}  # for everything anew, by slot
+
+    def start(self) -> None:
+        """Tell the others from now on, and ask them for what is under way."""
+        # What a predecessor had under way ended with it.
+        self._send([Reset(), Question(0, "load")], self.others)
+        self.own.start()
+        self.pool.change_listeners.add(self.remote.sync_instances)
+
+    def close(self) -> None:
+        """Have the others forget what was under way here, so that they do not count it until SILENCE_S."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._send([Reset()], self.others)
+
+    def note_heard(self, number: int) -> None:
+        """The worker on slot `number` has said something."""
+        self._heard_s[number] = time.monotonic()
+
+    def tell_totals(self) -> None:
+        """Once a second: by these the others see whether they have missed something."""
+        self._tell()
+        self._send([self.own.build_totals()], self.others)
+
+    def tell_all(self, number: int) -> None:
+        """Tell the worker on slot `number` everything that is under way."""
+        # It may know too much or too little.
+        told: list[Message] = [Reset(), *self.own.list_pending()]
+        # Last, so that nothing is missing when they are compared.
+        told.append(self.own.build_totals())
+        self._send(told, [number])
+
+    def forget_silent(self) -> None:
+        """Forget what is under way at workers that say nothing any more."""
+        moment = time.monotonic()
+        for number, heard_s in list(self._heard_s.items()):
+            if moment - heard_s > SILENCE_S:
+                # Should it be back, its totals will not agree, and it is asked for all.
+                del self._heard_s[number]
+                self.remote.forget_process(number, clock.now_us())
+
+    def _add_message(self, message: LoadMessage) -> None:
+        if isinstance(message, InFlight):
+            self._in_flight[message.leg, message.url] = message
+        else:
+            self._events.append(message)
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            # At once after a pause, but after this turn of the loop, in which more may happen.
+            due_s = max(self._told_s + self._interval_s, loop.time())
+            self._timer = loop.call_at(due_s, self._tell)
+
+    def _tell(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        told, self._events = [*self._in_flight.values(), *self._events], []
+        self._in_flight.clear()
+        self._told_s = asyncio.get_running_loop().time()
+        if told:
+            self._send(told, self.others)
+
+    def _compare_totals(self, number: int, totals: Totals) -> None:
+        moment = time.monotonic()
+        if self.remote.agrees_with(number, totals):
+            return
+        # All of it is megabytes: a worker that cannot keep up would make it worse for everybody.
+        if moment - self._asked_s.get(number, -ASK_INTERVAL_S) >= ASK_INTERVAL_S:
+            self._asked_s[number] = moment
+            self._send([Question(0, "load")], [number])
+
+    def _forget_worker(self, number: int, _: Reset) -> None:
+        self.remote.forget_process(number, clock.now_us())

@@ -13,17 +13,15 @@ import mmap
 import multiprocessing
 import os
 import secrets
-import shutil
 import signal
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import ForkContext, ForkProcess
-from pathlib import Path
 from typing import Any, Final
 
-from ttft_otel.router.workers.worker_socket import make_private_folder
+from ttft_otel.router.workers.worker_socket import SocketPair, make_socket_pairs
 
 WATCHED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 # Beyond the drain timeout: for cancelled responses to end and the last records to leave.
@@ -41,31 +39,57 @@ log: Final = logging.getLogger("ttft_otel")
 
 
 class SharedMemory:
-    """Two numbers of each worker in memory that forked processes share.
+    """What each worker shows the others, in memory that forked processes share: numbers and its metrics.
 
-    Nothing is locked, because each number has one writer and is never seen in halves.
+    Nothing is locked: each slot has one writer, no number is seen in halves, and metrics are written where
+    nobody reads.
     """
 
+    # Of each slot: heartbeat, orders, version of its metrics, and the bytes of those on either page.
+    _HEARTBEAT, _ORDERS, _VERSION, _LENGTHS = 0, 1, 2, 3
     _LINE_WORDS: Final = 8  # a cache line for each worker, so that writers do not slow one another
 
     def __init__(self, slots: int) -> None:
         self._words = memoryview(mmap.mmap(-1, slots * self._LINE_WORDS * 8)).cast("q")
+        # Files without a name, in memory: two for each slot, written in turn.
+        self._pages = [
+            [os.memfd_create("ttft-otel-metrics") for _ in range(2)] for _ in range(slots)
+        ]
+
+    def write_metrics(self, slot: int, data: bytes) -> None:
+        """Replace a slot's metrics, which outlive its worker. Raises OSError if there is no memory."""
+        line = slot * self._LINE_WORDS
+        version = self._words[line + self._VERSION] + 1
+        os.pwrite(self._pages[slot][version % 2], data, 0)
+        self._words[line + self._LENGTHS + version % 2] = len(data)
+        self._words[line + self._VERSION] = version
+
+    def read_metrics(self, slot: int) -> bytes:
+        """What a slot's worker, or a predecessor, has written last; empty before that."""
+        line = slot * self._LINE_WORDS
+        while True:
+            version = self._words[line + self._VERSION]
+            length = self._words[line + self._LENGTHS + version % 2]
+            data = os.pread(self._pages[slot][version % 2], length, 0)
+            # Else this page may be the one that is being written by now.
+            if version == self._words[line + self._VERSION]:
+                return data
 
     def get_heartbeat(self, slot: int) -> int:
         """What the worker has last given to record_heartbeat(); 0 before it serves."""
-        return self._words[slot * self._LINE_WORDS]
+        return self._words[slot * self._LINE_WORDS + self._HEARTBEAT]
 
     def record_heartbeat(self, slot: int, now_us: int) -> None:
         """The event loop runs at `now_us`; 0: a worker starts that does not serve yet."""
-        self._words[slot * self._LINE_WORDS] = now_us
+        self._words[slot * self._LINE_WORDS + self._HEARTBEAT] = now_us
 
     def count_orders(self, slot: int) -> int:
         """Orders that the worker and its predecessors have given to the others."""
-        return self._words[slot * self._LINE_WORDS + 1]
+        return self._words[slot * self._LINE_WORDS + self._ORDERS]
 
     def add_order(self, slot: int) -> int:
         """The worker gives an order: its number."""
-        self._words[slot * self._LINE_WORDS + 1] += 1
+        self._words[slot * self._LINE_WORDS + self._ORDERS] += 1
         return self.count_orders(slot)
 
 
@@ -74,8 +98,7 @@ class WorkerSlot:
     """One worker's place among all."""
 
     number: int
-    count: int  # of all workers
-    folder: Path  # private, with the sockets and files of all
+    sockets: tuple[SocketPair, ...]  # of all workers
     shared: SharedMemory
     lifeline_fd: int  # at its end of file the supervisor is gone
     is_successor: bool = False  # another worker died on this slot
@@ -129,10 +152,10 @@ class WorkerSupervisor:
         self.run_worker = run_worker
         self.drain_timeout_s = drain_timeout_s
         self.reload = reload
-        self.folder = make_private_folder()
         self._replica = secrets.token_hex(8)
-        # Before the first fork: successors have it, too.
+        # Before the first fork: successors have them, too.
         self._shared = SharedMemory(count)
+        self._sockets = make_socket_pairs(count)
         self._states = [ChildProcess() for _ in range(count)]
         # Not spawn: a worker would import everything again, and share no memory.
         self._context = multiprocessing.get_context("fork")
@@ -160,7 +183,6 @@ class WorkerSupervisor:
             # Workers are left only after an exception here.
             for process in self._list_running():
                 process.kill()
-            shutil.rmtree(self.folder, ignore_errors=True)
         return self._exit_code
 
     def _start_worker(self, number: int) -> None:
@@ -168,8 +190,7 @@ class WorkerSupervisor:
         self._shared.record_heartbeat(number, 0)
         slot = WorkerSlot(
             number,
-            len(self._states),
-            self.folder,
+            self._sockets,
             self._shared,
             self._lifeline[0],
             is_successor=is_successor,
@@ -188,7 +209,6 @@ class WorkerSupervisor:
         run()
 
     def _has_served(self, number: int) -> bool:
-        # Not its file of metrics: there may be no room for one.
         state = self._states[number]
         state.has_served = state.has_served or self._shared.get_heartbeat(number) > 0
         return state.has_served

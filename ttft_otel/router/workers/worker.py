@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker: its server on the shared port, joined to the other workers; worker_processes.py runs it.
 
-load_link.py has the load. That, reports, operators' orders and the instances of a successor go through
-worker_socket.py, metrics through metrics_files.py.
+process_loads.py has the load. That, reports, operators' orders and the instances of a successor go through
+worker_socket.py, metrics through memory that all share.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ttft_otel.router.proxy.exchange_reporter import DatedReport
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.workers import messages
-from ttft_otel.router.workers.load_link import LoadLink
-from ttft_otel.router.workers.metrics_files import MetricsFiles
+from ttft_otel.router.workers.merged_metrics import MergedMetrics
+from ttft_otel.router.workers.process_loads import LoadLink
 from ttft_otel.router.workers.supervisor import WorkerSlot, bind_shared_port
-from ttft_otel.router.workers.worker_socket import WorkerSocket, leave_folder
+from ttft_otel.router.workers.worker_socket import WorkerSocket
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.guard import Guard
 from ttft_otel.tracing.meter import build_counter, build_gauge
 
-# Seconds between two comparisons of totals, and two files of metrics.
+# Seconds between two comparisons of totals, and until metrics are written anew.
 TOTALS_INTERVAL_S: Final = 1.0
 ANSWER_TIMEOUT_S: Final = 1.0  # seconds for the others to answer a question
 MAX_ORDERS: Final = 1024  # that a worker keeps for others that have missed some
@@ -62,10 +62,11 @@ class WorkerLink:
         self.slot = slot
         self.app = app
         self.pool = app.endpoint.upstream.pool
-        self.socket = WorkerSocket(slot.folder, slot.number, slot.count, self.receive_messages)
+        self.socket = WorkerSocket(slot.sockets, slot.number, self.receive_messages)
         self.loads = LoadLink(self.pool, app.endpoint.routing, self.socket.others, self.socket.send)
-        self.metrics_files = MetricsFiles(slot.folder, slot.number)
-        self._numbers = itertools.count(1)
+        self.merged_metrics = MergedMetrics(slot.shared, slot.number, len(slot.sockets))
+        # Not from 1: an answer to a predecessor may come late.
+        self._numbers = itertools.count(clock.now_us())
         self._orders: deque[messages.Order] = deque(maxlen=MAX_ORDERS)  # that this worker has given
         # The latest order of each other worker up to which none is missing here. A successor gets what came
         # of earlier ones with the instances.
@@ -233,11 +234,11 @@ class WorkerLink:
 
     def _merge_metrics(self, own: Iterator[Metric]) -> Iterator[Metric]:
         self._write_metrics(own)
-        return self.metrics_files.collect_all()
+        return self.merged_metrics.collect_all()
 
     def _write_metrics(self, own: Iterator[Metric]) -> None:
         urls = {each.url for each in self.pool}
-        self.metrics_files.write_own(itertools.chain(own, self._collect_workers()), urls)
+        self.merged_metrics.write_own(itertools.chain(own, self._collect_workers()), urls)
 
     def _collect_workers(self) -> Iterator[Metric]:
         yield build_gauge(metric_names.ROUTER_WORKERS, "Workers that serve the port.", 1)
@@ -258,7 +259,6 @@ class WorkerServer(DrainingServer):
     def __init__(self, app: RouterApp, plan: ServerPlan, link: WorkerLink) -> None:
         super().__init__(app, plan)
         self.link = link
-        self.is_orphaned = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Join the others, then listen on `sockets`: a successor first takes over their instances."""
@@ -281,13 +281,10 @@ class WorkerServer(DrainingServer):
         # Linked until the last request is over, whose end is reported to the others.
         await super().shutdown(sockets)
         await self.link.close()
-        if self.is_orphaned:
-            leave_folder(self.link.slot.folder, self.link.slot.number)
 
     def _leave_orphaned(self) -> None:
         # An end of file stays readable: this would be called in every turn of the loop.
         asyncio.get_running_loop().remove_reader(self.link.slot.lifeline_fd)
-        self.is_orphaned = True
         # If it drains already, a second signal would end it at once.
         if not self.stop_requested_s:
             log.error("ttft-otel: the supervisor of the workers is gone: this one drains and ends")

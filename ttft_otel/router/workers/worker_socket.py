@@ -1,80 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's Unix datagram socket: what it tells and asks the other workers; worker.py reads it.
 
-The sockets lie in a folder that only this user can enter, so whoever sends is one of us.
+The supervisor makes all of them before it forks, without names: whoever sends is one of us.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import logging
-import os
-import shutil
 import socket
-import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ttft_otel.router.types import JSON_ERRORS
 from ttft_otel.router.workers.messages import Message, decode_frame, encode_frame
-
-MAX_FOLDER_CHARS: Final = 80  # a Unix socket's path has at most 107
-FOLDER_PREFIX: Final = "ttft-otel-router-"
-# A file that is locked for as long as a process of its router runs.
-LOCK_NAME: Final = "running"
-
-
-def make_private_folder() -> Path:
-    """A new folder that only this user can enter; those of routers that were killed are removed."""
-    runtime_folder = os.environ.get("XDG_RUNTIME_DIR", "")
-    is_usable = os.access(runtime_folder, os.W_OK) and len(runtime_folder) <= MAX_FOLDER_CHARS - 24
-    parent = runtime_folder if runtime_folder and is_usable else None
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))  # mode 0700
-    if len(str(folder)) > MAX_FOLDER_CHARS:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir="/tmp"))
-    _lock_folder(folder)
-    sweep_folders(folder.parent)
-    return folder
-
-
-def _lock_folder(folder: Path) -> None:
-    unlocked = folder / f"{LOCK_NAME}.new"
-    # Never closed: forked workers have the same lock, and the kernel lets go of it with the last of them.
-    descriptor = os.open(unlocked, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    # A file system without locks: its folder is left if all are killed at once.
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # Its name appears once it is locked, so that nobody finds it in between.
-        unlocked.rename(folder / LOCK_NAME)
-
-
-def sweep_folders(parent: Path) -> None:
-    """Remove folders below `parent` whose lock nobody holds, of this user."""
-    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            # Of another user, or a link that another user has put there.
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-                continue
-            descriptor = os.open(folder / LOCK_NAME, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(descriptor)
-
-
-def leave_folder(folder: Path, number: int) -> None:
-    """Remove what is worker `number`'s, and the folder if it was the last: no supervisor does it."""
-    for path in folder.glob(f"worker-{number}.*"):
-        path.unlink(missing_ok=True)
-    if not any(folder.glob("worker-*")):
-        shutil.rmtree(folder, ignore_errors=True)
-
 
 RETRY_S: Final = 0.005  # seconds until a datagram is tried again whose receiver's queue was full
 # The kernel queues 10 datagrams per socket by default (net.unix.max_dgram_qlen): a worker that is busy
@@ -88,59 +28,66 @@ MAX_READS: Final = 64  # datagrams read in one turn of the event loop
 log: Final = logging.getLogger("ttft_otel")
 
 
+class SocketPair(NamedTuple):
+    """What is sent to one slot, and where its worker reads that."""
+
+    inbox: socket.socket
+    outbox: socket.socket  # of all others
+
+
+def make_socket_pairs(count: int) -> tuple[SocketPair, ...]:
+    """The sockets of `count` slots; successors of a worker read on where it has ended."""
+    pairs = tuple(
+        SocketPair(*socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK))
+        for _ in range(count)
+    )
+    for each in pairs:
+        # Linux refuses a datagram that is larger than the sender's buffer.
+        each.outbox.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_DATAGRAM_BYTES)
+    return pairs
+
+
 class WorkerSocket:
     """One worker's end.
 
     Args:
-        folder: Where the sockets of all workers are.
+        pairs: The sockets of all slots.
         slot: This worker's number.
-        slot_count: How many workers there are.
         receive: Called with the slot and the messages of each datagram of another worker.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        slot: int,
-        slot_count: int,
-        receive: Callable[[int, list[Message]], None],
+        self, pairs: Sequence[SocketPair], slot: int, receive: Callable[[int, list[Message]], None]
     ) -> None:
-        self.folder = folder
         self.slot = slot
         self.receive = receive
-        self.others = tuple(number for number in range(slot_count) if number != slot)
-        self._addresses = {number: str(build_path(folder, number)) for number in self.others}
+        self.others = tuple(number for number in range(len(pairs)) if number != slot)
+        self._pairs = pairs
         self.lost = 0  # datagrams that were given up
         # By slot: orders, which a flood of questions must not push out, and everything else.
         self._backlogs: dict[int, tuple[deque[bytes], deque[bytes]]] = {
             number: (deque(), deque()) for number in self.others
         }
         self._timer: asyncio.TimerHandle | None = None
-        self._socket: socket.socket | None = None
+        self._is_open = False
         self._buffer = memoryview(bytearray(MAX_DATAGRAM_BYTES))
 
     def open(self) -> None:
-        """Bind the socket of this slot, in place of a predecessor's, and read it from now on."""
-        path = build_path(self.folder, self.slot)
-        # A predecessor that was killed has left its file, on which bind() would fail.
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        # Linux refuses a datagram that is larger than the sender's buffer.
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_DATAGRAM_BYTES)
-        self._socket.bind(str(path))
-        asyncio.get_running_loop().add_reader(self._socket, self._read_datagrams)
+        """Read what others send from now on; what a predecessor was sent and did not read is dropped."""
+        self._is_open = True
+        while self._receive_datagram():
+            pass
+        asyncio.get_running_loop().add_reader(self._pairs[self.slot].inbox, self._read_datagrams)
 
     def close(self) -> None:
         """Send what waits, and nothing more."""
-        if self._socket is None:
+        if not self._is_open:
             return
         self._send_waiting()
         if self._timer is not None:
             self._timer.cancel()
-        asyncio.get_running_loop().remove_reader(self._socket)
-        self._socket.close()
-        self._socket = None
+        asyncio.get_running_loop().remove_reader(self._pairs[self.slot].inbox)
+        self._is_open = False
 
     def send(
         self, messages: Sequence[Message], slots: Sequence[int], are_orders: bool = False
@@ -178,26 +125,26 @@ class WorkerSocket:
 
     def _send_datagram(self, data: bytes, slot: int) -> bool:
         """Send it; returns False if it has to be tried again."""
-        if self._socket is None:
-            return True
         try:
-            self._socket.sendto(data, self._addresses[slot])
+            if self._is_open:
+                self._pairs[slot].outbox.send(data)
         except BlockingIOError:
             return False
-        except (ConnectionRefusedError, FileNotFoundError):
-            pass  # it is being replaced, and its successor asks for all of it
         except OSError as error:
             self.lost += 1
             log.warning("ttft-otel: a message to worker %d was lost: %s", slot, error)
         return True
 
+    def _receive_datagram(self) -> int:
+        """The bytes of the next datagram, which is in the buffer then; 0 for none."""
+        try:
+            return self._pairs[self.slot].inbox.recv_into(self._buffer)
+        except BlockingIOError:
+            return 0
+
     def _read_datagrams(self) -> None:
         for _ in range(MAX_READS):
-            try:
-                length = self._socket.recv_into(self._buffer) if self._socket else 0
-            except BlockingIOError:
-                return
-            if not length:
+            if not (length := self._receive_datagram()):
                 return
             try:
                 sender, messages = decode_frame(self._buffer[:length])
@@ -205,8 +152,3 @@ class WorkerSocket:
                 log.warning("ttft-otel: a message of another worker is not readable: %s", error)
                 continue
             self.receive(sender, messages)
-
-
-def build_path(folder: Path, slot: int) -> Path:
-    """Where the worker on `slot` listens."""
-    return folder / f"worker-{slot}.sock"

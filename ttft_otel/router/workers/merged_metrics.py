@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of all workers as one: each writes a file, and who is scraped adds them up.
+"""Metrics of all workers as one: each writes its own to shared memory, and who is scraped adds them up.
 
-A file is replaced as a whole before what is in it is shown, so that no total ever falls, and a counter that
-falls is a restart to Prometheus. The successor of a dead worker goes on from its counters.
+They are written as a whole before they are shown, so that no total ever falls, and a counter that falls is a
+restart to Prometheus. The successor of a dead worker goes on from its counters.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path
 from typing import Final
 
 import msgspec
 from prometheus_client.core import Metric
 
 from ttft_otel.model.names import metric_names
+from ttft_otel.router.workers.supervisor import SharedMemory
+from ttft_otel.tracing import clock
 
-# Seconds after which the gauges of a worker that writes nothing are left out.
-MAX_GAUGE_AGE_S: Final = 10.0
+# Microseconds after which the gauges of a worker whose event loop does not run are left out.
+MAX_GAUGE_AGE_US: Final = 10_000_000
 # Gauges of which each worker has a part; of the others each has the whole, or its own opinion.
 SUMMED_GAUGES: Final = {
     metric_names.ROUTER_REQUESTS_IN_FLIGHT,
@@ -30,8 +29,6 @@ SUMMED_GAUGES: Final = {
 # Counters of what happens to each of them at once: the largest is right, the sum is not.
 COMMON_COUNTERS: Final = {metric_names.ROUTER_RELOADS, metric_names.ROUTER_KV_EVENTS}
 INSTANCE_LABEL: Final = "instance"
-
-log: Final = logging.getLogger("ttft_otel")
 
 SampleKey = tuple[str, tuple[tuple[str, str], ...]]  # name, labels
 
@@ -49,22 +46,18 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(list[Family])
 
 
-class MetricsFiles:
-    """The files of all workers in `folder`; `slot` is this worker's, which goes on from its predecessor's."""
+class MergedMetrics:
+    """The metrics of all workers; `slot` is this worker's, which goes on from its predecessor's counters."""
 
-    def __init__(self, folder: Path, slot: int) -> None:
-        self.folder, self._own_path = folder, folder / f"worker-{slot}.metrics"
-        inherited = self._read_file(self._own_path)
-        # Its gauges ended with it; what it counted belongs to the router.
-        self._inherited = [each for each in inherited if each.kind == "counter"]
-        self._own: list[Family] = []
-        self._is_writable = True
+    def __init__(self, shared: SharedMemory, slot: int, slot_count: int) -> None:
+        self._shared, self._slot, self._slot_count = shared, slot, slot_count
+        # The predecessor's gauges ended with it; what it counted belongs to the router.
+        self._inherited = [each for each in self._read(slot) if each.kind == "counter"]
 
     def write_own(self, metrics: Iterable[Metric], urls: Collection[str]) -> None:
-        """Write this worker's `metrics` together with what it inherited, if the folder has room.
+        """Write this worker's `metrics` together with what it inherited.
 
-        urls: of the instances that there are: those of others would stay for ever. Raises OSError where
-        there is no file yet: it shows that the worker has started.
+        urls: of the instances that there are: those of others would stay for ever.
         """
         inherited = [
             Family(
@@ -75,49 +68,29 @@ class MetricsFiles:
             )
             for each in self._inherited
         ]
-        self._own = merge_families((inherited, [_read_metric(each) for each in metrics]), False)
-        fresh_path = self._own_path.with_suffix(".fresh")
-        try:
-            fresh_path.write_bytes(_ENCODER.encode(self._own))
-            # rename() is atomic: who reads sees the old file or the new one.
-            fresh_path.replace(self._own_path)
-        except OSError as error:
-            if not self._own_path.exists():
-                raise
-            if self._is_writable:
-                text = (
-                    "ttft-otel: metrics of this worker stay as they are until %s can be written: %s"
-                )
-                log.warning(text, self.folder, error)
-            self._is_writable = False
-        else:
-            self._is_writable = True
+        own = merge_families((inherited, [_read_metric(each) for each in metrics]), False)
+        self._shared.write_metrics(self._slot, _ENCODER.encode(own))
 
     def collect_all(self) -> Iterator[Metric]:
         """The metrics of all workers."""
-        # The wall clock, since files have its times.
-        now_s = time.time()
         parts = []
-        for path in sorted(self.folder.glob("worker-*.metrics")):
+        now_us = clock.now_us()
+        for slot in range(self._slot_count):
+            families = self._read(slot)
+            is_old = now_us - self._shared.get_heartbeat(slot) > MAX_GAUGE_AGE_US
             # Counters stay also of a worker that hangs, or the sum would fall.
-            is_old = now_s - path.stat().st_mtime > MAX_GAUGE_AGE_S
-            families = self._read_file(path)
-            gauges = self._own if path == self._own_path else [] if is_old else families
-            # Also a worker's own counters are those of its file, which others show.
-            parts.append([each for each in families if each.kind == "counter"])
-            parts[-1] += [each for each in gauges if each.kind != "counter"]
+            if is_old and slot != self._slot:
+                families = [each for each in families if each.kind == "counter"]
+            parts.append(families)
         for family in merge_families(parts, True):
             metric = Metric(family.name, family.help_text, family.kind)
             for (name, labels), value in family.samples:
                 metric.add_sample(name, dict(labels), value)
             yield metric
 
-    def _read_file(self, path: Path) -> list[Family]:
-        try:
-            return _DECODER.decode(path.read_bytes())
-        # No predecessor, or one of a release that wrote another form.
-        except (FileNotFoundError, msgspec.MsgspecError):
-            return []
+    def _read(self, slot: int) -> list[Family]:
+        data = self._shared.read_metrics(slot)
+        return _DECODER.decode(data) if data else []
 
 
 def merge_families(parts: Iterable[list[Family]], are_workers: bool) -> list[Family]:
