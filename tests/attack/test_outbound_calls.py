@@ -284,7 +284,6 @@ def test_labels_of_any_length(labels: bytes, wanted: int) -> None:
 async def test_prompts_go_to_nobody_else() -> None:
     """A render endpoint that redirects gets the prompt, the place to which it points does not."""
     from ttft_otel.router.routing.prompts.engine_reader import EnginePromptReader
-    from ttft_otel.router.routing.prompts.local_reader import LocalPromptReader
     from ttft_otel.router.types import parse_instance_url
     from ttft_otel.router.upstream.query_client import QueryClient
 
@@ -293,7 +292,7 @@ async def test_prompts_go_to_nobody_else() -> None:
         server = Asked(render=encode_answer(b"", 307, f"Location: {url}/render"))
         async with raw_http.listen(server.handle_connection) as own_url, QueryClient() as queries:
             pool = InstancePool({"mono": [parse_instance_url(own_url, "mono")]})
-            reader = EnginePromptReader(LocalPromptReader(None, pool), pool)
+            reader = EnginePromptReader(None, pool)
             await reader.start(queries)
             prompt = await reader.read_prompt("/v1/completions", "m", b'{"prompt": "secret"}', 16)
             await reader.close()

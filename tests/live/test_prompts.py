@@ -22,7 +22,7 @@ from lab import free_ports, tiny_models
 from lab.local_servers import LocalServer
 from lab.server_commands import HOST, ServerCommand, VllmOptions, build_vllm_environment
 from tests.live.bench import LiveDeployment
-from ttft_otel.router.routing.prompts import Prompt, PromptReader, build_reader
+from ttft_otel.router.routing.prompts import LocalPromptReader, Prompt, build_reader
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.health_monitor import HealthMonitor
 from ttft_otel.router.upstream.instance_pool import InstancePool
@@ -153,7 +153,7 @@ def make_closing_connector() -> aiohttp.TCPConnector:
     return aiohttp.TCPConnector(force_close=True)
 
 
-async def load_reader(queries: QueryClient, url: str, mode: Any) -> PromptReader:
+async def load_reader(queries: QueryClient, url: str, mode: Any) -> LocalPromptReader:
     """A local prompt reader for this instance whose tokenizer is loaded."""
     fleet = InstancePool({"mono": [parse_instance_url(url, "mono")]})
     health = HealthMonitor(fleet)
@@ -202,7 +202,7 @@ async def compare_token_ids(url: str) -> tuple[int, int]:
     return taken, pictures
 
 
-async def read_patiently(read: PromptReader, path: str, body: bytes) -> Prompt:
+async def read_patiently(read: LocalPromptReader, path: str, body: bytes) -> Prompt:
     """Read a prompt with several attempts: on a busy machine the limit of one second can be too short."""
     for _ in range(30):
         late = read.counts["failed-late"] + read.counts["failed-loading"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions
-from ttft_otel.router.routing.prompts.prompt_reader import Prompt
+from ttft_otel.router.routing.prompts import Prompt
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import QueryClient

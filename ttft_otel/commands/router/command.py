@@ -123,7 +123,6 @@ def build_router(
         pool,
         routing,
         max_retries=options.retries,
-        budget_ratio=options.retry_budget,
         health_monitor=health_monitor.HealthMonitor(
             pool, options.health_interval, options.upstream_key
         ),

@@ -7,18 +7,19 @@ Precedence is flag, environment variable, file, default: click's own order, in w
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 from urllib.parse import parse_qsl, urlsplit
 
 import click
 import yaml
+from click.core import ParameterSource
 
 from ttft_otel.commands.command_options import Command, OptionDecorator, add_options, declare_flag
-from ttft_otel.commands.router.routing_options import RoutingOptions, check_unused_options
 from ttft_otel.http.head_checks import is_loopback
 from ttft_otel.model.names import env_names
 from ttft_otel.model.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
@@ -27,22 +28,25 @@ from ttft_otel.router.control.admin import DEFAULT_ADMIN_HOST
 from ttft_otel.router.discovery.discovery import (
     DNS_SCHEME,
     Discovery,
-    InstanceSource,
     SourceAddress,
     parse_source_address,
 )
 from ttft_otel.router.discovery.found_instances import FoundInstances
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy.exchange_reporter import MAX_REPORTS
+from ttft_otel.router.routing import routing_service
+from ttft_otel.router.routing.policies import policy_state as states
+from ttft_otel.router.routing.policies.policy_registry import POLICIES
+from ttft_otel.router.routing.prefixes import PrefixIndexName, PrefixSource, build_source
 from ttft_otel.router.types import Instance, parse_instance_url
 from ttft_otel.router.upstream import failures, health_monitor
 from ttft_otel.router.upstream.client_tls import ClientTls
-from ttft_otel.router.upstream.instance_pool import MAX_CONSECUTIVE_FAILURES
+from ttft_otel.router.upstream.instance_pool import MAX_CONSECUTIVE_FAILURES, InstancePool
 
 if TYPE_CHECKING:
-    from ttft_otel.router.routing.routing_service import RoutingService
+    from ttft_otel.router.discovery.dns_source import DnsSource
+    from ttft_otel.router.discovery.kubernetes_source import KubernetesSource
     from ttft_otel.router.shared_state.store_link import StoreLink, StoreSettings
-    from ttft_otel.router.upstream.instance_pool import InstancePool
     from ttft_otel.router.workers.worker import WorkerLink
 
 ENV_PREFIX: Final = "TTFT_OTEL_ROUTER_"
@@ -56,6 +60,29 @@ FILE_OPTIONS: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 ARGUMENTS_KEY: Final = "ttft_otel.arguments"
 # What SIGHUP applies; everything else is built into objects that live as long as the router.
 RELOADABLE_FIELDS: Final = ("encoder", "prefill", "decode", "backend", "api_key")
+
+PREFIX_INDEXES: Final = get_args(PrefixIndexName)
+# The only source that needs nothing of the instances, hence the default.
+HISTORY_INDEX: Final = PREFIX_INDEXES[-1]
+# The first of each is the default.
+TTFT_MODELS: Final = ("calibrated", "trapezoid")
+TOKENIZE_PLACES: Final = ("local", "engine")
+TTFT_POLICY: Final = "ttft"
+# None that follows cached prefixes: an encoder has no prefix cache.
+ENCODER_POLICIES: Final = (types.OTHER_LEGS_POLICY, TTFT_POLICY)
+# Derived from the registry, so that a new policy cannot be forgotten here.
+PROMPT_POLICIES: Final = tuple(name for name, each in POLICIES.items() if each.reads_prompts)
+# Flags that only some policies use, with the values of --routing-logic for which they have an effect.
+POLICIES_BY_OPTION: Final[Mapping[str, tuple[str, ...]]] = {
+    # The other policies never see a prompt: they start neither a reader nor a source.
+    **dict.fromkeys(
+        ("tokenizer", "tokenize", "prefix_index", "enable_shared_cache"), PROMPT_POLICIES
+    ),
+    "ttft_model": (TTFT_POLICY,),
+    "kv_aware_threshold": ("kvaware",),
+    # kvaware falls back to sessions where no cached prefix is long enough.
+    "session_key": ("session", "kvaware"),
+}
 
 
 def check_keys(_: click.Context, __: click.Parameter, keys: tuple[str, ...]) -> tuple[str, ...]:
@@ -101,11 +128,26 @@ def check_store_url(_: click.Context, __: click.Parameter, text: str) -> str:
     return text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterOptions(RoutingOptions):
-    """The values of all flags, one field per flag, named after it; `limits` has those of limits.py."""
+def _check_finite(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
+    """Raise BadParameter for infinity and NaN."""
+    # FloatRange lets both pass: NaN compares false with every limit.
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number of milliseconds.")
+    return value
 
-    limits: RouterLimits
+
+def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
+    """Raise BadParameter for a name that cannot be a header: with blanks or control characters."""
+    # A header of that name could never arrive, so no request would have a session.
+    if value and (value.split() != [value] or not value.isprintable()):
+        raise click.BadParameter(f"{value!r} is not a header or key name: leave out its blanks.")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    """The values of all flags, in the order of --help; one field per flag, named after it."""
+
     encoder: tuple[str, ...] = declare_flag(
         "An encoder instance; repeatable. Without one, media are encoded where the prompt is prefilled.",
         multiple=True,
@@ -207,11 +249,6 @@ class RouterOptions(RoutingOptions):
         default=failures.MAX_RETRIES,
         type=click.IntRange(0, 10),
     )
-    retry_budget: float = declare_flag(
-        "Retries allowed, as a share of all calls to instances.",
-        default=failures.RETRY_BUDGET_RATIO,
-        type=click.FloatRange(0, 1),
-    )
     breaker_failures: int = declare_flag(
         "Consecutive failures that open the circuit breaker of an instance.",
         default=MAX_CONSECUTIVE_FAILURES,
@@ -280,9 +317,73 @@ class RouterOptions(RoutingOptions):
         metavar="NAME",
     )
 
+    limits: RouterLimits  # one flag for each of its fields
+
+    # Of the policies.
+    routing_logic: str = declare_flag(
+        "Policy that chooses --backend or --prefill instances; see docs/router.md.",
+        type=click.Choice(tuple(POLICIES)),
+        default=types.DEFAULT_POLICY,
+    )
+    encoder_routing_logic: Literal["least_requests", "ttft"] = declare_flag(
+        "Policy that chooses --encoder instances: fewest requests, or least expected time.",
+        type=click.Choice(ENCODER_POLICIES),
+        default=types.OTHER_LEGS_POLICY,
+    )
+    ttft_model: Literal["calibrated", "trapezoid"] = declare_flag(
+        "What the ttft policy compares: predicted seconds, or attention pairs to compute.",
+        type=click.Choice(TTFT_MODELS),
+        default=TTFT_MODELS[0],
+    )
+    # No default: refusing requests is the operator's decision.
+    slo_ttft_ms: float | None = declare_flag(
+        "Reject with 429 requests whose first token no instance can send within MS milliseconds.",
+        type=click.FloatRange(min=0, min_open=True),
+        callback=_check_finite,
+        metavar="MS",
+    )
+    session_key: str = declare_flag(
+        "Header, or key of the body, with the session ID; for session and kvaware.",
+        default="",
+        callback=_check_name,
+        metavar="NAME",
+    )
+    # The default is the dataclass's, which simulations use without this flag.
+    kv_aware_threshold: int = declare_flag(
+        "Uncached prompt tokens up to which kvaware follows the longest cached prefix.",
+        default=states.PolicyOptions().kv_aware_threshold,
+        type=click.IntRange(min=0),
+    )
+
+    # Of those that read prompts: who tokenizes, and who knows what is cached.
+    # Needed where /v1/models names a folder that exists on the instance's machine only.
+    tokenizer: str = declare_flag(
+        "Tokenizer for all models; by default the one that /v1/models names for each.",
+        default="",
+        metavar="MODEL_OR_DIR",
+    )
+    tokenize: Literal["local", "engine"] = declare_flag(
+        "Tokenize prompts in the router, or ask the render endpoint of an instance.",
+        type=click.Choice(TOKENIZE_PLACES),
+        default=TOKENIZE_PLACES[0],
+    )
+    prefix_index: PrefixIndexName = declare_flag(
+        "Source of cached prefixes: KV events, or the prompts sent to each instance.",
+        type=click.Choice(PREFIX_INDEXES),
+        default=HISTORY_INDEX,
+    )
+    kv_events_endpoint: tuple[str, ...] = declare_flag(
+        "ZMQ endpoint of an instance's KV events; by default the one that it reports.",
+        multiple=True,
+        metavar="URL=ENDPOINT[,REPLAY]",
+    )
+    # For instances that load blocks from one store, whoever of them computed these.
+    enable_shared_cache: bool = declare_flag(
+        "Count a prefix cached at one instance as cached at all of them.", is_flag=True
+    )
+
     @classmethod
     def from_flags(cls, given: Mapping[str, Any]) -> RouterOptions:
-        """The options of a command's parameters."""
         names = {each.name for each in fields(RouterLimits)}
         limits = RouterLimits(**{name: given[name] for name in names})
         return cls(limits=limits, **{name: given[name] for name in given.keys() - names})
@@ -354,6 +455,72 @@ class RouterOptions(RoutingOptions):
                 "it needs --admin-token TOKEN."
             )
 
+    def build_routing(
+        self, pool: InstancePool, api_key: str = "", may_encoders_join: bool = False
+    ) -> routing_service.RoutingService:
+        """Build the routing service with its prompt reader and prefix index. Raises UsageError.
+
+        pool: the instances to choose from. api_key: sent to instances that are asked to tokenize.
+        may_encoders_join: encoders may be found later, so --encoder-routing-logic needs no --encoder.
+        """
+        self._check_combinations()
+        # Judged against the pool and not the flags: with --discover encoders may come later.
+        encoders_policy = self._choose_encoder_policy(may_encoders_join or pool.has_encoders)
+        options = states.PolicyOptions(
+            session_key=self.session_key,
+            kv_aware_threshold=self.kv_aware_threshold,
+            ttft_model=self.ttft_model,
+            shared_cache=self.enable_shared_cache,
+            # Policies count in seconds; 0 stands for no objective.
+            slo_s=(self.slo_ttft_ms or 0) / 1000,
+        )
+        policy_name = self.routing_logic
+        # Nothing below is built for the others: no child process, no index, no subscription.
+        if not POLICIES[policy_name].reads_prompts:
+            return routing_service.RoutingService(
+                pool, policy_name, options, encoders_policy=encoders_policy
+            )
+        from ttft_otel.router.routing.prompts import (
+            build_reader,  # imported here: other policies need no tokenizer
+        )
+
+        # The reader needs the pool: instances name their models' tokenizers, or render themselves.
+        prompt_reader = build_reader(self.tokenizer or None, self.tokenize, pool, api_key)
+        knowledge = (prompt_reader, self._build_prefix_source())
+        return routing_service.RoutingService(
+            pool, policy_name, options, *knowledge, encoders_policy=encoders_policy
+        )
+
+    def _choose_encoder_policy(self, has_encoders: bool) -> str:
+        """The policy of the encode leg; `ttft` needs item sizes, which only prompt readers count."""
+        policy_name, flag = self.encoder_routing_logic, "--encoder-routing-logic ttft"
+        if policy_name == TTFT_POLICY and not has_encoders:
+            raise click.UsageError(f"{flag} needs --encoder URL.")
+        if policy_name == TTFT_POLICY and not POLICIES[self.routing_logic].reads_prompts:
+            raise click.UsageError(
+                f"{flag} needs prompts: --routing-logic {' or '.join(PROMPT_POLICIES)}."
+            )
+        return policy_name
+
+    def _build_prefix_source(self) -> PrefixSource:
+        try:
+            return build_source(self.prefix_index, kv_endpoints=self.kv_events_endpoint)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+
+    def _check_combinations(self) -> None:
+        """Raise UsageError for flags that need another flag or exclude each other."""
+        policy_name = self.routing_logic
+        if policy_name == "session" and not self.session_key:
+            raise click.UsageError("--routing-logic session needs --session-key NAME.")
+        # The trapezoid compares attention pairs, which cannot be held against milliseconds.
+        if self.slo_ttft_ms and (policy_name, self.ttft_model) != (TTFT_POLICY, TTFT_MODELS[0]):
+            raise click.UsageError(
+                "--slo-ttft-ms needs predictions: --routing-logic ttft --ttft-model calibrated."
+            )
+        if self.kv_events_endpoint and self.prefix_index != "kv-events":
+            raise click.UsageError("--kv-events-endpoint needs --prefix-index kv-events.")
+
 
 class RouterCommand(click.Command):
     """A command that keeps its arguments for a reload and rejects flags without effect."""
@@ -370,22 +537,23 @@ class RouterCommand(click.Command):
 
 
 def add_flags(command: Command) -> Command:
-    """Give a command --config and the flags of RouterOptions: its own, those of limits, those of routing."""
-    routing = {each.name: each.metadata for each in fields(RoutingOptions)}
-    own = {each.name: each.metadata for each in fields(RouterOptions) if each.name != "limits"}
-    limits = {
-        each.name: {
-            "help": each.metadata["text"],
-            "default": each.default,
-            # By the default and not the annotation, which is only a string here: see declare_limit.
-            "type": (click.FloatRange if isinstance(each.default, float) else click.IntRange)(
-                min=each.metadata["minimum"]
-            ),
+    """Give a command --config and the flags of RouterOptions."""
+    flags: dict[str, Any] = {}
+    for each in fields(RouterOptions):
+        if each.name != "limits":
+            flags[each.name] = each.metadata
+            continue
+        flags |= {
+            limit.name: {
+                "help": limit.metadata["text"],
+                "default": limit.default,
+                # By the default and not the annotation, which is only a string here: see declare_limit.
+                "type": (click.FloatRange if isinstance(limit.default, float) else click.IntRange)(
+                    min=limit.metadata["minimum"]
+                ),
+            }
+            for limit in fields(RouterLimits)
         }
-        for each in fields(RouterLimits)
-    }
-    # The fields of RoutingOptions come first in `own`, since it is the base.
-    flags = {name: own[name] for name in own if name not in routing} | limits | routing
     file = _make_option(
         "config",
         metavar="FILE",
@@ -412,6 +580,22 @@ def _make_option(name: str, **click_arguments: Any) -> OptionDecorator:
         show_default=show_default,
         **click_arguments,
     )
+
+
+def check_unused_options(ctx: click.Context) -> None:
+    """Raise UsageError for a flag that was set, by any source, but has no effect with this policy.
+
+    ctx: the parsed command line.
+    """
+    # A flag is in use if either leg's policy uses it.
+    chosen_policies = {ctx.params["routing_logic"], ctx.params["encoder_routing_logic"]}
+    for name, policies in POLICIES_BY_OPTION.items():
+        value, source = ctx.params[name], ctx.get_parameter_source(name)
+        # False and "" are how a file or an empty variable says that a flag is not wanted.
+        is_given = value is not False and value != "" and source is not ParameterSource.DEFAULT
+        if is_given and not chosen_policies.intersection(policies):
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{flag} needs --routing-logic {' or '.join(policies)}.")
 
 
 def reread_options(ctx: click.Context) -> RouterOptions:
@@ -512,7 +696,9 @@ def build_discovery(
     return Discovery(sources, found, interval_s)
 
 
-def _build_source(address: SourceAddress, interval_s: float, api_url: str) -> InstanceSource:
+def _build_source(
+    address: SourceAddress, interval_s: float, api_url: str
+) -> DnsSource | KubernetesSource:
     # Each kind is imported where it is used: dnspython costs a router without it 50 ms.
     if address.scheme == DNS_SCHEME:
         from ttft_otel.router.discovery.dns_source import DnsSource
@@ -546,7 +732,7 @@ def build_store_settings(options: RouterOptions) -> StoreSettings | None:
 
 
 def build_lone_link(
-    options: RouterOptions, pool: InstancePool, routing: RoutingService
+    options: RouterOptions, pool: InstancePool, routing: routing_service.RoutingService
 ) -> StoreLink | None:
     """What joins a router without --workers to the store; None without it. Raises UsageError."""
     settings = build_store_settings(options)

@@ -31,7 +31,6 @@ class WorkerProcesses:
         self.ctx, self.options, self.serve = ctx, options, serve
 
     def run_worker(self, slot: WorkerSlot) -> None:
-        """Be a worker, until a signal ends it."""
         build = functools.partial(router_options.build_worker_link, self.options)
         self.serve(self.options, functools.partial(run_worker_server, slot, build))
 

@@ -41,8 +41,6 @@ AdminHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 # A field that is misspelt must not be left out in silence.
 class InstanceOrder(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of an operator's POST /instances."""
-
     action: Literal["add", "drain", "remove"]
     leg: str
     url: str
@@ -85,7 +83,6 @@ class AdminApi:
         return web.json_response({"routing": policies, "instances": instances})
 
     async def change_instances(self, request: web.Request) -> web.Response:
-        """Answer POST: add, drain or remove an instance. Raises RequestRejected."""
         # Not for form's sake: a web page can send other types to this port without a preflight.
         if request.content_type != "application/json":
             raise RequestRejected(415, "Send application/json.")

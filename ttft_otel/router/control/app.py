@@ -53,7 +53,6 @@ class RouterApp:
         self.cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the router
 
     async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
-        """Serve one request, or the lifespan."""
         # All else, unknown paths and methods included, is for FastAPI to answer.
         is_data = scope["type"] == "http" and scope["method"] == "POST"
         if not (is_data and scope["path"].startswith(DATA_PATH_PREFIX)):
@@ -189,7 +188,6 @@ def _add_health_routes(app: FastAPI, endpoint: ProxyEndpoint, discovery: Discove
 def _add_model_routes(app: FastAPI, endpoint: ProxyEndpoint) -> None:
     @app.get(MODELS_PATH)
     async def list_models(request: Request) -> JSONResponse:
-        """The models of all instances that answer, each ID once."""
         _check_api_key(endpoint, request)
         upstream = endpoint.upstream
         # the client's key is the instances' one unless we have keys of our own
@@ -239,7 +237,6 @@ def _add_error_handlers(app: FastAPI, refusal_counts: Counter[str]) -> None:
         return Response(data, error.status, header_map)
 
     async def render_http_error(request: Request, error: Exception) -> Response:
-        """Render an unknown path or method."""
         assert isinstance(error, HTTPException)
         kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
         response = await render_rejection(

@@ -77,7 +77,6 @@ class ClientConnections:
         )
 
     def forget(self, connection: ClientConnection) -> None:
-        """The connection is lost: nothing is waited for."""
         for queue in (self.awaited_heads, self.lingering, self.idle_clients, self.unread):
             queue.forget(connection)
 
@@ -128,7 +127,6 @@ class ClientOutput(asyncio.Transport):
         self._transport.close()
 
     def is_closing(self) -> bool:
-        """Whether the connection is being closed."""
         return self._transport.is_closing()
 
     def delay_head(self) -> None:
@@ -145,11 +143,9 @@ class ClientOutput(asyncio.Transport):
         self._flow.resume_reading()
 
     def end_watch(self) -> None:
-        """The request is over: nobody has to know."""
         self._on_lost = None
 
     def report_lost(self) -> None:
-        """The client has left."""
         self._is_lost = True
         if self._on_lost is not None:
             self._on_lost()
@@ -169,16 +165,13 @@ class ClientOutput(asyncio.Transport):
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def end_push(self) -> None:
-        """The rest is sent as messages."""
         self._reader = None
 
     def pause_reader(self) -> None:
-        """The client is slow."""
         if self._reader is not None:
             self._reader.pause_reading()
 
     def resume_reader(self) -> None:
-        """The client has read."""
         if self._reader is not None:
             self._reader.resume_reading()
 
@@ -231,7 +224,6 @@ class ClientConnection(BoundedConnection):
             cast(ClientOutput, cycle.transport).report_lost()
 
     def data_received(self, data: bytes) -> None:
-        """Parse `data`; requests start as their heads are complete."""
         if self.is_refused:
             return
         self._unset_keepalive_if_required()
@@ -239,14 +231,12 @@ class ClientConnection(BoundedConnection):
             self.shared.awaited_heads.watch(self)
 
     def pause_writing(self) -> None:
-        """The client is slow."""
         super().pause_writing()
         self._watch_unread()
         if self.current_cycle is not None:
             cast(ClientOutput, self.current_cycle.transport).pause_reader()
 
     def resume_writing(self) -> None:
-        """The client has read."""
         super().resume_writing()
         self.shared.unread.forget(self)
         if self.current_cycle is not None:
@@ -296,7 +286,6 @@ class ClientConnection(BoundedConnection):
             self.current_cycle = self.cycle
 
     def on_message_complete(self) -> None:
-        """The body is complete."""
         was_in_body = self.phase == BODY
         super().on_message_complete()
         # It was answered before its body was here.
@@ -329,7 +318,6 @@ class ClientConnection(BoundedConnection):
     # Refusals.
 
     def refuse(self, error: HeadRefused) -> None:
-        """End the connection with `error`, in OpenAI's form."""
         reason, error_type = _REFUSALS[error.status]
         self._refuse(RequestRejected(error.status, str(error), error_type, reason=reason))
 

@@ -149,16 +149,13 @@ class RouterMetrics(Collector):
         self._registry.register(self)
 
     def render_text(self) -> bytes:
-        """All metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Collect for one scrape, of all workers of this router."""
         own = self.collect_own()
         return own if self.merge_workers is None else self.merge_workers(own)
 
     def collect_own(self) -> Iterator[Metric]:
-        """The metrics of this process."""
         yield from self._collect_tracing()
         yield from self._collect_requests()
         yield from self._collect_instances()
@@ -201,7 +198,7 @@ class RouterMetrics(Collector):
         help_text, retries = "Attempts after a failed one.", upstream.retry_counts
         yield build_counter(metric_names.ROUTER_RETRIES, help_text, retries, "leg")
         help_text = "Requests whose first token from D was not P's."
-        mismatches = self.endpoint.prefill_decode.decode_leg.mismatch_count
+        mismatches = self.endpoint.prefill_decode.mismatch_count
         yield build_counter(metric_names.ROUTER_FIRST_TOKEN_MISMATCHES, help_text, mismatches)
         help_text, available = "Retries allowed right now.", upstream.retry_budget.available_retries
         yield build_gauge(metric_names.ROUTER_RETRY_BUDGET, help_text, available)

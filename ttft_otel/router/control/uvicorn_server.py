@@ -113,7 +113,6 @@ class DrainingServer(uvicorn.Server):
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.plan.reload)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle the signal `sig`: drain; at the second one, stop at once."""
         if self.stop_requested_s:
             # uvicorn waits this long for responses before it cancels them.
             self.config.timeout_graceful_shutdown = 0
@@ -232,7 +231,6 @@ def build_uvicorn_config(app: RouterApp, host: str = "127.0.0.1", port: int = 0)
 
 
 def _allow_origins(app: RouterApp) -> CORSMiddleware:
-    """Answer preflights and mark responses for web pages of the allowed origins."""
     return CORSMiddleware(
         app,
         allow_origins=app.cors_origins,

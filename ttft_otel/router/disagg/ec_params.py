@@ -90,7 +90,6 @@ class TransferParams:
                 )
 
     def to_json(self) -> bytes:
-        """All entries as one JSON object; b"" if there are none."""
         if not self._entries:
             return b""
         return msgspec.json.encode({key: Raw(entry) for key, entry in self._entries.items()})

@@ -203,8 +203,6 @@ def add_ec_params(
 
 
 class RecomputedMediaLog:
-    """The items counted since the last log line."""
-
     def __init__(self) -> None:
         self._items_by_url: Counter[str] = Counter()  # by the instance's URL
         self._request_count = 0

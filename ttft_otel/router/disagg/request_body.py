@@ -77,8 +77,6 @@ _text_decoder: Final = msgspec.json.Decoder(str)
 
 
 class RequestBody(msgspec.Struct):
-    """A request's bytes and what the router knows of them."""
-
     data: bytes
     model: str = ""
     stream: bool = False
@@ -226,7 +224,6 @@ class JsonStructure:
     escapes: int = 0  # backslashes
 
     def exceeds(self, limit: JsonStructure) -> bool:
-        """Whether any count is above its `limit`."""
         return (
             self.outside_bytes > limit.outside_bytes
             or self.parts > limit.parts

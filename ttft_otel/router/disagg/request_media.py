@@ -102,7 +102,6 @@ def find_items(path: str, conversation: Raw) -> list[bytes]:
 
 
 def _find_in_chat(conversation: Raw) -> Iterator[bytes]:
-    """Parts of chat messages, as they are."""
     for message in _items_decoder.decode(conversation):
         for part in _list_objects(message.content):
             if _is_media(part):
@@ -181,7 +180,6 @@ def _list_objects(content: Raw) -> list[Raw]:
 
 
 def _is_text(raw: Raw | bytes) -> bool:
-    """Whether this JSON is a string that is not empty."""
     return _starts_with(raw, b'"') and len(memoryview(raw)) > 2
 
 

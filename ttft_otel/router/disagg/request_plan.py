@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan a request over prefill and decode instances: legs, first-token mode, and bodies.
 
-No I/O. endpoint.py asks for the plan; prefill_decode.py and decode_leg.py send the bodies.
+No I/O. endpoint.py asks for the plan; prefill_decode.py sends the bodies.
 """
 
 from __future__ import annotations
@@ -113,7 +113,6 @@ class LegPlan(msgspec.Struct):
 
 
 def plan_legs(path: str, data: bytes, is_streamed: bool, mode: str) -> LegPlan:
-    """Plan the legs of a request by the fields that they depend on."""
     if path not in (CHAT_PATH, COMPLETIONS_PATH):
         return LegPlan((DECODE,), reason="path")
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the prefill instance's answer, and splice its token and the decode stream into one vLLM stream.
 
-No I/O. prefill_decode.py and decode_leg.py pass the prefill answer and the decode chunks; the client gets
+No I/O. prefill_decode.py passes the prefill answer and the decode chunks; the client gets
 the stream, the decode instance where the KV blocks are.
 """
 
@@ -51,8 +51,6 @@ class PrefillToken(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    """The message of a chat's choice."""
-
     content: str | None = None
     role: str = "assistant"
     reasoning: Any = None
@@ -75,8 +73,6 @@ class _BlocksAnswer(msgspec.Struct):
 
 
 class _TokenAnswer(_BlocksAnswer, kw_only=True):
-    """vLLM's answer with one choice."""
-
     id: str
     model: str
     created: int
@@ -169,7 +165,6 @@ _SHAPE_ERRORS: Final = (*JSON_ERRORS, LookupError, TypeError, ValueError, Attrib
 
 
 def render_first_events(first_token: PrefillToken, plan: LegPlan) -> bytes:
-    """The server-sent events of `first_token`, as a streaming vLLM sends them."""
     is_finished = first_token.finish_reason == "stop"
     chunk: dict[str, Any] = {
         "id": first_token.id,

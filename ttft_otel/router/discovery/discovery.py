@@ -10,15 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ttft_otel.model.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
 from ttft_otel.router.discovery.found_instances import FoundInstances
 from ttft_otel.router.errors import SourceUnreachable
+
+if TYPE_CHECKING:
+    from ttft_otel.router.discovery.dns_source import DnsSource
+    from ttft_otel.router.discovery.kubernetes_source import KubernetesSource
 
 DNS_SCHEME: Final = "dns"
 KUBERNETES_SCHEME: Final = "k8s"
@@ -141,19 +145,6 @@ class Findings:
     problem: str = ""
 
 
-class InstanceSource(Protocol):
-    """Somebody who knows which instances there are."""
-
-    address: SourceAddress
-
-    # No `async def`: calling the function of an async generator returns it without await.
-    def watch_findings(self) -> AsyncGenerator[Findings, None]:
-        """Give what is there, then what is there after each change, for ever.
-
-        Raises SourceUnreachable when it cannot be asked; the generator is then made anew.
-        """
-
-
 def write_url(scheme: str, host: str, port: int | str) -> str:
     """The URL of an instance at an address, which may be IPv6."""
     # Brackets tell the colons of IPv6 from that of the port (RFC 3986 section 3.2.2).
@@ -170,14 +161,13 @@ log: Final = logging.getLogger("ttft_otel")
 class WatchedSource:
     """A source with what it named last; `problem` is why that is not all, or not news."""
 
-    source: InstanceSource
+    source: DnsSource | KubernetesSource
     roles_by_url: dict[str, str] = field(default_factory=dict)
     problem: str = "not asked yet"
     failures: int = 0  # times that it could not be asked, since the start
 
     @property
     def name(self) -> str:
-        """How the user wrote it."""
         return self.source.address.text
 
 
@@ -185,7 +175,10 @@ class Discovery:
     """All sources of a router. retry_pause_s: seconds after the first failure; doubled after each."""
 
     def __init__(
-        self, sources: Sequence[InstanceSource], found: FoundInstances, retry_pause_s: float
+        self,
+        sources: Sequence[DnsSource | KubernetesSource],
+        found: FoundInstances,
+        retry_pause_s: float,
     ) -> None:
         self.watched = [WatchedSource(each) for each in sources]
         self.found = found
@@ -193,7 +186,6 @@ class Discovery:
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
-        """Ask all sources meanwhile."""
         tasks = [asyncio.create_task(self._watch_forever(each)) for each in self.watched]
         try:
             async with self.found.sweep_meanwhile():

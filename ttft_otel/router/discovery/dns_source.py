@@ -71,7 +71,6 @@ class DnsSource:
         return []
 
     async def _ask(self, name: str, kind: str) -> list[Any]:
-        """Records of a name; none if there is no such name. Raises SourceUnreachable."""
         try:
             if self._resolver is None:
                 self._resolver = build_resolver(self.address.nameserver)

@@ -56,7 +56,6 @@ class FoundInstances:
         self._leaving: set[Instance] = set()  # dropped by their sources, and not yet idle
 
     def map_roles(self) -> dict[str, str]:
-        """The role of every instance, by URL."""
         return {url: instance.leg for url, instance in self._found.items()}
 
     def add_instance(self, role: str, url: str) -> None:
@@ -142,7 +141,6 @@ class FoundInstances:
             self.remove_ended()
 
     def remove_ended(self) -> None:
-        """Remove the instances that have left and have no request any more."""
         self._leaving.intersection_update(self.pool)
         for instance in list(self._leaving):
             if instance.state != "draining":  # an operator added it again

@@ -102,7 +102,6 @@ class KubernetesApi:
         self._queries = QueryClient(tls=tls)
 
     async def close(self) -> None:
-        """Close the client; idempotent."""
         if self._queries is not None:
             await self._queries.close()
 
@@ -167,7 +166,6 @@ class KubernetesApi:
 
 
 def build_error(status: int, message: str) -> SourceUnreachable | WatchExpired:
-    """What a refusal of the API server means for us."""
     # Gone: etcd does not keep old versions.
     if status == 410:
         return WatchExpired(message)
@@ -289,7 +287,6 @@ def drop_second_family(slices: Iterable[EndpointSlice]) -> list[EndpointSlice]:
 
 
 def find_service(endpoint_slice: EndpointSlice) -> str:
-    """The name of the Service that a slice belongs to."""
     labels = endpoint_slice.get("metadata", {}).get("labels") or {}
     return str(labels.get(SERVICE_LABEL, ""))
 

@@ -19,10 +19,9 @@ from ttft_otel.model.endpoints import OPERATION_BY_PATH
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.router import types
 from ttft_otel.router.disagg import encoders, request_body, request_media, request_plan
-from ttft_otel.router.disagg.decode_leg import DisaggregatedRequest
 from ttft_otel.router.disagg.ec_params import TransferParams
 from ttft_otel.router.disagg.encoders import add_ec_params, select_critical_attempts
-from ttft_otel.router.disagg.prefill_decode import PrefillDecodeFlow
+from ttft_otel.router.disagg.prefill_decode import DisaggregatedRequest, PrefillDecodeFlow
 from ttft_otel.router.disagg.request_body import BodyParser
 from ttft_otel.router.errors import RequestRejected, RouterError, SloUnreachable
 from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange

@@ -40,7 +40,7 @@ from ttft_otel.tracing.guard import Guard
 
 if TYPE_CHECKING:
     from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource
-    from ttft_otel.router.routing.prompts.prompt_reader import PromptReader
+    from ttft_otel.router.routing.prompts.local_reader import LocalPromptReader
 
 # Stages during which an instance that serves this leg cannot begin with the next prompt or item.
 SERVICE_STAGES: Final = {
@@ -68,7 +68,7 @@ class RoutingService:
         pool: InstancePool,
         policy_name: str = DEFAULT_POLICY,
         options: PolicyOptions | None = None,
-        prompt_reader: PromptReader | None = None,
+        prompt_reader: LocalPromptReader | None = None,
         prefix_source: PrefixSource | None = None,
         others_policy: str = OTHER_LEGS_POLICY,
         encoders_policy: str = "",
@@ -209,7 +209,11 @@ class RoutingService:
         return request
 
     async def _tokenize_prompt(
-        self, request: RoutingRequest, path: str, lookup: PromptLookup, prompt_reader: PromptReader
+        self,
+        request: RoutingRequest,
+        path: str,
+        lookup: PromptLookup,
+        prompt_reader: LocalPromptReader,
     ) -> RoutingRequest:
         index = self.prefill_policy.state.index
         prompt = await prompt_reader.read_prompt(

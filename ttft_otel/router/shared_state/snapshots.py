@@ -68,7 +68,6 @@ _DECODER: Final = msgspec.msgpack.Decoder(Snapshot)
 
 
 def build_snapshot(pool: InstancePool, own: OwnLoads) -> bytes:
-    """What this process has under way, as a value of the store."""
     shared = [each for each in pool if len(each.url) <= MAX_URL_CHARS][:MAX_INSTANCES]
     instances = tuple(
         SharedInstance(each.leg, each.url, each.in_flight, each.breaker.state == "open")
@@ -134,7 +133,6 @@ class OtherReplicas:
                 instance.elsewhere.breaker_openers.discard(owner)
 
     def forget_process(self, owner: str) -> None:
-        """The process `owner` is gone, and with it all that it had."""
         del self._processes[owner]
         self._loads.forget_process(owner, clock.now_us())
         for each in self._pool:

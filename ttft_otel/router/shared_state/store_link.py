@@ -108,7 +108,6 @@ class StoreLink:
             self._forget(each)
 
     def collect_metrics(self) -> Iterator[Metric]:
-        """For /metrics."""
         replicas = {each.partition(".")[0] for each in self._others}
         help_text = "Other replicas whose load is known."
         yield build_gauge(metric_names.ROUTER_REPLICAS, help_text, len(replicas))
@@ -212,7 +211,6 @@ class StoreLink:
         self._wake.set()
 
     async def _exchange(self, client: redis.asyncio.Redis) -> None:
-        """Write what has changed here, read what has changed elsewhere. Raises RedisError, OSError."""
         self._wake.clear()
         names, self._unread = list(self._unread), set()
         pipeline = client.pipeline(transaction=False)
@@ -233,7 +231,6 @@ class StoreLink:
         self._forget_silent()
 
     async def _leave(self, client: redis.asyncio.Redis) -> None:
-        """Have the others forget at once what was under way here."""
         pipeline = client.pipeline(transaction=False)
         pipeline.delete(self._build_key(self._name))
         pipeline.publish(self._build_key(CHANNEL), self._name)
@@ -241,7 +238,6 @@ class StoreLink:
             await pipeline.execute()
 
     def _take_value(self, name: str, value: Any) -> None:
-        """Take in what the store has of the process `name`."""
         if value == self._values.get(name):
             return
         if value == b"":  # it has left
@@ -259,7 +255,6 @@ class StoreLink:
             self._results["taken"] += 1
 
     def _forget_silent(self) -> None:
-        """Forget processes that have written nothing for long."""
         moment = time.monotonic()
         for name, heard_s in list(self._heard_s.items()):
             if moment - heard_s > EXPIRY_S:

@@ -127,7 +127,6 @@ class ConnectionPool:
     async def _exchange(
         self, connection: InstanceConnection, head: bytes, body: Sequence[bytes], length: int
     ) -> InstanceAnswer:
-        """Send `head` and `body`, of so many bytes, and wait for the head of the answer."""
         # A small body leaves with its head, in one write; a large one gives others their turn.
         is_large = length > PIECE_BYTES
         answer = connection.send_request((head,) if is_large else (head, *body))
@@ -144,7 +143,6 @@ class ConnectionPool:
         return answer
 
     def close(self) -> None:
-        """Close the connections that are idle; the connector closes the others."""
         for origin in self._origins.values():
             for connection in origin.idle:
                 self._idle_since.forget(connection)

@@ -93,7 +93,6 @@ class RetryBudget:
         self.available_retries = MAX_SAVED_RETRIES if ratio else 0.0
 
     def record_request(self) -> None:
-        """Add the share of one request to the budget."""
         if self.available_retries < MAX_SAVED_RETRIES:
             self.available_retries += self.ratio
 
@@ -106,12 +105,10 @@ class RetryBudget:
 
 
 def choose_backoff_s(number: int) -> float:
-    """Seconds to wait before retry `number` (from 1): exponential back-off with full jitter."""
     return random.uniform(0, FIRST_BACKOFF_S * 2 ** (number - 1))
 
 
 def is_retryable_status(leg: str, status: int) -> bool:
-    """Whether a response with `status` should be retried on another instance of `leg`."""
     return status in UNAVAILABLE_STATUSES or (leg == ENCODE and status >= 500)
 
 

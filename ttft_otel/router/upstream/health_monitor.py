@@ -56,7 +56,6 @@ class HealthMonitor:
         ] = {}
 
     async def start(self, queries: QueryClient) -> None:
-        """Begin to watch whoever is in the pool, and whoever comes."""
         self._queries = queries
         self._remove_listeners = [
             self.pool.failure_listeners.add(self.request_probe),
@@ -65,7 +64,6 @@ class HealthMonitor:
         self.sync_instances()
 
     async def close(self) -> None:
-        """Stop all probing tasks."""
         # Before the tasks: a change of the pool would start new ones.
         for remove in self._remove_listeners:
             remove()
@@ -82,7 +80,6 @@ class HealthMonitor:
             self._tasks[instance] = asyncio.create_task(self._watch_instance(instance))
 
     async def wait_probed(self) -> None:
-        """Wait until every instance was probed at least once."""
         await asyncio.gather(
             *(self.probe_instance(each) for each in self.pool if not each.was_probed)
         )

@@ -8,26 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from ttft_otel.router.errors import FirstByteTimeout
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import HeaderList
 
+if TYPE_CHECKING:
+    from ttft_otel.router.upstream.instance_connection import InstanceConnection
+
 MAX_UNREAD_BYTES: Final = 131_072  # kept for a slow reader; beyond it the instance is not read
-
-
-class AnswerSource(Protocol):
-    """The connection that an answer comes from; instance_connection.py."""
-
-    def pause_reading(self) -> None:
-        """Read nothing until `resume_reading`."""
-
-    def resume_reading(self) -> None:
-        """Read on."""
-
-    def close(self) -> None:
-        """Close the connection: the rest of its answer is not wanted."""
 
 
 class InstanceAnswer:
@@ -50,7 +40,7 @@ class InstanceAnswer:
         "_timer",
     )
 
-    def __init__(self, source: AnswerSource) -> None:
+    def __init__(self, source: InstanceConnection) -> None:
         self.status = 0
         self.raw_headers: HeaderList = []
         self.is_complete = False
@@ -81,7 +71,6 @@ class InstanceAnswer:
 
     @property
     def content_length(self) -> int:
-        """The length that the head announces, in bytes; 0 for none."""
         # Only a hint, by which a long answer is refused early: the parser counts what comes.
         (text, *_) = [*self.list_values(b"content-length"), ""]
         return int(text) if text.isdecimal() else 0
@@ -127,7 +116,6 @@ class InstanceAnswer:
             self.wake_reader()
 
     def limit_time(self, timeout_s: float) -> None:
-        """Fail after `timeout_s` seconds, unless it is complete by then."""
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(timeout_s, self._time_out)
 
@@ -156,12 +144,10 @@ class InstanceAnswer:
     # Called by the reader. They raise what the answer failed with: of UPSTREAM_ERRORS.
 
     async def wait_head(self) -> None:
-        """Wait until `status` and headers are here."""
         while not self.status:
             await self._wait()
 
     def at_eof(self) -> bool:
-        """Whether everything was received and read."""
         return self.is_complete and not self._parts
 
     def read_nowait(self) -> bytes:
@@ -186,7 +172,6 @@ class InstanceAnswer:
         return self.read_nowait()
 
     async def read(self) -> bytes:
-        """The whole body."""
         parts = []
         while part := await self.readany():
             parts.append(part)
@@ -215,11 +200,9 @@ class InstanceAnswer:
         self._source.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read on."""
         self._source.resume_reading()
 
     def close(self) -> None:
-        """Give up what has not come yet."""
         self._stop_timer()
         # The connection of a complete answer is back in the pool, and may carry another request.
         if not self.is_complete:

@@ -75,7 +75,6 @@ class InstanceConnection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether a request can be sent."""
         return self._parser is not None and not self.transport.is_closing()
 
     def send_request(self, parts: Sequence[bytes]) -> InstanceAnswer:
@@ -115,7 +114,6 @@ class InstanceConnection(asyncio.Protocol):
         self._is_full = True
 
     def resume_writing(self) -> None:
-        """It has read most of what was sent."""
         self._is_full = False
         self._wake_sender()
 
@@ -124,13 +122,11 @@ class InstanceConnection(asyncio.Protocol):
             self._sender.set_result(None)
 
     def pause_reading(self) -> None:
-        """Read nothing until `resume_reading`."""
         self._is_paused = True
         if not self.transport.is_closing():
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read on."""
         self._is_paused = False
         if not self.transport.is_closing():
             self.transport.resume_reading()
@@ -168,7 +164,6 @@ class InstanceConnection(asyncio.Protocol):
     # Events of the socket.
 
     def data_received(self, data: bytes) -> None:
-        """Parse `data`, and pass on what it holds."""
         answer = self._answer
         parser = self._parser
         if answer is None or parser is None:
@@ -251,7 +246,6 @@ class InstanceConnection(asyncio.Protocol):
     # Events of the parser; exceptions end the parsing.
 
     def on_message_begin(self) -> None:
-        """An answer begins."""
         # Nobody asked for it: the first one's length was wrong, or a second one was smuggled in.
         if self._is_complete:
             raise ValueError("a second answer")
@@ -292,7 +286,6 @@ class InstanceConnection(asyncio.Protocol):
             raise aiohttp.ClientPayloadError("too many interim answers")
 
     def on_message_complete(self) -> None:
-        """The answer is complete."""
         self._is_complete = self._answer is not None and bool(self._answer.status)
 
 

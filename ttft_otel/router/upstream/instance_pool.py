@@ -105,11 +105,9 @@ class InstancePool:
         return tuple(leg for leg in needed if not self.get(leg))
 
     def get(self, leg: str, default: tuple[Instance, ...] = ()) -> tuple[Instance, ...]:
-        """The instances of `leg`, in any state."""
         return self._instances_by_leg.get(leg, default)
 
     def list_legs(self) -> tuple[str, ...]:
-        """The legs that have instances."""
         return tuple(leg for leg, instances in self._instances_by_leg.items() if instances)
 
     def __iter__(self) -> Iterator[Instance]:
@@ -149,13 +147,11 @@ class InstancePool:
         )
 
     def reset_candidates(self) -> None:
-        """Drop the computed candidates after a change of any instance."""
         self._candidates.clear()
 
     # Called per request; a healthy instance costs one comparison.
 
     def record_sent(self, attempt: Attempt) -> None:
-        """A request goes to its instance now."""
         instance = attempt.instance
         instance.in_flight += 1
         instance.owed_answers.record_sent(attempt.sent_us)
@@ -281,11 +277,9 @@ class InstancePool:
             self.reset_candidates()
 
     def find_instance(self, leg: str, url: str) -> Instance | None:
-        """The instance of `leg` with this `url`, or None."""
         return next((each for each in self.get(leg) if each.url == url), None)
 
     def add_instance(self, instance: Instance) -> None:
-        """Add `instance` to its leg."""
         self._set_members(
             {**self._instances_by_leg, instance.leg: (*self.get(instance.leg), instance)}
         )

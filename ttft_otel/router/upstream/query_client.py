@@ -71,7 +71,6 @@ class QueryClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections; questions under way fail."""
         self._pool.close()
         await self._connector.close()
 
@@ -144,5 +143,9 @@ async def read_at_most(answer: InstanceAnswer, max_bytes: int) -> bytes:
 
 
 def build_authorization(api_key: str) -> str:
-    """The Authorization header for a key; "" without one."""
     return f"Bearer {api_key}" if api_key else ""
+
+
+def build_key_headers(api_key: str) -> dict[str, str]:
+    """The headers that show a key; none without one."""
+    return {"Authorization": build_authorization(api_key)} if api_key else {}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Relay an instance's response to the client chunk by chunk; one that is cut short is closed.
 
-endpoint.py and decode_leg.py call it with the client's writer. Nothing is buffered, so a slow client
+endpoint.py and prefill_decode.py call it with the client's writer. Nothing is buffered, so a slow client
 slows its leg down.
 """
 

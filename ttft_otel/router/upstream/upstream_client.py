@@ -102,7 +102,6 @@ class UpstreamClient:
         await self.chooser.start(self._queries)
 
     async def close(self) -> None:
-        """Close every connection."""
         # In reverse order of start(): the clients are closed when nobody uses them any more.
         await self.chooser.close()
         await self.health_monitor.close()

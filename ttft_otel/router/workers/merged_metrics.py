@@ -72,7 +72,6 @@ class MergedMetrics:
         self._shared.write_metrics(self._slot, _ENCODER.encode(own))
 
     def collect_all(self) -> Iterator[Metric]:
-        """The metrics of all workers."""
         parts = []
         now_us = clock.now_us()
         for slot in range(self._slot_count):

@@ -113,7 +113,6 @@ _DECODER: Final = msgspec.msgpack.Decoder(tuple[int, list[Message]])
 
 
 def encode_frame(slot: int, messages: Sequence[Message]) -> bytes:
-    """The bytes of a datagram of the worker on `slot`."""
     return _ENCODER.encode((slot, messages))
 
 

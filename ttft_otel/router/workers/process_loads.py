@@ -66,7 +66,6 @@ class OwnLoads:
         self._pending: dict[str, Attempt] = {}  # by span ID, in the order of sending
 
     def start(self) -> None:
-        """Report everything from now on."""
         self.pool.attempt_listener = self
         self.routing.listen_to_first_tokens(self.record_first_token)
 
@@ -87,12 +86,10 @@ class OwnLoads:
     def record_first_token(
         self, key: RequestKey, now_us: int, sample: PrefillSample | None
     ) -> None:
-        """Report the first token of the request of `key`, and what its prefill took."""
         if self._pending.pop(key[1], None) is not None:
             self._report(FirstToken(key[1], now_us, *(() if sample is None else sample)))
 
     def record_ended(self, attempt: Attempt) -> None:
-        """Report its end."""
         if attempt.policy != DEFAULT_POLICY:
             self._report(_count_in_flight(attempt.instance))
         # Where nothing is decided by load, others want to know of failures all the same.
@@ -299,7 +296,6 @@ class LoadLink:
         self._send([Reset()], self.others)
 
     def note_heard(self, number: int) -> None:
-        """The worker on slot `number` has said something."""
         self._heard_s[number] = time.monotonic()
 
     def tell_totals(self) -> None:
@@ -308,7 +304,6 @@ class LoadLink:
         self._send([self.own.build_totals()], self.others)
 
     def tell_all(self, number: int) -> None:
-        """Tell the worker on slot `number` everything that is under way."""
         # It may know too much or too little.
         told: list[Message] = [Reset(), *self.own.list_pending()]
         # Last, so that nothing is missing when they are compared.
@@ -316,7 +311,6 @@ class LoadLink:
         self._send(told, [number])
 
     def forget_silent(self) -> None:
-        """Forget what is under way at workers that say nothing any more."""
         moment = time.monotonic()
         for number, heard_s in list(self._heard_s.items()):
             if moment - heard_s > SILENCE_S:

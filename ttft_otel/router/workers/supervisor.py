@@ -118,7 +118,6 @@ class ChildProcess:
     has_served: bool = False  # this process, or one before it
 
     def start(self, context: ForkContext, enter: Callable[[], None], name: str) -> None:
-        """Fork a process that does `enter`."""
         self.process = context.Process(target=enter, name=name)
         self.started_s, self.restart_at_s = time.monotonic(), 0.0
         self.heartbeat = self.silent_checks = 0

@@ -115,7 +115,6 @@ class WorkerLink:
         self.socket.close()
 
     def receive_messages(self, sender: int, received: list[messages.Message]) -> None:
-        """Take in one datagram of the worker on slot `sender`."""
         self.loads.note_heard(sender)
         # One message that cannot be handled must not end the reading.
         with Guard("router.workers"):
@@ -276,7 +275,6 @@ class WorkerServer(DrainingServer):
         asyncio.get_running_loop().add_reader(self.link.slot.lifeline_fd, self._leave_orphaned)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, then leave the others."""
         asyncio.get_running_loop().remove_reader(self.link.slot.lifeline_fd)
         # Linked until the last request is over, whose end is reported to the others.
         await super().shutdown(sockets)
@@ -297,7 +295,6 @@ def run_worker_server(
     app: RouterApp,
     plan: ServerPlan,
 ) -> None:
-    """Serve `app` as `plan` says, on the port that all workers share."""
     link = WorkerLink(slot, app)
     link.companion = build_companion(link)
     build_server = functools.partial(WorkerServer, link=link)
@@ -305,7 +302,6 @@ def run_worker_server(
 
 
 def encode_instances(app: RouterApp) -> bytes:
-    """This worker's instances."""
     roles = {} if app.found is None else app.found.map_roles()
     members = [
         (each.leg, each.url, each.state == "draining") for each in app.endpoint.upstream.pool

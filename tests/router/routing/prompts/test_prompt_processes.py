@@ -23,7 +23,6 @@ from ttft_otel.router.errors import UnreadablePrompt
 from ttft_otel.router.routing.policies.block_index import compute_block_keys, encode_extra_keys
 from ttft_otel.router.routing.prompts import (
     Prompt,
-    PromptReader,
     build_reader,
     engine_reader,
     local_reader,
@@ -55,7 +54,7 @@ def build_fleet(*urls: str, root: str = "", leg: str = "mono", **card: Any) -> I
 
 
 async def wait_for_prompt(
-    read: PromptReader, body: bytes = HELLO_BODY, path: str = CHAT_PATH
+    read: LocalPromptReader, body: bytes = HELLO_BODY, path: str = CHAT_PATH
 ) -> Prompt:
     """The prompt, as soon as the tokenizer is loaded."""
     while True:
@@ -67,7 +66,7 @@ async def wait_for_prompt(
 
 
 @asynccontextmanager
-async def run_reader(*reader_arguments: Any, **more: Any) -> AsyncIterator[PromptReader]:
+async def run_reader(*reader_arguments: Any, **more: Any) -> AsyncIterator[LocalPromptReader]:
     """A reader that is closed in the end."""
     async with QueryClient() as queries:
         prompt_reader = build_reader(*reader_arguments, **more)
@@ -664,7 +663,7 @@ async def test_engine_gone(folder: str, monkeypatch: pytest.MonkeyPatch) -> None
     many = build_fleet(ABSENT_URL, root=folder)
 
     async with run_reader(None, "engine", many) as read:
-        loads = read._local._loads  # type: ignore[attr-defined]
+        loads = read._loads  # type: ignore[attr-defined]
         await asyncio.sleep(0.2)
         assert not loads, "it loads before it has to"
         await wait_for_prompt(read)
@@ -672,7 +671,7 @@ async def test_engine_gone(folder: str, monkeypatch: pytest.MonkeyPatch) -> None
         many.replace_instances({"mono": []})
         while loads:
             await asyncio.sleep(0.05)
-        await asyncio.gather(*read._local._closing_tasks)  # type: ignore[attr-defined]
+        await asyncio.gather(*read._closing_tasks)  # type: ignore[attr-defined]
         with pytest.raises(ProcessLookupError):
             os.kill(load.worker.pid, 0)
 

@@ -74,7 +74,6 @@ class KvEventsSource(PrefixSource):
         self._context: zmq.asyncio.Context | None = None
 
     async def start(self, queries: QueryClient, pool: InstancePool) -> None:
-        """Subscribe to the instances of `pool` that prefill."""
         self._context = zmq.asyncio.Context()
         # Before the first socket: later it has no effect.
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
@@ -87,7 +86,6 @@ class KvEventsSource(PrefixSource):
             )
 
     async def close(self) -> None:
-        """End all subscriptions."""
         ending = [task for each in self._subscriptions.values() for task in each.close()]
         self._subscriptions.clear()
         await asyncio.gather(*ending, return_exceptions=True)
@@ -148,7 +146,6 @@ class RankFeed:
 
     @property
     def is_live(self) -> bool:
-        """Whether it is connected and its task still runs."""
         return self.is_connected and not self.task.done()
 
     @property
@@ -214,7 +211,6 @@ class Subscription:
                 await asyncio.sleep(RECONNECT_DELAY_S)
 
     def _sync_ranks(self, endpoints: dict[int, EventEndpoint]) -> None:
-        """Start and stop feeds so that exactly these `endpoints` are followed."""
         if not endpoints and not self._ranks:
             self._warn_once(
                 "names no endpoint of KV events, so its cached prefixes are estimated from the prompts "
@@ -276,7 +272,6 @@ class Subscription:
             self._wake_event.set()
 
     def _warn_misconfigured(self) -> None:
-        """Warn once about each configuration that an operator should change."""
         for rank in self._ranks.values():
             # Never connected: most likely bound to the loopback address of another host.
             if not rank.is_connected and not rank.feed.counts:

@@ -75,7 +75,6 @@ class PrefixSource:
         self.sync_instances()
 
     async def close(self) -> None:
-        """Cancel the background tasks."""
         if self._remove_listener is not None:
             self._remove_listener()
         tasks = [each for each in (self._free_task, self._size_task) if each is not None]
@@ -98,7 +97,6 @@ class PrefixSource:
         self.free_memory()
 
     def free_memory(self) -> None:
-        """Free the memory of dropped instances, in the background."""
         # One at a time: a running one goes on with what is retired meanwhile.
         if self._free_task is None or self._free_task.done():
             self._free_task = asyncio.ensure_future(run_sliced(self.index.free_retired()))

@@ -78,7 +78,6 @@ def convert_messages(
 
 
 def _convert_part(part: Any, items: list[MediaItem]) -> dict[str, Any]:
-    """Convert one content part, and add its media item to `items`."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type")

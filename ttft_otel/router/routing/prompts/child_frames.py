@@ -42,7 +42,6 @@ class TokenizeAnswer(msgspec.Struct, array_like=True, frozen=True):
 
 
 def frame_message(message: TokenizeQuestion | TokenizeAnswer) -> bytes:
-    """Encode `message` as a frame."""
     data = msgspec.msgpack.encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read prompts with the render endpoints of vLLM instances: --tokenize engine.
-
-Where no instance answers, local_reader.py tokenizes.
-"""
+"""Read prompts with the render endpoints of vLLM instances, or else the tokenizer: --tokenize engine."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from array import array
-from collections import Counter
 from typing import Any, Final
 
 import msgspec
@@ -17,13 +13,16 @@ import msgspec
 from ttft_otel.model.endpoints import MESSAGES_PATH, RESPONSES_PATH
 from ttft_otel.router.errors import AnswerTooLong, UnreadablePrompt
 from ttft_otel.router.routing.policies.block_index import compute_block_keys
-from ttft_otel.router.routing.prompts.local_reader import PROMPT_KINDS, LocalPromptReader
+from ttft_otel.router.routing.prompts.local_reader import (
+    PROMPT_KINDS,
+    LocalPromptReader,
+    Prompt,
+)
 from ttft_otel.router.routing.prompts.placeholders import PlaceholderSpan, build_extra_keys
-from ttft_otel.router.routing.prompts.prompt_reader import Prompt
 from ttft_otel.router.routing.prompts.tokenizer_worker import REQUEST_WAIT_S
 from ttft_otel.router.types import JSON_ERRORS, Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient, build_authorization
+from ttft_otel.router.upstream.query_client import QUERY_ERRORS, build_key_headers
 
 RENDERED_PATHS: Final = (*PROMPT_KINDS, RESPONSES_PATH, MESSAGES_PATH)
 REFUSAL_PAUSE_S: Final = 60.0  # seconds before an instance that refused is asked again
@@ -55,39 +54,21 @@ _prompt_decoder: Final = msgspec.json.Decoder(_RenderedPrompt)
 _prompts_decoder: Final = msgspec.json.Decoder(list[_RenderedPrompt])
 
 
-class EnginePromptReader:
-    """Asks the instance with the fewest requests in flight.
+class EnginePromptReader(LocalPromptReader):
+    """Asks the instance with the fewest requests in flight; tokenizes if all refuse or are unreachable."""
 
-    local: reads prompts if all instances refuse or are unreachable. api_key: sent to instances, "" for none.
-    """
+    loads_early = False
 
-    def __init__(self, local: LocalPromptReader, pool: InstancePool, api_key: str = "") -> None:
-        self.counts: Counter[str] = local.counts
-        self._local = local
-        self._pool = pool
-        self._api_key = api_key
-        self._queries: QueryClient | None = None
-        self._paused_until_s: dict[
-            Instance, float
-        ] = {}  # event-loop time until which an instance is not asked
+    def __init__(self, tokenizer: str | None, pool: InstancePool, api_key: str = "") -> None:
+        super().__init__(tokenizer, pool, api_key)
+        # Event-loop time until which an instance is not asked.
+        self._paused_until_s: dict[Instance, float] = {}
         self._render_count = 0
-
-    async def start(self, queries: QueryClient) -> None:
-        """Start without loading tokenizers: the local reader loads them when no instance answers."""
-        self._queries = queries
-        await self._local.start(queries, lazy=True)
-
-    async def close(self) -> None:
-        """Close the local reader."""
-        await self._local.close()
 
     async def read_prompt(
         self, path: str, model: str, body: bytes, block_size: int
     ) -> Prompt | None:
-        """The prompt of a request; None if it cannot be read, with the reason in `counts`.
-
-        path, model, body: of the request. block_size: tokens per block of the keys.
-        """
+        """As LocalPromptReader does."""
         deadline_s = asyncio.get_running_loop().time() + REQUEST_WAIT_S
         # Ends because each failure pauses the instance that failed.
         while (instance := self._choose_instance(model)) is not None:
@@ -113,7 +94,7 @@ class EnginePromptReader:
             else:
                 if prompt is not None:
                     return prompt
-        return await self._local.read_prompt(path, model, body, block_size)
+        return await super().read_prompt(path, model, body, block_size)
 
     async def _read_at_instance(
         self,
@@ -142,9 +123,7 @@ class EnginePromptReader:
             status, answer = await self._queries.ask(
                 f"{instance.url}{route}/render",
                 body=_omit_pixels(body),
-                headers={"Authorization": build_authorization(self._api_key)}
-                if self._api_key
-                else {},
+                headers=build_key_headers(self._api_key),
                 timeout_s=remaining_s,
                 max_bytes=MAX_RENDER_BYTES,
             )
@@ -177,7 +156,7 @@ class EnginePromptReader:
             )
             first_prompt = prompts[0]
             ids = array("I", first_prompt.token_ids)
-            source = self._local.find_tokenizer(model)
+            source = self.find_tokenizer(model)
             # Part of the block keys, but not of what an instance renders.
             adapter = source.adapter if source else ""
             spans = _list_spans(first_prompt.features)
@@ -209,7 +188,7 @@ class EnginePromptReader:
             if status in _KEY_STATUSES
             else "start it with --enable-scale-out"
         )
-        self._local.warn_once(instance.url, f"{problem}; {remedy}")
+        self.warn_once(instance.url, f"{problem}; {remedy}")
 
 
 def _omit_pixels(body: bytes) -> bytes:

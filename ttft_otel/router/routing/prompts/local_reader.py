@@ -12,7 +12,7 @@ import json
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,12 +25,11 @@ from ttft_otel.router.routing.prompts.child_frames import (
     TokenizeAnswer,
     TokenizeQuestion,
 )
-from ttft_otel.router.routing.prompts.prompt_reader import Prompt
 from ttft_otel.router.routing.prompts.tokenizer_worker import REQUEST_WAIT_S, TokenizerWorker
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import JSON_ERRORS, Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient, build_authorization
+from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient, build_key_headers
 
 PROMPT_KINDS: Final = {CHAT_PATH: "chat", COMPLETIONS_PATH: "completion"}
 LOAD_RETRY_DELAY_S: Final = 60.0  # seconds before a failed load is tried again
@@ -57,6 +56,18 @@ log: Final = logging.getLogger("ttft_otel")
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as the engine will see it."""
+
+    tokens: int  # its length, placeholder tokens of media included
+    token_ids: Sequence[int]  # empty if the ids of media placeholders are unknown
+    # Keys of the full blocks (policies/block_index.py), as far as ids are known.
+    block_keys: tuple[int, ...]
+    # Placeholder tokens of each media item, in order, repeated items included.
+    encoder_items: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizerSource:
     """The tokenizer of a model."""
 
@@ -77,15 +88,21 @@ class TokenizerLoad:
 
     @property
     def is_loading(self) -> bool:
-        """Whether loading has begun and not ended."""
         return self.task is not None and not self.task.done() and not self.is_ready
 
 
 class LocalPromptReader:
     """Runs one child per tokenizer, so that one that loads does not delay prompts of other models.
 
-    tokenizer: for all models; None: the one that /v1/models names. api_key: for probing instances.
+    Args:
+        tokenizer: for all models; None: the one that /v1/models names.
+        pool: the instances.
+        api_key: sent to instances, "" for none.
+
+    counts: results: read, cached, failed-REASON.
     """
+
+    loads_early = True  # tokenizers, once an instance names their models; else at the first prompt
 
     def __init__(self, tokenizer: str | None, pool: InstancePool, api_key: str = "") -> None:
         self.counts: Counter[str] = Counter()
@@ -98,13 +115,12 @@ class LocalPromptReader:
         self._watch_task: asyncio.Task[None] | None = None
         self._closing_tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self, queries: QueryClient, lazy: bool = False) -> None:
-        """Load each tokenizer once an instance names its model; `lazy`: at the first prompt for it."""
+    async def start(self, queries: QueryClient) -> None:
+        """Begin to load tokenizers; `queries` is for questions to instances."""
         self._queries = queries
-        self._watch_task = asyncio.create_task(self._watch_models(lazy))
+        self._watch_task = asyncio.create_task(self._watch_models())
 
     async def close(self) -> None:
-        """End the children."""
         if self._watch_task is not None:
             self._watch_task.cancel()
             await asyncio.gather(self._watch_task, return_exceptions=True)
@@ -117,7 +133,13 @@ class LocalPromptReader:
     ) -> Prompt | None:
         """The prompt of a request; None if it cannot be read, with the reason in `counts`.
 
-        path, model, body: of the request. block_size: tokens per block of the keys.
+        It never raises and never blocks the event loop.
+
+        Args:
+            path: of the request.
+            model: name of its model, "" for any.
+            body: its JSON.
+            block_size: tokens per block of the keys.
         """
         reading = self._read_in_child(path, model, body, block_size)
         try:
@@ -210,7 +232,6 @@ class LocalPromptReader:
         task.add_done_callback(self._closing_tasks.discard)
 
     async def _compare_with_instance(self, source: str, load: TokenizerLoad) -> None:
-        """Warn if an instance tokenizes the probe chat differently."""
         for instance, card, cards in list(self._list_model_cards()):
             tokenizer = self._locate_tokenizer(card, cards)
             if tokenizer.source != source or tokenizer.adapter:
@@ -230,12 +251,13 @@ class LocalPromptReader:
 
     async def _request_token_ids(self, url: str, body: bytes) -> list[int] | None:
         """Token ids of the chat in `body` from the instance's /tokenize; None if it does not answer so."""
-        headers = {"Authorization": build_authorization(self._api_key)} if self._api_key else {}
         if self._queries is None:
             return None
         try:
             # Rendered and tokenized by the server itself, so both can be compared at once.
-            answer = await self._queries.ask(f"{url}/tokenize", body=body, headers=headers)
+            answer = await self._queries.ask(
+                f"{url}/tokenize", body=body, headers=build_key_headers(self._api_key)
+            )
             fields = json.loads(answer.body) if answer.status == 200 else None
         except (*QUERY_ERRORS, ValueError, RecursionError):
             return None
@@ -248,7 +270,7 @@ class LocalPromptReader:
             self._last_warnings[source] = message
             log.warning("ttft-otel: %s", message)
 
-    async def _watch_models(self, lazy: bool) -> None:
+    async def _watch_models(self) -> None:
         while True:
             wanted_sources = {
                 self._locate_tokenizer(card, cards).source
@@ -256,7 +278,7 @@ class LocalPromptReader:
             }
             if self._tokenizer:
                 wanted_sources = {self._tokenizer}
-            for source in () if lazy else wanted_sources:
+            for source in wanted_sources if self.loads_early else ():
                 self.ensure_loaded(source)
             # The last instance of these models is gone.
             for source in set(self._loads) - wanted_sources - {NO_TOKENIZER}:
@@ -286,7 +308,6 @@ class LocalPromptReader:
 
 
 def build_probe_body(model: str) -> bytes:
-    """The request body with the probe chat for `model`."""
     return json.dumps({"model": model, "messages": _PROBE_CHAT}).encode()
 
 

@@ -148,7 +148,6 @@ class ModelTokenizer:
         )
 
     def _render_chat(self, body: dict[str, Any]) -> tuple[str, list[chat_messages.MediaItem]]:
-        """The text that the chat template renders, and the media items in it."""
         if self._encoder is None:
             raise UnreadablePrompt("load")
         if self._needs_engine:
@@ -387,7 +386,6 @@ def main() -> None:
 
 
 def serve_questions(questions: BinaryIO, answers: BinaryIO) -> None:
-    """Answer each frame of `questions` in turn, writing to `answers`."""
     models: dict[str, Any] = {}
     while len(length_bytes := questions.read(LENGTH_BYTES)) == LENGTH_BYTES:
         question = question_decoder.decode(questions.read(int.from_bytes(length_bytes, "big")))
