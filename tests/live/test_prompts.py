@@ -157,7 +157,7 @@ async def load_reader(queries: QueryClient, url: str, mode: Any) -> LocalPromptR
     """A local prompt reader for this instance whose tokenizer is loaded."""
     fleet = InstancePool({"mono": [parse_instance_url(url, "mono")]})
     health = HealthMonitor(fleet)
-    health._queries = queries
+    health.queries = queries
     for each in fleet:
         assert await health.refresh_models(each) == 200
     found = build_reader(None, mode, fleet)

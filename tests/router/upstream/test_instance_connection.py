@@ -53,12 +53,11 @@ async def run_pool(
     server = await asyncio.start_server(raw.handle_connection, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     instance: Instance = parse_instance_url(f"http://127.0.0.1:{port}/prefix", MONO)
-    async with aiohttp.TCPConnector() as connector:
-        pool = ConnectionPool(connector, 4.0, 10.0, 0.0, MAX_HEADER_BYTES)
-        try:
-            yield raw, lambda: Attempt(MONO, "/v1/x", instance, "0" * 16, 0), pool
-        finally:
-            pool.close()
+    pool = ConnectionPool(MAX_HEADER_BYTES)
+    try:
+        yield raw, lambda: Attempt(MONO, "/v1/x", instance, "0" * 16, 0), pool
+    finally:
+        await pool.close()
     server.close()
 
 

@@ -9,13 +9,13 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from lab.certificates import make_certificate
 from ttft_otel.model.stages import MONO
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import parse_instance_url
+from ttft_otel.router.upstream.client_tls import ClientTls
 from ttft_otel.router.upstream.connection_pool import ConnectionPool
 from ttft_otel.router.upstream.instance_connection import PIECE_BYTES
 
@@ -36,11 +36,11 @@ async def run_pool(
     handler: Handler, certificate: tuple[Path, Path] | None = None, total_timeout_s: float = 0.0
 ) -> AsyncIterator[tuple[ConnectionPool, Callable[[], Attempt]]]:
     """A pool, and a function that makes attempts at a server that `handler` serves."""
-    accepting = trusting = None
+    accepting = tls = None
     if certificate:
         accepting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         accepting.load_cert_chain(*certificate)
-        trusting = ssl.create_default_context(cafile=certificate[0])
+        tls = ClientTls(str(certificate[0]))
     serving: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -56,12 +56,11 @@ async def run_pool(
     scheme = "https" if certificate else "http"
     url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     instance = parse_instance_url(url, MONO)
-    async with aiohttp.TCPConnector(ssl=trusting or True) as connector:
-        pool = ConnectionPool(connector, 4.0, 10.0, total_timeout_s, 1024)
-        try:
-            yield pool, lambda: Attempt(MONO, "/v1/x", instance, "0" * 16, 0)
-        finally:
-            pool.close()
+    pool = ConnectionPool(1024, total_timeout_s, tls=tls)
+    try:
+        yield pool, lambda: Attempt(MONO, "/v1/x", instance, "0" * 16, 0)
+    finally:
+        await pool.close()
     server.close()
     # TLS says goodbye: a connection whose end nobody waits for is left open when the loop closes.
     if serving:

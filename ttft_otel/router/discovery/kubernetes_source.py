@@ -80,6 +80,8 @@ class KubernetesApi:
     watch_s: seconds for which one watch runs.
     """
 
+    _queries: QueryClient  # from open() on
+
     def __init__(
         self, access: ClusterAccess, namespace: str, selector: str, watch_s: int = WATCH_S
     ) -> None:
@@ -89,7 +91,6 @@ class KubernetesApi:
         self._url = (
             f"{access.url}/apis/discovery.k8s.io/v1/namespaces/{quote(namespace)}/endpointslices"
         )
-        self._queries: QueryClient | None = None
 
     async def open(self) -> None:
         """Make the client. Raises SourceUnreachable for a CA that cannot be read."""
@@ -102,8 +103,7 @@ class KubernetesApi:
         self._queries = QueryClient(tls=tls)
 
     async def close(self) -> None:
-        if self._queries is not None:
-            await self._queries.close()
+        await self._queries.close()
 
     async def list_slices(self) -> tuple[list[dict[str, Any]], str]:
         """All slices, and the version of the list, from which a watch goes on.
@@ -146,7 +146,6 @@ class KubernetesApi:
 
     @asynccontextmanager
     async def _open_answer(self, query: dict[str, str]) -> AsyncIterator[InstanceAnswer]:
-        assert self._queries is not None, "open() first"
         parameters = urlencode({"labelSelector": self.selector, **query})
         headers = self.access.read_headers()
         try:

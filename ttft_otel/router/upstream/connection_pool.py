@@ -24,6 +24,9 @@ from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.instance_connection import PIECE_BYTES, InstanceConnection
 
 ANY_TIME_S: Final = 1e8  # three years
+# Seconds; vLLM closes idle connections after 5, and must not win that race.
+KEEPALIVE_S: Final = 4.0
+CONNECT_TIMEOUT_S: Final = 10.0  # seconds to connect; a response may take any time
 # A tab is allowed in a header's value (RFC 9110 section 5.5); a line break would end it.
 _CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 
@@ -44,40 +47,35 @@ class InstanceOrigin:
 
 
 class ConnectionPool:
-    """Connections to all instances; all of it runs on the event loop.
+    """Connections to all instances; made, used and closed on the event loop.
 
     Args:
-        connector: Opens the connections; whoever made it closes it.
-        keepalive_s: Seconds for which idle connections stay open.
-        connect_timeout_s: Seconds to connect.
-        total_timeout_s: Seconds for a whole answer, 0 for any time.
         max_header_bytes: Bytes of one header of an answer.
+        total_timeout_s: Seconds for a whole answer, 0 for any time.
         idle_timeout_s: Seconds without a byte of an answer that has begun, 0 for any time.
         tls: For https:// URLs; None for the system's authorities.
     """
 
     def __init__(
         self,
-        connector: aiohttp.TCPConnector,
-        keepalive_s: float,
-        connect_timeout_s: float,
-        total_timeout_s: float,
         max_header_bytes: int,
+        total_timeout_s: float = 0.0,
         idle_timeout_s: float = 0.0,
         tls: ClientTls | None = None,
     ) -> None:
-        self._connector = connector
+        # No limit of connections: the engines queue, not the router.
+        self._connector = aiohttp.TCPConnector(limit=0)
         self._tls = tls
         self._max_header_bytes = max_header_bytes
         self._origins: dict[str, InstanceOrigin] = {}
-        self._idle_since: DeadlineQueue[InstanceConnection] = DeadlineQueue(keepalive_s)
+        self._idle_since: DeadlineQueue[InstanceConnection] = DeadlineQueue(KEEPALIVE_S)
         self._open: DeadlineQueue[InstanceConnection] = DeadlineQueue(
             idle_timeout_s or ANY_TIME_S, methodcaller("check_progress")
         )
         self._total_timeout_s = total_timeout_s
         # `connect` bounds all of it, the name's lookup too, `sock_connect` the connection itself.
         self._timeout = aiohttp.ClientTimeout(
-            connect=total_timeout_s or None, sock_connect=connect_timeout_s
+            connect=total_timeout_s or None, sock_connect=CONNECT_TIMEOUT_S
         )
 
     async def send_request(
@@ -142,12 +140,14 @@ class ConnectionPool:
             raise
         return answer
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Close all connections; requests under way fail."""
         for origin in self._origins.values():
             for connection in origin.idle:
                 self._idle_since.forget(connection)
                 connection.close()
         self._origins.clear()
+        await self._connector.close()
 
     def _take_idle(self, origin: InstanceOrigin) -> InstanceConnection | None:
         while origin.idle:

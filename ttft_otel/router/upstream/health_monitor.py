@@ -38,13 +38,14 @@ class HealthMonitor:
     interval_s: seconds between probes. api_key: for /v1/models, "" for none.
     """
 
+    queries: QueryClient  # from start() on
+
     def __init__(
         self, pool: InstancePool, interval_s: float = PROBE_INTERVAL_S, api_key: str = ""
     ) -> None:
         self.pool = pool
         self.interval_s = interval_s
         self.authorization = build_authorization(api_key)
-        self._queries: QueryClient | None = None
         self._tasks: dict[Instance, asyncio.Task[None]] = {}
         self._wake_events: dict[Instance, asyncio.Event] = {}
         self._ending_tasks: set[asyncio.Task[None]] = set()  # cancelled, and not over yet
@@ -56,7 +57,7 @@ class HealthMonitor:
         ] = {}
 
     async def start(self, queries: QueryClient) -> None:
-        self._queries = queries
+        self.queries = queries
         self._remove_listeners = [
             self.pool.failure_listeners.add(self.request_probe),
             self.pool.change_listeners.add(self.sync_instances),
@@ -213,13 +214,6 @@ class HealthMonitor:
             return 0, None
         except QUERY_ERRORS:
             return 0, None
-
-    @property
-    def queries(self) -> QueryClient:
-        """The upstream client's client for questions; RuntimeError before `start`."""
-        if self._queries is None:
-            raise RuntimeError("HealthMonitor is not started; serve the app with its lifespan on")
-        return self._queries
 
 
 def parse_model_cards(body: bytes) -> tuple[dict[str, Any], ...]:

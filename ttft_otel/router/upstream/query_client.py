@@ -28,9 +28,6 @@ from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 QUERY_TIMEOUT_S: Final = 5.0
 MAX_PAGE_BYTES: Final = 8 << 20  # bytes of an answer, unpacked: /metrics is the longest
 MAX_HEADER_BYTES: Final = 65_536  # bytes of one header of an answer, unless a flag says otherwise
-# Seconds; vLLM closes idle connections after 5, and must not win that race.
-KEEPALIVE_S: Final = 4.0
-CONNECT_TIMEOUT_S: Final = 10.0  # seconds to connect; a response may take any time
 # Who cannot be asked now, or does not answer so that it can be read. TimeoutError is no OSError before
 # Python 3.11.
 QUERY_ERRORS: Final = (aiohttp.ClientError, AnswerTooLong, OSError, asyncio.TimeoutError)
@@ -54,10 +51,7 @@ class QueryClient:
     def __init__(
         self, max_header_bytes: int = MAX_HEADER_BYTES, tls: ClientTls | None = None
     ) -> None:
-        self._connector = aiohttp.TCPConnector(limit=0)
-        self._pool = ConnectionPool(
-            self._connector, KEEPALIVE_S, CONNECT_TIMEOUT_S, 0.0, max_header_bytes, tls=tls
-        )
+        self._pool = ConnectionPool(max_header_bytes, tls=tls)
 
     async def __aenter__(self) -> QueryClient:
         return self
@@ -71,8 +65,7 @@ class QueryClient:
         await self.close()
 
     async def close(self) -> None:
-        self._pool.close()
-        await self._connector.close()
+        await self._pool.close()
 
     async def ask(
         self,

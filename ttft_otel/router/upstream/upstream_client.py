@@ -7,8 +7,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-import aiohttp
-
 from ttft_otel.model import timing
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.model.stages import ENCODE, INTERMEDIATE_ROLES
@@ -22,11 +20,10 @@ from ttft_otel.router.upstream.connection_pool import ConnectionPool
 from ttft_otel.router.upstream.health_monitor import HealthMonitor
 from ttft_otel.router.upstream.instance_answer import FirstByteWait, InstanceAnswer
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import CONNECT_TIMEOUT_S, KEEPALIVE_S, QueryClient
+from ttft_otel.router.upstream.query_client import QueryClient
 from ttft_otel.tracing import clock, context
 
 _SERVER_TIMING: Final = header_names.SERVER_TIMING.lower().encode()
-NOT_STARTED: Final = "UpstreamClient is not started; serve the app with its lifespan on"
 
 
 class Chooser(Protocol):
@@ -60,7 +57,13 @@ class Chooser(Protocol):
 
 
 class UpstreamClient:
-    """Requests and questions to all instances; started and closed on the event loop."""
+    """Requests and questions to all instances; started and closed on the event loop.
+
+    queries: for the router's own questions, from start() on.
+    """
+
+    queries: QueryClient
+    _connections: ConnectionPool
 
     def __init__(
         self,
@@ -80,47 +83,23 @@ class UpstreamClient:
         self.retry_budget = failures.RetryBudget(budget_ratio)
         self.health_monitor = health_monitor or HealthMonitor(self.pool)
         self.retry_counts: dict[str, int] = {}
-        self._queries: QueryClient | None = None
-        self._connector: aiohttp.TCPConnector | None = None
-        self._connections: ConnectionPool | None = None
 
     async def start(self) -> None:
         """Open the clients, and start health probes and routing."""
-        self._queries = QueryClient(self.limits.max_answer_header_bytes, self.tls)
-        # No limit of connections: the engines queue, not the router.
-        self._connector = aiohttp.TCPConnector(limit=0)
+        limits = self.limits
+        self.queries = QueryClient(limits.max_answer_header_bytes, self.tls)
         self._connections = ConnectionPool(
-            self._connector,
-            KEEPALIVE_S,
-            CONNECT_TIMEOUT_S,
-            self.limits.total_timeout,
-            self.limits.max_answer_header_bytes,
-            self.limits.idle_timeout,
-            self.tls,
+            limits.max_answer_header_bytes, limits.total_timeout, limits.idle_timeout, self.tls
         )
-        await self.health_monitor.start(self._queries)
-        await self.chooser.start(self._queries)
+        await self.health_monitor.start(self.queries)
+        await self.chooser.start(self.queries)
 
     async def close(self) -> None:
         # In reverse order of start(): the clients are closed when nobody uses them any more.
         await self.chooser.close()
         await self.health_monitor.close()
-        if self._connections is not None:
-            self._connections.close()
-            self._connections = None
-        if self._connector is not None:
-            await self._connector.close()
-            self._connector = None
-        if self._queries is not None:
-            await self._queries.close()
-            self._queries = None
-
-    @property
-    def queries(self) -> QueryClient:
-        """The client for the router's own questions; RuntimeError before `start`."""
-        if self._queries is None:
-            raise RuntimeError(NOT_STARTED)
-        return self._queries
+        await self._connections.close()
+        await self.queries.close()
 
     async def send_request(
         self, request: types.RoutingRequest, trace: context.TraceContext, attempts: list[Attempt]
@@ -272,8 +251,6 @@ class UpstreamClient:
             if request.body_frame is None
             else (request.body_frame[0], request.media_item, request.body_frame[1])
         )
-        if self._connections is None:
-            raise RuntimeError(NOT_STARTED)
         try:
             with FirstByteWait(attempt):
                 response = await self._connections.send_request(

@@ -112,8 +112,6 @@ class KvEventsSource(PrefixSource):
 
         Raises what the HTTP request or `parse_announced` raises.
         """
-        if self._queries is None:
-            return {}
         if url in self.configured_endpoints:
             return dict(enumerate(self.configured_endpoints[url]))
         answer = await self._queries.ask(f"{url}/kv_event_sources", max_bytes=MAX_ANSWER_BYTES)

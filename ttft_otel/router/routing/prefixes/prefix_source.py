@@ -52,12 +52,13 @@ class PrefixSource:
     know more derive from it.
     """
 
+    _queries: QueryClient  # from start() on
+
     def __init__(self, index: SentHistory) -> None:
         self.index = index
         self._max_blocks = index.max_blocks
         self._pool: InstancePool | None = None
         self._urls: set[str] = set()
-        self._queries: QueryClient | None = None
         self._size_task: asyncio.Future[None] | None = None
         self._free_task: asyncio.Future[None] | None = None
         self._remove_listener: Callable[[], None] | None = None

@@ -118,8 +118,6 @@ class EnginePromptReader(LocalPromptReader):
             raise UnreadablePrompt("busy")
         self._render_count += 1
         try:
-            if self._queries is None:
-                raise UnreadablePrompt("closed")
             status, answer = await self._queries.ask(
                 f"{instance.url}{route}/render",
                 body=_omit_pixels(body),

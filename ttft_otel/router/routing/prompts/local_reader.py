@@ -102,6 +102,7 @@ class LocalPromptReader:
     counts: results: read, cached, failed-REASON.
     """
 
+    _queries: QueryClient  # from start() on
     loads_early = True  # tokenizers, once an instance names their models; else at the first prompt
 
     def __init__(self, tokenizer: str | None, pool: InstancePool, api_key: str = "") -> None:
@@ -111,7 +112,6 @@ class LocalPromptReader:
         self._api_key = api_key
         self._loads: dict[str, TokenizerLoad] = {}
         self._last_warnings: dict[str, str] = {}  # last logged problem by source
-        self._queries: QueryClient | None = None
         self._watch_task: asyncio.Task[None] | None = None
         self._closing_tasks: set[asyncio.Task[None]] = set()
 
@@ -251,8 +251,6 @@ class LocalPromptReader:
 
     async def _request_token_ids(self, url: str, body: bytes) -> list[int] | None:
         """Token ids of the chat in `body` from the instance's /tokenize; None if it does not answer so."""
-        if self._queries is None:
-            return None
         try:
             # Rendered and tokenized by the server itself, so both can be compared at once.
             answer = await self._queries.ask(
