@@ -12,6 +12,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from commands.router import test_router_process
 from commands.router.test_router_process import CommandProcess, run_command
 from commands.router.test_worker_processes import (
     list_instances,
@@ -23,13 +24,16 @@ from router import fake_instances
 from router.fake_instances import FakeInstance
 
 from ttft_otel.model.names import metric_names
+from ttft_otel.router.workers import worker_socket
 
 pytestmark = pytest.mark.slow
 # Questions before an order, so that it has to wait, and after it: each live worker keeps 256 messages for the
 # frozen one, and has some 500.
 QUESTIONS = (300, 1500)
 ORDERS = 320
-ORDERS_IN_KERNEL = 30  # more than the kernel takes for a process that reads nothing
+# Bytes that the kernel keeps for a process that reads nothing, not thousands of datagrams as else.
+KERNEL_BYTES = 16 << 10
+ORDERS_IN_KERNEL = 60  # more than that
 AGREE_WITHIN_S = 20
 
 
@@ -76,8 +80,13 @@ class Operator:
 
 
 @pytest.mark.parametrize("kind", ["questions", "orders"])
-async def test_orders_reach_a_frozen_worker(tmp_path: Path, kind: str) -> None:
+async def test_orders_reach_a_frozen_worker(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also when questions, or more orders than are kept, have filled what waits for it: all agree at last."""
+    change = f"import {worker_socket.__name__} as it; it.MAX_QUEUED_BYTES"
+    code = f"{change} = {KERNEL_BYTES}\n{test_router_process.COMMAND_CODE}"
+    monkeypatch.setattr(test_router_process, "COMMAND_CODE", code)
     async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
         admin = fake_instances.find_unused_url()
         flags = ("--backend", a.url, "--backend", b.url, "--workers", "3")

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ttft_otel.model.names import metric_names
-from ttft_otel.router.workers.merged_metrics import MAX_GAUGE_AGE_US, MergedMetrics
-from ttft_otel.router.workers.supervisor import SharedMemory
+from ttft_otel.router.workers.merged_metrics import MergedMetrics
+from ttft_otel.router.workers.supervisor import SILENCE_US, SharedMemory
 from ttft_otel.tracing import clock
 
 URL = "http://127.0.0.1:1"
@@ -76,7 +76,7 @@ def test_gauges_of_a_silent_worker_are_left_out(shared: SharedMemory) -> None:
     one, other = MergedMetrics(shared, 0, 2), MergedMetrics(shared, 1, 2)
     one.write_own(build_metrics(5, 1, 0.0, 0), {URL})
     other.write_own(build_metrics(7, 2, 1.0, 0), {URL})
-    shared.record_heartbeat(1, clock.now_us() - MAX_GAUGE_AGE_US - 1)
+    shared.record_heartbeat(1, clock.now_us() - SILENCE_US - 1)
 
     values = read_values(one)
 

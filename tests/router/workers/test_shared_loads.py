@@ -205,7 +205,7 @@ async def test_a_burst_is_one_datagram(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(sent) == 20 and messages.InFlight(LEG, URLS[0], 20) in told[2]
 
 
-async def test_who_has_missed_something_asks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_has_missed_something_asks_for_all() -> None:
     """By the totals of the other one, which tells it everything; who ends or falls silent is forgotten."""
     one, other = JoinedWorker("ttft"), JoinedWorker("ttft")
     sent: list[messages.Message] = []
@@ -236,7 +236,5 @@ async def test_who_has_missed_something_asks_for_all(monkeypatch: pytest.MonkeyP
     assert not len(other.state.pending) and not other.count_elsewhere()
     speaker.tell_all(1)
     deliver_sent()
-    listener.note_heard(0)
-    monkeypatch.setattr(process_loads, "SILENCE_S", -1.0)
-    listener.forget_silent()
+    listener.forget_worker(0)
     assert not len(other.state.pending) and not other.count_elsewhere()

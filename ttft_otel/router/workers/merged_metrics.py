@@ -15,10 +15,7 @@ from prometheus_client.core import Metric
 
 from ttft_otel.model.names import metric_names
 from ttft_otel.router.workers.supervisor import SharedMemory
-from ttft_otel.tracing import clock
 
-# Microseconds after which the gauges of a worker whose event loop does not run are left out.
-MAX_GAUGE_AGE_US: Final = 10_000_000
 # Gauges of which each worker has a part; of the others each has the whole, or its own opinion.
 SUMMED_GAUGES: Final = {
     metric_names.ROUTER_REQUESTS_IN_FLIGHT,
@@ -73,12 +70,10 @@ class MergedMetrics:
 
     def collect_all(self) -> Iterator[Metric]:
         parts = []
-        now_us = clock.now_us()
         for slot in range(self._slot_count):
             families = self._read(slot)
-            is_old = now_us - self._shared.get_heartbeat(slot) > MAX_GAUGE_AGE_US
             # Counters stay also of a worker that hangs, or the sum would fall.
-            if is_old and slot != self._slot:
+            if slot != self._slot and self._shared.is_silent(slot):
                 families = [each for each in families if each.kind == "counter"]
             parts.append(families)
         for family in merge_families(parts, True):

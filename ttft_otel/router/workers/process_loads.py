@@ -43,7 +43,6 @@ MAX_RESENT: Final = 16_384  # attempts that are reported anew
 MIN_TELL_INTERVAL_S: Final = 0.005
 # The same for each worker that there is: however many there are, one reads 1,000 a second at most.
 TELL_INTERVAL_S: Final = 0.001
-SILENCE_S: Final = 5.0  # seconds after which what a silent worker had under way is forgotten
 ASK_INTERVAL_S: Final = 1.0  # seconds before the same worker is asked for everything once more
 
 
@@ -271,7 +270,7 @@ class LoadLink:
             FirstToken: self.remote.apply_first_token,
             Ended: self.remote.apply_ended,
             Totals: self._compare_totals,
-            Reset: self._forget_worker,
+            Reset: lambda number, _: self.forget_worker(number),
         }
         self._send = send
         self._events: list[LoadMessage] = []
@@ -279,7 +278,6 @@ class LoadLink:
         self._interval_s = max(MIN_TELL_INTERVAL_S, TELL_INTERVAL_S * (1 + len(others)))
         self._told_s = 0.0  # event-loop time
         self._timer: asyncio.TimerHandle | None = None
-        self._heard_s: dict[int, float] = {}  # by slot
         self._asked_s: dict[int, float] = {}  # for everything anew, by slot
 
     def start(self) -> None:
@@ -290,13 +288,10 @@ class LoadLink:
         self.pool.change_listeners.add(self.remote.sync_instances)
 
     def close(self) -> None:
-        """Have the others forget what was under way here, so that they do not count it until SILENCE_S."""
+        """Have the others forget at once what was under way here."""
         if self._timer is not None:
             self._timer.cancel()
         self._send([Reset()], self.others)
-
-    def note_heard(self, number: int) -> None:
-        self._heard_s[number] = time.monotonic()
 
     def tell_totals(self) -> None:
         """Once a second: by these the others see whether they have missed something."""
@@ -310,13 +305,9 @@ class LoadLink:
         told.append(self.own.build_totals())
         self._send(told, [number])
 
-    def forget_silent(self) -> None:
-        moment = time.monotonic()
-        for number, heard_s in list(self._heard_s.items()):
-            if moment - heard_s > SILENCE_S:
-                # Should it be back, its totals will not agree, and it is asked for all.
-                del self._heard_s[number]
-                self.remote.forget_process(number, clock.now_us())
+    def forget_worker(self, number: int) -> None:
+        """Forget what was under way at a worker; should it be back, its totals will not agree."""
+        self.remote.forget_process(number, clock.now_us())
 
     def _add_message(self, message: LoadMessage) -> None:
         if isinstance(message, InFlight):
@@ -347,6 +338,3 @@ class LoadLink:
         if moment - self._asked_s.get(number, -ASK_INTERVAL_S) >= ASK_INTERVAL_S:
             self._asked_s[number] = moment
             self._send([Question(0, "load")], [number])
-
-    def _forget_worker(self, number: int, _: Reset) -> None:
-        self.remote.forget_process(number, clock.now_us())

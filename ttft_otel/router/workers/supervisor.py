@@ -22,11 +22,13 @@ from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any, Final
 
 from ttft_otel.router.workers.worker_socket import SocketPair, make_socket_pairs
+from ttft_otel.tracing import clock
 
 WATCHED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 # Beyond the drain timeout: for cancelled responses to end and the last records to leave.
 END_GRACE_S: Final = 10.0
 
+SILENCE_US: Final = 5_000_000  # microseconds after which nothing counts as under way at a worker
 CHECK_INTERVAL_S: Final = 1.0  # seconds between two looks at the workers' heartbeats
 # Looks in a row at which a worker's event loop has not run since the one before: then it hangs. Looks and not
 # seconds, because a paused container stops this process, too.
@@ -82,6 +84,10 @@ class SharedMemory:
     def record_heartbeat(self, slot: int, now_us: int) -> None:
         """The event loop runs at `now_us`; 0: a worker starts that does not serve yet."""
         self._words[slot * self._LINE_WORDS + self._HEARTBEAT] = now_us
+
+    def is_silent(self, slot: int) -> bool:
+        """Whether the worker's event loop has not run for SILENCE_US, or it does not serve yet."""
+        return clock.now_us() - self.get_heartbeat(slot) > SILENCE_US
 
     def count_orders(self, slot: int) -> int:
         """Orders that the worker and its predecessors have given to the others."""

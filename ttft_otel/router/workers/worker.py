@@ -115,7 +115,6 @@ class WorkerLink:
         self.socket.close()
 
     def receive_messages(self, sender: int, received: list[messages.Message]) -> None:
-        self.loads.note_heard(sender)
         # One message that cannot be handled must not end the reading.
         with Guard("router.workers"):
             for message in received:
@@ -129,7 +128,8 @@ class WorkerLink:
                 self._ask_for_orders()
                 self.loads.tell_totals()
                 self._write_metrics(self.app.metrics.collect_own())
-                self.loads.forget_silent()
+                for number in filter(self.slot.shared.is_silent, self.socket.others):
+                    self.loads.forget_worker(number)
 
     def _relay_order(self, action: str, leg: str, url: str) -> None:
         number = self.slot.shared.add_order(self.slot.number)

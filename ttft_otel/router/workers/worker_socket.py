@@ -17,10 +17,9 @@ from ttft_otel.router.types import JSON_ERRORS
 from ttft_otel.router.workers.messages import Message, decode_frame, encode_frame
 
 RETRY_S: Final = 0.005  # seconds until a datagram is tried again whose receiver's queue was full
-# The kernel queues 10 datagrams per socket by default (net.unix.max_dgram_qlen): a worker that is busy
-# for some milliseconds has more to come.
-MAX_BACKLOG: Final = 256  # datagrams that wait for a worker; beyond it the oldest are lost
-MAX_DATAGRAM_BYTES: Final = 1 << 20
+# Bytes that the kernel keeps for a worker which reads nothing, and of one datagram at most.
+MAX_QUEUED_BYTES: Final = 1 << 20
+MAX_BACKLOG: Final = 256  # datagrams that wait for a worker beside these; the oldest are lost first
 # Messages that are longer together are sent in several datagrams: the kernel's buffers may be small.
 MAX_JOINED_BYTES: Final = 1 << 16
 MAX_READS: Final = 64  # datagrams read in one turn of the event loop
@@ -42,8 +41,7 @@ def make_socket_pairs(count: int) -> tuple[SocketPair, ...]:
         for _ in range(count)
     )
     for each in pairs:
-        # Linux refuses a datagram that is larger than the sender's buffer.
-        each.outbox.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_DATAGRAM_BYTES)
+        each.outbox.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_QUEUED_BYTES)
     return pairs
 
 
@@ -70,7 +68,7 @@ class WorkerSocket:
         }
         self._timer: asyncio.TimerHandle | None = None
         self._is_open = False
-        self._buffer = memoryview(bytearray(MAX_DATAGRAM_BYTES))
+        self._buffer = memoryview(bytearray(MAX_QUEUED_BYTES))
 
     def open(self) -> None:
         """Read what others send from now on; what a predecessor was sent and did not read is dropped."""
