@@ -83,7 +83,7 @@ class Operator:
 async def test_orders_reach_a_frozen_worker(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when questions, or more orders than are kept, have filled what waits for it: all agree at last."""
+    """Also when questions, or more orders than are kept, pushed out what it missed: all agree at last."""
     change = f"import {worker_socket.__name__} as it; it.MAX_QUEUED_BYTES"
     code = f"{change} = {KERNEL_BYTES}\n{test_router_process.COMMAND_CODE}"
     monkeypatch.setattr(test_router_process, "COMMAND_CODE", code)

@@ -58,12 +58,6 @@ def test_pauses() -> None:
     assert supervisor.choose_pause_s(30.0, supervisor.STEADY_S) == 0.0
 
 
-def test_ends_in_words() -> None:
-    """A signal by its name, else the exit code."""
-    assert supervisor.describe_end(-9) == "was ended by SIGKILL"
-    assert supervisor.describe_end(1) == "ended with exit code 1"
-
-
 def test_a_port_is_reserved() -> None:
     """Any free one for 0; workers may share it; whoever listens there already is noticed."""
     port, reserved = supervisor.reserve_port("127.0.0.1", 0)

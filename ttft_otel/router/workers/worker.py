@@ -136,7 +136,7 @@ class WorkerLink:
         order = messages.Order(action, leg, url, number)
         self._orders.append(order)
         # Before the operator has the answer: the next order may go to another worker.
-        self.socket.send([order], self.socket.others, are_orders=True)
+        self.socket.send([order], self.socket.others)
 
     def _take_order(self, sender: int, order: messages.Order) -> None:
         taken = self._orders_taken[sender]
@@ -171,12 +171,12 @@ class WorkerLink:
         """Give the worker on slot `number` the orders after the one that it has taken last."""
         orders = [each for each in self._orders if each.number > taken]
         if orders and orders[0].number == taken + 1:
-            self.socket.send(orders, [number], are_orders=True)
+            self.socket.send(orders, [number])
             return
         # They were a predecessor's, or too many: nobody has them any more but as their results.
         own = self.slot.shared.count_orders(self.slot.number)
         instances = messages.Answer(-own, encode_instances(self.app))
-        self.socket.send([instances], [number], are_orders=True)
+        self.socket.send([instances], [number])
 
     def _answer_question(self, number: int, question: messages.Question) -> None:
         if question.topic == "load":

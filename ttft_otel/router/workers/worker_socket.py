@@ -62,10 +62,7 @@ class WorkerSocket:
         self.others = tuple(number for number in range(len(pairs)) if number != slot)
         self._pairs = pairs
         self.lost = 0  # datagrams that were given up
-        # By slot: orders, which a flood of questions must not push out, and everything else.
-        self._backlogs: dict[int, tuple[deque[bytes], deque[bytes]]] = {
-            number: (deque(), deque()) for number in self.others
-        }
+        self._backlogs: dict[int, deque[bytes]] = {number: deque() for number in self.others}
         self._timer: asyncio.TimerHandle | None = None
         self._is_open = False
         self._buffer = memoryview(bytearray(MAX_QUEUED_BYTES))
@@ -87,34 +84,30 @@ class WorkerSocket:
         asyncio.get_running_loop().remove_reader(self._pairs[self.slot].inbox)
         self._is_open = False
 
-    def send(
-        self, messages: Sequence[Message], slots: Sequence[int], are_orders: bool = False
-    ) -> None:
-        """Send to those on `slots`, in one datagram each if they fit; orders go before what waits."""
+    def send(self, messages: Sequence[Message], slots: Sequence[int]) -> None:
+        """Send to those on `slots`, in one datagram each if they fit."""
         if not slots:
             return
         data = encode_frame(self.slot, messages)
         if len(data) > MAX_JOINED_BYTES and len(messages) > 1:
             half = len(messages) // 2
-            self.send(messages[:half], slots, are_orders)
-            self.send(messages[half:], slots, are_orders)
+            self.send(messages[:half], slots)
+            self.send(messages[half:], slots)
             return
         for slot in slots:
-            orders, others = self._backlogs[slot]
-            (orders if are_orders else others).append(data)
+            self._backlogs[slot].append(data)
         self._send_waiting()
 
     def _send_waiting(self) -> None:
         """Send as much of what waits as the receivers' queues take."""
-        for slot, backlogs in self._backlogs.items():
-            for backlog in backlogs:
-                # In order: the answer to a question must not overtake an order before it.
-                while backlog and self._send_datagram(backlog[0], slot):
-                    backlog.popleft()
-                while len(backlog) > MAX_BACKLOG:
-                    backlog.popleft()
-                    self.lost += 1
-        if self._timer is None and any(map(any, self._backlogs.values())):
+        for slot, backlog in self._backlogs.items():
+            # In order: the answer to a question must not overtake an order before it.
+            while backlog and self._send_datagram(backlog[0], slot):
+                backlog.popleft()
+            while len(backlog) > MAX_BACKLOG:
+                backlog.popleft()
+                self.lost += 1
+        if self._timer is None and any(self._backlogs.values()):
             self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
 
     def _try_again(self) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from commands.router.test_router_options import read_options as options
 
 from router import fake_instances, small_tokenizer
 from ttft_otel.router.errors import UnreadablePrompt
@@ -42,6 +41,7 @@ from ttft_otel.router.upstream.query_client import QueryClient
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 HELLO_BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hello"}]}).encode()
 BROKEN_CHILDREN = {"died": "pass", "stuck": "import time; time.sleep(60)"}
+ABSENT_URL = "http://127.0.0.1:9"
 GARBAGE_ANSWERS = ("x", "\\x98", "\\x92\\1", "\\xc1")
 
 
@@ -106,7 +106,7 @@ async def test_local(folder: str, module: str, request: pytest.FixtureRequest) -
     async with run_reader(None, "local", build_fleet(root=folder)) as read:
         found = await wait_for_prompt(read)
         again = await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
-        (load,) = read._loads.values()  # type: ignore[attr-defined]
+        (load,) = read._loads.values()
         pid = load.worker.pid
         os.kill(pid, 0)
 
@@ -148,19 +148,25 @@ async def test_adapter(folder: str) -> None:
 
 
 @pytest.mark.usefixtures("light_transformers")
-async def test_gone(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a model's last instance its tokenizer's process goes too."""
+@pytest.mark.parametrize("place", ["local", "engine"])
+async def test_gone(folder: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a model's last instance its tokenizer's process goes too; it comes when it is needed."""
     monkeypatch.setattr(local_reader, "MODEL_CHECK_INTERVAL_S", 0.05)
-    many = build_fleet(root=folder)
+    many = build_fleet(ABSENT_URL, root=folder)
 
-    async with run_reader(None, "local", many) as read:
+    async with run_reader(None, place, many) as read:
+        await asyncio.sleep(0.2)
+        assert bool(read._loads) == (place == "local")
         await wait_for_prompt(read)
+        (load,) = read._loads.values()
         many.replace_instances({"mono": []})
-        while read._loads:  # type: ignore[attr-defined]
+        while read._loads:
             await asyncio.sleep(0.05)
-
         assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
         assert read.counts["failed-model"] == 1
+        await asyncio.gather(*read._closing_tasks)
+        with pytest.raises(ProcessLookupError):
+            os.kill(load.worker.pid, 0)
 
 
 @pytest.mark.parametrize(("path", "size"), [("/v1/embeddings", 4), (CHAT_PATH, 0)])
@@ -178,7 +184,7 @@ async def test_no_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
             while not read.counts["failed-load"]:
                 assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
                 await asyncio.sleep(0.05)
-            (load,) = read._loads.values()  # type: ignore[attr-defined]
+            (load,) = read._loads.values()
             task = load.task
             for _ in range(3):
                 assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
@@ -216,7 +222,7 @@ async def test_ids_need_no_tokenizer(
         await wait_for_prompt(read)
         known = await read.read_prompt(COMPLETIONS_PATH, "m", body, 4)
         assert known is not None and known.block_keys
-        assert NO_TOKENIZER not in read._loads  # type: ignore[attr-defined]
+        assert NO_TOKENIZER not in read._loads
     async with run_reader(None, "local", build_fleet(root="/nowhere/at/all")) as read:
         while (found := await read.read_prompt(COMPLETIONS_PATH, "m", body, 4)) is None:
             assert not read.counts["failed-load"]
@@ -228,7 +234,7 @@ async def test_ids_need_no_tokenizer(
         assert await read.read_prompt(COMPLETIONS_PATH, "m", odd, 4) is None
         assert read.counts["failed-malformed"] == 1
         assert read.counts["failed-load"] + read.counts["failed-loading"] >= 1
-        pid = read._loads[NO_TOKENIZER].worker.pid  # type: ignore[attr-defined]
+        pid = read._loads[NO_TOKENIZER].worker.pid
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -281,7 +287,7 @@ async def test_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async with run_reader(None, "local", build_fleet(root=folder)) as read:
         found = await wait_for_prompt(read)
-        (load,) = read._loads.values()  # type: ignore[attr-defined]
+        (load,) = read._loads.values()
         pid, begun = load.worker.pid, time.monotonic()
         assert await read.read_prompt(CHAT_PATH, "m", body, 4) is None
         assert time.monotonic() - begun < 3
@@ -510,14 +516,13 @@ async def test_differs(folder: str, same: bool, caplog: pytest.LogCaptureFixture
             run_reader(None, "local", build_fleet(url, root=folder)) as read,
         ):
             await wait_for_prompt(read)
-            (load,) = read._loads.values()  # type: ignore[attr-defined]
+            (load,) = read._loads.values()
             await load.task
             assert read.counts["differs"] == (0 if same else 1)
             assert [path for path, _, _ in vllm.received] == ["/tokenize"]
     assert ("--tokenize engine" in caplog.text) is not same
 
 
-ABSENT_URL = "http://127.0.0.1:9"
 SLOW_CHILD_CODE = """
 import sys, time
 from ttft_otel.router.routing.prompts.child_frames import (
@@ -612,19 +617,6 @@ async def test_many(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
     assert "--tokenizer" in caplog.text
 
 
-async def test_engine_backend() -> None:
-    """The instances of the router's own options are asked."""
-    vllm = FakeVllm(answer={"token_ids": [1, 2, 3, 4, 5]})
-    async with vllm.run_server() as url:
-        several = InstancePool(options("--backend", url).build_instances())
-        async with run_reader(None, "engine", several) as read:
-            found = await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
-
-    assert found is not None
-    assert found.tokens == 5
-    assert [path for path, _, _ in vllm.received] == [f"{CHAT_PATH}/render"]
-
-
 @pytest.mark.usefixtures("light_transformers")
 async def test_engine_away(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """When nobody is there, tokens come from the tokenizer, and instances are left alone for a while."""
@@ -654,26 +646,6 @@ async def test_engine_another(away: bool) -> None:
                 assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is not None
             assert time.monotonic() - begun < REQUEST_WAIT_S
         assert read.counts["failed-unreachable" if away else "failed-late"] == 1
-
-
-@pytest.mark.usefixtures("light_transformers")
-async def test_engine_gone(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tokenizer that an instance made necessary goes with it."""
-    monkeypatch.setattr(local_reader, "MODEL_CHECK_INTERVAL_S", 0.05)
-    many = build_fleet(ABSENT_URL, root=folder)
-
-    async with run_reader(None, "engine", many) as read:
-        loads = read._loads  # type: ignore[attr-defined]
-        await asyncio.sleep(0.2)
-        assert not loads, "it loads before it has to"
-        await wait_for_prompt(read)
-        (load,) = loads.values()
-        many.replace_instances({"mono": []})
-        while loads:
-            await asyncio.sleep(0.05)
-        await asyncio.gather(*read._closing_tasks)  # type: ignore[attr-defined]
-        with pytest.raises(ProcessLookupError):
-            os.kill(load.worker.pid, 0)
 
 
 async def test_a_client_that_leaves_as_its_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
