@@ -154,7 +154,7 @@ class ConnectionPool:
             # The one used last: it is the least likely to be closed by the server in this moment.
             connection = origin.idle.pop()
             self._idle_since.forget(connection)
-            # A close that is on its way shows after the send: retry.is_idle_close_race().
+            # A close that is on its way shows after the send: failures.is_idle_close_race().
             if connection.is_open:
                 return connection
         return None
