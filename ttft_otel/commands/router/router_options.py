@@ -28,6 +28,7 @@ from ttft_otel.router.control.admin import DEFAULT_ADMIN_HOST
 from ttft_otel.router.discovery.discovery import (
     DNS_SCHEME,
     Discovery,
+    InstanceSource,
     SourceAddress,
     parse_source_address,
 )
@@ -44,8 +45,6 @@ from ttft_otel.router.upstream.client_tls import ClientTls
 from ttft_otel.router.upstream.instance_pool import MAX_CONSECUTIVE_FAILURES, InstancePool
 
 if TYPE_CHECKING:
-    from ttft_otel.router.discovery.dns_source import DnsSource
-    from ttft_otel.router.discovery.kubernetes_source import KubernetesSource
     from ttft_otel.router.shared_state.store_link import StoreLink, StoreSettings
     from ttft_otel.router.workers.worker import WorkerLink
 
@@ -696,9 +695,7 @@ def build_discovery(
     return Discovery(sources, found, interval_s)
 
 
-def _build_source(
-    address: SourceAddress, interval_s: float, api_url: str
-) -> DnsSource | KubernetesSource:
+def _build_source(address: SourceAddress, interval_s: float, api_url: str) -> InstanceSource:
     # Each kind is imported where it is used: dnspython costs a router without it 50 ms.
     if address.scheme == DNS_SCHEME:
         from ttft_otel.router.discovery.dns_source import DnsSource

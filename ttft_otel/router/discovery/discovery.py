@@ -10,19 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ttft_otel.model.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
 from ttft_otel.router.discovery.found_instances import FoundInstances
 from ttft_otel.router.errors import SourceUnreachable
-
-if TYPE_CHECKING:
-    from ttft_otel.router.discovery.dns_source import DnsSource
-    from ttft_otel.router.discovery.kubernetes_source import KubernetesSource
 
 DNS_SCHEME: Final = "dns"
 KUBERNETES_SCHEME: Final = "k8s"
@@ -145,6 +141,19 @@ class Findings:
     problem: str = ""
 
 
+class InstanceSource(Protocol):
+    """Somebody who knows which instances there are."""
+
+    address: SourceAddress
+
+    # No `async def`: calling the function of an async generator returns it without await.
+    def watch_findings(self) -> AsyncGenerator[Findings, None]:
+        """Give what is there, then what is there after each change, for ever.
+
+        Raises SourceUnreachable when it cannot be asked; the generator is then made anew.
+        """
+
+
 def write_url(scheme: str, host: str, port: int | str) -> str:
     """The URL of an instance at an address, which may be IPv6."""
     # Brackets tell the colons of IPv6 from that of the port (RFC 3986 section 3.2.2).
@@ -161,7 +170,7 @@ log: Final = logging.getLogger("ttft_otel")
 class WatchedSource:
     """A source with what it named last; `problem` is why that is not all, or not news."""
 
-    source: DnsSource | KubernetesSource
+    source: InstanceSource
     roles_by_url: dict[str, str] = field(default_factory=dict)
     problem: str = "not asked yet"
     failures: int = 0  # times that it could not be asked, since the start
@@ -176,7 +185,7 @@ class Discovery:
 
     def __init__(
         self,
-        sources: Sequence[DnsSource | KubernetesSource],
+        sources: Sequence[InstanceSource],
         found: FoundInstances,
         retry_pause_s: float,
     ) -> None:

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from ttft_otel.router.errors import FirstByteTimeout
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import HeaderList
 
-if TYPE_CHECKING:
-    from ttft_otel.router.upstream.instance_connection import InstanceConnection
-
 MAX_UNREAD_BYTES: Final = 131_072  # kept for a slow reader; beyond it the instance is not read
+
+
+class AnswerSource(Protocol):
+    """The connection that an answer comes from; instance_connection.py."""
+
+    def pause_reading(self) -> None:
+        """Read nothing until `resume_reading`."""
+
+    def resume_reading(self) -> None:
+        """Read on."""
+
+    def close(self) -> None:
+        """Close the connection: the rest of its answer is not wanted."""
 
 
 class InstanceAnswer:
@@ -40,7 +50,7 @@ class InstanceAnswer:
         "_timer",
     )
 
-    def __init__(self, source: InstanceConnection) -> None:
+    def __init__(self, source: AnswerSource) -> None:
         self.status = 0
         self.raw_headers: HeaderList = []
         self.is_complete = False
