@@ -160,5 +160,7 @@ CLICKHOUSE_COLLECTOR_TOOL: Final = GoTool(
     "grpcnotrace",
     GO_MODULES / "clickhouse-collector" / "builder.yaml",
 )
+JAEGER: Final = StackProgram("jaeger", "github.com/jaegertracing/jaeger/cmd/jaeger", "TTFT_JAEGER")
+JAEGER_TOOL: Final = GoTool("jaeger", (JAEGER,))
 # Nothing that Go can build from a pin: one of its releases, named or on PATH.
 VICTORIATRACES: Final = StackProgram("victoria-traces", "", "TTFT_VICTORIATRACES")
