@@ -28,6 +28,7 @@ from ttft_otel.stack import stack_files
 
 ROOT = Path(__file__).parents[1]
 EXTRAS: Final = ("router", "tokenize", "serve", "bench", "explain", "mcp")
+WITH_EXTRAS: Final = pytest.param(",".join(EXTRAS), marks=pytest.mark.full)
 # The extra that a folder's modules may need; every other module must import without any.
 EXTRA_OF_FOLDER: Final = {
     "http": "serve",  # uvicorn, which `router` has, too
@@ -98,7 +99,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-@pytest.fixture(scope="module", params=["", ",".join(EXTRAS)], ids=["plain", "extras"])
+@pytest.fixture(scope="module", params=["", WITH_EXTRAS], ids=["plain", "extras"])
 def environment(
     request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
@@ -222,7 +223,7 @@ def test_imports(environment: Path, extras: set[str]) -> None:
     assert folders == {name for name, extra in EXTRA_OF_FOLDER.items() if extra not in extras}
 
 
-@pytest.mark.parametrize("environment", [",".join(EXTRAS)], ids=["extras"], indirect=True)
+@pytest.mark.parametrize("environment", [WITH_EXTRAS], ids=["extras"], indirect=True)
 def test_local_tokenizer(environment: Path, tmp_path: Path) -> None:
     """With the extra `tokenize` the child loads a tokenizer and counts an image's placeholders."""
     model = small_tokenizer.build_tokenizer(tmp_path, model_type="qwen2_5_vl")

@@ -103,6 +103,7 @@ async def ask_json(client: aiohttp.ClientSession, url: str) -> tuple[int, dict[s
         return 0, {}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_processes(tmp_path: Path) -> None:
     """Router, exporter and receiver while it jumps by years and hours: all is stored, with right lengths."""

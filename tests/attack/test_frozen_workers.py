@@ -79,6 +79,7 @@ class Operator:
             assert response.status == 200, await response.text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["questions", "orders"])
 async def test_orders_reach_a_frozen_worker(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -122,6 +123,7 @@ async def test_orders_reach_a_frozen_worker(
             await asyncio.wait_for(agree(), AGREE_WITHIN_S)
 
 
+@pytest.mark.full
 async def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
     """After half a minute, and said; all connections are answered again."""
     async with fake_instances.run_instance() as a:

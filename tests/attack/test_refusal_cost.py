@@ -49,6 +49,7 @@ async def measure_cpu_ns(router: RouterProcess, data: bytes, status: int, number
     return read_cpu_ns(router) - before_ns
 
 
+@pytest.mark.full
 async def test_a_refusal_is_cheaper() -> None:
     """For each kind of refusal its least CPU time is below that of a request that is served."""
     flags = ("--api-key", "k")

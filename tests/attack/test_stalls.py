@@ -254,6 +254,7 @@ def compare_gaps(streams: RunningStreams, disturb: Callable[[], None]) -> float:
     return statistics.median(ratios)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_streams_keep_their_pace(router: WatchedRouter, streams: RunningStreams) -> None:
     """The 99th percentile of the time between two events is less than twice that of the quiet run."""
@@ -266,6 +267,7 @@ def test_streams_keep_their_pace(router: WatchedRouter, streams: RunningStreams)
     assert compare_gaps(streams, send_all) < MAX_GAP_RATIO
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_lost_pace_is_seen(router: WatchedRouter, streams: RunningStreams) -> None:
     """A loop that is held up again and again makes the gaps more than twice as long."""

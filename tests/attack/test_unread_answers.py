@@ -137,6 +137,7 @@ def remove_groups() -> None:
             group.rmdir()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(
     not os.access(GROUPS, os.W_OK), reason="needs root and control groups of version 1"

@@ -70,6 +70,7 @@ async def test_answers(database: Path, tmp_path: Path) -> None:
     assert len(json.loads(answers["report"].content[0].text)["requests"]) == 20
 
 
+@pytest.mark.full
 async def test_refusals(database: Path, tmp_path: Path) -> None:
     """What is not offered, or cannot be answered, is an error in words; the server goes on."""
     calls: list[tuple[str, dict[str, Any], str]] = [

@@ -342,7 +342,9 @@ def key_pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[Path, Pat
     return make_certificate(folder), make_certificate(folder, stem="client")
 
 
-@pytest.mark.parametrize("signal", ["", "TRACES_", "METRICS_"])
+@pytest.mark.parametrize(
+    "signal", ["", "TRACES_", pytest.param("METRICS_", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("left_out", ["", "CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"])
 def test_tls(signal: str, left_out: str, clean: None, export: Any, key_pairs: Any) -> None:
     """A server that shows a certificate and asks for one gets its signal with all three, else nothing."""

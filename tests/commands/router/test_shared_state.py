@@ -88,7 +88,10 @@ async def run_replicas(
 
 @needs_store
 @pytest.mark.parametrize("policy", ["least_requests", "ttft"])
-@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "workers",
+    [pytest.param("1", marks=pytest.mark.full), pytest.param("2", marks=pytest.mark.slow)],
+)
 async def test_replicas_decide_on_the_whole_load(tmp_path: Path, policy: str, workers: str) -> None:
     """Streams that stay open are spread evenly; when a replica is killed, the other forgets its load."""
     plan = InstancePlan(permits=asyncio.Semaphore(0))
@@ -233,6 +236,7 @@ async def place_sessions(
     return places
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["session", "kvaware"])
 async def test_sessions_stay(tmp_path: Path, policy: str) -> None:

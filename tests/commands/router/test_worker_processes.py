@@ -310,6 +310,7 @@ async def wait_for_load(
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.full
 async def test_load_is_shared(tmp_path: Path) -> None:
     """Open streams are spread evenly over instances, whichever worker accepts them."""
     plan = InstancePlan(permits=asyncio.Semaphore(0))

@@ -121,6 +121,7 @@ def test_pauses() -> None:
     assert [each.predicted for each in answer.figures[TTFT][1:]] == pytest.approx(truth, rel=0.1)
 
 
+@pytest.mark.full
 def test_extrapolation() -> None:
     """Intervals grow with the distance from what was seen, and hold the truth there."""
     arrivals = draw_arrivals(36, 300, 60_000, (5, 25), sigma=1.6)

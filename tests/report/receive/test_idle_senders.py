@@ -247,6 +247,7 @@ def write_database(path: Path, attributes: int) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_listing(tmp_path: Path) -> None:
     """Other spans of a trace, however large they are in memory, cost the listing of its request nothing."""
     paths = [write_database(tmp_path / f"{size}.db", size) for size in (0, EMPTY_ATTRIBUTES)]

@@ -95,6 +95,7 @@ def describe_violations(page: Any) -> list[str]:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("theme", "width"), [("light", NARROW), ("dark", WIDE)])
 def test_everybody_can_read_the_pages(
     recorded: RecordedPages, tab: Any, theme: str, width: int
@@ -114,6 +115,7 @@ def test_everybody_can_read_the_pages(
     assert not broken
 
 
+@pytest.mark.full
 def test_axe_sees_a_fault(recorded: RecordedPages, tab: Any) -> None:
     """The check is not blind: grey text on grey is told."""
     tab.goto(recorded.url)

@@ -106,6 +106,7 @@ def document(store: SpanStore, tmp_path: Path) -> Path:
     return target
 
 
+@pytest.mark.full
 def test_perfetto_reads_all_of_it(document: Path) -> None:
     """It counts no fault, and has each slice with its times and process, and each arrow with its ends."""
     folder = find_ui()

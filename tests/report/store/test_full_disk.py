@@ -96,6 +96,7 @@ def make_batch(number: int) -> bytes:
     return sample_records.encode_records(records)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_full_disk(tmp_path: Path) -> None:
     """While the disk is full exports get 503 and /healthz says so; confirmed spans stay; then it recovers."""
@@ -144,6 +145,7 @@ def run_limited(max_bytes: int, *words: str, stdout: Any = subprocess.PIPE) -> t
     return done.returncode, done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_answers_on_a_full_disk(store: SpanStore, tmp_path: Path) -> None:
     """What cannot be written whole is told, and a file of before is still there, and nothing else."""

@@ -193,6 +193,7 @@ def test_one_second(tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch) -> None:
         searched.list_latest(wanted)
 
 
+@pytest.mark.full
 def test_sampled_window(both: tuple[Path, FakeTempo]) -> None:
     """A window's counts are those of the store, and a trace that is chosen is fetched once."""
     path, tempo = both
@@ -219,6 +220,7 @@ def test_sampled_window(both: tuple[Path, FakeTempo]) -> None:
         assert len(some) == 12 and total == pytest.approx(counts[LATE] + counts[OTHER])
 
 
+@pytest.mark.full
 def test_limits_of_tempo(tempo: FakeTempo) -> None:
     """A Tempo that takes only short windows and small limits is asked in such."""
     tempo.max_limit, tempo.max_range_s = 10, 600

@@ -20,6 +20,7 @@ from ttft_otel.router.control.uvicorn_server import build_uvicorn_config
 READYZ = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
+@pytest.mark.full
 async def test_file_limit_is_raised() -> None:
     """The soft limit of file descriptors is raised to the hard one at the start."""
     async with (
@@ -101,6 +102,7 @@ async def ask_plainly(
     return told
 
 
+@pytest.mark.full
 async def test_kept_connections_are_told_to_leave() -> None:
     """While it drains, a response ends its connection; idle ones are closed before requests are refused."""
     plain, stream = b'{"model": "tiny"}', b'{"model": "tiny", "stream": true}'

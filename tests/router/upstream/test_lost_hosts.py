@@ -127,6 +127,7 @@ def test_a_minute() -> None:
     assert idle + interval * probes == unacknowledged_ms / 1000 == 60
 
 
+@pytest.mark.full
 async def test_lost_instances(other_host: OtherHost) -> None:
     """Whoever waits for a host that is gone is told so; a busy process on one that is there has its time."""
     permits = asyncio.Semaphore(0)
@@ -160,6 +161,7 @@ async def test_lost_instances(other_host: OtherHost) -> None:
             assert instance.breaker.consecutive_failures == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_streaming", [False, True])
 async def test_lost_client(other_host: OtherHost, is_streaming: bool) -> None:
     """The instance is told that nobody waits any more, but not while a client merely has nothing to say.
