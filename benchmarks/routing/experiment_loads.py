@@ -41,13 +41,10 @@ class Experiment:
 
     def build_load_flags(self, seed: int) -> list[str]:
         """Flags of one run."""
-        paced = (
-            ("--qps", f"{self.rate:g}", "--time", f"{self.seconds:g}")
-            # Conversations go on until the time is over; single requests are counted out beforehand.
-            if "multi-round" in self.flags
-            else ("--rate", f"{self.rate:g}", "--requests", str(round(self.rate * self.seconds)))
-        )
-        return [*self.flags, "--seed", str(seed), *paced]
+        count = ("--requests", str(round(self.rate * self.seconds)))
+        # Conversations pace themselves: the time to think makes the rate.
+        paced = () if "--concurrency" in self.flags else ("--rate", f"{self.rate:g}")
+        return [*self.flags, "--seed", str(seed), *paced, *count]
 
     def build_saturation_flags(self, seed: int) -> list[str]:
         """Flags of a run in which both servers always have something to do."""
@@ -64,26 +61,29 @@ class Experiment:
 # Four a server: more only wait, since one core computes one prefill at a time.
 SATURATION_CONCURRENCY: Final = 8
 MULTI_ROUND_FLAGS: Final = (
-    *("--dataset", "multi-round", "--num-users", "5", "--num-rounds", "10"),
-    *("--max-unfinished", "20", "--answer-len", "100"),
+    *("--turns", "10", "--concurrency", "5", "--prefixes", "20"),
+    *("--input-len", "20", "--output-len", "100"),
 )
 EXPERIMENTS: Final = {
     each.name: each
     for each in (
         Experiment(
-            "multi-round", (*MULTI_ROUND_FLAGS, "--user-history-prompt", "200"), 22.0, rate=2.5
+            "multi-round",
+            (*MULTI_ROUND_FLAGS, "--prefix-len", "300", "--think", "1"),
+            22.0,
+            rate=2.5,
         ),
         Experiment(
             "multi-round-long",
             # A history ten times as long makes each request dearer, hence the lower rate.
-            (*MULTI_ROUND_FLAGS, "--user-history-prompt", "2000"),
+            (*MULTI_ROUND_FLAGS, "--prefix-len", "2100", "--think", "2"),
             22.0,
             rate=1.5,
         ),
         Experiment(
             "shared-prefix",
             (
-                *("--dataset", "shared-prefix", "--api", "completions", "--prefix-len", "260"),
+                *("--api", "completions", "--prefix-len", "260"),
                 *("--input-len", "2600", "--spread", "0.95", "--output-len", "8"),
             ),
             36.0,
@@ -94,14 +94,14 @@ EXPERIMENTS: Final = {
 }
 # Before the first round each router gets the same requests; `calibrated` learns from them.
 WARMUP_FLAGS: Final = (
-    *("--dataset", "random", "--api", "completions"),
+    *("--api", "completions"),
     *("--input-len", "1500", "--spread", "0.9", "--output-len", "8"),
     *("--requests", "20", "--concurrency", "2"),
 )
 
 # One prompt after the other, to see how far two servers disturb each other.
 SINGLE_PROMPT_FLAGS: Final = (
-    *("--dataset", "random", "--api", "completions"),
+    *("--api", "completions"),
     *("--input-len", "2600", "--output-len", "1", "--requests", "5", "--concurrency", "1"),
 )
 

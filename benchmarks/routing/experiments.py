@@ -205,7 +205,7 @@ def _reduce_run(document: Any) -> dict[str, Any]:
     """The part of a run's result that is stored."""
     run = document["targets"][0]["runs"][0]
     keys = ("sent_ms", "ttft_ms", "input_tokens", "cached_tokens", "latency_ms")
-    kept = ("valid", "seconds", "lag_ms", "held", "failures", "unfinished")
+    kept = ("valid", "seconds", "lag_ms", "failures", "unfinished")
     # In milliseconds and tokens; None, for what was not told, becomes 0.
     rows = [[request[key] or 0 for key in keys] for request in run["requests"]]
     return {key: run[key] for key in kept} | {"requests": rows}

@@ -91,18 +91,9 @@ def test_open(bench: RunBench) -> None:
     assert max(note["came"] for note in notes) < min(note["tokens"][0] for note in notes)
 
 
-def test_held(bench: RunBench) -> None:
-    """--max-unfinished holds requests back, and says so; a held request is not the generator's lag."""
-    words = "--rate 1000 --requests 6 --max-unfinished 2"
-    found, notes = send(bench, script_tokens(60.0), words)
-
-    assert found["targets"][0]["runs"][0]["held"] == 4
-    assert notes[2]["came"] > min(note["tokens"][0] for note in notes)
-
-
 def test_shared(bench: RunBench) -> None:
-    """shared-prefix: all prompts open with one of the prefixes, and no two are the same."""
-    words = "--dataset shared-prefix --prefixes 2 --prefix-len 30 --input-len 10"
+    """All prompts open with one of the prefixes, and no two are the same."""
+    words = "--prefixes 2 --prefix-len 30 --input-len 10"
     _, notes = send(bench, QUICK_SCRIPT, words, "--concurrency 4 --requests 20")
     sent = list_prompts(notes)
 
@@ -123,9 +114,9 @@ def test_seed(bench: RunBench) -> None:
 
 
 def test_replay(bench: RunBench, tmp_path: Path) -> None:
-    """replay: lengths, times and exactly the shared prefixes of the trace."""
+    """A trace: lengths, times and exactly the shared prefixes of the trace."""
     trace = write_trace(tmp_path, (0, 1100, [1, 2, 3]), (300, 1024, [1, 2]), (600, 700, [1, 9]))
-    _, notes = send(bench, QUICK_SCRIPT, "--dataset replay", trace, "--speed 2")
+    _, notes = send(bench, QUICK_SCRIPT, trace, "--speed 2")
 
     first, second, third = list_prompts(notes)
     assert list(map(len, (first, second, third))) == [1100, 1024, 700]
@@ -134,97 +125,110 @@ def test_replay(bench: RunBench, tmp_path: Path) -> None:
     assert (notes[2]["came"] - notes[0]["came"]) / 1e9 == pytest.approx(0.3, abs=0.15)
 
 
-def test_rounds(bench: RunBench) -> None:
-    """multi-round: a user's next question carries the whole conversation, answers included."""
-    words = "--num-users 2 --num-rounds 3 --qps 20 --time 0.6"
-    _, notes = send(bench, QUICK_SCRIPT, "--dataset multi-round", words)
+def test_conversation(bench: RunBench) -> None:
+    """--turns: the next question carries the conversation, a time to think after the answer before."""
+    words = "--turns 3 --think 0.2 --concurrency 1 --arrivals constant --requests 8"
+    _, notes = send(bench, QUICK_SCRIPT, words)
 
-    longest = max(notes, key=lambda note: len(list_roles(note)))
-    assert list_roles(longest) == ["user", "assistant", "user", "assistant", "user"]
-    assert longest["body"]["messages"][1]["content"] == "t0 ét1 é"
-    asked = [
-        note for note in notes if note["headers"]["x-user-id"] == longest["headers"]["x-user-id"]
-    ]
-    turns = [note["body"]["messages"] for note in asked]
-    assert all(later[: len(one)] == one for one, later in zip(turns, turns[1:], strict=False))
-
-
-def test_late(bench: RunBench) -> None:
-    """multi-round: the next question leaves a gap after the one before, or when its answer is there."""
-    words = "--num-users 1 --num-rounds 9 --qps 10 --requests 4 --time 30"
-    slow = script_tokens(300.0, 5.0, 5.0, 5.0)
-    _, notes = send(bench, slow, "--dataset multi-round", words)
-
-    came = [note["came"] / 1e6 for note in notes]
-    assert len(came) == 4, "--requests ends it before --time"
-    assert came[1] - came[0] >= 300, "the answer was awaited"
-    # Two gaps of 100 ms; lost rounds that are caught up would come one right after the other. Half,
-    # because the late one may have been connected late, too.
-    assert came[3] - came[1] >= 100, "lost rounds are not caught up"
-
-
-def test_warm_rounds(bench: RunBench) -> None:
-    """multi-round: a warm-up asks first questions of its kind, as other users than the run's."""
-    words = "--num-users 1 --num-rounds 2 --qps 20 --requests 1"
-    lengths = "--shared-system-prompt 50 --user-history-prompt 30 --question-len 7"
-    with run_scripted_server(script_tokens(5.0, context_tokens=500)) as server:
-        more = "--answer-len 11 --warmup 3"
-        bench("--url", server.url, "--dataset multi-round", words, lengths, more)
-        *warm, own = server.fetch_notes()
-
-    said = [note["body"]["messages"][0]["content"] for note in (*warm, own)]
-    assert [len(each.split()) for each in said] == [87] * 4
-    assert {note["body"]["max_tokens"] for note in warm} == {11}
-    assert len(set(said)) == 4
-    users = [note["headers"]["x-user-id"] for note in warm]
-    assert len(set(users)) == 3 and own["headers"]["x-user-id"] not in users
+    users = [note["headers"]["x-user-id"] for note in notes]
+    assert [users.count(user) for user in dict.fromkeys(users)] == [3, 3, 2]
+    turns = [note["body"]["messages"] for note in notes]
+    assert list_roles(notes[2]) == ["user", "assistant", "user", "assistant", "user"]
+    assert turns[2][1]["content"] == "t0 ét1 é"
+    assert turns[1][:1] == turns[0] and turns[2][:3] == turns[1] and turns[3][0] != turns[0][0]
+    for before, later in ((0, 1), (1, 2), (3, 4)):
+        assert notes[later]["came"] - notes[before]["end"] >= 195e6, "200 ms but for the way"
 
 
 def test_forgotten(bench: RunBench) -> None:
-    """multi-round: a question that failed is not part of the following prompts."""
-    words = "--num-users 1 --num-rounds 9 --qps 20 --requests 3"
-    _, notes = send(bench, script_tokens(5.0, failures={"1": 503}), "--dataset multi-round", words)
+    """A question that failed is not part of the following prompts."""
+    words = "--turns 3 --concurrency 1 --requests 3"
+    _, notes = send(bench, script_tokens(5.0, failures={"1": 503}), words)
 
     assert [len(list_roles(note)) for note in notes] == [1, 3, 3]
 
 
-def test_used_up(bench: RunBench) -> None:
-    """--requests ends the run with its last answer, whoever still waits for a next question."""
-    words = "--num-users 2 --num-rounds 3 --qps 2 --requests 8 --time 60"
-    with run_scripted_server(ServerScript(first_token_ms=[100.0], token_count=2)) as server:
-        start = time.monotonic()
-        found = bench("--url", server.url, "--dataset multi-round", words)
-        took = time.monotonic() - start
-        notes = server.fetch_notes()
+def test_warm_conversations(bench: RunBench) -> None:
+    """A warm-up has the run's lengths, first questions only, and users and words of its own."""
+    words = "--turns 2 --concurrency 1 --requests 2 --warmup 3 --input-len 20 --prefix-len 30"
+    _, notes = send(bench, script_tokens(5.0), words)
 
-    run = found["targets"][0]["runs"][0]
-    assert (len(notes), run["succeeded"], run["unfinished"], run["stopped"]) == (8, 8, 0, False)
-    assert took < 20, "8 questions at 2 a second take some 4 s"
+    said = [note["body"]["messages"][0]["content"] for note in notes]
+    assert [len(each.split()) for each in said] == [50] * 5
+    assert len(set(said)) == 4 and len(list_roles(notes[-1])) == 3
+    assert len({note["headers"]["x-user-id"] for note in notes}) == 4
 
 
-def test_used_up_at_once(bench: RunBench) -> None:
-    """A user that waits for a slot when the last request leaves sends none, and does not stay either."""
-    words = "--num-users 6 --num-rounds 2 --qps 100 --requests 3 --time 60"
-    with run_scripted_server(script_tokens(300.0)) as server:
-        start = time.monotonic()
-        load = ("--dataset multi-round", words, "--max-unfinished 1")
-        found = bench("--url", server.url, *load)
-        took = time.monotonic() - start
+def test_sessions(bench: RunBench, tmp_path: Path) -> None:
+    """Rows of one session are sent one after the other, each its delay after the answer before."""
+    trace = tmp_path / "trace.jsonl"
+    lengths = {"input_length": 600, "output_length": 2}
+    rows = [
+        {"timestamp": 5, "session_id": "a", "hash_ids": [1, 2]},
+        {"session_id": "a", "delay": 100, "hash_ids": [1, 2]},
+    ]
+    trace.write_text("\n".join(json.dumps(lengths | row) for row in rows), "utf-8")
+    _, (first, second) = send(bench, QUICK_SCRIPT, trace)
 
-    assert found["targets"][0]["runs"][0]["started"] == 3
-    assert took < 20
+    assert first["body"]["prompt"] == second["body"]["prompt"]
+    assert second["came"] - first["end"] >= 95e6
+
+
+def test_texts(bench: RunBench, tmp_path: Path) -> None:
+    """A file in ShareGPT's form: its questions, and answers about as long as those in it."""
+    said = [
+        ("system", "s"),
+        ("human", "why"),
+        ("gpt", "word " * 40),
+        ("human", "how"),
+        ("gpt", "so"),
+    ]
+    entry = {"conversations": [{"from": speaker, "value": text} for speaker, text in said]}
+    file = tmp_path / "texts.json"
+    file.write_text(json.dumps([entry, {"conversations": []}]), "utf-8")
+    _, notes = send(bench, QUICK_SCRIPT, file, "--concurrency 1 --repeat 2")
+
+    assert [list_roles(note) for note in notes] == [["user"], ["user", "assistant", "user"]] * 2
+    asked = [note["body"]["messages"][-1]["content"] for note in notes]
+    assert [each.split()[-1] for each in asked] == ["why", "how"] * 2
+    assert asked[0] != asked[2], "the second round's is in no cache"
+    assert 30 <= notes[0]["body"]["max_tokens"] <= 50 and notes[1]["body"]["max_tokens"] == 1
+
+
+@pytest.mark.parametrize("text", ["[]", "[1]", '[{"conversations": [{"from": "human"}]}]'])
+def test_no_texts(tmp_path: Path, text: str) -> None:
+    """A file without a question and its answer is refused."""
+    file = tmp_path / "texts.json"
+    file.write_text(text, "utf-8")
+    result = invoke_bench(GONE, "--model m --rate 1", file)
+
+    assert result.exit_code == 1 and "texts.json" in result.output
+
+
+def test_sweep(bench: RunBench) -> None:
+    """Several rates in one run: a table with the knee and the stage that grows first, and a ramp's slices."""
+    script = ServerScript(first_token_ms=[20.0], token_count=1, has_queue=True)
+    with run_scripted_server(script) as server:
+        words = ("--url", server.url, "--input-len 10 --requests 60")
+        found = bench(*words, "--rate 5,20,100")
+        shown = invoke_bench(*words, "--concurrency 1,8").stdout
+        ramp = bench(*words, "--rate 5..100")["targets"][0]["runs"][0]
+
+    sweep, targets = found["sweep"], found["targets"]
+    assert [row["rate"] for row in sweep["rates"]] == [target["rate"] for target in targets]
+    assert sweep["knee"] in (5, 20) and "prefill.queue" in sweep["rates"][2]["slowest_stages_ms"]
+    assert sweep["rates"][2]["ttft_ms"]["p50"] > 2 * sweep["rates"][0]["ttft_ms"]["p50"]
+    assert "concurrent requests" in shown or "No knee" in shown
+    rates = [part["rate"] for part in ramp["slices"]]
+    assert sum(rates[5:]) > 2 * sum(rates[:5]) and ramp["steady"] is None
 
 
 def test_learnt(bench: RunBench) -> None:
-    """Token ids are those that the server's tokenizer makes of plain words, unless --vocab names them."""
-    words = "--concurrency 1 --requests 1 --input-len 200"
-    with run_scripted_server(QUICK_SCRIPT) as server:
-        bench("--url", server.url, words)
-        bench("--url", server.url, words, "--vocab 240")
-        learnt, told = list_prompts(server.fetch_notes())
+    """Token ids are those that the server's tokenizer makes of plain words."""
+    _, notes = send(bench, QUICK_SCRIPT, "--concurrency 1 --requests 1 --input-len 200")
+    (learnt,) = list_prompts(notes)
 
     assert 300 <= min(learnt) and len(learnt) == 200
-    assert 100 <= min(told) and max(told) < 240
 
 
 def test_unlearnt(bench: RunBench) -> None:
@@ -250,42 +254,34 @@ def test_words(bench: RunBench) -> None:
 @pytest.mark.parametrize(
     ("remedy", "words"),
     [
-        ("--max-input", "--dataset replay"),
-        ("--input-len", "--concurrency 1"),
-        ("--num-rounds", "--dataset multi-round"),
+        ("--max-input", "trace"),
+        ("shorter", "--concurrency 1"),
+        ("shorter", "--turns 10 --input-len 10 --concurrency 1"),
+        ("shorter", "--concurrency 1 --input-len 400 --spread 0.2"),
     ],
 )
 def test_context(tmp_path: Path, remedy: str, words: str) -> None:
     """Requests beyond the server's context are refused before any is sent, with what makes them fit."""
-    trace = [write_trace(tmp_path, (0, 1000, [1, 2]))] if "replay" in words else []
+    load = write_trace(tmp_path, (0, 1000, [1, 2])) if words == "trace" else words
     with run_scripted_server(ServerScript(context_tokens=500)) as server:
-        result = invoke_bench("--url", server.url, words, *trace)
+        result = invoke_bench("--url", server.url, load)
         assert server.fetch_notes() == []
 
     assert result.exit_code == 1
     assert remedy in result.output and "context is" in result.output
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--input-len 480",
-        "--input-len 400 --spread 0.2 --repeat 30",
-        "--input-len 410 --spread 0.2 --warmup 200",
-    ],
-)
-def test_context_first(words: str) -> None:
-    """All targets and rounds are checked before the first warm-up: B's, a later round, a warm-up."""
-    load = ("--concurrency 1 --requests 1 --warmup 2 --output-len 30", words)
+def test_context_first() -> None:
+    """Both targets are checked before the first warm-up."""
+    load = ("--concurrency 1 --requests 1 --warmup 2 --output-len 30 --input-len 480",)
     with (
         run_scripted_server(QUICK_SCRIPT) as big,
         run_scripted_server(ServerScript(context_tokens=500)) as small,
     ):
         result = invoke_bench("--ab", big.url, small.url, *load)
-        alone = invoke_bench("--url", small.url, *load)
         assert big.fetch_notes() == [] and small.fetch_notes() == []
 
-    assert (result.exit_code, alone.exit_code) == (1, 1)
+    assert result.exit_code == 1
     assert "context is 500" in " ".join(result.output.split())
 
 
@@ -295,7 +291,7 @@ def test_unreadable_first(tmp_path: Path, api: str) -> None:
     trace = write_trace(tmp_path, (0, 10, [1]))
     trace.write_text(trace.read_text("utf-8") + "\n{}\n", "utf-8")
     with run_scripted_server(QUICK_SCRIPT) as server:
-        words = ("--dataset replay", trace, "--warmup 1 --api", api)
+        words = (trace, "--warmup 1 --api", api)
         result = invoke_bench("--url", server.url, *words)
         assert server.fetch_notes() == []
 
@@ -303,10 +299,10 @@ def test_unreadable_first(tmp_path: Path, api: str) -> None:
 
 
 def test_cut(bench: RunBench, tmp_path: Path) -> None:
-    """replay: --max-input cuts a prompt's end, so that shared prefixes stay; --max-output cuts answers."""
+    """A trace: --max-input cuts a prompt's end, so that shared prefixes stay; --max-output cuts answers."""
     trace = write_trace(tmp_path, (0, 1000, [1, 2]), (1, 600, [1, 3]), answer=30)
     words = "--max-input 550 --max-output 7"
-    _, notes = send(bench, QUICK_SCRIPT, "--dataset replay", trace, words)
+    _, notes = send(bench, QUICK_SCRIPT, trace, words)
 
     first, second = list_prompts(notes)
     assert len(first) == len(second) == 550 and first[:512] == second[:512]
@@ -314,37 +310,14 @@ def test_cut(bench: RunBench, tmp_path: Path) -> None:
 
 
 def test_images(bench: RunBench) -> None:
-    """images: a chat request with pictures that no other request has."""
-    words = "--dataset images --images 2 --image-size 16 --concurrency 1"
+    """--images: a chat request with pictures that no other request has."""
+    words = "--images 2 --image-size 16 --concurrency 1"
     _, notes = send(bench, QUICK_SCRIPT, words, "--requests 2")
 
     parts = [part for note in notes for part in note["body"]["messages"][0]["content"]]
     pictures = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
     assert len(set(pictures)) == 4
     assert all(each.startswith("data:image/png;base64,") for each in pictures)
-
-
-@pytest.mark.parametrize("shrink", [2, 64, 512])
-def test_shrink(bench: RunBench, tmp_path: Path, shrink: int) -> None:
-    """replay: --shrink divides lengths exactly, and shared prefixes with them."""
-    trace = write_trace(tmp_path, (0, 1536, [1, 2, 3]), (1, 1200, [1, 2, 4]))
-    with run_scripted_server(QUICK_SCRIPT) as server:
-        bench("--url", server.url, "--dataset replay", trace, "--shrink", shrink)
-        first, second = sorted(list_prompts(server.fetch_notes()), key=len, reverse=True)
-
-    shared = 1024 // shrink
-    assert (len(first), len(second)) == (1536 // shrink, 1200 // shrink)
-    assert first[:shared] == second[:shared]
-
-
-def test_shrink_refused(tmp_path: Path) -> None:
-    """replay: a --shrink that would cut blocks, so that prompts came out short, is refused."""
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("", "utf-8")
-    result = invoke_bench(GONE, "--dataset replay", trace, "--shrink 3")
-
-    assert result.exit_code == 2
-    assert "power of two" in result.output and "--max-input" in result.output
 
 
 def test_failures(bench: RunBench) -> None:
@@ -500,8 +473,8 @@ def test_interrupt_making() -> None:
 @pytest.mark.parametrize(
     ("words", "made"),
     [
-        ("--dataset replay", 3),
-        ("--dataset replay --repeat 2", 6),
+        ("--max-input 9", 3),
+        ("--max-input 9 --repeat 2", 6),
         ("--requests 4 --concurrency 1", 4),
     ],
 )
@@ -512,7 +485,7 @@ def test_made_once(
     trace = write_trace(tmp_path, *[(0, 10, [1])] * 3)
     bodies: list[Any] = []
     monkeypatch.setattr(BenchRequest, "__init__", record_calls(BenchRequest.__init__, bodies))
-    _, notes = send(bench, QUICK_SCRIPT, words, *([trace] if "replay" in words else []))
+    _, notes = send(bench, QUICK_SCRIPT, words, *([trace] if "max" in words else []))
 
     assert (len(bodies), len(notes)) == (made, made)
 
@@ -545,19 +518,21 @@ def test_refused() -> None:
         ([GONE, "--rate 1 --concurrency 1"], "exclude"),
         (["--rate 1"], "give --url"),
         (["--url ftp://x --rate 1"], "not an http"),
-        ([GONE, "--dataset replay"], "a FILE belongs"),
+        ([GONE, "--rate 1..2,3"], "give a number above 0"),
+        ([GONE, "--rate 0"], "give a number above 0"),
+        ([GONE, "--concurrency 1.5"], "whole numbers"),
         (["--url http://user:hidden@127.0.0.1:1 --rate 1"], "--header 'Authorization"),
         (["--url ftp://user:hidden@x --rate 1"], "--header 'Authorization"),
-        (["--dataset replay", __file__, "--rate 1 --speed 2"], "--speed divides"),
-        (["--dataset replay", __file__, "--concurrency 1 --speed 2"], "--speed divides"),
+        ([GONE, __file__, "--rate 1 --speed 2"], "--speed divides"),
+        ([GONE, __file__, "--concurrency 1 --speed 2"], "--speed divides"),
         ([GONE, "--rate 1 --slo x=1"], "--slo needs"),
         ([GONE, "--rate 1 --header x"], "--header needs"),
-        (["--rate 1 --num-users 3 --speed 2"], "--speed, --num-users would do"),
-        (["--dataset replay", __file__, "--prefixes 1"], "--prefixes would do nothing"),
-        ([GONE, "--rate 1 --apart"], "--apart needs --ab"),
+        ([GONE, "--rate 1 --max-input 3"], "--max-input would do nothing without"),
+        ([GONE, __file__, "--prefixes 1"], "--prefixes would do nothing"),
+        ([GONE, "--turns 2 --rate 1 --api completions"], "need --api chat"),
         ([GONE, "--find", "ttft.p95<0"], "no condition"),
         (["--ab", "http://x", "http://y", "--find", "ttft.p95<5"], "--find takes one --url"),
-        ([GONE, "--dataset multi-round --find", "ttft.p95<5"], "--find takes one --url"),
+        ([GONE, "--rate 1..9 --find", "ttft.p95<5"], "--find takes one --url"),
     ],
 )
 def test_usage(words: list[str], says: str) -> None:
@@ -572,7 +547,7 @@ def test_unreadable(tmp_path: Path) -> None:
     """A line that is not in the trace format is named by its number."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0}\n', "utf-8")
-    result = invoke_bench(GONE, "--model m --dataset replay", trace)
+    result = invoke_bench(GONE, "--model m", trace)
 
     assert result.exit_code == 1
     assert re.search(r"trace\.jsonl:1: not a\s+line", result.output)

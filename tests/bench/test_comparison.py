@@ -202,7 +202,7 @@ def test_routed() -> None:
 
 
 def test_ab(bench: RunBench) -> None:
-    """--ab plays rounds in turn with the same prompts, A first and then B first, and compares."""
+    """--ab plays rounds in turn, A first and then B first, with other prompts of the same lengths."""
     slow = ServerScript(first_token_ms=[60.0], queue_ms=[50.0], token_count=2)
     with (
         run_scripted_server(
@@ -210,14 +210,16 @@ def test_ab(bench: RunBench) -> None:
         ) as one,
         run_scripted_server(slow) as other,
     ):
-        words = "--concurrency 2 --requests 6 --repeat 3"
+        words = "--concurrency 2 --requests 6 --repeat 3 --spread 0.5"
         found = bench("--ab", one.url, other.url, words)
         here, there = one.fetch_notes(), other.fetch_notes()
 
     assert found["comparison"]["paired"] and found["comparison"]["rounds"] == 3
     queue = index_rows(found["comparison"])["prefill.queue mean"]
     assert queue["clear"] and queue["difference"] == pytest.approx(48.0, abs=0.01)
-    assert [note["body"] for note in here[:1]] == [note["body"] for note in there[:1]]
+    sent = [sorted(note["body"]["prompt"] for note in notes[:6]) for notes in (here, there)]
+    assert sorted(map(len, sent[0])) == sorted(map(len, sent[1]))
+    assert not any(prompt in sent[1] for prompt in sent[0])
     assert here[0]["came"] < there[0]["came"] and there[6]["came"] < here[6]["came"]
 
 
@@ -244,17 +246,6 @@ def test_dead(tmp_path: Path, fails: tuple[str, str], says: str) -> None:
     found = validate_document(json.loads(file.read_text("utf-8")))
     assert (found["comparison"], found["uncompared"]) == (None, says)
     assert f"No comparison: {says}" in " ".join(shown.split())
-
-
-@pytest.mark.slow
-def test_apart(bench: RunBench) -> None:
-    """--apart: two ways to one server do not find each other's prompts in its prefix cache."""
-    with run_scripted_server(ServerScript(first_token_ms=[5.0], token_count=1)) as server:
-        words = "--concurrency 1 --requests 2 --repeat 2 --apart"
-        bench("--ab", server.url, f"{server.url}/", words)
-        sent = {tuple(note["body"]["prompt"]) for note in server.fetch_notes()}
-
-    assert len(sent) == 8
 
 
 def test_files(bench: RunBench, tmp_path: Path) -> None:
@@ -350,28 +341,29 @@ def test_width_of_limit() -> None:
         "requests": 12_345,
         "overloaded": 2,
         "beyond": [0.123, 1.0],
+        "ttft_ms": {"p50": 12_345.6, "p95": 12_345.6},
         "slowest_stages_ms": dict.fromkeys(names, 12_345.6),
     }
     limit = {
-        "unit": "requests/s",
         "conditions": ["ttft.p95<500", "tpot.p95<50"],
         "low": 0.0,
         "high": None,
         "estimate": 1.0,
         "confidence": 0.95,
         "ended": "Ctrl-C",
-        "probes": [row],
-        "explanation": "",
-        "whatif": None,
     }
+    told: dict[str, Any] = {"unit": "requests/s", "rates": [row], "knee": 9.0, "limit": limit}
     out = io.StringIO()
-    document = {"targets": [], "comparison": None, "uncompared": "", "limit": limit}
+    document: dict[str, Any] = {"targets": [], "comparison": None, "uncompared": ""}
+    document["sweep"] = told | {"explanation": "", "whatif": None}
     print_document(document, Console(file=out, width=80))
 
     text = out.getvalue()
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     assert "the limit is above 0 requests/s (95%)" in text
-    assert text.count("12345.6") == 3 and "100.0%" in text
+    assert text.count("12345.6") == 2 and "37036.8" in text and "100.0%" in text
+    bar = text.splitlines()[3]
+    assert [bar.count(sign) for sign in "█▒░"] == [7, 6, 7]
 
 
 @pytest.mark.parametrize("factor", [0.001, 1.0, 300.0])
@@ -385,7 +377,7 @@ def test_width(factor: float) -> None:
     target = build_target_document([build_result(at, lengths, parts) for at in range(4)])
     out = io.StringIO()
     comparison = compare_targets(target, copy.deepcopy(target), paired=False)
-    document = {"targets": [target], "comparison": comparison, "uncompared": "", "limit": None}
+    document = {"targets": [target], "comparison": comparison, "uncompared": "", "sweep": None}
     print_document(document, Console(file=out, width=80))
     lines = out.getvalue().splitlines()
     assert max(len(line) for line in lines) <= 80 and "…" not in out.getvalue()

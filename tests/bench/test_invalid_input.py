@@ -105,9 +105,9 @@ def test_uncounted() -> None:
     [
         (b"", "is empty"),
         (b"\xde\xad\n", ":1: not a line"),
-        (json.dumps(TRACE_ROW | {"input_length": 3.5}).encode(), ":1: timestamp and lengths"),
-        (json.dumps(TRACE_ROW | {"timestamp": float("nan")}).encode(), ":1: timestamp and lengths"),
-        (json.dumps(TRACE_ROW | {"output_length": -1}).encode(), ":1: timestamp and lengths"),
+        (json.dumps(TRACE_ROW | {"input_length": 3.5}).encode(), ":1: timestamp, delay"),
+        (json.dumps(TRACE_ROW | {"timestamp": float("nan")}).encode(), ":1: timestamp, delay"),
+        (json.dumps(TRACE_ROW | {"output_length": -1}).encode(), ":1: timestamp, delay"),
         (json.dumps(TRACE_ROW | {"hash_ids": "abc"}).encode(), ":1: input_length"),
         (json.dumps(TRACE_ROW | {"input_length": 513}).encode(), ":1: input_length"),
         (
@@ -120,7 +120,7 @@ def test_trace(tmp_path: Path, content: bytes, says: str) -> None:
     """A trace that cannot be played is refused with its line and why, before anything is sent."""
     trace = tmp_path / "trace"
     trace.write_bytes(content)
-    result = invoke_bench(ABSENT_SERVER, "--dataset replay", trace)
+    result = invoke_bench(ABSENT_SERVER, trace)
 
     assert result.exit_code == 1
     assert says in " ".join(result.output.split())

@@ -185,14 +185,15 @@ def test_found(bench: RunBench) -> None:
     script = ServerScript(first_token_ms=[20.0], token_count=1, has_queue=True)
     with run_scripted_server(script) as server:
         words = "--find ttft.p95<100 --rate 20 --repeat 12 --requests 150 --input-len 10"
-        found = bench("--url", server.url, words)["limit"]
+        found = bench("--url", server.url, words)["sweep"]
 
-    assert found["low"] <= limit <= found["high"] <= 2 * limit
-    assert found["low"] > limit / 4, "twelve rounds on a busy machine leave a wide interval"
+    interval = found["limit"]
+    assert interval["low"] <= limit <= interval["high"] <= 2 * limit
+    assert interval["low"] > limit / 4, "twelve rounds on a busy machine leave a wide interval"
     assert "prefill.queue grows first" in found["explanation"]
-    for row in found["probes"]:
+    for row in found["rates"]:
         assert {"prefill.queue", "prefill.compute"} < set(row["slowest_stages_ms"])
-    verdicts = [row["verdict"] for row in found["probes"]]
+    verdicts = [row["verdict"] for row in found["rates"]]
     assert (verdicts[0], verdicts[-1]) == ("holds", "fails")
 
 
@@ -205,7 +206,8 @@ def test_nothing_holds(bench: RunBench) -> None:
         found = bench("--url", server.url, words)
         shown = invoke_bench("--url", server.url, words).output
 
-    assert found["limit"]["low"] == 0 and found["limit"]["high"] == 40, found["limit"]
-    assert any(row["overloaded"] for row in found["limit"]["probes"])
+    interval = found["sweep"]["limit"]
+    assert (interval["low"], interval["high"]) == (0, 40), interval
+    assert any(row["overloaded"] for row in found["sweep"]["rates"])
     assert found["targets"][0]["runs"], "the lowest rate that was tried"
-    assert "the limit is between 0 and" in shown and "overloaded" in shown
+    assert "the limit is between 0 and" in shown and "40! ✗" in shown

@@ -12,11 +12,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from ttft_otel.bench.load_plan import DatasetShape, LoadPlan
+from ttft_otel.bench.load_plan import LoadPlan
 from ttft_otel.bench.request_factory import (
     PNG_SIGNATURE,
     BenchRequest,
-    RequestFactory,
     draw_data_url,
     draw_png,
 )
@@ -48,11 +47,11 @@ def test_wellformed() -> None:
 )
 def test_arrivals(arrivals: str, variation: float) -> None:
     """Every process keeps the rate; their gaps vary by nothing, by their mean, and by twice of it."""
-    plan = LoadPlan(shape=DatasetShape(request_count=20_000), rate=50.0, arrivals=arrivals)
+    plan = LoadPlan(request_count=20_000, rate=50.0, arrivals=arrivals)
     loads: list[Any] = []
     requests = [BenchRequest("", b"")] * 20_000
     with mock.patch("ttft_otel.bench.load_plan.run_open_loop", lambda _, each: loads.extend(each)):
-        plan.build_load(RequestFactory("m"), 1, requests)(mock.Mock())
+        plan.build_load(1, requests)(mock.Mock())
     gaps_s = np.diff([offset_s for offset_s, _ in loads])
 
     assert gaps_s.mean() == pytest.approx(0.02, rel=0.05)

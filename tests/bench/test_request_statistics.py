@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.conftest import validate_document
@@ -21,8 +23,10 @@ from ttft_otel.bench.load_driver import (
     StreamContent,
     classify_failure,
 )
+from ttft_otel.bench.load_plan import LoadPlan
 from ttft_otel.bench.request_factory import RequestFactory
-from ttft_otel.bench.result_document import build_document
+from ttft_otel.bench.request_statistics import find_steady_start
+from ttft_otel.bench.result_document import build_document, find_knee
 from ttft_otel.model.timing import ServerTiming
 
 NS_PER_MS = 1_000_000
@@ -62,7 +66,7 @@ def build_target_document(
 ) -> Any:
     """The document's only target."""
     run = LoadRun(results, list(loop_lags_ns), started=len(results))
-    side = BenchSide(UNUSED_TARGET, RequestFactory("m"), [run])
+    side = BenchSide(UNUSED_TARGET, RequestFactory("m"), LoadPlan(), [run])
     return validate_document(build_document({}, [side], slo_ms or {}))["targets"][0]
 
 
@@ -146,6 +150,40 @@ def test_few() -> None:
     few = [build_result(n, [50], {"prefill.queue": 5}) for n in range(3)]
 
     assert "too few" in build_target_document(few)["summary"]["explanation"]
+
+
+def test_steady_part() -> None:
+    """A warm-up is cut off where it ends, without one hardly anything; what only grows is never steady."""
+    rng = np.random.default_rng(1)
+    noise = rng.exponential(20, (200, 400))
+    cold = 300 * np.exp(-np.arange(400) / 20)
+    steady = [find_steady_start(list(row)) for row in noise]
+    warmed = [find_steady_start(list(row + cold)) for row in noise]
+    grown = [find_steady_start(list(row + 2 * np.arange(400))) for row in noise]
+
+    assert sum(at is None for at in steady) <= 20 and np.median([at or 0 for at in steady]) <= 20
+    assert 30 <= np.median([at or 0 for at in warmed]) <= 150
+    assert sum(at is None for at in warmed) <= 20
+    assert sum(at is None for at in grown) >= 195
+
+
+@pytest.mark.parametrize(("serves_alike", "load"), [(True, 2 - math.sqrt(2)), (False, 0.5)])
+def test_knee(serves_alike: bool, load: float) -> None:
+    """The knee of M/D/1 and of M/M/1, by formula; with none higher there is no knee."""
+    variation = 0.5 if serves_alike else 1.0
+    rates = [place / 100 for place in range(1, 100)]
+    rows = [
+        {
+            "rate": rate,
+            "requests": 9,
+            "requests_per_s": rate,
+            "ttft_ms": {"mean": 1 + variation * rate / (1 - rate)},
+        }
+        for rate in rates
+    ]
+
+    assert find_knee(rows) == pytest.approx(load, abs=0.01)
+    assert find_knee(rows[:20]) is None and find_knee([]) is None
 
 
 def test_goodput() -> None:

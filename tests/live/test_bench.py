@@ -73,8 +73,8 @@ def test_random(url: str, loop: tuple[object, ...], epd: LiveDeployment) -> None
 
 @pytest.mark.untimed
 def test_shared(url: str, epd: LiveDeployment) -> None:
-    """shared-prefix: prefix and tail are exactly as long as asked for."""
-    words = ("--dataset", "shared-prefix", "--prefix-len", 260, "--seed", epd.new_picture_seed())
+    """--prefix-len: prefix and tail are exactly as long as asked for."""
+    words = ("--prefix-len", 260, "--seed", epd.new_picture_seed())
     found = list_closed_rows(run_bench_target(url, *words, *CLOSED_LOOP_FLAGS, *SMALL_PROMPT_FLAGS))
 
     assert {row["input_tokens"] for row in found} == {560}
@@ -91,10 +91,10 @@ def test_chat(url: str, epd: LiveDeployment) -> None:
 
 @pytest.mark.untimed
 def test_rounds(url: str, epd: LiveDeployment) -> None:
-    """multi-round: prompts grow by the question and the answer from round to round."""
-    lengths = ("--shared-system-prompt", 50, "--user-history-prompt", 50, "--answer-len", 5)
-    users = ("--num-users", 2, "--num-rounds", 3, "--qps", 2, "--requests", 8, "--time", 60)
-    words = ("--dataset", "multi-round", *lengths, *users, "--seed", epd.new_picture_seed())
+    """--turns: prompts grow by the question and the answer from turn to turn."""
+    lengths = ("--prefix-len", 100, "--input-len", 20, "--output-len", 5)
+    users = ("--concurrency", 2, "--turns", 3, "--think", 0.5, "--requests", 8)
+    words = (*lengths, *users, "--seed", epd.new_picture_seed())
     found = list_closed_rows(run_bench_target(url, *words))
 
     grown = sorted(row["input_tokens"] for row in found)
@@ -104,8 +104,8 @@ def test_rounds(url: str, epd: LiveDeployment) -> None:
 
 @pytest.mark.untimed
 def test_images(url: str, epd: LiveDeployment) -> None:
-    """images: the pictures' placeholders are in the prompt's length, and encoding is in the stages."""
-    words = ("--dataset", "images", "--image-size", 112, "--seed", epd.new_picture_seed())
+    """--images: the pictures' placeholders are in the prompt's length, and encoding is in the stages."""
+    words = ("--images", 1, "--image-size", 112, "--seed", epd.new_picture_seed())
     found = list_closed_rows(
         run_bench_target(url, *words, *CLOSED_LOOP_FLAGS, "--input-len", 30, "--output-len", 3)
     )
@@ -117,14 +117,14 @@ def test_images(url: str, epd: LiveDeployment) -> None:
 
 @pytest.mark.untimed
 def test_replay(url: str, epd: LiveDeployment, tmp_path: Path) -> None:
-    """replay: a long prompt is refused before the load, or cut, and keeps its lengths and its prefix."""
+    """A trace: a long prompt is refused before the load, or cut, and keeps its lengths and its prefix."""
     trace = tmp_path / "trace.jsonl"
     lines = [
         {"timestamp": 0, "input_length": 9000, "output_length": 40, "hash_ids": [*range(18)]},
         {"timestamp": 3000, "input_length": 1000, "output_length": 3, "hash_ids": [0, 1]},
     ]
     trace.write_text("\n".join(map(json.dumps, lines)), "utf-8")
-    words = ("--dataset", "replay", trace, "--speed", 2, "--seed", epd.new_picture_seed())
+    words = (trace, "--speed", 2, "--seed", epd.new_picture_seed())
     with pytest.raises(AssertionError, match="--max-input"):
         run_bench_target(url, *words)
     first, second = list_closed_rows(
@@ -138,14 +138,14 @@ def test_replay(url: str, epd: LiveDeployment, tmp_path: Path) -> None:
 
 @pytest.mark.untimed
 def test_unknown(url: str) -> None:
-    """Token ids beyond the vocabulary are a failure of one kind, in the server's own words."""
+    """A model that the server has not is a failure of one kind, in the server's own words."""
     command = [sys.executable, "-m", "ttft_otel.commands.main", "bench", "--url", url, "--json"]
-    words = ["--vocab", "100000", "--concurrency", "1", "--requests", "2"]
+    words = ["--model", "absent", "--concurrency", "1", "--requests", "2"]
     done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=240)
 
     (run,) = json.loads(done.stdout)["targets"][0]["runs"]
     assert done.returncode == 1 and sum(run["failures"].values()) == 2
-    assert any("out of vocabulary" in said for said in run["complaints"].values())
+    assert any("absent" in said for said in run["complaints"].values())
 
 
 @pytest.mark.full
@@ -164,11 +164,11 @@ def test_find(epd: LiveDeployment) -> None:
         *SMALL_PROMPT_FLAGS,
     )
     url, db = epd.fleet.get_url("prefill_decode"), epd.fleet.database
-    found = run_bench_document(url, *words, "--db", db, "--seed", epd.new_picture_seed())["limit"]
+    found = run_bench_document(url, *words, "--db", db, "--seed", epd.new_picture_seed())["sweep"]
     sys.stderr.write(f"[live] find: {json.dumps(found)}\n")
 
-    assert 0 < found["low"] < (found["high"] or math.inf)
-    assert all(row["slowest_stages_ms"] for row in found["probes"])
+    assert 0 < found["limit"]["low"] < (found["limit"]["high"] or math.inf)
+    assert all(row["slowest_stages_ms"] for row in found["rates"])
     assert " grows first: " in found["explanation"]
     assert found["whatif"] and "by whatif: " in found["whatif"]
 

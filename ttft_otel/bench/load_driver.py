@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import monotonic_ns
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ttft_otel.bench.http_exchange import (
     HTTP_OK,
@@ -73,7 +73,6 @@ class LoadRun:
     results: list[RequestResult] = field(default_factory=list)
     loop_lags_ns: list[int] = field(default_factory=list)  #: lateness of this process's event loop
     started: int = 0  #: requests sent
-    delayed: int = 0  #: of these, requests that --max-unfinished has delayed
     stopped: bool = False  #: ended by Ctrl-C
     overloaded: bool = False  #: ended early: the server's queue only grew
     #: Requests without a result, by request ID.
@@ -88,40 +87,28 @@ class LoadRun:
 class LoadDriver:
     """Sends requests to a target and collects their results in `run`.
 
-    max_unfinished: at most so many requests at once, None: no limit. timeout_s: for each request.
+    timeout_s: for each request.
     """
 
-    def __init__(
-        self, target: BenchTarget, timeout_s: float = 600.0, max_unfinished: int | None = None
-    ) -> None:
+    def __init__(self, target: BenchTarget, timeout_s: float = 600.0) -> None:
         self.target = target
         self.timeout_s = timeout_s
-        self.slots = asyncio.Semaphore(max_unfinished) if max_unfinished else None
         self.run = LoadRun()
-        self.slot_freed_ns = 0
 
-    async def acquire_slot(self, due_ns: int) -> int:
-        """Wait for a slot below max_unfinished; returns when the request is due now.
-
-        That is `due_ns`, or for a request that had to wait the time at which a slot became free.
-        """
-        if self.slots is None:
-            return due_ns
-        # Only who found no slot waited for one; the others keep their own due time.
-        was_full = self.slots.locked()
-        await self.slots.acquire()
-        if was_full:
-            self.slot_freed_ns = monotonic_ns()
-        self.run.delayed += due_ns < self.slot_freed_ns
-        return max(due_ns, self.slot_freed_ns)
-
-    def release_slot(self) -> None:
-        """Free the slot of a request that is not sent after all."""
-        if self.slots is not None:
-            self.slots.release()
+    async def hold_conversation(self, request: BenchRequest, due_ns: int) -> int:
+        """Send `request` at `due_ns`, and what follows its answer; returns the end of the last answer."""
+        while True:
+            result = await self.send_request(request, due_ns)
+            end_ns = result.response.end_ns
+            if request.next_turn is None:
+                return end_ns
+            answer = "".join(result.content.text_parts)
+            request = request.next_turn(None if result.error else answer)
+            due_ns = end_ns + int(request.wait_s * 1e9)
+            await sleep_until(due_ns - CONNECT_LEAD_NS)
 
     async def send_request(self, request: BenchRequest, due_ns: int) -> RequestResult:
-        """Send `request` at `due_ns`, and add its result to the run; call acquire_slot() before."""
+        """Send `request` at `due_ns`, and add its result to the run."""
         # Both are ours, so that a result can be found in traces and logs.
         trace_id, request_id = context.new_trace_id(), uuid.uuid4().hex
         headers = {
@@ -133,14 +120,10 @@ class LoadDriver:
             header_names.ASK_TIMING: "1",
         }
         self.run.started += 1
-        try:
-            message = self.target.encode_request(request.path, request.body, headers)
-            response = self.run.in_flight[request_id] = RawResponse(due_ns)
-            await perform_exchange(self.target, message, due_ns, self.timeout_s, response)
-            del self.run.in_flight[request_id]  # not of a cancelled one: it stays unanswered
-        finally:
-            # At the last byte and before parsing, which is this process's work and not the server's.
-            self.release_slot()
+        message = self.target.encode_request(request.path, request.body, headers)
+        response = self.run.in_flight[request_id] = RawResponse(due_ns)
+        await perform_exchange(self.target, message, due_ns, self.timeout_s, response)
+        del self.run.in_flight[request_id]  # not of a cancelled one: it stays unanswered
         content = await _parse_response(response)
         breakdown = timing.parse_server_timing(response.headers.get(header_names.SERVER_TIMING, ""))
         error = classify_failure(response, content)
@@ -181,63 +164,62 @@ class LoadDriver:
             ]
 
 
-async def run_open_loop(driver: LoadDriver, arrivals: Iterable[tuple[float, BenchRequest]]) -> None:
-    """Send each request at its offset, whether or not earlier ones are answered.
+LoadFunction: TypeAlias = Callable[[LoadDriver], Awaitable[None]]
 
-    arrivals: (seconds after the start, request), in time order.
+
+async def run_open_loop(driver: LoadDriver, arrivals: Iterable[tuple[float, BenchRequest]]) -> None:
+    """Begin each conversation at its offset, whether or not earlier ones are answered.
+
+    arrivals: (seconds after the start, first request), in time order.
     """
     # Twice the lead: the first request is connected in advance as well, with time to spare.
     start_ns = monotonic_ns() + 2 * CONNECT_LEAD_NS
-    under_way: set[asyncio.Task[RequestResult]] = set()
+    under_way: set[asyncio.Task[int]] = set()
     try:
         for offset_s, request in arrivals:
             due_ns = start_ns + int(offset_s * 1e9)
             # Tasks are created one by one: thousands that sleep would slow down every turn of the loop.
             await sleep_until(due_ns - CONNECT_LEAD_NS)
-            task = asyncio.create_task(
-                # The slot is awaited here and not in the task: requests are delayed in their order.
-                driver.send_request(request, await driver.acquire_slot(due_ns))
-            )
+            task = asyncio.create_task(driver.hold_conversation(request, due_ns))
             under_way.add(task)
             task.add_done_callback(under_way.discard)
         await asyncio.gather(*under_way)
     finally:
-        await cancel_tasks(under_way)
+        await _cancel_tasks(under_way)
 
 
 async def run_closed_loop(
     driver: LoadDriver, requests: Iterable[BenchRequest], concurrency: int
 ) -> None:
-    """Keep `concurrency` requests unfinished until all `requests` are answered.
+    """Hold `concurrency` conversations at once until all that begin with `requests` have ended.
 
     The first ones are sent 1 ms apart: sent at once, this process would be late with most of them.
     """
     queue, start_ns = iter(requests), monotonic_ns() + 2 * CONNECT_LEAD_NS
-    tasks = {
-        asyncio.create_task(_send_in_turn(driver, queue, start_ns + place * START_SPACING_NS))
+
+    async def send_in_turn(due_ns: int) -> None:
+        await sleep_until(due_ns - CONNECT_LEAD_NS)
         # All take from one iterator, so that a slow answer holds back nobody else's next request.
+        for request in queue:
+            due_ns = await driver.hold_conversation(request, due_ns)
+
+    tasks = {
+        asyncio.create_task(send_in_turn(start_ns + place * START_SPACING_NS))
         for place in range(concurrency)
     }
     try:
         await asyncio.gather(*tasks)
     finally:
-        await cancel_tasks(tasks)
+        await _cancel_tasks(tasks)
 
 
-async def cancel_tasks(tasks: Iterable[asyncio.Task[object]]) -> None:
+async def _cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel the `tasks` that are not done, and wait until they have ended."""
     pending = list(tasks)
     # All first, then the waiting: they end side by side.
     for task in pending:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
-
-
-async def _send_in_turn(driver: LoadDriver, requests: Iterator[BenchRequest], due_ns: int) -> None:
-    await sleep_until(due_ns - CONNECT_LEAD_NS)
-    for request in requests:
-        result = await driver.send_request(request, await driver.acquire_slot(due_ns))
-        due_ns = result.response.end_ns  # the next one is due when this one has ended
 
 
 async def _parse_response(response: RawResponse) -> StreamContent:

@@ -15,7 +15,7 @@ import json
 import random
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic_ns
 from typing import Any, Final
@@ -23,8 +23,8 @@ from typing import Any, Final
 from ttft_otel.bench.http_exchange import HTTP_OK, BenchTarget, perform_exchange
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, MODELS_PATH
 
-MIN_TOKEN_ID: Final = 100  # smaller IDs are often special tokens
-UNIVERSAL_TOKEN_IDS: Final = range(MIN_TOKEN_ID, 256)  # in every vocabulary
+# In every vocabulary; smaller ones are often special tokens.
+UNIVERSAL_TOKEN_IDS: Final = range(100, 256)
 PNG_SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 # Common English nouns, mostly one token each, so that lengths can be met closely.
 PROMPT_WORDS: Final = tuple(
@@ -50,13 +50,24 @@ class BenchInputError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A request's path, body and additional headers."""
+    """A request, and what follows its answer."""
 
     path: str
     body: bytes
-    send_offset_s: float = 0.0  #: send time in a trace, seconds from its start
-    total_tokens: int = 0  #: of prompt and answer; 0 where only the server can count them
+    #: Seconds from the start of a trace, of a later turn from the end of the answer before.
+    wait_s: float = 0.0
     headers: Mapping[str, str] = field(default_factory=dict)
+    #: Makes the conversation's next request of the answer, None for one that failed.
+    next_turn: Callable[[str | None], BenchRequest] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One question of a conversation."""
+
+    content: Any  #: token IDs, or what a chat's message contains
+    answer_tokens: int
+    wait_s: float = 0.0  #: as of BenchRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +83,14 @@ class ModelProfile:
 class RequestFactory:
     """Builds bodies from prompts; a prompt is a list of units.
 
-    Units are token IDs for the completions API, and indices of PROMPT_WORDS for the chat API.
+    Units are token IDs for the completions API, and indices of PROMPT_WORDS for the chat API. side: 0, or 1
+    for the second server of --ab, whose prompts are as long as the first one's, and others.
     """
 
     model: str
     uses_chat: bool = False
     profile: ModelProfile = field(default_factory=ModelProfile)
+    side: int = 0
 
     def count_units(self, tokens: int) -> int:
         """Number of units of a prompt with about `tokens` tokens."""
@@ -86,42 +99,45 @@ class RequestFactory:
         # Never empty where tokens were asked for: servers refuse an empty prompt.
         return max(1, round(tokens / self.profile.tokens_per_word)) if tokens else 0
 
+    def count_text_tokens(self, text: str) -> int:
+        """About the number of tokens of a text, by those of PROMPT_WORDS; 1 at least."""
+        word_length = len(" ".join(PROMPT_WORDS)) / len(PROMPT_WORDS)
+        return max(1, round(len(text) / word_length * self.profile.tokens_per_word))
+
     def draw_prompt(self, rng: random.Random, tokens: int) -> list[int]:
         """Random units of about `tokens` tokens."""
         # With replacement, so that prompts may be longer than the pool.
         pool = range(len(PROMPT_WORDS)) if self.uses_chat else self.profile.token_ids
         return rng.choices(pool, k=self.count_units(tokens))
 
-    def build_request(
-        self, units: Sequence[int], answer_tokens: int, send_offset_s: float = 0.0
-    ) -> BenchRequest:
-        """A request with the prompt `units` for an answer of `answer_tokens` tokens."""
-        if self.uses_chat:
-            return self.build_chat_request(
-                [{"role": "user", "content": join_words(units)}], answer_tokens, send_offset_s
-            )
-        return BenchRequest(
-            COMPLETIONS_PATH,
-            self._encode_body({"prompt": list(units)}, answer_tokens),
-            send_offset_s,
-            # Exact, because units are the token IDs themselves; chats leave it at 0.
-            len(units) + answer_tokens,
-        )
+    def write_content(self, units: Sequence[int]) -> Any:
+        """A prompt as its API takes it: token IDs, or a text."""
+        return join_words(units) if self.uses_chat else list(units)
 
-    def build_chat_request(
+    def build_conversation(
         self,
-        messages: list[dict[str, Any]],
-        answer_tokens: int,
-        send_offset_s: float = 0.0,
+        turns: Sequence[Turn],
         headers: Mapping[str, str] | None = None,
+        history: Sequence[Any] = (),
     ) -> BenchRequest:
-        """A chat request with these `messages`, also where uses_chat is False."""
-        return BenchRequest(
-            CHAT_PATH,
-            self._encode_body({"messages": messages}, answer_tokens),
-            send_offset_s,
-            headers=headers or {},
-        )
+        """The request of the first of `turns`; the others follow with what has been said until then.
+
+        history: messages before the first of them. The completions API knows one turn only.
+        """
+        turn, *later = turns
+        if not self.uses_chat:
+            body = self._encode_body({"prompt": turn.content}, turn.answer_tokens)
+            return BenchRequest(COMPLETIONS_PATH, body, turn.wait_s)
+        messages = [*history, {"role": "user", "content": turn.content}]
+
+        def build_next_turn(answer: str | None) -> BenchRequest:
+            # A question that failed is not part of the following prompts.
+            said = history if answer is None else [*messages, build_answer(answer)]
+            return self.build_conversation(later, headers, said)
+
+        body = self._encode_body({"messages": messages}, turn.answer_tokens)
+        following = build_next_turn if later else None
+        return BenchRequest(CHAT_PATH, body, turn.wait_s, headers or {}, following)
 
     def _encode_body(self, body: dict[str, Any], answer_tokens: int) -> bytes:
         defaults = {
@@ -136,6 +152,11 @@ class RequestFactory:
             "stream_options": {"include_usage": True},
         }
         return json.dumps({**defaults, **body}).encode()
+
+
+def build_answer(text: str) -> dict[str, Any]:
+    """A chat message of the model."""
+    return {"role": "assistant", "content": text}
 
 
 def join_words(word_indices: Sequence[int]) -> str:
@@ -207,13 +228,10 @@ def discover_model(target: BenchTarget, requested_model: str | None) -> tuple[st
         ) from error
 
 
-def discover_profile(
-    target: BenchTarget, model: str, context_tokens: int, vocabulary_size: int | None
-) -> ModelProfile:
+def discover_profile(target: BenchTarget, model: str, context_tokens: int) -> ModelProfile:
     """Token IDs and tokens per word for building prompts.
 
     Asks the server with one completion; where that fails, uses IDs that every vocabulary has.
-    vocabulary_size: value of --vocab, which replaces the token IDs.
     """
     profile = ModelProfile(context_tokens=context_tokens)
     # All words in one prompt, as they are joined in chats: a blank often belongs to the next token.
@@ -231,11 +249,7 @@ def discover_profile(
         )
     except RESPONSE_ERRORS:
         pass  # an older vLLM or another server: the defaults work with any vocabulary
-    return (
-        replace(profile, token_ids=range(MIN_TOKEN_ID, vocabulary_size))
-        if vocabulary_size
-        else profile
-    )
+    return profile
 
 
 def _fetch_json(target: BenchTarget, path: str, body: Any = None) -> Any:

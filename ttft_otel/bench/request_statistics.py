@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured of each request of a run, and what follows: goodput, failures, the stage behind slow ones.
+"""What is measured of each request of a run, and what follows: the steady part, failures, the slowest stage.
 
-All times are in milliseconds, except where the name says otherwise.
+A request is a row of the result document. Times are in milliseconds, except where the name says otherwise.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 from time import monotonic_ns, time_ns
-from typing import Final
+from typing import Any, Final, TypeAlias
+
+import numpy as np
 
 from ttft_otel.bench.limit_search import (
     MAX_OVERLOAD_TAIL,
@@ -26,65 +28,50 @@ from ttft_otel.model.statistics import compute_quantile
 
 QUEUE_WAIT: Final = "queue_wait"
 PREFILL_TO_FIRST_TOKEN: Final = "prefill_to_first_token"
-MAX_GENERATOR_LAG_MS: Final = 5.0  # p99 beyond which a run is not valid
 # Below it the middle tenth is less than two requests.
 MIN_EXPLAINED_REQUESTS: Final = 20
 # "": the stages of a server that was asked directly carry no leg.
 PREFILL_ROLES: Final = ("", *PREFILLING_ROLES)
 STAGES_AFTER_QUEUE: Final = stages.STAGE_NAMES[stages.STAGE_NAMES.index("prefill.queue") + 1 :]
+BATCH: Final = 5  # requests of a batch, the 5 of MSER-5
+MIN_BATCHES: Final = 10  # of a run in which a steady part is looked for
+TREND_BATCHES: Final = 10
+MAX_TREND: Final = 3.36  # standard errors of a slope: the 99.5 % quantile of Student's t
+
+RequestRow: TypeAlias = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSample:
-    """One successful request."""
-
-    request_id: str
-    trace_id: str
-    sent_ms: float  #: after the run's first request
-    ttft_ms: float
-    latency_ms: float
-    tpot_ms: float | None  #: mean time per output token after the first; None for a single one
-    gaps_ms: tuple[float, ...]  #: between successive token events
-    input_tokens: int | None
-    output_tokens: int
-    cached_tokens: int | None
-    stages_ms: Mapping[str, float]  #: {} when there is no breakdown
-
-    @property
-    def slo_metrics(self) -> dict[str, float]:
-        """The metrics that --slo can limit."""
-        tpot = {} if self.tpot_ms is None else {"tpot": self.tpot_ms}
-        return {"ttft": self.ttft_ms, "latency": self.latency_ms, **tpot}
-
-
-def measure_request(result: RequestResult, start_ns: int) -> RequestSample:
-    """The sample of a successful RequestResult. start_ns: the run's first write."""
+def measure_request(result: RequestResult, start_ns: int) -> dict[str, Any]:
+    """The row of a successful RequestResult, and `gaps_ms`. start_ns: the run's first write."""
     content = result.content
-    token_times_ns = content.token_times_ns
-    output_tokens = (
-        content.completion_tokens if content.completion_tokens is not None else len(token_times_ns)
-    )
-    tpot_ms = (
-        # By tokens, not by events: a server may send several tokens in one event.
-        (token_times_ns[-1] - token_times_ns[0]) / 1e6 / (output_tokens - 1)
-        if output_tokens > 1
-        else None
-    )
-    return RequestSample(
-        request_id=result.request_id,
-        trace_id=result.trace_id,
-        sent_ms=(result.response.sent_ns - start_ns) / 1e6,
-        ttft_ms=result.ttft_us / 1000,
-        latency_ms=result.latency_us / 1000,
-        tpot_ms=tpot_ms,
-        gaps_ms=tuple(
-            (b - a) / 1e6 for a, b in zip(token_times_ns, token_times_ns[1:], strict=False)
-        ),
-        input_tokens=content.prompt_tokens,
-        output_tokens=output_tokens,
-        cached_tokens=content.cached_tokens,
-        stages_ms=_split_ttft(result),
-    )
+    gaps_ms = [(b - a) / 1e6 for a, b in pairwise(content.token_times_ns)]
+    output_tokens = content.completion_tokens
+    if output_tokens is None:
+        output_tokens = len(content.token_times_ns)
+    # By tokens, not by events: a server may send several tokens in one event. None for a single one.
+    tpot_ms = sum(gaps_ms) / (output_tokens - 1) if output_tokens > 1 else None
+    return {
+        "request_id": result.request_id,
+        "trace_id": result.trace_id,
+        "sent_ms": round_ms((result.response.sent_ns - start_ns) / 1e6),
+        "ttft_ms": round_ms(result.ttft_us / 1000),
+        "latency_ms": round_ms(result.latency_us / 1000),
+        "tpot_ms": None if tpot_ms is None else round_ms(tpot_ms),
+        # None with a single token event: there is no gap then.
+        "itl_ms": round_ms(fmean(gaps_ms)) if gaps_ms else None,
+        # The weight of `itl_ms` when all gaps of a round are averaged.
+        "itl_count": len(gaps_ms),
+        "input_tokens": content.prompt_tokens,
+        "output_tokens": output_tokens,
+        "cached_tokens": content.cached_tokens,
+        "stages_ms": {name: round_ms(ms) for name, ms in _split_ttft(result).items()},
+        "gaps_ms": gaps_ms,
+    }
+
+
+def round_ms(value: float) -> float:
+    """Round to microseconds: further digits of the clock are noise."""
+    return round(float(value), 3)
 
 
 def _split_ttft(result: RequestResult) -> dict[str, float]:
@@ -101,12 +88,31 @@ def _split_ttft(result: RequestResult) -> dict[str, float]:
     return {**parts, **rest}
 
 
-def collect_samples(run: LoadRun) -> list[RequestSample]:
-    """Samples of all successful requests of `run`, in the order in which they were sent."""
+def collect_rows(run: LoadRun) -> list[dict[str, Any]]:
+    """Rows of all successful requests of `run`, in the order in which they were sent."""
     # The first request is the start of the run, even if it failed.
     start_ns = find_start_ns(run)
-    unsorted_samples = [measure_request(each, start_ns) for each in run.results if not each.error]
-    return sorted(unsorted_samples, key=lambda each: each.sent_ms)
+    rows = [measure_request(each, start_ns) for each in run.results if not each.error]
+    return sorted(rows, key=lambda row: float(row["sent_ms"]))
+
+
+def find_steady_start(values: Sequence[float]) -> int | None:
+    """Number of `values` before the steady part, which begins in the first half; None without one.
+
+    It begins where the standard error of the mean of the rest is smallest: MSER-5 (White, Cobb and Spratt,
+    2000). Then ten batch means must have no trend (Student's t of their slope).
+    """
+    series = np.array(values, dtype=np.float64)
+    batches = series[: len(series) // BATCH * BATCH].reshape(-1, BATCH).mean(axis=1)
+    errors = [batches[cut:].var() / (len(batches) - cut) for cut in range(len(batches) // 2 + 1)]
+    first = int(np.argmin(errors)) * BATCH
+    means = np.array([each.mean() for each in np.array_split(series[first:], TREND_BATCHES)])
+    places = np.arange(TREND_BATCHES) - (TREND_BATCHES - 1) / 2
+    squares = float(places @ places)
+    slope = float(places @ means) / squares
+    rest = means - means.mean() - slope * places
+    error = float(rest @ rest / (TREND_BATCHES - 2) / squares) ** 0.5
+    return None if abs(slope) > MAX_TREND * error else first
 
 
 def find_start_ns(run: LoadRun) -> int:
@@ -146,11 +152,10 @@ def list_waits(run: LoadRun, conditions: Sequence[LimitCondition]) -> dict[str, 
     """
     waits = {each.metric: list[tuple[int, float]]() for each in conditions}
     for result in run.results:
-        found = {} if result.error else measure_request(result, 0).slo_metrics
+        found = {} if result.error else measure_request(result, 0)
         for metric, rows in waits.items():
-            rows.append(
-                (result.response.sent_ns, found.get(metric, math.inf if result.error else 0.0))
-            )
+            value = math.inf if result.error else found[f"{metric}_ms"] or 0.0
+            rows.append((result.response.sent_ns, value))
     for response in run.in_flight.values():
         # Of those with a first piece nobody knows how they would have ended.
         if response.sent_ns and not response.pieces:
@@ -200,33 +205,30 @@ def measure_lag(run: LoadRun) -> dict[str, float]:
     }
 
 
-def order_stages(samples: Sequence[RequestSample]) -> list[str]:
-    """All stages in `samples`, in order; unattributed and outside last."""
-    names = dict.fromkeys(name for sample in samples for name in sample.stages_ms)
+def order_stages(rows: Sequence[RequestRow]) -> list[str]:
+    """All stages in `rows`, in order; unattributed and outside last."""
+    names = dict.fromkeys(name for row in rows for name in row["stages_ms"])
     last = {stages.UNATTRIBUTED: 1, stages.OUTSIDE: 2}
     return sorted(names, key=lambda name: last.get(name, 0))
 
 
-def list_metrics(samples: Sequence[RequestSample]) -> dict[str, list[float]]:
-    """The values of all metrics over `samples`; of some there may be none."""
-    traced = [sample.stages_ms for sample in samples if sample.stages_ms]
+def list_metrics(rows: Sequence[RequestRow]) -> dict[str, list[float]]:
+    """The values of all metrics over `rows`; of some there may be none."""
+    traced = [row["stages_ms"] for row in rows if row["stages_ms"]]
     return {
-        "ttft": [sample.ttft_ms for sample in samples],
+        "ttft": [row["ttft_ms"] for row in rows],
         QUEUE_WAIT: list(map(sum_queue_wait, traced)),
         PREFILL_TO_FIRST_TOKEN: list(map(sum_prefill, traced)),
-        "tpot": [sample.tpot_ms for sample in samples if sample.tpot_ms is not None],
-        "itl": [gap for sample in samples for gap in sample.gaps_ms],
-        "latency": [sample.latency_ms for sample in samples],
+        "tpot": [row["tpot_ms"] for row in rows if row["tpot_ms"] is not None],
+        "itl": [gap for row in rows for gap in row["gaps_ms"]],
+        "latency": [row["latency_ms"] for row in rows],
     }
 
 
-def list_stages(samples: Sequence[RequestSample]) -> dict[str, list[float]]:
-    """The lengths of all stages over the samples with a breakdown; a missing stage counts as 0."""
-    traced = [sample for sample in samples if sample.stages_ms]
-    return {
-        name: [sample.stages_ms.get(name, 0.0) for sample in traced]
-        for name in order_stages(traced)
-    }
+def list_stages(rows: Sequence[RequestRow]) -> dict[str, list[float]]:
+    """The lengths of all stages over the rows with a breakdown; a missing stage counts as 0."""
+    traced = [row["stages_ms"] for row in rows if row["stages_ms"]]
+    return {name: [parts.get(name, 0.0) for parts in traced] for name in order_stages(rows)}
 
 
 def sum_queue_wait(parts: Mapping[str, float]) -> float:
@@ -248,51 +250,49 @@ def sum_prefill(parts: Mapping[str, float]) -> float:
     )
 
 
-def count_good(samples: Sequence[RequestSample], slo_ms: Mapping[str, float]) -> int:
-    """Number of `samples` within all limits. slo_ms: metric -> limit."""
+def count_good(rows: Sequence[RequestRow], slo_ms: Mapping[str, float]) -> int:
+    """Number of `rows` within all limits. slo_ms: metric -> limit."""
     return sum(
-        all(sample.slo_metrics.get(name, 0.0) <= limit for name, limit in slo_ms.items())
-        for sample in samples
+        all((row[f"{name}_ms"] or 0.0) <= limit for name, limit in slo_ms.items()) for row in rows
     )
 
 
-def average_tail_stages(samples: Sequence[RequestSample]) -> dict[str, dict[str, float]]:
+def average_tail_stages(rows: Sequence[RequestRow]) -> dict[str, dict[str, float]]:
     """Mean stages of the middle tenth ("p50") and of the slowest hundredth ("p99").
 
-    Each adds up to the mean TTFT of its requests. {} when there are too few `samples`.
+    Each adds up to the mean TTFT of its requests. {} when there are too few `rows`.
     """
-    traced = [sample for sample in samples if sample.stages_ms]
-    if len(traced) < MIN_EXPLAINED_REQUESTS:
+    ranked = rank_traced(rows)
+    if len(ranked) < MIN_EXPLAINED_REQUESTS:
         return {}
-    ranked = sorted(traced, key=lambda sample: sample.ttft_ms)
     # Half of the middle tenth lies on each side of the median.
     middle, half_width = len(ranked) // 2, max(1, len(ranked) // 20)
     usual = ranked[middle - half_width : middle + half_width]
-    slow = ranked[-_count_slowest(ranked) :]
-    names = order_stages(traced)
-    return {"p50": _average_stages(usual, names), "p99": _average_stages(slow, names)}
+    slow, names = ranked[-_count_slowest(ranked) :], order_stages(ranked)
+    return {"p50": average_stages(usual, names), "p99": average_stages(slow, names)}
 
 
-def average_slowest_stages(samples: Sequence[RequestSample], share: float) -> dict[str, float]:
-    """Mean stages of the `share` of requests with the longest TTFT, one at least; {} without breakdowns."""
-    traced = sorted((each for each in samples if each.stages_ms), key=lambda each: each.ttft_ms)
-    slowest = traced[-max(1, round(share * len(traced))) :]
-    return _average_stages(slowest, order_stages(traced)) if traced else {}
+def rank_traced(rows: Sequence[RequestRow]) -> list[RequestRow]:
+    """The rows with a breakdown, by their TTFT."""
+    return sorted((row for row in rows if row["stages_ms"]), key=lambda row: float(row["ttft_ms"]))
 
 
-def _average_stages(samples: Sequence[RequestSample], names: Iterable[str]) -> dict[str, float]:
-    return {name: fmean(each.stages_ms.get(name, 0.0) for each in samples) for name in names}
+def average_stages(rows: Sequence[RequestRow], names: Iterable[str]) -> dict[str, float]:
+    """The mean of each of the stages `names` over `rows`."""
+    return {
+        name: round_ms(fmean(row["stages_ms"].get(name, 0.0) for row in rows)) for name in names
+    }
 
 
-def _count_slowest(samples: Sequence[RequestSample]) -> int:
-    """The number of the slowest hundredth of `samples`, one at least."""
-    return max(1, len(samples) // 100)
+def _count_slowest(rows: Sequence[RequestRow]) -> int:
+    """The number of the slowest hundredth of `rows`, one at least."""
+    return max(1, len(rows) // 100)
 
 
-def explain_tail(samples: Sequence[RequestSample]) -> str:
+def explain_tail(rows: Sequence[RequestRow]) -> str:
     """A sentence that names the stage by which the slowest hundredth differs most from the middle tenth."""
-    traced = [each for each in samples if each.stages_ms]
-    if not samples:
+    traced = rank_traced(rows)
+    if not rows:
         return "No request succeeded, so there is nothing to explain."
     if not traced:
         return (

@@ -9,33 +9,36 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, Final, TextIO
 
+import numpy as np
+
 from ttft_otel import __version__
 from ttft_otel.bench import request_statistics
 from ttft_otel.bench.bench_session import BenchSide
 from ttft_otel.bench.limit_search import CONFIDENCE, LimitSearch
 from ttft_otel.bench.load_driver import LoadRun
-from ttft_otel.bench.request_statistics import MAX_GENERATOR_LAG_MS, RequestSample
-from ttft_otel.model.statistics import compute_quantiles
+from ttft_otel.bench.request_statistics import BATCH, MIN_BATCHES, RequestRow, round_ms
 
 # To be counted up when a field changes its meaning: `bench compare` refuses other formats.
-RESULT_FORMAT: Final = "ttft-otel-bench/1"
-PERCENTILES: Final = ("p50", "p95", "p99")
-SHARES: Final = (0.5, 0.95, 0.99)
+RESULT_FORMAT: Final = "ttft-otel-bench/2"
+PERCENTILES: Final = (50, 95, 99)
 MAX_FAILURES_PER_KIND: Final = 10  # failures of a kind that are listed with their IDs
-# The usual reason: the server's threads keep the benchmark from running in time.
 GROWTH_SHARE: Final = 0.1  # of a limit by which a stage has to grow to be named
+MAX_GENERATOR_LAG_MS: Final = 5.0  # p99 beyond which a run is not valid
+# The usual reason: the server's threads keep the benchmark from running in time.
 LAG_REMEDY: Final = "run it on a CPU core of its own"
+SLICES: Final = 10  # of a run, by the time of sending
+SLOWEST_SHARE: Final = 0.05  # of requests whose stages stand for the slowest, without conditions
 
 
 def build_document(
     load: Mapping[str, Any],
     sides: Sequence[BenchSide],
     slo_ms: Mapping[str, float],
-    limit: Mapping[str, Any] | None = None,
+    sweep: Mapping[str, Any] | None = None,
 ) -> Any:
     """The result document: the load's flags, and each target's summary, runs and requests.
 
-    load: flags of the load. slo_ms: metric -> limit for goodput, {} without. limit: of --find.
+    load: flags of the load. slo_ms: metric -> limit for goodput, {} without. sweep: of describe_sweep().
     """
     return {
         "format": RESULT_FORMAT,
@@ -43,39 +46,17 @@ def build_document(
         # The flags, so that comparisons can name those that differ.
         "load": dict(load),
         "targets": [describe_target(side, slo_ms) for side in sides],
-        # Set by command.py for --ab; the keys are always there for readers of the schema.
+        # Set by commands/bench.py for --ab; the keys are always there for readers of the schema.
         "comparison": None,
         "uncompared": None,
-        "limit": limit,
-    }
-
-
-def describe_limit(search: LimitSearch, probes: Mapping[float, BenchSide]) -> dict[str, Any]:
-    """What --find has found: the interval, every rate that was tried, and the stage that grows first.
-
-    probes: the runs at each rate.
-    """
-    rows = [_describe_probe(search, rate, probes[rate]) for rate in sorted(probes)]
-    estimate = search.estimate
-    return {
-        "unit": search.unit,
-        "conditions": [each.text for each in search.conditions],
-        # The limit is between them with this confidence; null: no rate was found that fails.
-        "low": search.low,
-        "high": None if search.high == math.inf else search.high,
-        "estimate": estimate and float(f"{estimate:.3g}"),
-        "confidence": CONFIDENCE,
-        "ended": search.ended,
-        "probes": rows,
-        "explanation": explain_growth(rows, search.conditions[0].limit_ms),
-        "whatif": None,
+        "sweep": sweep,
     }
 
 
 def write_csv(document: Mapping[str, Any], file: TextIO) -> None:
     """Write one line for each request: its target and round, its figures, and a column for each stage."""
     rows = [
-        {"url": target["url"], "round": number}
+        {"url": target["url"], "rate": target["rate"], "round": number}
         | {name: value for name, value in row.items() if name != "stages_ms"}
         | {f"{name}_ms": ms for name, ms in row["stages_ms"].items()}
         for target in document["targets"]
@@ -88,39 +69,90 @@ def write_csv(document: Mapping[str, Any], file: TextIO) -> None:
     writer.writerows(rows)
 
 
-def choose_probe(search: LimitSearch, probes: Mapping[float, BenchSide]) -> BenchSide:
-    """The runs at the highest rate that holds; without one, at the lowest that was tried."""
-    return probes.get(search.low) or probes[min(probes)]
+def describe_sweep(probes: Sequence[BenchSide], search: LimitSearch | None) -> dict[str, Any]:
+    """Every rate that was tried, from the lowest on, the knee, and the stage that grows first.
 
-
-def _describe_probe(search: LimitSearch, rate: float, probe: BenchSide) -> dict[str, Any]:
-    samples = [each for run in probe.runs for each in request_statistics.collect_samples(run)]
-    tail = min(each.tail for each in search.conditions)
-    stages_ms = request_statistics.average_slowest_stages(samples, tail)
-    found = search.evidence.get(rate, [])
+    search: of --find, None where the rates were given.
+    """
+    tail = min((each.tail for each in search.conditions), default=0.0) if search else SLOWEST_SHARE
+    rows = [_describe_probe(probe, tail, search) for probe in probes]
+    closed = any(probe.plan.concurrency for probe in probes)
     return {
-        "rate": rate,
-        "verdict": search.judge_rate(rate),
-        "rounds": len(probe.runs),
-        "requests": sum(run.started for run in probe.runs),
-        "overloaded": sum(run.overloaded for run in probe.runs),
-        "beyond": [_round_value(each.beyond / max(1, each.counted)) for each in found],
-        # Of the slowest, as many as the strictest percentile leaves out; they add up to their mean TTFT.
-        "slowest_stages_ms": {name: _round_value(value) for name, value in stages_ms.items()},
+        "unit": "concurrent requests" if closed else "requests/s",
+        "rates": rows,
+        "knee": find_knee(rows),
+        "explanation": explain_growth(rows, search.conditions[0].limit_ms if search else None),
+        "whatif": None,
+        "limit": _describe_limit(search) if search else None,
     }
 
 
-def explain_growth(probes: Sequence[Mapping[str, Any]], limit_ms: float) -> str:
+def _describe_limit(search: LimitSearch) -> dict[str, Any]:
+    estimate = search.estimate
+    return {
+        "conditions": [each.text for each in search.conditions],
+        # The limit is between them with this confidence; null: no rate was found that fails.
+        "low": search.low,
+        "high": None if search.high == math.inf else search.high,
+        "estimate": estimate and float(f"{estimate:.3g}"),
+        "confidence": CONFIDENCE,
+        "ended": search.ended,
+    }
+
+
+def _describe_probe(probe: BenchSide, tail: float, search: LimitSearch | None) -> dict[str, Any]:
+    rows = [row for run in probe.runs for row in request_statistics.collect_rows(run)]
+    seconds = sum(request_statistics.compute_duration_s(run) for run in probe.runs)
+    found = search.evidence.get(probe.rate, []) if search else []
+    return {
+        "rate": probe.rate,
+        **_describe_part(rows, seconds, tail),
+        "verdict": search.judge_rate(probe.rate) if search else None,
+        "rounds": len(probe.runs),
+        "overloaded": sum(run.overloaded for run in probe.runs),
+        "beyond": [round_ms(each.beyond / max(1, each.counted)) for each in found],
+    }
+
+
+def _describe_part(rows: Sequence[RequestRow], seconds: float, tail: float) -> dict[str, Any]:
+    """Requests of a rate or of a slice of time. tail: share of the slowest, whose stages are averaged."""
+    ranked = request_statistics.rank_traced(rows)
+    slowest = ranked[-max(1, round(tail * len(ranked))) :]
+    names = request_statistics.order_stages(ranked)
+    return {
+        "requests": len(rows),
+        "requests_per_s": round_ms(len(rows) / seconds) if seconds else 0.0,
+        "ttft_ms": _describe_values([row["ttft_ms"] for row in rows]),
+        # They add up to the mean TTFT of these requests.
+        "slowest_stages_ms": request_statistics.average_stages(slowest, names),
+    }
+
+
+def find_knee(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The rate with the greatest power, throughput per mean TTFT (Kleinrock, 1979).
+
+    None where it is the highest that was tried, beyond which it may still grow.
+    """
+    power = {
+        row["rate"]: row["requests_per_s"] / row["ttft_ms"]["mean"]
+        for row in rows
+        if row["requests"]
+    }
+    knee = max(power, key=lambda rate: power[rate], default=None)
+    return knee if power and knee != max(power) else None
+
+
+def explain_growth(rows: Sequence[Mapping[str, Any]], limit_ms: float | None) -> str:
     """A sentence that names the stage of the slowest requests that grows first with the rate; "" for none.
 
-    probes: from the lowest rate to the highest.
+    rows: from the lowest rate to the highest. limit_ms: None: what they take at the lowest rate.
     """
-    described = [each for each in probes if each["slowest_stages_ms"]]
+    described = [each for each in rows if each["slowest_stages_ms"]]
     for row in described[1:]:
         base, stages_ms = described[0]["slowest_stages_ms"], row["slowest_stages_ms"]
         growth_ms = {name: ms - base.get(name, 0.0) for name, ms in stages_ms.items()}
         name = max(growth_ms, key=lambda each: growth_ms[each])
-        if growth_ms[name] > GROWTH_SHARE * limit_ms:
+        if growth_ms[name] > GROWTH_SHARE * (limit_ms or sum(base.values())):
             return (
                 f"{name} grows first: among the slowest requests from {base.get(name, 0.0):.1f} ms at "
                 f"{described[0]['rate']:g} to {stages_ms[name]:.1f} ms at {row['rate']:g}, of "
@@ -131,64 +163,58 @@ def explain_growth(probes: Sequence[Mapping[str, Any]], limit_ms: float) -> str:
 
 def describe_target(side: BenchSide, slo_ms: Mapping[str, float]) -> dict[str, Any]:
     """One target: its runs, and a summary over all of them. slo_ms: as in build_document()."""
-    samples_by_run = [request_statistics.collect_samples(run) for run in side.runs]
-    rows = [_build_run(run, sample) for run, sample in zip(side.runs, samples_by_run, strict=True)]
-    all_samples = [sample for run_samples in samples_by_run for sample in run_samples]
-    # Sum of the runs: pauses and the other side's rounds between them are no load.
-    duration_s = sum(request_statistics.compute_duration_s(run) for run in side.runs)
+    rows_by_run = [request_statistics.collect_rows(run) for run in side.runs]
+    summary = _build_summary(side.runs, [row for rows in rows_by_run for row in rows], slo_ms)
+    is_ramp = side.plan.last_rate is not None
+    runs = [
+        _build_run(run, rows, is_ramp) for run, rows in zip(side.runs, rows_by_run, strict=True)
+    ]
     return {
         "url": side.target.url,
         "model": side.factory.model,
+        "rate": side.rate or None,
         # An interrupted benchmark may have no run of this side at all.
-        "valid": bool(rows) and all(row["valid"] for row in rows),
-        "summary": _build_summary(
-            all_samples, duration_s, slo_ms, sum(len(run.results) for run in side.runs)
-        ),
-        "runs": rows,
+        "valid": bool(runs) and all(run["valid"] for run in runs),
+        "summary": summary,
+        "runs": runs,
     }
 
 
 def _build_summary(
-    samples: Sequence[RequestSample],
-    duration_s: float,
-    slo_ms: Mapping[str, float],
-    answered_count: int,
+    runs: Sequence[LoadRun], rows: Sequence[RequestRow], slo_ms: Mapping[str, float]
 ) -> dict[str, Any]:
+    # Sum of the runs: pauses and the other side's rounds between them are no load.
+    duration_s = sum(request_statistics.compute_duration_s(run) for run in runs)
     # 0 without a result: then there is no rate either.
     per_second = 1 / duration_s if duration_s else 0.0
-    good_count = request_statistics.count_good(samples, slo_ms)
+    good_count = request_statistics.count_good(rows, slo_ms)
+    # Unknown counts are left out here; `counted` tells that there were some.
+    input_tokens = sum(row["input_tokens"] or 0 for row in rows)
+    stages_ms = request_statistics.list_stages(rows)
     return {
-        "figures_ms": _describe_distributions(request_statistics.list_metrics(samples)),
-        "stages_ms": _describe_distributions(request_statistics.list_stages(samples)),
-        "breakdowns": sum(bool(sample.stages_ms) for sample in samples),
-        "explanation": request_statistics.explain_tail(samples),
-        "ends_ms": {
-            title: {name: _round_value(value) for name, value in parts.items()}
-            for title, parts in request_statistics.average_tail_stages(samples).items()
-        },
+        "figures_ms": _describe_all(request_statistics.list_metrics(rows)),
+        "stages_ms": _describe_all(stages_ms),
+        "breakdowns": sum(bool(row["stages_ms"]) for row in rows),
+        "explanation": request_statistics.explain_tail(rows),
+        "ends_ms": request_statistics.average_tail_stages(rows),
         "throughput": {
-            "requests_per_s": _round_value(len(samples) * per_second),
-            "input_tokens_per_s": _round_value(
-                # Unknown counts are left out here; `counted` tells that there were some.
-                sum(sample.input_tokens or 0 for sample in samples) * per_second
-            ),
-            "output_tokens_per_s": _round_value(
-                sum(sample.output_tokens for sample in samples) * per_second
-            ),
+            "requests_per_s": round_ms(len(rows) * per_second),
+            "input_tokens_per_s": round_ms(input_tokens * per_second),
+            "output_tokens_per_s": round_ms(sum(row["output_tokens"] for row in rows) * per_second),
         },
-        "counted": all(sample.input_tokens is not None for sample in samples),
+        "counted": all(row["input_tokens"] is not None for row in rows),
         "goodput": {
             "slo_ms": dict(slo_ms),
-            "requests_per_s": _round_value(good_count * per_second),
+            "requests_per_s": round_ms(good_count * per_second),
             # Of all answers, failures included: who fails fast must not look good.
-            "share": _round_value(good_count / max(1, answered_count)),
+            "share": round_ms(good_count / max(1, sum(len(run.results) for run in runs))),
         }
         if slo_ms
         else None,
     }
 
 
-def _build_run(run: LoadRun, samples: Sequence[RequestSample]) -> dict[str, Any]:
+def _build_run(run: LoadRun, rows: Sequence[RequestRow], is_ramp: bool) -> dict[str, Any]:
     failures = request_statistics.group_failures(run)
     start_ns = request_statistics.find_start_ns(run)
     lags_ms = request_statistics.measure_lag(run)
@@ -197,18 +223,22 @@ def _build_run(run: LoadRun, samples: Sequence[RequestSample]) -> dict[str, Any]
         for name, value in lags_ms.items()
         if value > MAX_GENERATOR_LAG_MS
     ]
-    if not samples:
+    if not rows:
         reasons.append("no request succeeded")
+    slices = _slice_run(rows)
     return {
         "valid": not reasons,
         "why": reasons,
         "stopped": run.stopped,
-        "seconds": _round_value(request_statistics.compute_duration_s(run)),
-        "lag_ms": {name: _round_value(value) for name, value in lags_ms.items()},
+        "seconds": round_ms(request_statistics.compute_duration_s(run)),
+        "lag_ms": {name: round_ms(value) for name, value in lags_ms.items()},
         "started": run.started,
-        "succeeded": len(samples),
+        "succeeded": len(rows),
         "unfinished": run.unfinished,
-        "held": run.delayed,
+        # A ramp is not to become steady.
+        "steady": None if is_ramp else _describe_steady(rows),
+        "slices": slices,
+        "growth": explain_growth(slices, None) if is_ramp else "",
         "failures": {kind: len(results) for kind, results in failures.items()},
         # The server's first words about each kind.
         "complaints": {
@@ -222,49 +252,55 @@ def _build_run(run: LoadRun, samples: Sequence[RequestSample]) -> dict[str, Any]
                 {
                     "request_id": result.request_id,
                     "trace_id": result.trace_id,
-                    "sent_ms": _round_value((result.response.sent_ns - start_ns) / 1e6),
+                    "sent_ms": round_ms((result.response.sent_ns - start_ns) / 1e6),
                 }
                 for result in results[:MAX_FAILURES_PER_KIND]
             ]
             for kind, results in failures.items()
         },
-        "requests": [_build_request_row(sample) for sample in samples],
+        "requests": [
+            {name: value for name, value in row.items() if name != "gaps_ms"} for row in rows
+        ],
     }
 
 
-def _build_request_row(sample: RequestSample) -> dict[str, Any]:
+def _slice_run(rows: Sequence[RequestRow]) -> list[dict[str, Any]]:
+    """Equal parts of the time in which a run's requests were sent."""
+    width_ms = (rows[-1]["sent_ms"] if rows else 0.0) / SLICES
+    # Less than a batch in a slice says nothing.
+    if len(rows) < SLICES * BATCH or not width_ms:
+        return []
+    places = [min(SLICES - 1, int(row["sent_ms"] / width_ms)) for row in rows]
+    slices = []
+    for place in range(SLICES):
+        inside = [row for row, at in zip(rows, places, strict=True) if at == place]
+        part = _describe_part(inside, width_ms / 1000, SLOWEST_SHARE)
+        # Answered later or not: a slice has the requests that were sent in it.
+        rate = part.pop("requests_per_s")
+        slices.append({"from_s": round_ms(place * width_ms / 1000), "rate": rate, **part})
+    return slices
+
+
+def _describe_steady(rows: Sequence[RequestRow]) -> dict[str, Any] | None:
+    """From when on a run's TTFTs are steady, and what they are then; null with too few requests."""
+    if len(rows) < MIN_BATCHES * BATCH:
+        return None
+    first = request_statistics.find_steady_start([row["ttft_ms"] for row in rows])
+    kept = [] if first is None else rows[first:]
     return {
-        "request_id": sample.request_id,
-        "trace_id": sample.trace_id,
-        "sent_ms": _round_value(sample.sent_ms),
-        "ttft_ms": _round_value(sample.ttft_ms),
-        "latency_ms": _round_value(sample.latency_ms),
-        "tpot_ms": None if sample.tpot_ms is None else _round_value(sample.tpot_ms),
-        "itl_ms": _round_value(sum(sample.gaps_ms) / len(sample.gaps_ms))
-        # None with a single token event: there is no gap then.
-        if sample.gaps_ms
-        else None,
-        # The weight of `itl_ms` when all gaps of a round are averaged.
-        "itl_count": len(sample.gaps_ms),
-        "input_tokens": sample.input_tokens,
-        "output_tokens": sample.output_tokens,
-        "cached_tokens": sample.cached_tokens,
-        "stages_ms": {name: _round_value(value) for name, value in sample.stages_ms.items()},
+        "from_s": kept[0]["sent_ms"] / 1000 if kept else None,
+        "ttft_ms": _describe_values([row["ttft_ms"] for row in kept]),
     }
 
 
-def _describe_distributions(
-    values_by_name: Mapping[str, Sequence[float]],
-) -> dict[str, dict[str, float]]:
-    """Number, mean and percentiles of what has values."""
-    return {
-        name: {"count": len(values), "mean": _round_value(fmean(values))}
-        | dict(zip(PERCENTILES, map(_round_value, compute_quantiles(values, SHARES)), strict=True))
-        for name, values in values_by_name.items()
-        if values
-    }
+def _describe_all(values_by_name: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    return {name: _describe_values(values) for name, values in values_by_name.items() if values}
 
 
-def _round_value(value: float) -> float:
-    # Microseconds: further digits of the clock are noise.
-    return round(value, 3)
+def _describe_values(values: Sequence[float]) -> dict[str, float]:
+    """Number, mean and percentiles; {} without values."""
+    if not values:
+        return {}
+    found = map(round_ms, np.percentile(values, PERCENTILES).tolist())
+    percentiles = {f"p{q}": value for q, value in zip(PERCENTILES, found, strict=True)}
+    return {"count": len(values), "mean": round_ms(fmean(values)), **percentiles}

@@ -14,7 +14,9 @@ from rich.text import Text
 from ttft_otel.bench.comparison import MIN_ROUNDS
 from ttft_otel.bench.load_driver import LoadRun
 
-KNEE_STAGES: Final = 3  # columns of the table of --find
+# Stages of a bar, the one that differs most first; blocks of other heights are hard to tell apart.
+BAR_PARTS: Final = (("█", "red"), ("▒", "blue"), ("░", "green"))
+BAR_WIDTH: Final = 20
 COLUMNS: Final = ("p50", "p95", "p99", "mean")
 METRIC_TITLES: Final = {
     "ttft": "TTFT",
@@ -76,11 +78,14 @@ class ProgressLine:
 
 def print_document(document: Mapping[str, Any], out: Console) -> None:
     """Print a result document."""
-    if document["limit"]:
-        _print_limit(document["limit"], out)
+    if sweep := document["sweep"]:
+        _print_sweep(sweep, out)
+    # Of a sweep the table has the figures; of --find there is one target, a rate that holds.
+    is_brief = bool(sweep) and not sweep["limit"]
     for target in document["targets"]:
-        out.print(Text(f"{target['url']}  {target['model']}", style="bold"))
-        _print_target(target, out)
+        rate = f"  at {target['rate']:g}" if is_brief else ""
+        out.print(Text(f"{target['url']}  {target['model']}{rate}", style="bold"))
+        _print_target(target, out, is_brief)
         out.print()
     if document["comparison"]:
         print_comparison(document["comparison"], out)
@@ -88,52 +93,86 @@ def print_document(document: Mapping[str, Any], out: Console) -> None:
         out.print(Text(f"✗ No comparison: {document['uncompared']}", style="bold red"))
 
 
-def _print_limit(limit: Mapping[str, Any], out: Console) -> None:
-    """The interval of --find, and a table of the rates tried: the knee."""
-    low, high = f"{limit['low']:g}", limit["high"]
-    place = f"above {low}" if high is None else f"between {low} and {high:g}"
-    conditions = " and ".join(limit["conditions"])
-    out.print(
-        Text(
-            f"{conditions}: the limit is {place} {limit['unit']} ({limit['confidence']:.0%})",
-            style="bold",
-        )
+def _print_sweep(sweep: Mapping[str, Any], out: Console) -> None:
+    """The interval of --find, the rates tried, the knee and what grows first."""
+    if limit := sweep["limit"]:
+        low, high = f"{limit['low']:g}", limit["high"]
+        place = f"above {low}" if high is None else f"between {low} and {high:g}"
+        conditions = " and ".join(limit["conditions"])
+        said = f"{conditions}: the limit is {place} {sweep['unit']} ({limit['confidence']:.0%})"
+        out.print(Text(said, style="bold"))
+        likely = f"likeliest {limit['estimate']:g}; " if limit["estimate"] else ""
+        out.print(Text(f"{likely}the search ended: {limit['ended']}", style="dim"))
+    metrics = [each.partition("<")[0] for each in limit["conditions"]] if limit else []
+    _print_parts(sweep["rates"], metrics, out)
+    knee = (
+        f"The knee is at {sweep['knee']:g} {sweep['unit']}: throughput per TTFT is greatest there."
     )
-    likely = f"likeliest {limit['estimate']:g}; " if limit["estimate"] else ""
-    out.print(Text(f"{likely}the search ended: {limit['ended']}", style="dim"))
+    if sweep["knee"] is None:
+        knee = "No knee: throughput per TTFT is greatest at the highest rate."
+    out.print(Text("\n".join(filter(None, (knee, sweep["explanation"], sweep["whatif"]))) + "\n"))
+
+
+def _print_parts(parts: Sequence[Mapping[str, Any]], metrics: Sequence[str], out: Console) -> None:
+    """A table of rates, or of the slices of a ramp; a bar is the TTFT of the slowest, by stage."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    names = _choose_knee_stages(limit["probes"])
-    metrics = [each.partition("<")[0] for each in limit["conditions"]]
-    for title in ("rate", "verdict", "in", *metrics, *names):
-        is_word = title == "verdict"
-        table.add_column(title, justify="left" if is_word else "right", overflow="fold")
-    for row in limit["probes"]:
-        verdict = f"{row['verdict']}{', overloaded' if row['overloaded'] else ''}"
-        shares = [f"{share:.1%}" for share in row["beyond"]] or ["–"] * len(metrics)
-        stages_ms = [_format_ms(row["slowest_stages_ms"].get(name, 0.0)) for name in names]
-        style = {"holds": "green", "fails": "red"}.get(row["verdict"], "yellow")
-        table.add_row(
-            f"{row['rate']:g}", Text(verdict, style), str(row["requests"]), *shares, *stages_ms
-        )
+    from_title = ["from s"] * ("from_s" in parts[0])
+    for title in (*from_title, "rate", "in", "p50", "p95", *metrics, "slowest"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("by stage", no_wrap=True)
+    names = _choose_stages(parts)
+    longest = max(sum(row["slowest_stages_ms"].values()) for row in parts)
+    for row in parts:
+        first = [f"{row['from_s']:.1f}"] if from_title else []
+        verdict = row.get("verdict")
+        style = {"holds": "green", "fails": "red", "undecided": "yellow"}.get(verdict or "", "")
+        mark = {"holds": " ✓", "fails": " ✗", "undecided": " ?"}.get(verdict or "", "")
+        ttfts = [
+            _format_ms(row["ttft_ms"][each]) if row["ttft_ms"] else "–" for each in ("p50", "p95")
+        ]
+        beyond = row.get("beyond") or [None] * len(metrics)
+        shares = ["–" if share is None else f"{share:.1%}" for share in beyond]
+        stages_ms = row["slowest_stages_ms"]
+        slowest = _format_ms(sum(stages_ms.values())) if stages_ms else "–"
+        bar = _draw_bar(stages_ms, names, longest)
+        rate = Text(f"{row['rate']:g}{'!' * bool(row.get('overloaded'))}{mark}", style)
+        table.add_row(*first, rate, str(row["requests"]), *ttfts, *shares, slowest, bar)
     out.print(table)
-    out.print(
-        Text(
-            f"{', '.join(metrics)}: requests beyond the limit; stages: ms of the slowest requests",
-            "dim",
+    legend = Text("ms; ", "dim")
+    for name, (_, color) in names.items():
+        legend.append("■ ", color).append(f"{name} ", "dim")
+    if metrics:
+        legend.append(
+            f"\n{', '.join(metrics)}: requests beyond the limit; !: a round ended early", "dim"
         )
-    )
-    out.print(Text("\n".join(filter(None, (limit["explanation"], limit["whatif"]))) + "\n"))
+    out.print(legend)
 
 
-def _choose_knee_stages(probes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The stages that differ most between rates."""
-    names = dict.fromkeys(name for row in probes for name in row["slowest_stages_ms"])
-    values = {name: [row["slowest_stages_ms"].get(name, 0.0) for row in probes] for name in names}
+def _choose_stages(parts: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
+    """The stages that differ most between rows, each with its sign and colour in a bar."""
+    names = dict.fromkeys(name for row in parts for name in row["slowest_stages_ms"])
+    values = {name: [row["slowest_stages_ms"].get(name, 0.0) for row in parts] for name in names}
     ranked = sorted(names, key=lambda name: min(values[name]) - max(values[name]))
-    return ranked[:KNEE_STAGES]
+    # Signs differ, because a log has no colours.
+    return dict(zip(ranked, BAR_PARTS, strict=False))
 
 
-def _print_target(target: Mapping[str, Any], out: Console) -> None:
+def _draw_bar(
+    stages_ms: Mapping[str, float], parts: Mapping[str, tuple[str, str]], longest_ms: float
+) -> Text:
+    """The named stages as parts of a bar, then the others; of BAR_WIDTH where they take `longest_ms`."""
+    bar, ms, end = Text(), 0.0, 0
+    rest = sum(value for name, value in stages_ms.items() if name not in parts)
+    lengths = [(stages_ms.get(name, 0.0), *parts[name]) for name in parts]
+    for length, sign, color in (*lengths, (rest, "·", "dim")):
+        # Ends are rounded and not lengths, so that the whole bar is right.
+        ms += max(0.0, length)
+        begin, end = end, round(BAR_WIDTH * ms / longest_ms) if longest_ms else 0
+        bar.append(sign * (end - begin), color)
+    return bar
+
+
+def _print_target(target: Mapping[str, Any], out: Console, is_brief: bool) -> None:
     summary = target["summary"]
     for number, run in enumerate(target["runs"], 1):
         out.print(_build_headline(run, number if len(target["runs"]) > 1 else 0))
@@ -144,6 +183,17 @@ def _print_target(target: Mapping[str, Any], out: Console) -> None:
                     f"  {kind}: {complaint}first trace {first_failures[0]['trace_id']}", style="red"
                 )
             )
+    if not is_brief:
+        _print_summary(summary, out)
+    for run in target["runs"]:
+        if run["slices"] and not run["steady"]:  # a ramp
+            _print_parts(run["slices"], (), out)
+            out.print(Text(run["growth"]))
+        for why in run["why"]:
+            out.print(Text(f"✗ NOT VALID: {why}", style="bold red"))
+
+
+def _print_summary(summary: Mapping[str, Any], out: Console) -> None:
     out.print()
     named = {METRIC_TITLES[name]: line for name, line in summary["figures_ms"].items()}
     if named:
@@ -152,9 +202,6 @@ def _print_target(target: Mapping[str, Any], out: Console) -> None:
         out.print(_build_table("stage", summary["stages_ms"]))
     out.print(_describe_rates(summary))
     out.print(Text(summary["explanation"]))
-    for run in target["runs"]:
-        for why in run["why"]:
-            out.print(Text(f"✗ NOT VALID: {why}", style="bold red"))
 
 
 def _build_headline(run: Mapping[str, Any], number: int) -> Text:
@@ -164,15 +211,21 @@ def _build_headline(run: Mapping[str, Any], number: int) -> Text:
         text.append(f", {count} {kind}", style="red")
     if run["unfinished"]:
         text.append(f", {run['unfinished']} not finished")
-    if run["held"]:
-        text.append(f", {run['held']} held back by --max-unfinished")
     if run["stopped"]:
         text.append(", stopped", style="yellow")
     lags_ms = run["lag_ms"]
     lag_text = (
         f"; own lag p99: sends {lags_ms['send_p99']:.2f} ms, loop {lags_ms['loop_p99']:.2f} ms"
     )
-    return text.append(lag_text, style="dim")
+    text.append(lag_text, style="dim")
+    if not (steady := run["steady"]):
+        return text
+    if steady["from_s"] is None:
+        return text.append("\n! not steady: send more requests, or fewer a second", "yellow")
+    figures = ", ".join(f"{name} {_format_ms(steady['ttft_ms'][name])}" for name in ("p50", "p95"))
+    count = f"{steady['ttft_ms']['count']} requests"
+    said = f"\nwarm-up until {steady['from_s']:.1f} s; {count} later: TTFT {figures} ms"
+    return text.append(said if steady["from_s"] else "", "dim")
 
 
 def _build_table(kind: str, distributions: Mapping[str, Any]) -> Table:

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Final
@@ -18,29 +19,15 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from ttft_otel.bench import (
-    multi_round,
-    request_factory,
-    result_document,
-    terminal_report,
-    trace_replay,
-)
-from ttft_otel.bench.bench_session import (
-    BenchSide,
-    InterruptCounter,
-    check_plan,
-    run_plan,
-    run_search,
-)
+from ttft_otel.bench import data_file, request_factory, result_document, terminal_report
+from ttft_otel.bench.bench_session import BenchSession, BenchSide
 from ttft_otel.bench.comparison import compare_targets, list_load_differences
 from ttft_otel.bench.http_exchange import BenchTarget
 from ttft_otel.bench.limit_search import MAX_ROUNDS, LimitCondition, LimitSearch, parse_condition
-from ttft_otel.bench.load_plan import ARRIVALS, CHAT_DATASETS, DATASETS, DatasetShape, LoadPlan
-from ttft_otel.bench.multi_round import MultiRoundOptions
+from ttft_otel.bench.load_plan import ARRIVALS, DEFAULT_REQUESTS, DatasetShape, LoadPlan
 from ttft_otel.bench.request_factory import BenchInputError, RequestFactory
 from ttft_otel.bench.request_statistics import find_window
 from ttft_otel.bench.result_document import RESULT_FORMAT, build_document
-from ttft_otel.bench.trace_replay import BLOCK_TOKENS
 from ttft_otel.commands.command_options import add_options, make_number_option
 from ttft_otel.commands.source_options import add_source_options
 from ttft_otel.explain.diff import release_gate
@@ -50,6 +37,11 @@ from ttft_otel.report.show.terminal import remove_controls
 from ttft_otel.report.store.database_reader import RequestFilter
 from ttft_otel.report.store.database_schema import StoreError
 
+FILE_FLAGS: Final = ("speed", "max_input", "max_output")
+MADE_FLAGS: Final = (
+    *("input_len", "output_len", "spread", "prefix_len", "prefixes", "turns", "think"),
+    *("images", "image_size"),
+)
 SLO_METRICS: Final = ("ttft", "tpot", "latency")
 # RFC 9110: a token, then visible characters; a line feed in it would begin another header.
 HEADER_LINE: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*:([\t\x20-\x7e\x80-\xff]*)")
@@ -69,37 +61,27 @@ POSITIVE_FLOAT: Final = click.FloatRange(min=0, min_open=True)
 RESULT_FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
 SHAPE: Final = DatasetShape()  # the defaults
-ROUNDS: Final = MultiRoundOptions()
+MAX_RATES: Final = 20  # of a sweep
+RATES: Final = re.compile(r"(\d+(?:\.\d+)?)\.\.(\d+(?:\.\d+)?)")  # a ramp
 
 
-def _require_block_divisor(_context: click.Context, _option: click.Parameter, value: int) -> int:
-    """Check that `value` divides a trace's blocks. Raises BadParameter."""
-    # Else a shrunk block would not be a whole number of tokens,
-    # and shared prefixes would end elsewhere.
-    if BLOCK_TOKENS % value:
-        raise click.BadParameter(
-            f"{value} does not divide blocks of {BLOCK_TOKENS} tokens. Give a power of two, 1 to "
-            f"{BLOCK_TOKENS}; "
-            "--max-input cuts prompts to any length."
-        )
-    return value
-
-
-def list_misplaced_flags(context: click.Context, dataset: str) -> list[str]:
-    """Flags on the command line that belong to a dataset other than `dataset`.
-
-    A flag belongs to the dataset with whose name its help begins ("replay: ...").
-    """
-    # The help texts say what belongs where: a second list could go out of step with them.
-    other_datasets = {f"{candidate}:" for candidate in DATASETS} - {f"{dataset}:"}
-    return [
-        candidate.opts[0]
-        for candidate in context.command.params
-        if isinstance(candidate, click.Option)
-        and (candidate.help or "").split(" ")[0] in other_datasets
-        # Defaults are always there; only what was written can be a mistake.
-        and context.get_parameter_source(candidate.name or "") is ParameterSource.COMMANDLINE
-    ]
+def _read_rates(
+    _context: click.Context, option: click.Parameter, text: str | None
+) -> list[tuple[float, float | None]]:
+    """The rates of a load, each with the one to which it grows. Raises BadParameter."""
+    if text is None:
+        return []
+    is_whole = option.name == "concurrency"
+    ramp = None if is_whole else RATES.fullmatch(text)
+    try:
+        rates = [float(each) for each in (ramp.groups() if ramp else text.split(","))]
+    except ValueError:
+        rates = []
+    if not 0 < len(rates) <= MAX_RATES or not all(0 < each < math.inf for each in rates):
+        raise click.BadParameter(f"{text!r}: give a number above 0, or up to {MAX_RATES} as 1,2,4")
+    if is_whole and not all(each.is_integer() for each in rates):
+        raise click.BadParameter(f"{text!r}: requests at once are whole numbers")
+    return [(rates[0], rates[1])] if ramp else [(each, None) for each in sorted(set(rates))]
 
 
 def _read_conditions(
@@ -130,12 +112,6 @@ TARGET_OPTIONS: Final = (
         metavar="URL_A URL_B",
         help="Compare two servers or routers, in alternating rounds.",
     ),
-    click.option(
-        # The second side would else find the first one's prompts in the cache that both share.
-        "--apart",
-        is_flag=True,
-        help="With --ab: different prompts for B, for two routers that share a prefix cache.",
-    ),
     click.option("--model", help="Model name.  [default: the first of /v1/models]"),
     click.option(
         "--header",
@@ -149,22 +125,15 @@ TARGET_OPTIONS: Final = (
         "--timeout", POSITIVE_FLOAT, 600.0, "Seconds until a request counts as failed."
     ),
 )
-DATASET_OPTIONS: Final = (
-    click.option("--dataset", type=click.Choice(DATASETS), default="random", show_default=True),
-    # An argument, because only `replay` reads one; bench.py refuses it elsewhere.
-    click.argument("file", required=False, type=click.Path(path_type=Path)),
+DATA_OPTIONS: Final = (
+    click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False)),
     click.option("--api", type=click.Choice(("completions", "chat")), help="API to use."),
     click.option(
         "--requests",
         type=POSITIVE_INT,
-        help="Number of requests.  [default: 100; replay: all; multi-round: until --time]",
+        help=f"Number of requests.  [default: {DEFAULT_REQUESTS}; of a FILE: all]",
     ),
-    make_number_option(
-        "--input-len",
-        POSITIVE_INT,
-        SHAPE.input_tokens,
-        "Prompt tokens (shared-prefix: after the prefix).",
-    ),
+    make_number_option("--input-len", POSITIVE_INT, SHAPE.input_tokens, "Tokens of each question."),
     make_number_option("--output-len", POSITIVE_INT, SHAPE.output_tokens, "Output tokens."),
     make_number_option(
         "--spread",
@@ -176,67 +145,37 @@ DATASET_OPTIONS: Final = (
         "--prefix-len",
         NON_NEGATIVE_INT,
         SHAPE.prefix_tokens,
-        "shared-prefix: tokens of each prefix.",
+        "Tokens before the first question, which conversations share.",
     ),
+    make_number_option("--prefixes", POSITIVE_INT, SHAPE.prefix_count, "Number of such prefixes."),
+    make_number_option("--turns", POSITIVE_INT, SHAPE.turns, "Questions of each conversation."),
     make_number_option(
-        "--prefixes", POSITIVE_INT, SHAPE.prefix_count, "shared-prefix: number of prefixes."
+        "--think",
+        click.FloatRange(min=0),
+        SHAPE.think_s,
+        "Seconds from an answer to the next question, on average.",
     ),
     # Images differ in all requests, so no cache of encodings spares an encoder its work.
     make_number_option(
-        "--images", POSITIVE_INT, SHAPE.images_per_request, "images: images per request."
+        "--images", NON_NEGATIVE_INT, SHAPE.images_per_request, "Images of each question."
     ),
     make_number_option(
-        "--image-size", POSITIVE_INT, SHAPE.image_edge_px, "images: width and height in pixels."
-    ),
-    click.option(
-        "--vocab",
-        # IDs below 100 are left out as special tokens, so fewer would leave hardly any to draw.
-        type=click.IntRange(min=200),
-        help="Draw token IDs from 100 to this number.  [default: IDs of common words, asked of the "
-        "server]",
+        "--image-size", POSITIVE_INT, SHAPE.image_edge_px, "Their width and height in pixels."
     ),
     # Published traces are those of a cluster: below 1 they become bearable for one server.
-    make_number_option("--speed", POSITIVE_FLOAT, 1.0, "replay: divide the trace's times by this."),
-    click.option(
-        "--shrink",
-        type=click.IntRange(1, BLOCK_TOKENS),
-        default=1,
-        show_default=True,
-        callback=_require_block_divisor,
-        help="replay: divide prompt lengths by this power of two.",
-    ),
-    click.option("--max-input", type=POSITIVE_INT, help="replay: cut prompts to this many tokens."),
-    click.option(
-        "--max-output", type=POSITIVE_INT, help="replay: limit outputs to this many tokens."
-    ),
-)
-MULTI_ROUND_OPTIONS: Final = tuple(
-    make_number_option(name, kind, default, f"multi-round: {text}")
-    # Names as in production-stack's multi-round-qa.py, so that its settings can be taken over.
-    for name, kind, default, text in (
-        ("--num-users", POSITIVE_INT, ROUNDS.user_count, "concurrent users."),
-        ("--num-rounds", POSITIVE_INT, ROUNDS.rounds_per_user, "questions per user."),
-        ("--qps", POSITIVE_FLOAT, ROUNDS.qps, "questions per second of all users together."),
-        (
-            "--shared-system-prompt",
-            NON_NEGATIVE_INT,
-            ROUNDS.system_tokens,
-            "tokens shared by all users.",
-        ),
-        (
-            "--user-history-prompt",
-            NON_NEGATIVE_INT,
-            ROUNDS.history_tokens,
-            "first tokens of each user.",
-        ),
-        ("--question-len", POSITIVE_INT, ROUNDS.question_tokens, "tokens per question."),
-        ("--answer-len", POSITIVE_INT, ROUNDS.answer_tokens, "tokens per answer."),
-        ("--time", POSITIVE_FLOAT, ROUNDS.duration_s, "duration in seconds."),
-    )
+    make_number_option("--speed", POSITIVE_FLOAT, 1.0, "Divide a trace's times by this."),
+    click.option("--max-input", type=POSITIVE_INT, help="Cut a trace's prompts to so many tokens."),
+    click.option("--max-output", type=POSITIVE_INT, help="Cut a FILE's answers to so many tokens."),
 )
 LOAD_OPTIONS: Final = (
     # Without a default: open and closed loop answer different questions.
-    click.option("--rate", type=POSITIVE_FLOAT, help="Open loop: requests per second."),
+    click.option(
+        "--rate",
+        "rates",
+        callback=_read_rates,
+        metavar="RATES",
+        help="Open loop: requests per second. 1,2,4: one after the other, a sweep; 1..8: growing.",
+    ),
     click.option(
         "--arrivals",
         type=click.Choice(ARRIVALS),
@@ -244,12 +183,11 @@ LOAD_OPTIONS: Final = (
         default="poisson",
         show_default=True,
     ),
-    click.option("--concurrency", type=POSITIVE_INT, help="Closed loop: concurrent requests."),
     click.option(
-        "--max-unfinished",
-        "most",
-        type=POSITIVE_INT,
-        help="Delay requests while this many are unfinished.",
+        "--concurrency",
+        callback=_read_rates,
+        metavar="NUMBERS",
+        help="Closed loop: conversations at once. 1,2,4: a sweep.",
     ),
     # The first requests of a server can take seconds longer: compilation, empty caches.
     make_number_option("--warmup", NON_NEGATIVE_INT, 0, "Requests before each run, not counted."),
@@ -381,44 +319,38 @@ Examples:
   ttft-otel bench --url http://127.0.0.1:8000 --rate 4
   ttft-otel bench --url http://127.0.0.1:8000 --concurrency 8 --slo ttft=500 --slo tpot=50
   ttft-otel bench --url http://127.0.0.1:8000 --find 'ttft.p95<500' --find 'tpot.p95<50' --rate 4
-  ttft-otel bench --url http://127.0.0.1:8000 --dataset replay trace.jsonl --speed 2
-  ttft-otel bench --url http://127.0.0.1:8000 --dataset multi-round --qps 2 --time 120
+  ttft-otel bench --url http://127.0.0.1:8000 --rate 1,2,4,8
+  ttft-otel bench --url http://127.0.0.1:8000 trace.jsonl --speed 2
+  ttft-otel bench --url http://127.0.0.1:8000 --turns 5 --think 10 --concurrency 20
   ttft-otel bench --ab http://127.0.0.1:8000 http://127.0.0.1:8001 --rate 4 --repeat 5
   ttft-otel bench compare A.json B.json     two files that --output wrote
 
 \b
 Exit status: 0, 1 if no request succeeded, 3 if the run is not valid, 130 after Ctrl-C; else --fail-if's.""",
 )
-@add_options(
-    *TARGET_OPTIONS, *DATASET_OPTIONS, *MULTI_ROUND_OPTIONS, *LOAD_OPTIONS, *OUTPUT_OPTIONS
-)
+@add_options(*TARGET_OPTIONS, *DATA_OPTIONS, *LOAD_OPTIONS, *OUTPUT_OPTIONS)
 @add_source_options
 def bench(**given: Any) -> None:
-    """Send load to a server, and break each request's time to first token down into stages."""
+    """Send load to a server, and break each request's time to first token down into stages.
+
+    FILE: a trace in Mooncake's form, or texts in that of ShareGPT, instead of random prompts.
+    """
+    _check_flags(given)
     slo_ms = _parse_slo_limits(given["slos"])
-    plan = _build_plan(given)
     # Before the load: an hour of it should not end in a file that cannot be written, or read.
     _check_writable(given)
     old = _read_results(given["old"]) if given["old"] else None
-    # Sends the first requests to the servers, so the other flags are judged before it.
-    sides = _build_sides(given)
     progress = terminal_report.ProgressLine(Console(stderr=True))
-    interrupts = InterruptCounter()
+    session = BenchSession(progress)
     try:
-        check_plan(plan, sides)
-        with interrupts.count_interrupts():
-            limit = None
+        plans = _build_plans(given)
+        # Sends the first requests to the servers, so the other flags are judged before it.
+        sides = _build_sides(given, plans)
+        with session.count_interrupts():
             with closing(progress):
-                if given["conditions"]:
-                    search = _build_search(given, plan)
-                    probes = run_search(plan, sides[0], search, progress, interrupts)
-                    limit = result_document.describe_limit(search, probes)
-                    sides = [result_document.choose_probe(search, probes)]
-                    limit["whatif"] = _ask_whatif(given["source"], search, sides[0])
-                else:
-                    run_plan(plan, sides, progress, interrupts)
-            interrupts.ignore_interrupts()  # results are written completely
-            results = build_document(_describe_load(given), sides, slo_ms, limit)
+                sides, sweep = _send_load(given, session, sides)
+            session.ignore_interrupts()  # results are written completely
+            results = build_document(_describe_load(given), sides, slo_ms, sweep)
             if given["ab"]:
                 _compare_sides(results)
             elif old is not None:
@@ -426,96 +358,106 @@ def bench(**given: Any) -> None:
             _write_results(results, given)
     except BenchInputError as error:
         raise click.ClickException(str(error)) from error
-    status = EXIT_INTERRUPTED if interrupts.count else _choose_exit_status(results)
+    status = EXIT_INTERRUPTED if session.interrupts else _choose_exit_status(results)
     if given["gates"] and status in (0, EXIT_INVALID):
         status = _judge_comparison(results["comparison"], given["gates"])
     sys.exit(status)
 
 
-def _check_load_flags(options: dict[str, Any]) -> None:
-    """Raise UsageError where flags of the load contradict each other."""
-    dataset, file = options["dataset"], options["file"]
-    if (dataset == "replay") != (file is not None):
-        raise click.UsageError("a FILE belongs to --dataset replay, and only to it")
-    if file is not None and not file.is_file():
-        raise click.UsageError(f"{file} is not a file")
-    paced = options["rate"] is not None, options["concurrency"] is not None
-    if all(paced) or (any(paced) and dataset == "multi-round"):
-        raise click.UsageError("--rate, --concurrency and --dataset multi-round exclude each other")
-    if options["conditions"] and (options["ab"] or dataset == "multi-round"):
-        raise click.UsageError("--find takes one --url, and no --dataset multi-round")
-    if not any(paced) and not options["conditions"] and dataset not in ("replay", "multi-round"):
-        raise click.UsageError("give --rate (open loop) or --concurrency (closed loop)")
-    if dataset in CHAT_DATASETS and options["api"] == "completions":
-        raise click.UsageError(f"--dataset {dataset} needs --api chat")
-    if misplaced_flags := list_misplaced_flags(click.get_current_context(), dataset):
-        raise click.UsageError(
-            f"{', '.join(misplaced_flags)} would do nothing with --dataset {dataset}"
-        )
-    if any(paced) and options["speed"] != 1:
-        raise click.UsageError(
-            "--speed divides a trace's own times; with --rate or --concurrency it has none"
-        )
-    if options["apart"] and not options["ab"]:
-        raise click.UsageError("--apart needs --ab")
-    if options["old"] and options["ab"]:
-        raise click.UsageError("--compare and --ab exclude each other")
-    if options["gates"] and not (options["old"] or options["ab"]):
-        raise click.UsageError("--fail-if needs --compare or --ab")
-
-
-def _build_plan(options: dict[str, Any]) -> LoadPlan:
-    """The LoadPlan for the flags. Raises UsageError where they contradict each other."""
-    _check_load_flags(options)
-    return LoadPlan(
-        dataset=options["dataset"],
-        shape=DatasetShape(
-            request_count=options["requests"] or 100,
-            input_tokens=options["input_len"],
-            output_tokens=options["output_len"],
-            length_spread=options["spread"],
-            prefix_tokens=options["prefix_len"],
-            prefix_count=options["prefixes"],
-            images_per_request=options["images"],
-            image_edge_px=options["image_size"],
-        ),
-        trace=trace_replay.ReplayTrace(
-            path=options["file"] or Path(),
-            max_requests=options["requests"],
-            speed=options["speed"],
-            shrink=options["shrink"],
-            max_input_tokens=options["max_input"],
-            max_output_tokens=options["max_output"],
-        ),
-        rounds=multi_round.MultiRoundOptions(
-            user_count=options["num_users"],
-            rounds_per_user=options["num_rounds"],
-            qps=options["qps"],
-            system_tokens=options["shared_system_prompt"],
-            history_tokens=options["user_history_prompt"],
-            question_tokens=options["question_len"],
-            answer_tokens=options["answer_len"],
-            duration_s=options["time"],
-            max_requests=options["requests"],
-        ),
-        **{
-            key: options[key]
-            for key in ("rate", "arrivals", "concurrency", "warmup", "repeat", "seed", "apart")
-        },
-        timeout_s=options["timeout"],
-        max_unfinished=options["most"],
-    )
-
-
-def _build_search(options: dict[str, Any], plan: LoadPlan) -> LimitSearch:
-    """The search that --find asks for."""
-    return LimitSearch(
+def _send_load(
+    options: dict[str, Any], session: BenchSession, sides: list[BenchSide]
+) -> tuple[list[BenchSide], dict[str, Any] | None]:
+    """The sides with their runs, and of several rates or a search what it has found."""
+    if not options["conditions"]:
+        session.run_rounds(sides)
+        if options["ab"] or len(sides) == 1:
+            return sides, None
+        sides = [side for side in sides if side.runs] or sides[:1]  # Ctrl-C came before the others
+        return sides, result_document.describe_sweep(sides, None)
+    (side,) = sides
+    search = LimitSearch(
         options["conditions"],
-        plan.concurrency or plan.rate or 1.0,
-        is_whole=plan.concurrency is not None,
-        max_rounds=plan.repeat if plan.repeat > 1 else MAX_ROUNDS,
+        side.rate or 1.0,
+        is_whole=side.plan.concurrency is not None,
+        max_rounds=side.plan.repeat if side.plan.repeat > 1 else MAX_ROUNDS,
         round_requests=options["requests"],
     )
+    probes = session.run_search(side, search)
+    sweep = result_document.describe_sweep(probes, search)
+    # At the highest rate that holds; without one, at the lowest that was tried.
+    chosen = next((each for each in probes if each.rate == search.low), probes[0])
+    sweep["whatif"] = _ask_whatif(options["source"], search, chosen)
+    return [chosen], sweep
+
+
+def _check_flags(options: dict[str, Any]) -> None:
+    """Raise UsageError where flags contradict each other."""
+    rates, file = options["rates"] or options["concurrency"], options["file"]
+    context = click.get_current_context()
+    is_single = len(rates) <= 1 and not any(last for _, last in rates)
+    needs_chat = options["images"] or options["turns"] > 1
+    refusals = {
+        "give --url, or two URLs to --ab": bool(options["ab"]) == bool(options["url"]),
+        "--rate and --concurrency exclude each other": options["rates"] and options["concurrency"],
+        "--find takes one --url and at most one rate, from which it starts": options["conditions"]
+        and (options["ab"] or not is_single),
+        "--ab and --compare take one rate": (options["ab"] or options["old"]) and len(rates) > 1,
+        "--images and --turns need --api chat": needs_chat and options["api"] == "completions",
+        "--speed divides a trace's own times; with --rate or --concurrency it has none": rates
+        and options["speed"] != 1,
+        "--compare and --ab exclude each other": options["old"] and options["ab"],
+        "--fail-if needs --compare or --ab": options["gates"]
+        and not (options["old"] or options["ab"]),
+        f"{file} is not a file": file and not file.is_file(),
+    }
+    # What makes prompts up does nothing with a file, and the other way round.
+    misplaced = MADE_FLAGS if file else FILE_FLAGS
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in misplaced
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    ]
+    where = "with a FILE" if file else "without a FILE"
+    refusals[f"{', '.join(given)} would do nothing {where}"] = given
+    for refusal, is_so in refusals.items():
+        if is_so:
+            raise click.UsageError(refusal)
+
+
+def _build_plans(options: dict[str, Any]) -> list[LoadPlan]:
+    """The plan of each rate. Raises UsageError, and BenchInputError for a file that cannot be read."""
+    file = data_file.read_data_file(options["file"]) if options["file"] else None
+    if file:
+        limits = {
+            "max_input_tokens": options["max_input"],
+            "max_output_tokens": options["max_output"],
+        }
+        file = replace(file, speed=options["speed"], **limits)
+    paced = options["rates"] or options["concurrency"]
+    if not paced and not options["conditions"] and not (file and file.is_trace):
+        raise click.UsageError("give --rate (open loop) or --concurrency (closed loop)")
+    shape = DatasetShape(
+        input_tokens=options["input_len"],
+        output_tokens=options["output_len"],
+        length_spread=options["spread"],
+        prefix_tokens=options["prefix_len"],
+        prefix_count=options["prefixes"],
+        images_per_request=options["images"],
+        image_edge_px=options["image_size"],
+        turns=options["turns"],
+        think_s=options["think"],
+    )
+    keys = ("arrivals", "warmup", "repeat", "seed")
+    plan = LoadPlan(
+        shape=shape,
+        file=file,
+        request_count=options["requests"],
+        timeout_s=options["timeout"],
+        **{key: options[key] for key in keys},
+    )
+    if options["concurrency"]:
+        return [replace(plan, concurrency=int(number)) for number, _ in paced]
+    return [replace(plan, rate=rate, last_rate=last) for rate, last in paced] or [plan]
 
 
 def _ask_whatif(source: SourceChoice, search: LimitSearch, side: BenchSide) -> str | None:
@@ -557,35 +499,24 @@ def _ask_whatif(source: SourceChoice, search: LimitSearch, side: BenchSide) -> s
     return f"At {rate}, by whatif: {what_if_text.name_found(found)}"
 
 
-def _build_sides(options: dict[str, Any]) -> list[BenchSide]:
-    urls = options["ab"] or ((options["url"],) if options["url"] else ())
-    if bool(options["ab"]) == bool(options["url"]):
-        raise click.UsageError("give --url, or two URLs to --ab")
+def _build_sides(options: dict[str, Any], plans: Sequence[LoadPlan]) -> list[BenchSide]:
+    """A side for each server and rate. Raises UsageError and BenchInputError."""
     headers = _parse_headers(options["headers"])
-    chat = options["api"] == "chat" or options["dataset"] in CHAT_DATASETS
+    uses_texts = plans[0].file is not None and not plans[0].file.is_trace
+    uses_chat = options["api"] == "chat" or uses_texts or options["images"] or options["turns"] > 1
     sides = []
-    for url in urls:
+    for number, url in enumerate(options["ab"] or (options["url"],)):
         try:
             target = BenchTarget.parse_url(url, headers)
         except ValueError as error:
             raise click.UsageError(str(error)) from error
-        sides.append(BenchSide(target, _build_request_factory(target, chat, options)))
-    return sides
-
-
-def _build_request_factory(
-    target: BenchTarget, chat: bool, options: dict[str, Any]
-) -> RequestFactory:
-    """Ask the server for its model and context. Raises ClickException."""
-    try:
         model, context_tokens = request_factory.discover_model(target, options["model"])
-    except BenchInputError as error:
-        raise click.ClickException(str(error)) from error
-    return RequestFactory(
-        model,
-        chat,
-        request_factory.discover_profile(target, model, context_tokens, options["vocab"]),
-    )
+        profile = request_factory.discover_profile(target, model, context_tokens)
+        factory = RequestFactory(model, bool(uses_chat), profile, number)
+        # All targets before one is loaded: half of a comparison is worth nothing.
+        plans[0].check_context(factory)
+        sides += [BenchSide(target, factory, plan) for plan in plans]
+    return sides
 
 
 def _parse_headers(header_lines: Sequence[str]) -> dict[str, str]:
