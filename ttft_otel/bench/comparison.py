@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ttft_otel.bench.request_statistics import (
-    PREFILL_TO_FIRST_TOKEN,
-    QUEUE_WAIT,
-    sum_prefill,
-    sum_queue_wait,
-)
+from ttft_otel.bench.request_statistics import QUEUE_WAIT, list_metrics, list_stages
 from ttft_otel.model.statistics import compute_t_quantile
 
 MIN_ROUNDS: Final = 3  # with fewer the differences between rounds are unknown
 # These need no breakdown, so they compare servers without ttft-otel, too.
 CLIENT_METRICS: Final = ("ttft", "tpot", "itl", "latency")
-STAGE_SUMS: Final = {QUEUE_WAIT: sum_queue_wait, PREFILL_TO_FIRST_TOKEN: sum_prefill}
+TRACED: Final = f"{QUEUE_WAIT} mean"  # of rounds with breakdowns
 MONO_PREFIX: Final = "mono."  # of stages of the only server behind a router
 # Of the TTFT only: percentiles of stages do not add up to one of it.
 TTFT_PERCENTILES: Final = (50, 95, 99)
@@ -40,32 +36,29 @@ def compare_targets(a: Mapping[str, Any], b: Mapping[str, Any], paired: bool) ->
     a, b: targets of result documents. paired: round i of A was measured right beside round i of B.
     Raises ValueError when there is nothing to compare.
     """
-    # Both tables get the same columns, so that they can be subtracted.
-    names = _list_quantities(a, b)
-    tables_a, tables_b = _build_tables(a, names), _build_tables(b, names)
-    for name, tables in (("A", tables_a), ("B", tables_b)):
-        if not any(map(len, tables)):
+    rounds_a, rounds_b = _estimate_rounds(a), _estimate_rounds(b)
+    for name, rounds in (("A", rounds_a), ("B", rounds_b)):
+        if not any(rounds):
             raise ValueError(f"{name} has no successful request")
     if paired:
         # An interrupted benchmark has a round on one side only: not strict. Rounds without a
         # successful request on both sides are left out.
-        pairs = [pair for pair in zip(tables_a, tables_b, strict=False) if all(map(len, pair))]
-        tables_a, tables_b = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    tables_a = [table for table in tables_a if len(table)]
-    tables_b = [table for table in tables_b if len(table)]
-    if not tables_a or not tables_b:
+        pairs = [pair for pair in zip(rounds_a, rounds_b, strict=False) if all(pair)]
+        rounds_a, rounds_b = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    rounds_a, rounds_b = list(filter(None, rounds_a)), list(filter(None, rounds_b))
+    if not rounds_a or not rounds_b:
         raise ValueError("A and B have no round in which both have a successful request")
+    names = _list_quantities(rounds_a, rounds_b)
     # Rounds weigh alike from here on, however many requests each of them had.
-    figures_a, figures_b = (_estimate_rounds(tables, names) for tables in (tables_a, tables_b))
+    figures_a, figures_b = (_build_table(rounds, names) for rounds in (rounds_a, rounds_b))
     averages_a, averages_b, margins = compute_margins(figures_a, figures_b, paired)
-    titles = [f"{name} mean" for name in names] + [f"ttft p{q}" for q in TTFT_PERCENTILES]
-    columns = zip(titles, averages_a, averages_b, margins, strict=True)
+    columns = zip(names, averages_a, averages_b, margins, strict=True)
     return {
         "a": a["url"],
         "b": b["url"],
         # One late generator spoils the difference, whichever side it was on.
         "valid": bool(a["valid"] and b["valid"]),
-        "rounds": min(len(tables_a), len(tables_b)),
+        "rounds": min(len(rounds_a), len(rounds_b)),
         "paired": paired,
         "rows": [_build_row(*values) for values in columns],
     }
@@ -133,75 +126,54 @@ def _build_row(name: str, a: float, b: float, margin: float) -> dict[str, Any]:
     return {"name": name, **row, "low": low, "high": high, "clear": clear}
 
 
-def _list_requests(target: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
-    return [run["requests"] for run in target["runs"]]
+def _estimate_rounds(target: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Of each round the means of all quantities, then the percentiles of the TTFT; {} of a failed one."""
+    found = []
+    for rows in (run["requests"] for run in target["runs"]):
+        figures = {
+            # A server's stages are named alike with a router in front of it and without.
+            f"{name.removeprefix(MONO_PREFIX)} mean": fmean(values)
+            for name, values in (list_metrics(rows) | list_stages(rows)).items()
+            if values
+        }
+        if rows:
+            percentiles = np.percentile([row["ttft_ms"] for row in rows], TTFT_PERCENTILES)
+            names = (f"ttft p{q}" for q in TTFT_PERCENTILES)
+            figures |= zip(names, percentiles.tolist(), strict=True)
+        found.append(figures)
+    return found
 
 
-def _list_quantities(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Quantities to compare: metrics that both have, and all stages if both have breakdowns."""
-    client_metrics = [
-        name for name in CLIENT_METRICS if all(_has_quantity(target, name) for target in (a, b))
-    ]
-    stage_names = [
-        # A server's stages are named alike with a router in front of it and without.
-        [name.removeprefix(MONO_PREFIX) for name in target["summary"]["stages_ms"]]
-        for target in (a, b)
-    ]
+def _list_quantities(
+    a: Sequence[Mapping[str, float]], b: Sequence[Mapping[str, float]]
+) -> list[str]:
+    """What is compared: what the client measures where both have it, and all stages if both have some."""
+    known = [dict.fromkeys(name for figures in rounds for name in figures) for rounds in (a, b)]
     # Without breakdowns on one side the difference of every stage would be unknown.
-    if not all(stage_names):
-        return client_metrics
-    return [
-        # TTFT first, then its two sums, as in the terminal's table.
-        *client_metrics[:1],
-        *STAGE_SUMS,
-        *client_metrics[1:],
-        *dict.fromkeys(stage_names[0] + stage_names[1]),
+    has_stages = all(TRACED in names for names in known)
+    names = [
+        name
+        for name in dict.fromkeys((*known[0], *known[1]))
+        if (name in known[0] and name in known[1])
+        or (has_stages and name.removesuffix(" mean") not in CLIENT_METRICS)
     ]
+    # Percentiles last, as in a round.
+    return sorted(names, key=lambda name: not name.endswith(" mean"))
 
 
-def _has_quantity(target: Mapping[str, Any], name: str) -> bool:
-    return any(
-        _read_quantity(request, name)[1] for run in _list_requests(target) for request in run
+def _build_table(rounds: Sequence[Mapping[str, float]], names: Sequence[str]) -> Table:
+    """A row for each round. A stage that is not in the breakdowns took 0; without any it is unknown."""
+    return np.array(
+        [
+            [
+                figures.get(
+                    name,
+                    0.0
+                    if TRACED in figures and name.removesuffix(" mean") not in CLIENT_METRICS
+                    else np.nan,
+                )
+                for name in names
+            ]
+            for figures in rounds
+        ]
     )
-
-
-def _build_tables(target: Mapping[str, Any], names: Sequence[str]) -> list[Table]:
-    """One table per round, of shape (requests, quantities, 2).
-
-    The last axis holds the sum of a quantity's values and their number, which is 0 when it is unknown.
-    """
-    return [
-        np.array(
-            [[_read_quantity(request, name) for name in names] for request in run], dtype=np.float64
-        )
-        for run in _list_requests(target)
-    ]
-
-
-def _read_quantity(request: Mapping[str, Any], name: str) -> tuple[float, int]:
-    """Sum and number of a quantity's values in one request.
-
-    A stage that is not in the breakdown took 0; without a breakdown the number is 0 (unknown).
-    """
-    if name in CLIENT_METRICS:
-        value = request.get(f"{name}_ms")
-        count = request.get("itl_count", 0) if name == "itl" else 1
-        # The mean ITL of a request is weighted by its gaps, so that all gaps count alike.
-        return (0.0, 0) if value is None else (value * count, count)
-    parts = request["stages_ms"]
-    if not parts:
-        return 0.0, 0
-    if name in STAGE_SUMS:
-        return STAGE_SUMS[name](parts), 1
-    return float(parts.get(name, parts.get(f"{MONO_PREFIX}{name}", 0.0))), 1
-
-
-def _estimate_rounds(tables: Sequence[Table], names: Sequence[str]) -> Table:
-    """A row for each round: the means of all quantities, then the percentiles of the TTFT."""
-    column = names.index("ttft")
-    rows = []
-    for table in tables:
-        sums, counts = table.sum(axis=0).T
-        means = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
-        rows.append(np.concatenate((means, np.percentile(table[:, column, 0], TTFT_PERCENTILES))))
-    return np.array(rows)

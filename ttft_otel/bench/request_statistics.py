@@ -213,16 +213,21 @@ def order_stages(rows: Sequence[RequestRow]) -> list[str]:
 
 
 def list_metrics(rows: Sequence[RequestRow]) -> dict[str, list[float]]:
-    """The values of all metrics over `rows`; of some there may be none."""
+    """The values of all metrics over `rows`, also of those in a file; of some there may be none."""
     traced = [row["stages_ms"] for row in rows if row["stages_ms"]]
     return {
         "ttft": [row["ttft_ms"] for row in rows],
         QUEUE_WAIT: list(map(sum_queue_wait, traced)),
         PREFILL_TO_FIRST_TOKEN: list(map(sum_prefill, traced)),
         "tpot": [row["tpot_ms"] for row in rows if row["tpot_ms"] is not None],
-        "itl": [gap for row in rows for gap in row["gaps_ms"]],
+        # A file has the mean of a request's gaps, which stands for as many.
+        "itl": [gap for row in rows for gap in row.get("gaps_ms") or _repeat_gap(row)],
         "latency": [row["latency_ms"] for row in rows],
     }
+
+
+def _repeat_gap(row: RequestRow) -> list[float]:
+    return [row["itl_ms"]] * row["itl_count"] if row.get("itl_ms") else []
 
 
 def list_stages(rows: Sequence[RequestRow]) -> dict[str, list[float]]:
