@@ -207,18 +207,18 @@ def test_no_texts(tmp_path: Path, text: str) -> None:
 
 def test_sweep(bench: RunBench) -> None:
     """Several rates in one run: a table with the knee and the stage that grows first, and a ramp's slices."""
-    script = ServerScript(first_token_ms=[20.0], token_count=1, has_queue=True)
+    script = ServerScript(first_token_ms=[10.0], token_count=1, has_queue=True)
     with run_scripted_server(script) as server:
         words = ("--url", server.url, "--input-len 10 --requests 60")
-        found = bench(*words, "--rate 5,20,100")
+        found = bench(*words, "--rate 20,50,200")
         shown = invoke_bench(*words, "--concurrency 1,8").stdout
-        ramp = bench(*words, "--rate 5..100")["targets"][0]["runs"][0]
+        ramp = bench(*words, "--rate 20..200")["targets"][0]["runs"][0]
 
     sweep, targets = found["sweep"], found["targets"]
     assert [row["rate"] for row in sweep["rates"]] == [target["rate"] for target in targets]
-    assert sweep["knee"] in (5, 20) and "prefill.queue" in sweep["rates"][2]["slowest_stages_ms"]
+    assert sweep["knee"] in (20, 50) and "prefill.queue" in sweep["rates"][2]["slowest_stages_ms"]
     assert sweep["rates"][2]["ttft_ms"]["p50"] > 2 * sweep["rates"][0]["ttft_ms"]["p50"]
-    assert "concurrent requests" in shown or "No knee" in shown
+    assert "The knee is at 1 concurrent requests" in shown and "█" in shown
     rates = [part["rate"] for part in ramp["slices"]]
     assert sum(rates[5:]) > 2 * sum(rates[:5]) and ramp["steady"] is None
 

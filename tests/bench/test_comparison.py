@@ -352,7 +352,7 @@ def test_width_of_limit() -> None:
         "confidence": 0.95,
         "ended": "Ctrl-C",
     }
-    told: dict[str, Any] = {"unit": "requests/s", "rates": [row], "knee": 9.0, "limit": limit}
+    told: dict[str, Any] = {"unit": "requests/s", "rates": [row], "knee": None, "limit": limit}
     out = io.StringIO()
     document: dict[str, Any] = {"targets": [], "comparison": None, "uncompared": ""}
     document["sweep"] = told | {"explanation": "", "whatif": None}

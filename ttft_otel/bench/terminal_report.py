@@ -17,6 +17,11 @@ from ttft_otel.bench.load_driver import LoadRun
 # Stages of a bar, the one that differs most first; blocks of other heights are hard to tell apart.
 BAR_PARTS: Final = (("█", "red"), ("▒", "blue"), ("░", "green"))
 BAR_WIDTH: Final = 20
+VERDICT_SIGNS: Final = {
+    "holds": (" ✓", "green"),
+    "fails": (" ✗", "red"),
+    "undecided": (" ?", "yellow"),
+}
 COLUMNS: Final = ("p50", "p95", "p99", "mean")
 METRIC_TITLES: Final = {
     "ttft": "TTFT",
@@ -105,11 +110,10 @@ def _print_sweep(sweep: Mapping[str, Any], out: Console) -> None:
         out.print(Text(f"{likely}the search ended: {limit['ended']}", style="dim"))
     metrics = [each.partition("<")[0] for each in limit["conditions"]] if limit else []
     _print_parts(sweep["rates"], metrics, out)
-    knee = (
-        f"The knee is at {sweep['knee']:g} {sweep['unit']}: throughput per TTFT is greatest there."
-    )
-    if sweep["knee"] is None:
-        knee = "No knee: throughput per TTFT is greatest at the highest rate."
+    knee = "No knee: throughput per TTFT is greatest at the highest rate."
+    if sweep["knee"]:
+        place = f"{sweep['knee']:g} {sweep['unit']}"
+        knee = f"The knee is at {place}, where throughput per TTFT is greatest."
     out.print(Text("\n".join(filter(None, (knee, sweep["explanation"], sweep["whatif"]))) + "\n"))
 
 
@@ -124,9 +128,7 @@ def _print_parts(parts: Sequence[Mapping[str, Any]], metrics: Sequence[str], out
     longest = max(sum(row["slowest_stages_ms"].values()) for row in parts)
     for row in parts:
         first = [f"{row['from_s']:.1f}"] if from_title else []
-        verdict = row.get("verdict")
-        style = {"holds": "green", "fails": "red", "undecided": "yellow"}.get(verdict or "", "")
-        mark = {"holds": " ✓", "fails": " ✗", "undecided": " ?"}.get(verdict or "", "")
+        mark, style = VERDICT_SIGNS.get(row.get("verdict") or "", ("", ""))
         ttfts = [
             _format_ms(row["ttft_ms"][each]) if row["ttft_ms"] else "–" for each in ("p50", "p95")
         ]
@@ -139,8 +141,8 @@ def _print_parts(parts: Sequence[Mapping[str, Any]], metrics: Sequence[str], out
         table.add_row(*first, rate, str(row["requests"]), *ttfts, *shares, slowest, bar)
     out.print(table)
     legend = Text("ms; ", "dim")
-    for name, (_, color) in names.items():
-        legend.append("■ ", color).append(f"{name} ", "dim")
+    for name, (sign, color) in names.items():
+        legend.append(f"{sign} ", color).append(f"{name} ", "dim")
     if metrics:
         legend.append(
             f"\n{', '.join(metrics)}: requests beyond the limit; !: a round ended early", "dim"
