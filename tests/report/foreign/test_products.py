@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from sample_records import RunningServer, fetch_page
@@ -308,6 +311,52 @@ def test_a_loop_of_parents() -> None:
     parents = {loop.span_id: loop.span_id}
 
     assert foreign_spans.add_ttft_spans([loop], parents)
+
+
+NAMES = (
+    ("llm_request", "vllm.x", {TOTAL: 0.2, QUEUE: 0.05}),
+    ("Req 1", "sglang", {TOTAL: 0.3}),
+    ("prefill_waiting", "sglang", {}),
+    ("tokenize", "sglang", {}),
+    ("http-request", "", {"ttft_ms": "120"}),
+    ("engine.generate", "", {"ttft_ms": "80", "disagg_role": "decode"}),
+    ("llm_d.pd_proxy.decode", "llm-d", {}),
+    ("POST /v1", "some.client", {}),
+)
+TIMES = st.sampled_from([(0, 400), (0, 100), (50, 100), (50, 300)])
+ANY_SPAN = st.builds(
+    lambda number, kind, parent, at: replace(
+        make_span(number, kind[0], kind[1], parent, at), attributes=dict(kind[2])
+    ),
+    st.integers(1, 6),
+    st.sampled_from(NAMES),
+    st.integers(0, 7),  # of the span itself, of a loop, of one that is not there, or none
+    TIMES,
+)
+
+
+@given(st.lists(ANY_SPAN, min_size=1, max_size=9), st.randoms(use_true_random=False))
+def test_any_order(spans: list[StoredSpan], random: Random) -> None:
+    """Loops of parents, missing ones and IDs that come twice: the order of spans changes nothing."""
+    twice = [*spans, *spans[:2]]
+    found = build_stored_trace("a" * 32, twice)
+    random.shuffle(twice)
+    other = build_stored_trace("a" * 32, twice)
+
+    assert other.requests == found.requests
+    assert sorted(map(repr, other.spans)) == sorted(map(repr, found.spans))
+    for request in found.requests:
+        assert sum(request.stages.values()) + request.unattributed_us == request.ttft_us
+
+
+def test_two_above_each_other() -> None:
+    """Of two requests that have each other as a parent both stay, whichever comes first."""
+    spans = [
+        make_span(1, "http-request", "", 2, ttft_ms="120"),
+        make_span(2, "http-request", "", 1, at=(2000, 3000), ttft_ms="80"),
+    ]
+    assert [each.ttft_us for each in list_requests(spans)] == [120_000, 80_000]
+    assert list_requests(spans) == list_requests(spans[::-1])
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ counts as it is, unless a span tells of the same stage. Lengths of more than the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final
@@ -87,7 +87,7 @@ class _ForeignRequest:
     def sum_stages(self) -> dict[str, int]:
         """Microseconds by stage; {} where they are more than the TTFT."""
         lengths: dict[str, int] = {}
-        for code, start, stop in intervals.flatten_intervals(self.pieces):
+        for code, start, stop in intervals.flatten_intervals(sorted(self.pieces)):
             lengths[_NAMES[code]] = lengths.get(_NAMES[code], 0) + stop - start
         lengths = self.told_us | lengths
         return lengths if sum(lengths.values()) <= self.total_us else {}
@@ -120,16 +120,18 @@ def add_ttft_spans(spans: Sequence[StoredSpan], parents: Mapping[str, str]) -> l
     """The spans, those of others with the stage that they are, and a `ttft` span for each request of others.
 
     parents: span ID -> parent ID of all spans of the trace. Where a server of ours has told of itself, what
-    others say of the same requests is left alone.
+    others say of the same requests is left alone. The order of spans changes nothing.
     """
+    if len({span.span_id for span in spans}) < len(spans):  # sent twice; of two of one ID any one will do
+        spans = list({span.span_id: span for span in sorted(spans, key=repr)}.values())
+        parents = {**parents, **{span.span_id: span.parent_id for span in spans}}
     ours = [span for span in spans if span.is_ttft_span]
     if any(span.attributes.get(keys.ROLE) != "router" for span in ours):
         return list(spans)
     requests = {each.span.span_id: each for each in map(_read_request, spans) if each}
     # What one product says of a request that another one has passed on is a part of that one's.
-    for span_id in list(requests):
-        if any(above in requests for above in _list_ancestors(span_id, parents)):
-            del requests[span_id]
+    nested = {each for each in requests if _is_nested(each, requests, parents)}
+    requests = {span_id: each for span_id, each in requests.items() if span_id not in nested}
     if not requests:
         return list(spans)
     rows = {span.span_id: row for span in spans if (row := _find_row(span.scope, span.name))}
@@ -139,6 +141,14 @@ def add_ttft_spans(spans: Sequence[StoredSpan], parents: Mapping[str, str]) -> l
                 each.role = rows[above].below
     labelled = [_take_span(span, rows.get(span.span_id), requests, parents) for span in spans]
     return labelled + [_build_ttft_span(each, bool(ours)) for each in requests.values()]
+
+
+def _is_nested(span_id: str, requests: Collection[str], parents: Mapping[str, str]) -> bool:
+    """Whether a request is below another one. In a loop of parents none is below the others."""
+    return any(
+        above in requests and span_id not in _list_ancestors(above, parents)
+        for above in _list_ancestors(span_id, parents)
+    )
 
 
 def _take_span(
