@@ -118,6 +118,15 @@ FIELDS: Final[tuple[VllmField, ...]] = (
     ),
     *_list_fields(without="no count of KV blocks", fields={_SCHEDULER: "block_size"}),
     *_list_fields(
+        without="the inputs of one stream (/v1/realtime) are not told apart",
+        fields={
+            f"{_ENGINE}:EngineCoreRequest": "resumable",
+            f"{_ENGINE}.output_processor:OutputProcessor": "request_states",
+            f"{_ENGINE}.output_processor:RequestState": "input_chunk_queue",
+            "vllm.v1.request:StreamingUpdate": "sampling_params",
+        },
+    ),
+    *_list_fields(
         without="why requests wait is wrong or `other`",
         fields={
             _SCHEDULER: (

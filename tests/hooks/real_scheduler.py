@@ -45,6 +45,7 @@ WRAPPED_METHODS = {
     "scheduler.update": "update_from_output",
     "scheduler.pause": "set_pause_state",
     "scheduler.free": "_free_request",
+    "scheduler.session": "_update_request_as_session",
 }
 
 
@@ -131,8 +132,8 @@ class SchedulerDriver:
     def add(self, name: str, tokens: int = 8, answer: int = 4, **options: Any) -> Request:
         """A request comes in through the engine core's input thread and is added at once.
 
-        answer: tokens that it generates. options: `traced`, `images` (embeddings of each), those of
-        Request.
+        answer: tokens that it generates. options: `traced`, `headers`, `images` (embeddings of each), those
+        of Request.
         """
         request = self.build(name, tokens, answer, **options)
         self.scheduler.add_request(request)
@@ -166,7 +167,7 @@ class SchedulerDriver:
             None,
             arrival_time=options.pop("arrival_time", self.clock.at / 1e6),
             mm_features=features or None,
-            trace_headers=dict(HEADERS if traced else UNTRACED_HEADERS),
+            trace_headers=options.pop("headers", dict(HEADERS if traced else UNTRACED_HEADERS)),
             **options,
         )
         token = CORE.stamp_input(self, request)

@@ -99,6 +99,7 @@ class FakeProcessors:
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
         self.requests: dict[str, Any] = {}
+        self.request_states: dict[str, Any] = {}  # of sessions alone
 
     @staticmethod
     def assign_request_id(request: Any) -> None:
@@ -190,7 +191,7 @@ class FakeApiServer:
             return
         if self.plan.answers_first or self.plan.background:
             if self.plan.answers_first:
-                self.background_tasks.append(asyncio.create_task(self._generate_in_background()))
+                self.background_tasks.append(asyncio.create_task(self._run_background_request()))
             else:
                 self._send_to_engine()
             body = b'{"id":"resp_1","background":true,"status":"queued"}'
@@ -236,7 +237,7 @@ class FakeApiServer:
             state = SimpleNamespace(request_id=name, detokenizer=detokenizer)
             self.processors._update_stats_from_finished(state, self.plan.finish_reason, None)
 
-    async def _generate_in_background(self) -> None:
+    async def _run_background_request(self) -> None:
         await asyncio.sleep(0.01)
         self._send_to_engine()  # and its client cancels it: there is no output
 

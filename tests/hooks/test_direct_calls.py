@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,16 @@ from opentelemetry import trace as trace_api
 from opentelemetry.sdk.trace import TracerProvider
 
 from hooks.process import DIRECT, wrap_methods
-from hooks.server import DECODE_US, STAGES_US, FakeApiServer, FakeClient, ServerPlan
+from hooks.server import (
+    DECODE_US,
+    STAGES_US,
+    FakeApiServer,
+    FakeClient,
+    ServerPlan,
+    send_answer,
+)
 from ttft_otel import testing
+from ttft_otel.hooks import api_server
 from ttft_otel.model.names import keys
 from ttft_otel.tracing import recorder
 
@@ -42,7 +51,10 @@ class FakeEngine:
         tokenization_kwargs: Any = None,
         trace_headers: Any = None,
     ) -> str:
-        """Preprocess, then hand over."""
+        """Preprocess, then hand over; of a stream each input, in a task of its own."""
+        if isinstance(prompt, FakeSession):
+            prompt.start(request_id)
+            return request_id
         await self.server.renderer.render_chat_async({})
         self.sent = self.server._send_to_engine()
         return request_id
@@ -60,6 +72,86 @@ class FakeEngine:
         outputs = [server._make_output(name, at) for name, at in sent.items()]
         server.processors.process_outputs(outputs)
         server._decode(sent)
+
+
+class FakeSession(AsyncGenerator[None, None]):
+    """A stream of inputs, with the task in which AsyncLLM reads it, and the answers to them.
+
+    age_s: since when each input was rendered, by the caller's wall clock.
+    """
+
+    def __init__(self, server: FakeApiServer, age_s: float = -1.0) -> None:
+        self.server, self.age_s = server, age_s
+        self.inputs: asyncio.Queue[bool] = asyncio.Queue()
+        self.sent: list[tuple[Any, int]] = []
+        self.name = ""
+
+    async def asend(self, value: None) -> None:
+        """The next input."""
+        if not await self.inputs.get():
+            raise StopAsyncIteration
+
+    async def athrow(self, *args: Any) -> None:
+        """As a generator that catches nothing."""
+        raise StopAsyncIteration
+
+    def start(self, request_id: str) -> None:
+        """Read the stream."""
+        self.name = request_id
+        self.task = asyncio.create_task(self._handle_inputs())
+
+    async def _handle_inputs(self) -> None:
+        first = self._make_request(is_last=True)
+        self.server.processors.assign_request_id(first)
+        self.name = first.request_id
+        async for _ in self:
+            self._add(self._make_request())
+        self._add(first)
+
+    def _make_request(self, is_last: bool = False) -> Any:
+        return SimpleNamespace(
+            request_id=self.name, sampling_params=SimpleNamespace(extra_args=None),
+            trace_headers=None, external_req_id="session", resumable=not is_last,
+            arrival_time=time.time() - self.age_s,
+        )  # fmt: skip
+
+    def _add(self, request: Any) -> None:
+        self.server.processors.add_request(request, "prompt")
+        if not request.resumable:
+            return
+        self.sent.append((request, self.server.clock.at))
+        state = self.server.processors.request_states.setdefault(
+            self.name, SimpleNamespace(input_chunk_queue=None)
+        )
+        if state.input_chunk_queue is None:
+            state.input_chunk_queue = deque()
+        else:
+            state.input_chunk_queue.append(request)
+
+    async def put(self, *inputs: bool) -> None:
+        """Give these inputs to the stream; False ends it."""
+        for each in inputs:
+            self.inputs.put_nowait(each)
+        for _ in range(4):
+            await asyncio.sleep(0)
+
+    async def answer(self, number: int, tokens: int = 3, after_us: int = 900) -> None:
+        """All outputs for an input; the last one ends its answer, not the session."""
+        request, at = self.sent[number]
+        for token in range(tokens):
+            self.server.clock.tick(DECODE_US if token else after_us)
+            output = SimpleNamespace(request_id=self.name, trace_headers=None, new_token_ids=[7])
+            if not token:
+                self.server.processors.requests[self.name] = request
+                output = self.server._make_output(self.name, at)
+            output.finish_reason = "length" if token == tokens - 1 else None
+            state = self.server.processors.request_states[self.name]
+            if output.finish_reason and state.input_chunk_queue:
+                state.input_chunk_queue.popleft()
+            elif output.finish_reason:
+                state.input_chunk_queue = None
+            self.server.processors.process_outputs([output])
+            await asyncio.sleep(0)
 
 
 async def wait_for_queries() -> None:
@@ -228,6 +320,174 @@ def test_not_sampled(engine: FakeEngine, records: testing.MemorySender) -> None:
     asyncio.run(engine.generate("r1", trace_headers={"traceparent": PARENT[:-1] + "0"}))
 
     assert not records.kept
+
+
+@pytest.mark.parametrize("begins_first", [True, False])
+def test_background_response(client: FakeClient, engine: FakeEngine, begins_first: bool) -> None:
+    """What vLLM's task for it asks the engine is a request below the HTTP one, answered already or not."""
+    tasks, answered = [], asyncio.Event()
+
+    async def _run_background_request() -> None:
+        await engine.add_request("r1", "prompt", SimpleNamespace())
+        if begins_first:
+            await asyncio.wait_for(answered.wait(), 10)
+        client.server.clock.tick(900)
+        outputs = [client.server._make_output(name, at) for name, at in engine.sent.items()]
+        client.server.processors.process_outputs(outputs)
+        client.server._decode(engine.sent)
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        scope["app"] = client.server
+        tasks.append(asyncio.create_task(_run_background_request()))
+        if begins_first:
+            await asyncio.sleep(0)
+            assert recorder.awaiting_traces
+        await send_answer(send, 200, b'{"background":true}', "application/json")
+
+    async def call() -> None:
+        client.app.app = serve
+        await client.call_server("/v1/responses")
+        answered.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(call())
+    kept = client.records.kept
+    (http,) = [each for each in kept if keys.DIRECT not in getattr(each.server, "attributes", {})
+               and each.server is not None]  # fmt: skip
+    ttft, end = [each for each in kept if each is not http]
+    assert http.ttft is None and http.server is not None and http.server.error == ""
+    assert ttft.ttft is not None and end.server is not None
+    assert sum(ttft.ttft.stages.values()) == ttft.ttft.end and ttft.ttft.unattributed == 0
+    for each in (ttft, end):
+        assert (each.trace_id, each.parent_id) == (http.trace_id, http.span_id)
+
+
+def check_inputs(records: testing.MemorySender, ends: list[int]) -> None:
+    """Each input has both halves of its own trace; sums are exact. ends: of their TTFTs, after 900 us."""
+    firsts = [each for each in records.kept if each.ttft is not None]
+    assert len({each.trace_id for each in firsts}) == len(firsts) == len(ends)
+    assert [each.server is not None for each in records.kept] == [False, True] * len(firsts)
+    for record, end in zip(firsts, ends, strict=True):
+        ttft = record.ttft
+        assert ttft is not None and record.request_id == "session"
+        assert sum(ttft.stages.values()) == ttft.end == 904 + end
+        assert ttft.stages["prefill.compute"] == STAGES_US["prefill.compute"]
+        assert "preprocess" not in ttft.stages and ttft.unattributed == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_inputs_one_by_one(engine: FakeEngine, records: testing.MemorySender, tokens: int) -> None:
+    """Each input of a stream is a request, which begins when vLLM has taken it."""
+
+    async def call() -> None:
+        session = FakeSession(engine.server)
+        await engine.add_request("s", session, SimpleNamespace())
+        for number in range(3):
+            engine.server.clock.tick(1_000_000)  # nobody speaks
+            await session.put(True)
+            await session.answer(number, tokens)
+        await session.put(False)
+
+    asyncio.run(call())
+    check_inputs(records, [0, 0, 0])
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_inputs_at_once(engine: FakeEngine, records: testing.MemorySender, tokens: int) -> None:
+    """Outputs of one input are not taken for the first one of those behind it."""
+
+    async def call() -> None:
+        session = FakeSession(engine.server)
+        await engine.add_request("s", session, SimpleNamespace())
+        await session.put(True, True, True, False)
+        for number in range(3):
+            await session.answer(number, tokens)
+
+    asyncio.run(call())
+    each = 904 + (tokens - 1) * (DECODE_US + 4)
+    check_inputs(records, [0, each, 2 * each])
+
+
+def test_input_within_an_answer(
+    engine: FakeEngine, records: testing.MemorySender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that comes while the answer before it runs waits for its end; untraced ones count, too."""
+    begin, calls = recorder.begin_trace, []
+
+    def begin_some(*args: Any) -> Any:
+        calls.append(args)
+        return None if len(calls) in (1, 3) else begin(*args)
+
+    monkeypatch.setattr(recorder, "begin_trace", begin_some)
+
+    async def call() -> None:
+        session = FakeSession(engine.server)
+        await engine.add_request("s", session, SimpleNamespace())
+        await session.put(True, True, True, True, False)
+        for number in range(4):
+            await session.answer(number)
+
+    asyncio.run(call())
+    assert len(calls) == 4
+    each = 904 + 2 * (DECODE_US + 4)
+    check_inputs(records, [each, 3 * each])
+
+
+def test_aborted_inputs(engine: FakeEngine, records: testing.MemorySender) -> None:
+    """A session whose caller leaves ends with all of its inputs."""
+
+    async def call() -> None:
+        session = FakeSession(engine.server)
+        await engine.add_request("s", session, SimpleNamespace())
+        await session.put(True, True, True)
+        await session.answer(0, tokens=2)
+        engine.server.processors.requests[session.name] = session.sent[1][0]
+        engine.server.processors.abort_requests([session.name])
+        await wait_for_queries()
+        session.task.cancel()
+
+    asyncio.run(call())
+    errors = [each.ttft.error for each in records.kept if each.ttft is not None]
+    assert errors == ["", keys.ERROR_CANCELLED, keys.ERROR_CANCELLED]
+
+
+def test_rendered_input(engine: FakeEngine, records: testing.MemorySender) -> None:
+    """An input begins when vLLM began to render it, under the caller's span."""
+
+    async def call() -> None:
+        session = FakeSession(engine.server, age_s=2)
+        await engine.add_request(
+            "s", session, SimpleNamespace(), trace_headers={"traceparent": PARENT}
+        )
+        for number in range(2):
+            await session.put(True)
+            await session.answer(number)
+        await session.put(False)
+
+    asyncio.run(call())
+    assert {(each.trace_id, each.parent_id) for each in records.kept} == {(TRACE_ID, SPAN_ID)}
+    for each in records.kept:
+        if each.ttft is not None:
+            assert 2_000_000 <= each.ttft.stages["preprocess"] < 2_500_000
+
+
+def test_too_many_inputs(
+    engine: FakeEngine, records: testing.MemorySender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those behind an input only so many are kept; the next one that finds nobody is traced again."""
+    monkeypatch.setattr(api_server, "MAX_QUEUED_INPUTS", 1)
+
+    async def call() -> None:
+        session = FakeSession(engine.server)
+        await engine.add_request("s", session, SimpleNamespace())
+        await session.put(True, True, True)
+        for number in range(3):
+            await session.answer(number)
+        await session.put(True, False)
+        await session.answer(3)
+
+    asyncio.run(call())
+    check_inputs(records, [0, 904 + 2 * (DECODE_US + 4), 0])
 
 
 @pytest.mark.parametrize("sampled", [True, False])

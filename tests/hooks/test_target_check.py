@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -62,6 +63,15 @@ def test_places(version: str) -> None:
         for place in (*target.places, *CONNECTOR_METHODS.get(target.name, ())):
             if source_check.exists_in(place, version):
                 assert target_check.check_place(root, place, target.reads) == "", target.name
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_background_task(version: str) -> None:
+    """Tasks for `background` responses, which run in their HTTP requests' context, are known by this name."""
+    path = find_package(version) / "entrypoints" / "openai" / "responses" / "serving.py"
+    assert re.search(
+        r"create_task\(\s+self\._run_background_request\(", path.read_text(encoding="utf-8")
+    )
 
 
 @pytest.mark.full

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from ttft_otel.model.names import header_names, keys
 from ttft_otel.tracing import (
     carrier,
     clock,
+    context,
     engine_queues,
     guard,
     handoff,
@@ -32,13 +34,14 @@ from ttft_otel.tracing import (
 )
 from ttft_otel.tracing.asgi import Headers, TracingMiddleware
 from ttft_otel.tracing.engine_queues import EngineCall
-from ttft_otel.tracing.request_trace import RequestTrace
+from ttft_otel.tracing.request_trace import EngineRequest, RequestTrace
 from ttft_otel.tracing.roles import identity
 from ttft_otel.tracing.trace_ending import TraceEnding
 
 # Shared by all requests: vLLM only reads them.
 _UNTRACED_HEADERS: Final = {header_names.CARRIER_KEY: carrier.UNTRACED}
 MAX_ARRIVAL_AGE_S: Final = 3600.0  # a caller's arrival time that is older is not believed
+MAX_QUEUED_INPUTS: Final = 256  # of one session
 
 
 def identify_server(patcher: Patcher, config: Any) -> None:
@@ -133,16 +136,20 @@ def register_request(
 ) -> None:
     """Before OutputProcessor.add_request(): put our key into vLLM's own trace headers."""
     trace = recorder.current_trace.get()
+    is_later = False
+    if trace is not None and trace.session is not None:
+        state = processor.request_states.get(request.request_id)
+        is_later = state is not None
+        trace = direct.begin_input(trace, state, request)
     if trace is None or trace.end or getattr(request, "sampling_params", None) is None:
-        # Not traced, answered already (a `background` response goes on in a task with the context of
-        # its HTTP request), or a pooling request. Unmarked, the engine core would trace it.
+        # Not traced, answered already, or a pooling request. Unmarked, the engine core would trace it.
         headers = request.trace_headers
         request.trace_headers = {**headers, **_UNTRACED_HEADERS} if headers else _UNTRACED_HEADERS
         return
     # Here, because AsyncLLM.add_request() drops headers without --otlp-traces-endpoint.
     request.trace_headers = {
         header_names.TRACEPARENT: trace.context.format_traceparent(),
-        header_names.CARRIER_KEY: carrier.ASKED,
+        header_names.CARRIER_KEY: carrier.LATER_INPUT if is_later else carrier.ASKED,
     }
     if trace.context.tracestate:
         request.trace_headers[header_names.TRACESTATE] = trace.context.tracestate
@@ -151,6 +158,8 @@ def register_request(
         trace.request_id or str(getattr(request, "external_req_id", None) or "")[:256]
     )
     trace.is_beam_search = trace.is_beam_search or vllm_fields.is_beam(request)
+    if trace.is_input and direct.queue_input(trace, request.request_id):
+        return
     recorder.register_engine_request(trace, request.request_id)
     if trace.is_direct:
         direct.keep_call(trace, request.request_id)
@@ -175,6 +184,8 @@ def record_outputs(
     # Most batches are decode steps: one dictionary lookup for each output is all they pay.
     for output in engine_core_outputs:
         if output.request_id in recorder.awaiting_traces:
+            if direct.is_of_earlier_input(output):
+                continue
             marks = (output.trace_headers or {}).get(header_names.CARRIER_KEY, "")
             # Our own value came back: the engine core has no hooks, and measured nothing.
             if marks == carrier.ASKED:
@@ -213,13 +224,16 @@ class DirectCallTracer:
 
     Scripts make them, gRPC and WebSocket servers, Dynamo's workers and Ray Serve, answers in the background.
     Their trace begins with the call, or when its caller says that the request arrived, under the parent that
-    the call's headers or the current OpenTelemetry span name; it ends with the first output.
+    the call's headers or the current OpenTelemetry span name; it ends with the first output. Of a stream of
+    inputs, which is one session of the engine core, each has a trace, from when vLLM has taken it.
     """
 
     def __init__(self, patcher: Patcher) -> None:
         self.patcher = patcher
         #: Engine request ID -> its trace.
         self.calls: dict[str, RequestTrace] = {}
+        #: The inputs behind that one of the same session, in their order.
+        self.queued: dict[str, deque[RequestTrace]] = {}
         self.ending = TraceEnding(query_engine)
         self._is_identified = False
 
@@ -241,22 +255,24 @@ class DirectCallTracer:
         if before is None:
             if recorder.is_http_request.get():
                 return None  # which is not sampled
-        elif not (before.is_direct or (before.is_background and before.end)):
+        elif not (before.is_direct or _is_in_background(before)):
             return None
         if not self._is_identified:
             self._is_identified = True
             self._identify(engine)
-        trace = recorder.begin_trace(
-            _list_parent_headers(trace_headers, before), settings.get_settings()
-        )
-        if trace is None:
+        parents = _list_parent_headers(trace_headers, before)
+        if isinstance(
+            prompt, AsyncGenerator
+        ):  # read in a task of its own, which keeps this context
+            unsent = context.start_context("", "", settings.get_settings())
+            trace = RequestTrace(clock.now_us(), unsent, False)
+            trace.session = (parents, arrival_time is None)
+        elif (begun := recorder.begin_trace(parents, settings.get_settings())) is not None:
+            trace = begun
+        else:
             return None
         trace.is_direct, trace.direct_engine = True, engine
-        if arrival_time is not None:
-            age_s = time.time() - arrival_time
-            if 0 < age_s < MAX_ARRIVAL_AGE_S:
-                trace.arrive -= round(age_s * 1e6)
-        trace.render = trace.arrive  # no body is received
+        _set_arrival(trace, arrival_time)
         trace.streamed = getattr(getattr(params, "output_kind", None), "name", "") != "FINAL_ONLY"
         recorder.current_trace.set(trace)
         return (before,)
@@ -274,11 +290,60 @@ class DirectCallTracer:
         else:
             meter.count_dropped("direct")
 
+    def begin_input(self, session: RequestTrace, state: Any, request: Any) -> RequestTrace | None:
+        """The trace of an input of the stream `session`; None: not traced, or it only says that it has ended.
+
+        state: vLLM's of the session; None where `request` is the first one's.
+        """
+        parts, session.parts = session.parts, []
+        if session.session is None or not request.resumable:
+            return None
+        parents, has_arrival = session.session
+        trace = recorder.begin_trace(parents, settings.get_settings())
+        if trace is None:
+            return None
+        trace.is_direct, trace.direct_engine = True, session.direct_engine
+        trace.is_input, trace.streamed = True, True
+        trace.request_role, trace.parts = session.request_role, parts
+        trace.assign_times[request.request_id] = trace.arrive
+        # vLLM's: when it began to render the input.
+        _set_arrival(trace, request.arrival_time if has_arrival else None)
+        if state is not None and state.input_chunk_queue is not None:
+            trace.inputs_before = 1 + len(state.input_chunk_queue)
+        return trace
+
+    def queue_input(self, trace: RequestTrace, engine_id: str) -> bool:
+        """Whether an earlier input of the session waits for its first output: then this one is behind it."""
+        if engine_id not in recorder.awaiting_traces:
+            self.queued.pop(engine_id, None)  # behind one that was given up
+            return False
+        queue = self.queued.setdefault(engine_id, deque())
+        if len(queue) < MAX_QUEUED_INPUTS:
+            trace.engine_requests[engine_id] = EngineRequest(trace.assign_times[engine_id])
+            queue.append(trace)
+        else:
+            meter.count_dropped("direct")
+        return True
+
+    def is_of_earlier_input(self, output: Any) -> bool:
+        """Whether an output is of an input before the one of the same session that waits; counts its end."""
+        trace = recorder.awaiting_traces[output.request_id]
+        is_earlier = trace.inputs_before > 0
+        if trace.is_input and output.finish_reason is not None:
+            for each in (trace, *self.queued.get(output.request_id, ())):
+                each.inputs_before -= 1
+        return is_earlier
+
     def note_output(self, engine_id: str) -> None:
         """After the first output of `engine_id` was recorded, or that there is none."""
         trace = self.calls.get(engine_id)
-        if trace is not None:
-            _run_later(self._send_first, trace)
+        if trace is None:
+            return
+        _run_later(self._send_first, trace)
+        if queue := self.queued.get(engine_id):
+            self.calls[engine_id] = recorder.awaiting_traces[engine_id] = queue.popleft()
+            if not queue:
+                del self.queued[engine_id]
 
     def _send_first(self, trace: RequestTrace) -> None:
         if trace.breakdown is None and trace.has_first_token:
@@ -302,19 +367,22 @@ class DirectCallTracer:
         for engine_id in aborted or ():
             trace = self.calls.get(engine_id)
             if trace is not None:
-                self._end(trace, keys.ERROR_CANCELLED)
+                for each in (trace, *self.queued.pop(engine_id, ())):
+                    self._end(each, keys.ERROR_CANCELLED)
 
     def drop_all(self) -> None:
         """Forget all calls; hooks keep the same container."""
         self.calls.clear()
+        self.queued.clear()
 
     def count_requests(self) -> dict[str, int]:
         """How many engine requests it keeps; zero when there are none."""
-        return {"frontend.direct": len(self.calls)}
+        return {"frontend.direct": len(self.calls) + len(self.queued)}
 
     def _end(self, trace: RequestTrace, error: str) -> None:
         for engine_id in trace.engine_requests:
-            self.calls.pop(engine_id, None)
+            if self.calls.get(engine_id) is trace:
+                del self.calls[engine_id]
         try:
             asyncio.get_running_loop()
         except (
@@ -338,6 +406,27 @@ def _run_later(action: Callable[[RequestTrace], None], trace: RequestTrace) -> N
         return
     # Outputs are in their queues already: their readers' turn is before ours.
     loop.call_soon(guard.silence_errors("frontend.direct", action), trace)
+
+
+def _is_in_background(trace: RequestTrace) -> bool:
+    """Whether vLLM's task for a `background` response calls, in the context of the HTTP request `trace`."""
+    if trace.path != endpoints.RESPONSES_PATH:
+        return False
+    task = asyncio.current_task()
+    coroutine = task.get_coro() if task is not None else None
+    return getattr(coroutine, "__name__", "") == "_run_background_request"
+
+
+def _set_arrival(trace: RequestTrace, arrival_time: float | None) -> None:
+    """Begin a direct trace earlier, if its caller's wall clock says so."""
+    trace.arrive -= measure_age(arrival_time)
+    trace.render = trace.arrive  # no body is received
+
+
+def measure_age(arrival_time: float | None) -> int:
+    """Microseconds since a time of the wall clock; 0 where that is None, in the future, or too long ago."""
+    age_s = time.time() - (arrival_time or 0.0)
+    return round(age_s * 1e6) if 0 < age_s < MAX_ARRIVAL_AGE_S else 0
 
 
 def _list_parent_headers(

@@ -46,6 +46,7 @@ CODE_DRAFT: Final = -3
 # Values of header_names.CARRIER_KEY on its way to the engine core: the API server reads the timeline that
 # replaces it, or does not trace the request. Without the key nobody would read a timeline.
 ASKED: Final = "1"
+LATER_INPUT: Final = "2"  # as ASKED, of a stream whose session the engine core has already
 UNTRACED: Final = "0"
 # Beside breakdown.LOST_*: the answer left before the encoder had ended; its interval ends there.
 ENCODER_UNFINISHED: Final = 64

@@ -96,7 +96,7 @@ def register_engine_request(trace: RequestTrace, engine_id: str) -> None:
     assign = times.get(engine_id) or times.get(engine_id.partition("_")[2], 0)
     engine = trace.engine_requests[engine_id] = EngineRequest(assign)
     # Beyond the bound what is known only at its end is missing; its TTFT is not.
-    if len(unended_requests) < MAX_UNENDED_REQUESTS:
+    if len(unended_requests) < MAX_UNENDED_REQUESTS and not trace.is_input:
         unended_requests[engine_id], engine.is_watched = engine, True
     if len(awaiting_traces) >= MAX_AWAITING_REQUESTS:  # drop the oldest: dicts keep their order
         del awaiting_traces[next(iter(awaiting_traces))]
@@ -312,6 +312,9 @@ def _send_bytes(data: bytes, sender: RecordSender) -> None:
 
 def forget_trace(trace: RequestTrace) -> None:
     """Remove all global state of a trace; called however its request ended."""
-    for engine_id in trace.engine_requests:
-        awaiting_traces.pop(engine_id, None)
-        unended_requests.pop(engine_id, None)
+    for engine_id, engine in trace.engine_requests.items():
+        # By now it may be the next input of the same session that has the ID.
+        if awaiting_traces.get(engine_id) is trace:
+            del awaiting_traces[engine_id]
+        if unended_requests.get(engine_id) is engine:
+            del unended_requests[engine_id]

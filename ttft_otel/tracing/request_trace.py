@@ -67,6 +67,13 @@ class RequestTrace(msgspec.Struct, eq=False, gc=False):
     is_direct: bool = False
     #: Then the engine that was called.
     direct_engine: Any = None
+    #: Such a call hands over a stream of inputs, whose traces have these parents, and its own arrival time
+    #: if True; this one is not sent.
+    session: tuple[list[tuple[bytes, bytes]], bool] | None = None
+    #: It is one input of a session: its trace ends with its first output.
+    is_input: bool = False
+    #: Then how many earlier ones have not been answered to the end.
+    inputs_before: int = 0
     #: Its engine requests are steps of a search, not generations.
     is_beam_search: bool = False
     #: The role that a router's header names, "" without one.

@@ -62,9 +62,11 @@ class HeldRequests:
         self.unanswered[request_id] = held
         return held
 
-    def note_unseen(self, request_id: str, timeline: EngineTimeline) -> None:
-        """A traced request is scheduled whose arrival was not seen: what held it up is not known."""
-        self.unanswered[request_id] = HeldRequest(request_id, timeline, 0, is_followed=False)
+    def note_unseen(self, request_id: str, timeline: EngineTimeline) -> HeldRequest:
+        """A traced request whose arrival was not seen, or that waited elsewhere: who held it is not known."""
+        held = HeldRequest(request_id, timeline, 0, is_followed=False)
+        self.unanswered[request_id] = held
+        return held
 
     def note_schedule(self, scheduler: Any, output: Any, now: int) -> None:
         """After a schedule() that returned at `now` (us), while a traced request waits."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections import OrderedDict
 from typing import Any, Final
 
 from ttft_otel.hooks import vllm_fields
-from ttft_otel.hooks.api_server import MAX_ARRIVAL_AGE_S, identify_server
+from ttft_otel.hooks.api_server import identify_server, measure_age
 from ttft_otel.hooks.wrap import Patcher
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.tracing import carrier, clock, context, handoff, settings
@@ -116,5 +115,4 @@ def _measure_age(core: Any, request: Any) -> int:
     # A front-end on another host has another clock.
     if not (index < len(addresses) and str(addresses[index]).startswith(("ipc:", "tcp://127."))):
         return 0
-    age_s = time.time() - (getattr(request, "arrival_time", 0.0) or 0.0)
-    return round(age_s * 1e6) if 0 < age_s < MAX_ARRIVAL_AGE_S else 0
+    return measure_age(getattr(request, "arrival_time", None))

@@ -69,6 +69,8 @@ class EngineCoreTracer:
         "own",
         "patcher",
         "queue",
+        "resumed",
+        "resuming",
         "worker",
     )
 
@@ -88,6 +90,10 @@ class EngineCoreTracer:
         self.freed: list[str] = []
         #: update_from_output() is running.
         self.is_updating = False
+        #: Sessions whose next input began inside of it: arguments of _resume().
+        self.resuming: list[tuple[Any, ...]] = []
+        #: Sessions before the end of their latest input's first step -> that step, None before it.
+        self.resumed: dict[str, Any] = {}
         #: Requests answered before their encoder had ended; its run as JSON once a worker has reported it.
         self.encoder_runs: OrderedDict[str, str] = OrderedDict()
         #: Requests beyond MAX_AWAITING_REQUESTS.
@@ -103,6 +109,8 @@ class EngineCoreTracer:
         self.awaiting.clear()
         self.aborted.clear()
         self.freed.clear()
+        self.resuming.clear()
+        self.resumed.clear()
         self.encoder_runs.clear()
         self.is_updating = False
         self.dropped_requests = 0
@@ -114,6 +122,7 @@ class EngineCoreTracer:
             "core.awaiting": len(self.awaiting),
             "core.aborted": len(self.aborted),
             "core.freed": len(self.freed) + self.is_updating,
+            "core.resumed": len(self.resuming) + len(self.resumed),
             "core.encoder_runs": len(self.encoder_runs),
             "core.own": len(self.own.reports),
             "core.arrived": len(self.queue.arrived),
@@ -141,6 +150,7 @@ class EngineCoreTracer:
             ),
             "scheduler.pause": Hook(after=self.record_pause, ready=unanswered),
             "scheduler.free": Hook(before=self.record_freed, ready=unanswered),
+            "scheduler.session": Hook(before=self.note_waiting, after=self.record_input),
             # Also while nobody waits: who waits at its end has come meanwhile.
             "engine.dummy": Hook(before=stamp_time, after=self.record_dummy),
             "kv.arrive": Hook(before=self.blocks.record_arrivals, ready=self.blocks.tracked),
@@ -157,7 +167,7 @@ class EngineCoreTracer:
         """
         headers = request.trace_headers
         mark = headers.get(header_names.CARRIER_KEY) if headers else None
-        if mark == carrier.ASKED:
+        if mark in (carrier.ASKED, carrier.LATER_INPUT):
             return clock.monotonic_ns() // 1000
         if mark is None:
             return self.own.begin_report(core, request)
@@ -182,7 +192,11 @@ class EngineCoreTracer:
         if is_paused:  # an engine core runs no step then that could note it
             timeline.open_details().reasons += (token, queue_reasons.PAUSED)
         # Its trace_headers are replaced at the first output; holders.py reads the traceparent here.
-        request._ttft_headers = request.trace_headers
+        headers = request._ttft_headers = request.trace_headers
+        if headers and headers.get(header_names.CARRIER_KEY) == carrier.LATER_INPUT:
+            # vLLM keeps nothing else of this request for the session that it continues.
+            request.sampling_params._ttft_input = (timeline, headers)
+            return
         # A deque, because this is the input thread, and the main thread takes requests out of it.
         self.queue.arrived.append(self.held.follow_request(request.request_id, timeline))
 
@@ -193,6 +207,37 @@ class EngineCoreTracer:
         setattr(core, carrier.KEPT_ITEMS_QUERY, self.encodings.answer_kept_items)
         setattr(core, carrier.ENCODER_QUERY, self.answer_encoder_run)
         setattr(core, carrier.WAITING_QUERY, lambda core: self.answer_waiting(core.scheduler))
+
+    # A later input of a stream reaches its session, which is one request of the scheduler.
+
+    def note_waiting(self, scheduler: Any, session: Any, update: Any) -> bool:
+        """Before _update_request_as_session(): whether the session had nothing to do."""
+        return getattr(session.status, "name", "") == "WAITING_FOR_STREAMING_REQ"
+
+    def record_input(
+        self, was_waiting: bool, _: None, scheduler: Any, session: Any, update: Any
+    ) -> None:
+        """After _update_request_as_session(): the session goes on with the input `update`."""
+        timeline, headers = vars(update.sampling_params).pop("_ttft_input", (None, None))
+        if self.is_updating:  # the output of the input before still has its timeline to carry
+            self.resuming.append((session, timeline, headers, was_waiting))
+        else:
+            self._resume(session, timeline, headers, was_waiting)
+
+    def _resume(
+        self, session: Any, timeline: EngineTimeline | None, headers: Any, was_waiting: bool
+    ) -> None:
+        session._ttft_timeline, session._ttft_headers = timeline, headers
+        if timeline is None:
+            return
+        request_id = session.request_id
+        self.resumed[request_id] = None
+        if was_waiting:
+            held = self.held.follow_request(request_id, timeline)
+        else:  # for the input before it
+            held = self.held.note_unseen(request_id, timeline)
+            timeline.open_details().reasons += (timeline.added, queue_reasons.OTHER)
+        self.queue.arrived.append(held)
 
     # The scheduler takes the request.
 
@@ -207,6 +252,8 @@ class EngineCoreTracer:
                 request = scheduler.requests.get(data.req_id)
                 timeline = getattr(request, "_ttft_timeline", None) or self._find_unseen(request)
                 if timeline is not None and timeline is not _ANSWERED:
+                    if self.resumed and data.req_id in self.resumed:
+                        self.resumed[data.req_id] = output
                     if len(awaiting) >= MAX_AWAITING_REQUESTS:
                         del self.awaiting[next(iter(self.awaiting))]
                         self.dropped_requests += 1
@@ -422,6 +469,10 @@ class EngineCoreTracer:
         tokens = scheduler_output.num_scheduled_tokens
         encoding = scheduler_output.scheduled_encoder_inputs
         for request_id, timeline in awaiting.items():
+            if self.resumed:
+                if self.resumed.get(request_id, scheduler_output) is not scheduler_output:
+                    continue  # a step for the input before, which ran already when its answer ended
+                self.resumed.pop(request_id, None)
             if request_id in tokens or request_id in encoding:
                 if follows:
                     held.add_own_step(request_id)
@@ -467,6 +518,10 @@ class EngineCoreTracer:
             for request_id in self.freed:
                 self._keep_aborted(request_id)
             self.freed.clear()
+        if self.resuming:
+            for resumed in self.resuming:
+                self._resume(*resumed)
+            self.resuming.clear()
 
     # Its end.
 
@@ -478,6 +533,7 @@ class EngineCoreTracer:
         if timeline is None or timeline.sent:
             return
         request_id = request.request_id
+        self.resumed.pop(request_id, None)
         self.held.drop_request(scheduler, request_id, clock.now_us())
         self.queue.end_wait(timeline, request_id, clock.now_us())
         # A request that was never scheduled is not in there yet.

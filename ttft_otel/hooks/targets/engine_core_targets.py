@@ -73,4 +73,17 @@ CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
         reads=("request",),
         part=True,
     ),
+    PatchTarget(
+        # Called when the input comes, or when the answer to the one before it ends.
+        name="scheduler.session",
+        process="core",
+        places=(
+            TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler._update_request_as_session"),
+        ),
+        marks="which input of a stream (/v1/realtime) the steps of its session are for",
+        why="a session is one request to the scheduler, which has one QUEUED event",
+        drop_when="events of an input's own",
+        reads=("session", "update"),
+        part=True,
+    ),
 )

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams of inputs, as /v1/realtime has them, in vLLM's own scheduler: a timeline for each input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hooks.fakes import HEADERS
+from hooks.process import CORE
+from hooks.real_scheduler import STEP_US
+from ttft_otel.model.names import header_names
+from ttft_otel.tracing import carrier
+
+LATER = {**HEADERS, header_names.CARRIER_KEY: carrier.LATER_INPUT}
+NAME = "session"
+
+
+def add_input(driver: Any, *, later: bool = True, answer: int = 3, traced: bool = True) -> None:
+    """An input of the session comes."""
+    headers = {} if traced else {"traced": False}
+    if later and traced:
+        headers = {"headers": dict(LATER)}
+    driver.add(NAME, answer=answer, resumable=True, **headers)
+
+
+def read_answer(driver: Any) -> tuple[dict[str, int], Any]:
+    """Stages and marks of the input that was answered last; the next one can be read afterwards."""
+    cut, marks = driver.read(NAME)
+    del driver.headers[NAME]
+    assert sum(cut.stages.values()) + cut.unattributed == cut.end - cut.start
+    return cut.stages, marks
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_input_after_an_answer(drive: Any, overlapping: bool) -> None:
+    """It begins when it comes: the pause before it is nobody's, and its steps are its own ones."""
+    driver = drive(async_scheduling=overlapping)
+    add_input(driver, later=False)
+    for number in range(4):
+        if number:
+            driver.clock.tick(500_000)
+            add_input(driver)
+        came = driver.clock.at
+        driver.run_until_answered(NAME)
+        found, marks = read_answer(driver)
+        for _ in range(4):
+            driver.step()
+        assert marks.added == came
+        assert found["prefill.compute"] == pytest.approx(STEP_US, abs=1)
+        assert found.get("prefill.queue", 0) == 0
+        assert len(marks.steps) == 1
+    assert not any(CORE.count_requests().values())
+
+
+@pytest.mark.parametrize("answer", [1, 5])
+def test_inputs_at_once(drive: Any, answer: int) -> None:
+    """Those behind the first wait in their queues for the answers before them."""
+    driver = drive()
+    add_input(driver, later=False, answer=answer)
+    for _ in range(2):
+        add_input(driver, answer=answer)
+    came = driver.clock.at
+    for number in range(3):
+        driver.run_until_answered(NAME)
+        found, marks = read_answer(driver)
+        assert marks.added == came
+        assert found.get("prefill.queue", 0) == number * answer * STEP_US
+        assert found["prefill.compute"] == pytest.approx(STEP_US, abs=1)
+    for _ in range(answer):
+        driver.step()
+    assert not any(CORE.count_requests().values())
+
+
+def test_reason_behind_an_answer(drive: Any) -> None:
+    """What an input waits for behind another one of its session has no name of its own."""
+    driver = drive()
+    add_input(driver, later=False)
+    add_input(driver)
+    driver.run_until_answered(NAME)
+    del driver.headers[NAME]
+    driver.run_until_answered(NAME)
+    assert driver.sum_reasons(NAME) == {"other": 3 * STEP_US}
+
+
+def test_steps_in_flight(drive: Any) -> None:
+    """A step that was scheduled for the answer before it, and ends later, is not the input's."""
+    driver = drive(async_scheduling=True)
+    add_input(driver, later=False, answer=1)
+    add_input(driver, answer=1)
+    first = driver.begin_step()
+    stale = driver.begin_step()
+    driver.clock.tick(STEP_US)
+    driver.end_step(first)
+    read_answer(driver)
+    own = driver.begin_step()
+    for step in (stale, own):
+        driver.clock.tick(STEP_US)
+        driver.end_step(step)
+    if NAME not in driver.headers:
+        driver.run_until_answered(NAME)
+    _, marks = read_answer(driver)
+    assert len(marks.steps) == 1
+
+
+@pytest.mark.parametrize("traced", [(True, False, True), (False, True, False), (False, True, True)])
+def test_some_are_not_traced(drive: Any, traced: tuple[bool, ...]) -> None:
+    """Whether an input is traced is decided for each."""
+    driver = drive()
+    for number, is_traced in enumerate(traced):
+        add_input(driver, later=number > 0, traced=is_traced)
+        for _ in range(4):
+            driver.step()
+        assert (NAME in driver.headers) is is_traced
+        driver.headers.clear()
+    assert not any(CORE.count_requests().values())
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_aborted(drive: Any, steps: int) -> None:
+    """A session that ends with inputs in its queue leaves nothing behind."""
+    from vllm.v1.request import RequestStatus
+
+    driver = drive()
+    add_input(driver, later=False)
+    for _ in range(2):
+        add_input(driver)
+    for _ in range(steps):
+        driver.step()
+    driver.scheduler.finish_requests(NAME, RequestStatus.FINISHED_ABORTED)
+    driver.step()
+    driver.clock.tick(STEP_US)
+    CORE.answer_aborted(NAME)
+    assert not any(CORE.count_requests().values())
