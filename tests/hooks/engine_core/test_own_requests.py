@@ -13,6 +13,7 @@ import pytest
 from hooks.fakes import HEADERS, FakeEngineCore, make_request
 from hooks.process import CORE
 from ttft_otel import testing
+from ttft_otel.hooks import api_server
 from ttft_otel.hooks.engine_core import own_requests
 from ttft_otel.model import breakdown
 from ttft_otel.model.names import header_names, keys
@@ -34,7 +35,7 @@ def own_process(
     monkeypatch: pytest.MonkeyPatch, blank_identity: None, records: testing.MemorySender
 ) -> Iterator[None]:
     """An engine core's process: nothing is known of its server, and no exporter is started."""
-    monkeypatch.setattr(own_requests, "time", SimpleNamespace(time=lambda: NOW_S))
+    monkeypatch.setattr(api_server, "time", SimpleNamespace(time=lambda: NOW_S))
     monkeypatch.setattr(records, "start_exporter", lambda: None)
     monkeypatch.setattr(settings, "_frozen", [Settings(on=True)])
     monkeypatch.setattr(CORE.own, "_is_identified", False)
