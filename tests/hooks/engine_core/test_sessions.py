@@ -21,7 +21,7 @@ NAME = "session"
 
 def add_input(driver: Any, *, later: bool = True, answer: int = 3, traced: bool = True) -> None:
     """An input of the session comes."""
-    headers = {} if traced else {"traced": False}
+    headers: dict[str, Any] = {} if traced else {"traced": False}
     if later and traced:
         headers = {"headers": dict(LATER)}
     driver.add(NAME, answer=answer, resumable=True, **headers)
