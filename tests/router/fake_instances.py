@@ -172,11 +172,11 @@ async def run_router(
     fleet = InstancePool(
         instances, failures, pause_s, limits.breaker_trial, limits.first_byte_timeout
     )
-    health = HealthMonitor(fleet, probe_interval_s, key)
+    health = HealthMonitor(fleet, probe_interval_s)
     routing_service = (
         routing(fleet) if routing else RoutingService(fleet, others_policy="round_robin")
     )
-    legs = UpstreamClient(fleet, routing_service, retries, budget, health, limits, tls)
+    legs = UpstreamClient(fleet, routing_service, retries, budget, health, limits, tls, key)
     options["admission"] = AdmissionGate(legs, keys, key)
     encoded_records: list[bytes] = []
 

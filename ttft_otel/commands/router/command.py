@@ -118,16 +118,15 @@ def build_router(
         max_trial_s=options.limits.breaker_trial,
         first_byte_timeout_s=options.limits.first_byte_timeout,
     )
-    routing = options.build_routing(pool, options.upstream_key, options.takes_newcomers)
+    routing = options.build_routing(pool, options.takes_newcomers)
     upstream = UpstreamClient(
         pool,
         routing,
         max_retries=options.retries,
-        health_monitor=health_monitor.HealthMonitor(
-            pool, options.health_interval, options.upstream_key
-        ),
+        health_monitor=health_monitor.HealthMonitor(pool, options.health_interval),
         limits=options.limits,
         tls=router_options.build_upstream_tls(options),
+        api_key=options.upstream_key,
     )
     admission = AdmissionGate(upstream, options.api_key, options.upstream_key)
     reports = RecentReports(options.reports)

@@ -455,11 +455,11 @@ class RouterOptions:
             )
 
     def build_routing(
-        self, pool: InstancePool, api_key: str = "", may_encoders_join: bool = False
+        self, pool: InstancePool, may_encoders_join: bool = False
     ) -> routing_service.RoutingService:
         """Build the routing service with its prompt reader and prefix index. Raises UsageError.
 
-        pool: the instances to choose from. api_key: sent to instances that are asked to tokenize.
+        pool: the instances to choose from.
         may_encoders_join: encoders may be found later, so --encoder-routing-logic needs no --encoder.
         """
         self._check_combinations()
@@ -484,7 +484,7 @@ class RouterOptions:
         )
 
         # The reader needs the pool: instances name their models' tokenizers, or render themselves.
-        prompt_reader = build_reader(self.tokenizer or None, self.tokenize, pool, api_key)
+        prompt_reader = build_reader(self.tokenizer or None, self.tokenize, pool)
         knowledge = (prompt_reader, self._build_prefix_source())
         return routing_service.RoutingService(
             pool, policy_name, options, *knowledge, encoders_policy=encoders_policy

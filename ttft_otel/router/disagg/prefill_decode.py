@@ -49,7 +49,6 @@ _EVENT_STREAM_HEADER: Final = (b"content-type", b"text/event-stream; charset=utf
 UNKNOWN_MODEL: Final = "ttft-otel-nobody"  # no model has this name
 RELEASE_TIMEOUT_S: Final = 10.0
 SHUTDOWN_WAIT_S: Final = 2.0  # seconds to wait for running releases at shutdown
-_AUTH_HEADERS: Final = ("authorization",)
 # In flight; further ones are left to the prefill instance's time-out.
 MAX_PENDING_RELEASES: Final = 256
 
@@ -92,7 +91,8 @@ class KvReleases:
             "kv_transfer_params": kv_params,
         }
         # a trace of its own, not sampled: no client asked for this request
-        headers = {name: client_headers[name] for name in _AUTH_HEADERS if name in client_headers}
+        key = client_headers.get("authorization", "")
+        headers = {"Authorization": key} if key else {}
         traceparent = f"00-{context.new_span_id() * 2}-{context.new_span_id()}-00"
         try:
             await self._upstream.queries.ask(

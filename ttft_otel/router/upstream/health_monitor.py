@@ -17,7 +17,7 @@ from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.failures import describe_error, is_resource_shortage
 from ttft_otel.router.upstream.instance_pool import InstancePool, describe_instance
-from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient, build_authorization
+from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient
 
 PROBE_INTERVAL_S: Final = 5.0  # seconds between two probes of a healthy instance
 FAILED_PROBE_INTERVAL_S: Final = 1.0  # seconds between two probes of a failed instance
@@ -35,17 +35,14 @@ log: Final = logging.getLogger("ttft_otel")
 class HealthMonitor:
     """Runs one probing task per instance, until `close`.
 
-    interval_s: seconds between probes. api_key: for /v1/models, "" for none.
+    interval_s: seconds between probes.
     """
 
     queries: QueryClient  # from start() on
 
-    def __init__(
-        self, pool: InstancePool, interval_s: float = PROBE_INTERVAL_S, api_key: str = ""
-    ) -> None:
+    def __init__(self, pool: InstancePool, interval_s: float = PROBE_INTERVAL_S) -> None:
         self.pool = pool
         self.interval_s = interval_s
-        self.authorization = build_authorization(api_key)
         self._tasks: dict[Instance, asyncio.Task[None]] = {}
         self._wake_events: dict[Instance, asyncio.Event] = {}
         self._ending_tasks: set[asyncio.Task[None]] = set()  # cancelled, and not over yet
@@ -157,7 +154,7 @@ class HealthMonitor:
         again for `kept_s` seconds.
         """
         # The router's own key hides the client's, so all clients are one caller.
-        key = (self.pool.get(leg), self.authorization or authorization)
+        key = (self.pool.get(leg), self.queries.authorization or authorization)
         now_s = monotonic()
         since_s, task = self._model_rounds.get(key, (0.0, None))
         if task is None or (task.done() and now_s - since_s > kept_s):
@@ -195,8 +192,8 @@ class HealthMonitor:
         self, instance: Instance, authorization: str
     ) -> tuple[int, tuple[dict[str, Any], ...] | None]:
         url = f"{instance.url}{MODELS_PATH}"
-        own_or_client = self.authorization or authorization
-        headers = {"Authorization": own_or_client} if own_or_client else {}
+        is_needed = authorization and not self.queries.authorization
+        headers = {"Authorization": authorization} if is_needed else {}
         try:
             answer = await self.queries.ask(url, headers=headers, max_bytes=MAX_MODELS_BYTES)
             if answer.status != 200:

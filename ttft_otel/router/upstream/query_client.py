@@ -46,11 +46,18 @@ class QueryClient:
     Args:
         max_header_bytes: Bytes of one header of an answer.
         tls: For https:// URLs; None for the system's authorities.
+        api_key: What whoever is asked is shown, "" for none.
+
+    authorization: the header with that key, which one of the question itself replaces.
     """
 
     def __init__(
-        self, max_header_bytes: int = MAX_HEADER_BYTES, tls: ClientTls | None = None
+        self,
+        max_header_bytes: int = MAX_HEADER_BYTES,
+        tls: ClientTls | None = None,
+        api_key: str = "",
     ) -> None:
+        self.authorization = build_authorization(api_key)
         self._pool = ConnectionPool(max_header_bytes, tls=tls)
 
     async def __aenter__(self) -> QueryClient:
@@ -107,7 +114,8 @@ class QueryClient:
         self, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[InstanceAnswer]:
         """Ask as `ask` does, and give the answer once its head is here; the caller bounds the rest."""
-        sent = {"Accept-Encoding": "identity", **(headers or {})}
+        own = {"Authorization": self.authorization} if self.authorization else {}
+        sent = {"Accept-Encoding": "identity", **own, **(headers or {})}
         if body is not None:
             sent.setdefault("Content-Type", "application/json")
         method = "GET" if body is None else "POST"
@@ -137,8 +145,3 @@ async def read_at_most(answer: InstanceAnswer, max_bytes: int) -> bytes:
 
 def build_authorization(api_key: str) -> str:
     return f"Bearer {api_key}" if api_key else ""
-
-
-def build_key_headers(api_key: str) -> dict[str, str]:
-    """The headers that show a key; none without one."""
-    return {"Authorization": build_authorization(api_key)} if api_key else {}

@@ -74,9 +74,11 @@ class UpstreamClient:
         health_monitor: HealthMonitor | None = None,
         limits: RouterLimits | None = None,
         tls: ClientTls | None = None,
+        api_key: str = "",
     ) -> None:
         self.pool = pool
         self.tls = tls
+        self.api_key = api_key  # of the router's own questions
         self.limits = limits or RouterLimits()
         self.chooser = chooser
         self.max_retries = max_retries
@@ -87,7 +89,7 @@ class UpstreamClient:
     async def start(self) -> None:
         """Open the clients, and start health probes and routing."""
         limits = self.limits
-        self.queries = QueryClient(limits.max_answer_header_bytes, self.tls)
+        self.queries = QueryClient(limits.max_answer_header_bytes, self.tls, self.api_key)
         self._connections = ConnectionPool(
             limits.max_answer_header_bytes, limits.total_timeout, limits.idle_timeout, self.tls
         )

@@ -66,10 +66,10 @@ async def wait_for_prompt(
 
 
 @asynccontextmanager
-async def run_reader(*reader_arguments: Any, **more: Any) -> AsyncIterator[LocalPromptReader]:
+async def run_reader(*reader_arguments: Any, api_key: str = "") -> AsyncIterator[LocalPromptReader]:
     """A reader that is closed in the end."""
-    async with QueryClient() as queries:
-        prompt_reader = build_reader(*reader_arguments, **more)
+    async with QueryClient(api_key=api_key) as queries:
+        prompt_reader = build_reader(*reader_arguments)
         await prompt_reader.start(queries)
         try:
             yield prompt_reader
@@ -425,7 +425,7 @@ async def test_engine() -> None:
     vllm = FakeVllm(answer=IMAGE_ANSWER)
     async with (
         vllm.run_server() as url,
-        run_reader(None, "engine", build_fleet(url), "key") as read,
+        run_reader(None, "engine", build_fleet(url), api_key="key") as read,
     ):
         found = await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
 

@@ -19,14 +19,13 @@ __all__ = ["LocalPromptReader", "Prompt", "build_reader"]
 
 
 def build_reader(
-    tokenizer: str | None, place: Literal["local", "engine"], pool: InstancePool, api_key: str = ""
+    tokenizer: str | None, place: Literal["local", "engine"], pool: InstancePool
 ) -> LocalPromptReader:
     """Create the prompt reader of --tokenize.
 
     Args:
         tokenizer: folder or hub name for all models; None to use the one that /v1/models names for each.
         place: "engine" asks the instances, and tokenizes locally where they refuse.
-        api_key: sent to instances.
     """
     kind = LocalPromptReader if place == "local" else EnginePromptReader
-    return kind(tokenizer, pool, api_key)
+    return kind(tokenizer, pool)

@@ -22,7 +22,7 @@ from ttft_otel.router.routing.prompts.placeholders import PlaceholderSpan, build
 from ttft_otel.router.routing.prompts.tokenizer_worker import REQUEST_WAIT_S
 from ttft_otel.router.types import JSON_ERRORS, Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QUERY_ERRORS, build_key_headers
+from ttft_otel.router.upstream.query_client import QUERY_ERRORS
 
 RENDERED_PATHS: Final = (*PROMPT_KINDS, RESPONSES_PATH, MESSAGES_PATH)
 REFUSAL_PAUSE_S: Final = 60.0  # seconds before an instance that refused is asked again
@@ -59,8 +59,8 @@ class EnginePromptReader(LocalPromptReader):
 
     loads_early = False
 
-    def __init__(self, tokenizer: str | None, pool: InstancePool, api_key: str = "") -> None:
-        super().__init__(tokenizer, pool, api_key)
+    def __init__(self, tokenizer: str | None, pool: InstancePool) -> None:
+        super().__init__(tokenizer, pool)
         # Event-loop time until which an instance is not asked.
         self._paused_until_s: dict[Instance, float] = {}
         self._render_count = 0
@@ -121,7 +121,6 @@ class EnginePromptReader(LocalPromptReader):
             status, answer = await self._queries.ask(
                 f"{instance.url}{route}/render",
                 body=_omit_pixels(body),
-                headers=build_key_headers(self._api_key),
                 timeout_s=remaining_s,
                 max_bytes=MAX_RENDER_BYTES,
             )

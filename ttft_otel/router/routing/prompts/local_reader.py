@@ -29,7 +29,7 @@ from ttft_otel.router.routing.prompts.tokenizer_worker import REQUEST_WAIT_S, To
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import JSON_ERRORS, Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient, build_key_headers
+from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient
 
 PROMPT_KINDS: Final = {CHAT_PATH: "chat", COMPLETIONS_PATH: "completion"}
 LOAD_RETRY_DELAY_S: Final = 60.0  # seconds before a failed load is tried again
@@ -97,7 +97,6 @@ class LocalPromptReader:
     Args:
         tokenizer: for all models; None: the one that /v1/models names.
         pool: the instances.
-        api_key: sent to instances, "" for none.
 
     counts: results: read, cached, failed-REASON.
     """
@@ -105,11 +104,10 @@ class LocalPromptReader:
     _queries: QueryClient  # from start() on
     loads_early = True  # tokenizers, once an instance names their models; else at the first prompt
 
-    def __init__(self, tokenizer: str | None, pool: InstancePool, api_key: str = "") -> None:
+    def __init__(self, tokenizer: str | None, pool: InstancePool) -> None:
         self.counts: Counter[str] = Counter()
         self._tokenizer = tokenizer
         self._pool = pool
-        self._api_key = api_key
         self._loads: dict[str, TokenizerLoad] = {}
         self._last_warnings: dict[str, str] = {}  # last logged problem by source
         self._watch_task: asyncio.Task[None] | None = None
@@ -253,9 +251,7 @@ class LocalPromptReader:
         """Token ids of the chat in `body` from the instance's /tokenize; None if it does not answer so."""
         try:
             # Rendered and tokenized by the server itself, so both can be compared at once.
-            answer = await self._queries.ask(
-                f"{url}/tokenize", body=body, headers=build_key_headers(self._api_key)
-            )
+            answer = await self._queries.ask(f"{url}/tokenize", body=body)
             fields = json.loads(answer.body) if answer.status == 200 else None
         except (*QUERY_ERRORS, ValueError, RecursionError):
             return None
