@@ -195,16 +195,6 @@ def test_texts(bench: RunBench, tmp_path: Path) -> None:
     assert 30 <= notes[0]["body"]["max_tokens"] <= 50 and notes[1]["body"]["max_tokens"] == 1
 
 
-@pytest.mark.parametrize("text", ["[]", "[1]", '[{"conversations": [{"from": "human"}]}]'])
-def test_no_texts(tmp_path: Path, text: str) -> None:
-    """A file without a question and its answer is refused."""
-    file = tmp_path / "texts.json"
-    file.write_text(text, "utf-8")
-    result = invoke_bench(GONE, "--model m --rate 1", file)
-
-    assert result.exit_code == 1 and "texts.json" in result.output
-
-
 def test_sweep(bench: RunBench) -> None:
     """Several rates in one run: a table with the knee and the stage that grows first, and a ramp's slices."""
     script = ServerScript(first_token_ms=[10.0], token_count=1, has_queue=True)
@@ -285,14 +275,12 @@ def test_context_first() -> None:
     assert "context is 500" in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("api", ["completions", "chat"])
-def test_unreadable_first(tmp_path: Path, api: str) -> None:
+def test_unreadable_first(tmp_path: Path) -> None:
     """A trace's last line is read before its first requests are sent as a warm-up."""
     trace = write_trace(tmp_path, (0, 10, [1]))
     trace.write_text(trace.read_text("utf-8") + "\n{}\n", "utf-8")
     with run_scripted_server(QUICK_SCRIPT) as server:
-        words = (trace, "--warmup 1 --api", api)
-        result = invoke_bench("--url", server.url, *words)
+        result = invoke_bench("--url", server.url, trace, "--warmup 1")
         assert server.fetch_notes() == []
 
     assert result.exit_code == 1 and "jsonl:2" in "".join(result.output.split())

@@ -283,6 +283,7 @@ def test_gate(bench: RunBench, tmp_path: Path) -> None:
 
     assert validate_document(json.loads(worse.stdout))["comparison"]["paired"] is False
     assert (untold.exit_code, "CANNOT TELL" in untold.stderr) == (2, True)
+    assert "loads differ" not in worse.stderr
     verdicts = [(worse, 1, "WORSE"), (asked, 0, "AS ASKED"), (files, 0, "AS ASKED")]
     for result, code, outcome in verdicts:
         # A machine that was too busy cannot tell.

@@ -104,6 +104,8 @@ def test_uncounted() -> None:
     ("content", "says"),
     [
         (b"", "is empty"),
+        (b"[]", "no question"),
+        (b'[{"conversations": [{"from": "human"}]}]', "form of ShareGPT"),
         (b"\xde\xad\n", ":1: not a line"),
         (json.dumps(TRACE_ROW | {"input_length": 3.5}).encode(), ":1: timestamp, delay"),
         (json.dumps(TRACE_ROW | {"timestamp": float("nan")}).encode(), ":1: timestamp, delay"),

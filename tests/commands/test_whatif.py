@@ -19,7 +19,6 @@ from tests.explain.stored_records import (
     store_spans,
 )
 from tests.explain.whatif.scheduler_truth import run_scheduler
-from ttft_otel.bench.limit_search import LimitSearch, parse_condition
 from ttft_otel.commands import bench
 from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.model.names import keys
@@ -114,17 +113,16 @@ def test_remedies(database: Path, words: list[str], reported: str) -> None:
 
 
 def ask_for_limit(
-    source: SourceChoice, monkeypatch: pytest.MonkeyPatch, condition: str, first_s: float = -1
+    source: SourceChoice, monkeypatch: pytest.MonkeyPatch, targets: str, first_s: float = -1
 ) -> str | None:
-    """What `bench --find` adds of whatif, after a search whose last round was the recorded window."""
-    search = LimitSearch([parse_condition(condition)], 4.0)
-    search.low = 4.0
+    """What `bench` adds of whatif, after a round at a rate that was the recorded window."""
     ends = tuple(round((BEGIN_S + each) * 1e9) for each in (first_s, 600))
     monkeypatch.setattr(bench, "find_window", lambda _: ends)
     monkeypatch.setattr(bench, "SPANS_TIMEOUT_S", 0)
     monkeypatch.setattr(bench, "WHATIF_REPETITIONS", 2)
-    side: Any = SimpleNamespace(runs=[SimpleNamespace(results=[SimpleNamespace(error="")] * 160)])
-    return bench._ask_whatif(source, search, side)
+    runs = [SimpleNamespace(results=[SimpleNamespace(error="")] * 160)]
+    side: Any = SimpleNamespace(runs=runs, rate=4.0, plan=SimpleNamespace(rate=4.0))
+    return bench._ask_whatif(source, targets, side)
 
 
 @pytest.mark.full  # searches twice
@@ -132,27 +130,27 @@ def test_found_limit(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After bench --find: what would hold the condition at 1.5 times the rate that holds, or why not."""
     source = SourceChoice(db=database)
 
-    said = ask_for_limit(source, monkeypatch, "ttft.p95<100000")
+    said = ask_for_limit(source, monkeypatch, "ttft_p95=100000")
     assert said is not None
     assert said.startswith("At 1.5 times 4 requests/s, by whatif: ")
-    assert ask_for_limit(source, monkeypatch, "ttft.p95<0.001") != said
-    assert ask_for_limit(SourceChoice(), monkeypatch, "ttft.p95<500") is None
+    assert ask_for_limit(source, monkeypatch, "ttft_p95=0.001") != said
+    assert ask_for_limit(SourceChoice(), monkeypatch, "ttft_p95=500") is None
 
 
 @pytest.mark.parametrize(
-    ("condition", "first_s", "name"),
+    ("targets", "first_s", "name"),
     (
-        ("tpot.p95<50", -1, "spans.db"),  # whatif does not tell it
-        ("ttft.p95<500", 599, "spans.db"),  # nothing was recorded
-        ("ttft.p95<500", -1, "absent.db"),
+        ("tpot_p95=50", -1, "spans.db"),  # whatif does not tell it
+        ("ttft_p95=500", 599, "spans.db"),  # nothing was recorded
+        ("ttft_p95=500", -1, "absent.db"),
     ),
 )
 def test_found_limit_alone(
-    database: Path, monkeypatch: pytest.MonkeyPatch, condition: str, first_s: float, name: str
+    database: Path, monkeypatch: pytest.MonkeyPatch, targets: str, first_s: float, name: str
 ) -> None:
     """What was found is not lost where whatif cannot tell: a sentence says why."""
     source = SourceChoice(db=database.with_name(name))
 
-    said = ask_for_limit(source, monkeypatch, condition, first_s)
+    said = ask_for_limit(source, monkeypatch, targets, first_s)
 
     assert said is not None and said.startswith("whatif cannot tell: ")

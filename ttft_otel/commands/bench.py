@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from ttft_otel.bench import data_file, request_factory, result_document, termina
 from ttft_otel.bench.bench_session import BenchSession, BenchSide
 from ttft_otel.bench.comparison import compare_targets, list_load_differences
 from ttft_otel.bench.http_exchange import BenchTarget
-from ttft_otel.bench.limit_search import MAX_ROUNDS, LimitCondition, LimitSearch, parse_condition
+from ttft_otel.bench.limit_search import MAX_ROUNDS, LimitSearch, parse_condition
 from ttft_otel.bench.load_plan import ARRIVALS, DEFAULT_REQUESTS, DatasetShape, LoadPlan
 from ttft_otel.bench.request_factory import BenchInputError, RequestFactory
 from ttft_otel.bench.request_statistics import find_window
@@ -54,7 +54,9 @@ WHATIF_RATE: Final = 1.5  # what is asked for: the same load, so many times as f
 WHATIF_REPETITIONS: Final = 20
 SPANS_TIMEOUT_S: Final = 15.0  # exporters send every few seconds
 POSITIVE_INT: Final = click.IntRange(min=1)
-NON_NEGATIVE_INT: Final = click.IntRange(min=0)
+COUNT: Final = click.IntRange(min=0)
+SECONDS: Final = click.FloatRange(min=0)
+SHARE: Final = click.FloatRange(0, 1)
 # Open at 0: no requests per second, or no seconds at all, would be no load.
 POSITIVE_FLOAT: Final = click.FloatRange(min=0, min_open=True)
 # Existence is not checked here: the same type names files to write and to read.
@@ -62,6 +64,7 @@ RESULT_FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
 SHAPE: Final = DatasetShape()  # the defaults
 MAX_RATES: Final = 20  # of a sweep
+NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")
 RATES: Final = re.compile(r"(\d+(?:\.\d+)?)\.\.(\d+(?:\.\d+)?)")  # a ramp
 
 
@@ -84,22 +87,25 @@ def _read_rates(
     return [(rates[0], rates[1])] if ramp else [(each, None) for each in sorted(set(rates))]
 
 
-def _read_conditions(
-    _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
-) -> list[LimitCondition]:
-    try:
-        return [parse_condition(text) for text in texts]
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
+def _read_each(parse: Callable[[str], Any]) -> Callable[[Any, Any, tuple[str, ...]], list[Any]]:
+    """A callback of a repeatable option, whose ValueErrors become BadParameter."""
+
+    def read_texts(_context: Any, _option: Any, texts: tuple[str, ...]) -> list[Any]:
+        try:
+            return [parse(text) for text in texts]
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return read_texts
 
 
-def _read_gates(
-    _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
-) -> list[Condition]:
-    try:
-        return [release_gate.parse_condition(text) for text in texts]
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
+def _parse_slo_limit(text: str) -> tuple[str, float]:
+    """A value of --slo (`ttft=500`) as name and milliseconds. Raises ValueError."""
+    name, _, limit = text.partition("=")
+    if name not in SLO_METRICS or not NUMBER.fullmatch(limit) or not float(limit):
+        names = ", ".join(SLO_METRICS)
+        raise ValueError(f"--slo needs NAME=MS with one of {names}: {text!r}")
+    return name, float(limit)
 
 
 TARGET_OPTIONS: Final = (
@@ -133,37 +139,23 @@ DATA_OPTIONS: Final = (
         type=POSITIVE_INT,
         help=f"Number of requests.  [default: {DEFAULT_REQUESTS}; of a FILE: all]",
     ),
-    make_number_option("--input-len", POSITIVE_INT, SHAPE.input_tokens, "Tokens of each question."),
-    make_number_option("--output-len", POSITIVE_INT, SHAPE.output_tokens, "Output tokens."),
-    make_number_option(
-        "--spread",
-        click.FloatRange(0, 1),
-        SHAPE.length_spread,
-        "Relative spread of both lengths: 0.2 is ±20 %.",
+    *(
+        make_number_option(*each)
+        for each in (
+            ("--input-len", POSITIVE_INT, SHAPE.input_tokens, "Tokens of each question."),
+            ("--output-len", POSITIVE_INT, SHAPE.output_tokens, "Output tokens."),
+            ("--spread", SHARE, SHAPE.length_spread, "Relative spread of both: 0.2 is ±20 %."),
+            ("--prefix-len", COUNT, SHAPE.prefix_tokens, "Tokens before the first question."),
+            ("--prefixes", POSITIVE_INT, SHAPE.prefix_count, "Number of such prefixes, shared."),
+            ("--turns", POSITIVE_INT, SHAPE.turns, "Questions of each conversation."),
+            ("--think", SECONDS, SHAPE.think_s, "Mean seconds from an answer to a question."),
+            # Images differ in all requests, so no cache of encodings spares an encoder its work.
+            ("--images", COUNT, SHAPE.images_per_request, "Images of each question."),
+            ("--image-size", POSITIVE_INT, SHAPE.image_edge_px, "Width and height in pixels."),
+            # Published traces are those of a cluster: below 1 they are bearable for one server.
+            ("--speed", POSITIVE_FLOAT, 1.0, "Divide a trace's times by this."),
+        )
     ),
-    make_number_option(
-        "--prefix-len",
-        NON_NEGATIVE_INT,
-        SHAPE.prefix_tokens,
-        "Tokens before the first question, which conversations share.",
-    ),
-    make_number_option("--prefixes", POSITIVE_INT, SHAPE.prefix_count, "Number of such prefixes."),
-    make_number_option("--turns", POSITIVE_INT, SHAPE.turns, "Questions of each conversation."),
-    make_number_option(
-        "--think",
-        click.FloatRange(min=0),
-        SHAPE.think_s,
-        "Seconds from an answer to the next question, on average.",
-    ),
-    # Images differ in all requests, so no cache of encodings spares an encoder its work.
-    make_number_option(
-        "--images", NON_NEGATIVE_INT, SHAPE.images_per_request, "Images of each question."
-    ),
-    make_number_option(
-        "--image-size", POSITIVE_INT, SHAPE.image_edge_px, "Their width and height in pixels."
-    ),
-    # Published traces are those of a cluster: below 1 they become bearable for one server.
-    make_number_option("--speed", POSITIVE_FLOAT, 1.0, "Divide a trace's times by this."),
     click.option("--max-input", type=POSITIVE_INT, help="Cut a trace's prompts to so many tokens."),
     click.option("--max-output", type=POSITIVE_INT, help="Cut a FILE's answers to so many tokens."),
 )
@@ -190,13 +182,13 @@ LOAD_OPTIONS: Final = (
         help="Closed loop: conversations at once. 1,2,4: a sweep.",
     ),
     # The first requests of a server can take seconds longer: compilation, empty caches.
-    make_number_option("--warmup", NON_NEGATIVE_INT, 0, "Requests before each run, not counted."),
+    make_number_option("--warmup", COUNT, 0, "Requests before each run, not counted."),
     click.option(
         "--find",
         "conditions",
         multiple=True,
         metavar="CONDITION",
-        callback=_read_conditions,
+        callback=_read_each(parse_condition),
         help="Find the highest rate at which 'ttft.p95<500' holds (ttft, tpot or latency; ms; several "
         "times: all hold), from --rate or 1 on; with --concurrency the highest of these.",
     ),
@@ -216,7 +208,7 @@ FAIL_IF_OPTION: Final = click.option(
     "gates",
     multiple=True,
     metavar="CONDITION",
-    callback=_read_gates,
+    callback=_read_each(release_gate.parse_condition),
     help="'ttft.p95 > +10%' of a comparison; several times. The exit code is 1 if one holds, 2 if that "
     "cannot be told.",
 )
@@ -226,6 +218,7 @@ OUTPUT_OPTIONS: Final = (
         "slos",
         multiple=True,
         metavar="NAME=MS",
+        callback=_read_each(_parse_slo_limit),
         help="Limit of ttft, tpot or latency for goodput.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
@@ -336,7 +329,6 @@ def bench(**given: Any) -> None:
     FILE: a trace in Mooncake's form, or texts in that of ShareGPT, instead of random prompts.
     """
     _check_flags(given)
-    slo_ms = _parse_slo_limits(given["slos"])
     # Before the load: an hour of it should not end in a file that cannot be written, or read.
     _check_writable(given)
     old = _read_results(given["old"]) if given["old"] else None
@@ -350,7 +342,7 @@ def bench(**given: Any) -> None:
             with closing(progress):
                 sides, sweep = _send_load(given, session, sides)
             session.ignore_interrupts()  # results are written completely
-            results = build_document(_describe_load(given), sides, slo_ms, sweep)
+            results = build_document(_describe_load(given), sides, dict(given["slos"]), sweep)
             if given["ab"]:
                 _compare_sides(results)
             elif old is not None:
@@ -373,7 +365,12 @@ def _send_load(
         if options["ab"] or len(sides) == 1:
             return sides, None
         sides = [side for side in sides if side.runs] or sides[:1]  # Ctrl-C came before the others
-        return sides, result_document.describe_sweep(sides, None)
+        sweep = result_document.describe_sweep(sides, None)
+        for row, side in zip(sweep["rates"], sides, strict=True):
+            if row["rate"] == sweep["knee"]:
+                targets = f"ttft_p95={row['ttft_ms']['p95']:f}"
+                sweep["whatif"] = _ask_whatif(options["source"], targets, side)
+        return sides, sweep
     (side,) = sides
     search = LimitSearch(
         options["conditions"],
@@ -386,7 +383,12 @@ def _send_load(
     sweep = result_document.describe_sweep(probes, search)
     # At the highest rate that holds; without one, at the lowest that was tried.
     chosen = next((each for each in probes if each.rate == search.low), probes[0])
-    sweep["whatif"] = _ask_whatif(options["source"], search, chosen)
+    if search.low:
+        targets = ",".join(
+            f"{each.metric}_p{100 - 100 * each.tail:.0f}={each.limit_ms:f}"
+            for each in search.conditions
+        )
+        sweep["whatif"] = _ask_whatif(options["source"], targets, chosen)
     return [chosen], sweep
 
 
@@ -460,11 +462,13 @@ def _build_plans(options: dict[str, Any]) -> list[LoadPlan]:
     return [replace(plan, rate=rate, last_rate=last) for rate, last in paced] or [plan]
 
 
-def _ask_whatif(source: SourceChoice, search: LimitSearch, side: BenchSide) -> str | None:
-    """What `whatif` would change so that the conditions hold at WHATIF_RATE times the rate that holds.
+def _ask_whatif(source: SourceChoice, targets_text: str, side: BenchSide) -> str | None:
+    """What `whatif` would change so that targets hold at WHATIF_RATE times the rate of `side`.
 
-    None without a source, or with conditions that it does not know.
+    targets_text: as of `whatif --autotune`. None without a source or a rate.
     """
+    if not (source.db or source.tempo) or not side.plan.rate:
+        return None
     # Imported here: without --db and --tempo nothing of it is needed.
     from ttft_otel.explain.whatif import plan_search, what_if, what_if_text
     from ttft_otel.explain.whatif.planned_change import PlannedChange
@@ -472,17 +476,11 @@ def _ask_whatif(source: SourceChoice, search: LimitSearch, side: BenchSide) -> s
     from ttft_otel.explain.window.window_reading import record_window
     from ttft_otel.report.breakdown_source import open_source
 
-    texts = [
-        f"{each.metric}_p{100 - 100 * each.tail:.0f}={each.limit_ms:f}"
-        for each in search.conditions
-    ]
-    if not (source.db or source.tempo) or search.is_whole or not search.low:
-        return None
     since_ns, until_ns = find_window(side.runs[-1])
     wanted = RequestFilter(since_ns=since_ns, until_ns=until_ns)
     deadline_s = monotonic() + SPANS_TIMEOUT_S
     try:
-        targets = plan_search.parse_targets(",".join(texts))
+        targets = plan_search.parse_targets(targets_text)
         with open_source(source) as opened:
             while True:
                 recording, _ = record_window(opened, wanted)
@@ -495,7 +493,7 @@ def _ask_whatif(source: SourceChoice, search: LimitSearch, side: BenchSide) -> s
         found = plan_search.search_plan(learned, targets, change, WHATIF_REPETITIONS)
     except (CannotTellError, StoreError, ValueError) as error:
         return f"whatif cannot tell: {remove_controls(str(error))}"
-    rate = f"{WHATIF_RATE:g} times {search.low:g} {search.unit}"
+    rate = f"{WHATIF_RATE:g} times {side.rate:g} requests/s"
     return f"At {rate}, by whatif: {what_if_text.name_found(found)}"
 
 
@@ -533,38 +531,13 @@ def _parse_headers(header_lines: Sequence[str]) -> dict[str, str]:
     return headers
 
 
-def _parse_slo_limits(limit_texts: Sequence[str]) -> dict[str, float]:
-    """The values of --slo (`ttft=500`) as name -> milliseconds. Raises UsageError."""
-    limits_ms = {}
-    for limit_text in limit_texts:
-        name, _, limit = limit_text.partition("=")
-        try:
-            limits_ms[name] = float(limit)
-        except ValueError:
-            name = ""
-        if name not in SLO_METRICS or not 0 < limits_ms[name] < math.inf:
-            raise click.UsageError(
-                f"--slo needs NAME=MS with one of {', '.join(SLO_METRICS)}: {limit_text!r}"
-            )
-    return limits_ms
-
-
 def _describe_load(options: dict[str, Any]) -> dict[str, Any]:
     """The flags of the load, for the result; without headers, which may contain an API key."""
-    omitted = (
-        "headers",
-        "as_json",
-        "output",
-        "csv",
-        "url",
-        "ab",
-        "conditions",
-        "source",
-        "old",
-        "gates",
-    )
+    omitted = "headers as_json output csv url ab conditions source old gates".split()
     load = {key: value for key, value in options.items() if key not in omitted}
-    return load | {"file": options["file"] and options["file"].name, "slos": list(options["slos"])}
+    load["file"] = options["file"] and options["file"].name
+    # As it will be read: tuples become lists, and equal those of an earlier result.
+    return dict(json.loads(json.dumps(load)))
 
 
 def _compare_sides(results: Any) -> None:
