@@ -184,7 +184,7 @@ def test_a_stopped_engine_is_a_wait(features: LiveDeployment, stop: str, go_on: 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_background_response(features: LiveDeployment, is_cancelled: bool) -> None:
-    """It is answered at once: a server span without an error, no `ttft` span; and it goes on untraced."""
+    """It is answered at once, and traced all the same, below its request, whichever is first."""
     trace = os.urandom(16).hex()
     answer = features.send_request(
         features.front_url,
@@ -206,7 +206,14 @@ def test_a_background_response(features: LiveDeployment, is_cancelled: bool) -> 
         while call(features, place, "GET")["status"] in ("queued", "in_progress"):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-    spans = features.wait_for_trace(trace, lambda got: any(s["kind"] == "server" for s in got))
+    spans = features.wait_for_trace(
+        trace, lambda got: any(keys.DIRECT in s["attributes"] for s in got) and len(got) > 2
+    )
 
-    assert [span["name"] for span in spans] == ["POST /v1/responses"]
-    assert keys.ERROR_TYPE not in spans[0]["attributes"]
+    (http,) = [span for span in spans if span["kind"] == "server"]
+    assert http["name"] == "POST /v1/responses" and keys.ERROR_TYPE not in http["attributes"]
+    (own,) = [span for span in spans if keys.DIRECT in span["attributes"]]
+    assert own["parent_id"] == http["span_id"]
+    assert (own["attributes"].get(keys.ERROR_TYPE) == keys.ERROR_CANCELLED) is is_cancelled
+    found = fetch_ttft_span(features, trace)
+    assert found[keys.UNATTRIBUTED_US] == 0
