@@ -186,12 +186,15 @@ def test_texts(bench: RunBench, tmp_path: Path) -> None:
     entry = {"conversations": [{"from": speaker, "value": text} for speaker, text in said]}
     file = tmp_path / "texts.json"
     file.write_text(json.dumps([entry, {"conversations": []}]), "utf-8")
-    _, notes = send(bench, QUICK_SCRIPT, file, "--concurrency 1 --repeat 2")
+    _, notes = send(
+        bench, QUICK_SCRIPT, file, "--concurrency 1 --repeat 2 --think 0.02 --arrivals constant"
+    )
 
     assert [list_roles(note) for note in notes] == [["user"], ["user", "assistant", "user"]] * 2
     asked = [note["body"]["messages"][-1]["content"] for note in notes]
     assert [each.split()[-1] for each in asked] == ["why", "how"] * 2
     assert asked[0] != asked[2], "the second round's is in no cache"
+    assert notes[1]["came"] - notes[0]["end"] >= 15e6
     assert 30 <= notes[0]["body"]["max_tokens"] <= 50 and notes[1]["body"]["max_tokens"] == 1
 
 

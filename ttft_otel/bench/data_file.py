@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -63,11 +63,16 @@ class DataFile:
         return kept, answer
 
     def generate_requests(
-        self, factory: RequestFactory, seed: int, count: int | None
+        self,
+        factory: RequestFactory,
+        seed: int,
+        count: int | None,
+        draw_think_s: Callable[[random.Random], float],
     ) -> Iterator[BenchRequest]:
         """The first requests of conversations with `count` turns, None: of all.
 
         A trace's are in its order, ShareGPT's in one that `seed` draws; that is of the tokens of blocks, too.
+        draw_think_s: seconds from an answer to the next text.
         """
         left = self.count_requests() if count is None else count
         order = list(self.conversations)
@@ -90,14 +95,13 @@ class DataFile:
                 yield self._build_session(factory, kept, draw_block)
             else:
                 salt = factory.write_content(factory.draw_prompt(words, SALT_TOKENS))
-                yield factory.build_conversation([
-                    Turn(f"{salt} {question}" if not place else question, self._count_answer(factory, answer))
-                    for place, (question, answer) in enumerate(kept)
-                ])  # fmt: skip
-
-    def _count_answer(self, factory: RequestFactory, answer: str) -> int:
-        tokens = factory.count_text_tokens(answer)
-        return min(tokens, self.max_output_tokens or tokens)
+                turns = []
+                for place, (question, answer) in enumerate(kept):
+                    tokens = factory.count_text_tokens(answer)
+                    tokens = min(tokens, self.max_output_tokens or tokens)
+                    content = question if place else f"{salt} {question}"
+                    turns.append(Turn(content, tokens, draw_think_s(words) if place else 0.0))
+                yield factory.build_conversation(turns)
 
     def _build_session(
         self, factory: RequestFactory, rows: Sequence[dict[str, Any]], draw_block: Any

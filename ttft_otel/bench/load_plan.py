@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 from ttft_otel.bench.data_file import DataFile
@@ -117,7 +118,8 @@ class LoadPlan:
     def generate_requests(self, factory: RequestFactory, seed: int) -> Iterator[BenchRequest]:
         """The first request of each conversation of a run."""
         if self.file:
-            return self.file.generate_requests(factory, seed, self.request_count)
+            think = partial(self._draw_gap, mean=self.shape.think_s)
+            return self.file.generate_requests(factory, seed, self.request_count, think)
         return self._draw_conversations(factory, seed)
 
     def _draw_conversations(self, factory: RequestFactory, seed: int) -> Iterator[BenchRequest]:

@@ -131,9 +131,9 @@ class RequestFactory:
         messages = [*history, {"role": "user", "content": turn.content}]
 
         def build_next_turn(answer: str | None) -> BenchRequest:
+            said = [*messages, {"role": "assistant", "content": answer}]
             # A question that failed is not part of the following prompts.
-            said = history if answer is None else [*messages, build_answer(answer)]
-            return self.build_conversation(later, headers, said)
+            return self.build_conversation(later, headers, history if answer is None else said)
 
         body = self._encode_body({"messages": messages}, turn.answer_tokens)
         following = build_next_turn if later else None
@@ -152,11 +152,6 @@ class RequestFactory:
             "stream_options": {"include_usage": True},
         }
         return json.dumps({**defaults, **body}).encode()
-
-
-def build_answer(text: str) -> dict[str, Any]:
-    """A chat message of the model."""
-    return {"role": "assistant", "content": text}
 
 
 def join_words(word_indices: Sequence[int]) -> str:

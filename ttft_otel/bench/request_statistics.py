@@ -221,13 +221,13 @@ def list_metrics(rows: Sequence[RequestRow]) -> dict[str, list[float]]:
         PREFILL_TO_FIRST_TOKEN: list(map(sum_prefill, traced)),
         "tpot": [row["tpot_ms"] for row in rows if row["tpot_ms"] is not None],
         # A file has the mean of a request's gaps, which stands for as many.
-        "itl": [gap for row in rows for gap in row.get("gaps_ms") or _repeat_gap(row)],
+        "itl": [
+            gap
+            for row in rows
+            for gap in row.get("gaps_ms") or [row.get("itl_ms")] * row.get("itl_count", 0)
+        ],
         "latency": [row["latency_ms"] for row in rows],
     }
-
-
-def _repeat_gap(row: RequestRow) -> list[float]:
-    return [row["itl_ms"]] * row["itl_count"] if row.get("itl_ms") else []
 
 
 def list_stages(rows: Sequence[RequestRow]) -> dict[str, list[float]]:

@@ -39,7 +39,7 @@ from ttft_otel.report.store.database_schema import StoreError
 
 FILE_FLAGS: Final = ("speed", "max_input", "max_output")
 MADE_FLAGS: Final = (
-    *("input_len", "output_len", "spread", "prefix_len", "prefixes", "turns", "think"),
+    *("input_len", "output_len", "spread", "prefix_len", "prefixes", "turns"),
     *("images", "image_size"),
 )
 SLO_METRICS: Final = ("ttft", "tpot", "latency")
@@ -395,7 +395,6 @@ def _send_load(
 def _check_flags(options: dict[str, Any]) -> None:
     """Raise UsageError where flags contradict each other."""
     rates, file = options["rates"] or options["concurrency"], options["file"]
-    context = click.get_current_context()
     is_single = len(rates) <= 1 and not any(last for _, last in rates)
     needs_chat = options["images"] or options["turns"] > 1
     refusals = {
@@ -412,24 +411,36 @@ def _check_flags(options: dict[str, Any]) -> None:
         and not (options["old"] or options["ab"]),
         f"{file} is not a file": file and not file.is_file(),
     }
-    # What makes prompts up does nothing with a file, and the other way round.
-    misplaced = MADE_FLAGS if file else FILE_FLAGS
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in misplaced
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    ]
-    where = "with a FILE" if file else "without a FILE"
-    refusals[f"{', '.join(given)} would do nothing {where}"] = given
     for refusal, is_so in refusals.items():
         if is_so:
             raise click.UsageError(refusal)
+    # What makes prompts up does nothing with a file, and the other way round.
+    if file:
+        _refuse_flags(MADE_FLAGS, "with a FILE")
+    else:
+        _refuse_flags(FILE_FLAGS, "without a FILE")
+
+
+def _refuse_flags(names: Sequence[str], where: str) -> None:
+    """Raise UsageError for those of the flags that are on the command line."""
+    sources = {name: click.get_current_context().get_parameter_source(name) for name in names}
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, source in sources.items()
+        if source is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise click.UsageError(f"{', '.join(given)} would do nothing {where}")
 
 
 def _build_plans(options: dict[str, Any]) -> list[LoadPlan]:
     """The plan of each rate. Raises UsageError, and BenchInputError for a file that cannot be read."""
     file = data_file.read_data_file(options["file"]) if options["file"] else None
     if file:
+        if file.is_trace:
+            _refuse_flags(["think"], "with a trace")
+        else:
+            _refuse_flags(["speed", "max_input"], "with texts")
         limits = {
             "max_input_tokens": options["max_input"],
             "max_output_tokens": options["max_output"],
