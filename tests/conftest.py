@@ -14,12 +14,12 @@ from typing import Any
 
 import hypothesis
 import pytest
+import tracing_fakes
 from file_schedule import FileScheduling, rank_file
 from hooks.process import PATCHER
 from hooks.server import FakeApiServer, FakeClient
 
-from ttft_otel import testing
-from ttft_otel.tracing import guard
+from ttft_otel.tracing import guard, recorder
 from ttft_otel.tracing.roles import identity
 from ttft_otel.tracing.settings import Settings
 
@@ -101,16 +101,16 @@ def guard_keeps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def clock() -> Iterator[testing.FakeClock]:
+def clock() -> Iterator[tracing_fakes.FakeClock]:
     """A fake clock that moves only by tick()."""
-    with testing.frozen_clock() as still:
+    with tracing_fakes.frozen_clock() as still:
         yield still
 
 
 @pytest.fixture
-def records() -> Iterator[testing.MemorySender]:
+def records() -> Iterator[tracing_fakes.MemorySender]:
     """The records that would have been sent to the exporter."""
-    with testing.captured_records() as kept:
+    with tracing_fakes.captured_records() as kept:
         yield kept
 
 
@@ -118,7 +118,12 @@ def records() -> Iterator[testing.MemorySender]:
 def no_state_left() -> Iterator[None]:
     """Check that the test leaves no state of its requests behind."""
     yield
-    sizes = testing.state_sizes(PATCHER.tracers)
+    sizes = {
+        "recorder.awaiting": len(recorder.awaiting_traces),
+        "recorder.unended": len(recorder.unended_requests),
+    }
+    for tracer in PATCHER.tracers:
+        sizes |= tracer.count_requests()
     assert not any(sizes.values()), sizes
 
 
@@ -146,8 +151,8 @@ def client(
     nothing_patched: None,
     blank_identity: None,
     no_state_left: None,
-    clock: testing.FakeClock,
-    records: testing.MemorySender,
+    clock: tracing_fakes.FakeClock,
+    records: tracing_fakes.MemorySender,
 ) -> FakeClient:
     """A client of a vLLM-like ASGI app behind our middleware."""
     return FakeClient(FakeApiServer(clock), Settings(on=True), records)

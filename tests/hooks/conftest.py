@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import tracing_fakes
 
 from hooks.device.accelerated_runners import wrap_accelerated_classes
 from hooks.fakes import FakeEngineCore, make_wrapped_core
 from hooks.process import CORE, PATCHER, put_back_classes
 from hooks.vllm_import import import_from_vllm
-from ttft_otel import testing
+from ttft_otel.tracing import recorder
 
 
 @pytest.fixture
-def core(nothing_patched: None, clock: testing.FakeClock) -> Iterator[FakeEngineCore]:
+def core(nothing_patched: None, clock: tracing_fakes.FakeClock) -> Iterator[FakeEngineCore]:
     """A fake engine core; checks that no state of its requests is left."""
     yield make_wrapped_core()(clock)
     CORE.queue.drop_all()  # of requests that the test has not scheduled
@@ -32,7 +33,7 @@ def real_scheduler() -> Any:
 
 @pytest.fixture
 def drive(
-    real_scheduler: Any, nothing_patched: None, clock: testing.FakeClock
+    real_scheduler: Any, nothing_patched: None, clock: tracing_fakes.FakeClock
 ) -> Iterator[Callable[..., Any]]:
     """Makes a wrapped scheduler with the limits that the test names."""
     real_scheduler.wrap_scheduler()
@@ -42,9 +43,16 @@ def drive(
 @pytest.fixture(autouse=True)
 def no_state() -> Iterator[None]:
     """Every test starts as a new process does, without any request or step."""
-    testing.drop_state(PATCHER.tracers)
+    _drop_state()
     yield
-    testing.drop_state(PATCHER.tracers)
+    _drop_state()
+
+
+def _drop_state() -> None:
+    recorder.awaiting_traces.clear()
+    recorder.unended_requests.clear()
+    for tracer in PATCHER.tracers:
+        tracer.drop_all()
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +68,7 @@ def connectors() -> None:
 
 
 @pytest.fixture
-def pair(connectors: None, nothing_patched: None, clock: testing.FakeClock) -> Iterator[Any]:
+def pair(connectors: None, nothing_patched: None, clock: tracing_fakes.FakeClock) -> Iterator[Any]:
     """An encoder and a consumer with vLLM's ECCPUConnector; its classes are put back afterwards."""
     from .ec_cpu import InstancePair  # imports vLLM
 

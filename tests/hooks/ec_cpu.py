@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tracing_fakes import FakeClock
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.cpu.common import ECCPUWorkerMetadata
 from vllm.distributed.ec_transfer.ec_connector.cpu.connector import ECCPUConnector
@@ -22,7 +23,6 @@ from vllm.v1.outputs import ECConnectorOutput
 from hooks.fakes import FakeEngineCore, decode_headers, make_wrapped_core, media_item
 from hooks.process import wrap_ec_connector
 from ttft_otel.model.names import header_names
-from ttft_otel.testing import FakeClock
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 
 WIDTH = 8  # of an encoding; float16: 16 bytes a row, one row a block

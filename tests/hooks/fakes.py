@@ -6,11 +6,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from tracing_fakes import FakeClock
+
 from hooks.process import wrap_methods
 from lab.fake_vllm.engine_objects import build_media_item, build_request, build_scheduler_output
 from ttft_otel.model.breakdown import Marks
 from ttft_otel.model.names import header_names
-from ttft_otel.testing import FakeClock
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing.carrier import decode_timeline
 from ttft_otel.tracing.engine_timeline import EngineTimeline

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from tracing_fakes import FakeClock
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -33,7 +34,6 @@ from lab import tiny_models
 from ttft_otel.model import breakdown
 from ttft_otel.model.breakdown import CODE_FORWARD, Breakdown, Marks
 from ttft_otel.model.names import header_names
-from ttft_otel.testing import FakeClock
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing import clock as clocks
 from ttft_otel.tracing.engine_timeline import EngineTimeline

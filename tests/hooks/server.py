@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from tracing_fakes import FakeClock, MemorySender
+
 from hooks.process import PATCHER, wrap_methods
 from ttft_otel.hooks import api_server, vllm_fields
 from ttft_otel.model import breakdown
 from ttft_otel.model.names import header_names
 from ttft_otel.model.record import Ttft
-from ttft_otel.testing import FakeClock, MemorySender
 from ttft_otel.tracing import carrier, clock
 from ttft_otel.tracing.asgi import TracingMiddleware
 from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tracing_fakes
 from opentelemetry import trace as trace_api
 from opentelemetry.sdk.trace import TracerProvider
 
@@ -23,7 +24,6 @@ from hooks.server import (
     ServerPlan,
     send_answer,
 )
-from ttft_otel import testing
 from ttft_otel.hooks import api_server
 from ttft_otel.model.names import keys
 from ttft_otel.tracing import recorder
@@ -169,7 +169,7 @@ def engine(client: FakeClient) -> Iterator[FakeEngine]:
     assert not DIRECT.calls and not recorder.awaiting_traces and not recorder.unended_requests
 
 
-def test_stages(engine: FakeEngine, records: testing.MemorySender) -> None:
+def test_stages(engine: FakeEngine, records: tracing_fakes.MemorySender) -> None:
     """The stages of an HTTP request but for those of HTTP; the sum is exact."""
     asyncio.run(engine.generate("r1"))
     ttft = next(each.ttft for each in records.kept if each.ttft is not None)
@@ -180,7 +180,7 @@ def test_stages(engine: FakeEngine, records: testing.MemorySender) -> None:
     assert ttft.end == sum(expected.values())
 
 
-def test_span_of_the_call(engine: FakeEngine, records: testing.MemorySender) -> None:
+def test_span_of_the_call(engine: FakeEngine, records: tracing_fakes.MemorySender) -> None:
     """Its span has no HTTP, ends with the generation, and is sent after the `ttft` span."""
     asyncio.run(engine.generate("r1"))
     first, second = records.kept
@@ -196,14 +196,18 @@ def test_span_of_the_call(engine: FakeEngine, records: testing.MemorySender) -> 
 
 
 @pytest.mark.parametrize("name", ["traceparent", "Traceparent"])
-def test_parent_of_the_caller(engine: FakeEngine, records: testing.MemorySender, name: str) -> None:
+def test_parent_of_the_caller(
+    engine: FakeEngine, records: tracing_fakes.MemorySender, name: str
+) -> None:
     """What the caller hands to vLLM as trace headers is the parent."""
     asyncio.run(engine.generate("r1", trace_headers={name: PARENT}))
 
     assert {(each.trace_id, each.parent_id) for each in records.kept} == {(TRACE_ID, SPAN_ID)}
 
 
-def test_parent_is_the_current_span(engine: FakeEngine, records: testing.MemorySender) -> None:
+def test_parent_is_the_current_span(
+    engine: FakeEngine, records: tracing_fakes.MemorySender
+) -> None:
     """Without headers it is the current OpenTelemetry span of the caller."""
     with TracerProvider().get_tracer("caller").start_as_current_span("agent"):
         above = trace_api.get_current_span().get_span_context()
@@ -213,7 +217,7 @@ def test_parent_is_the_current_span(engine: FakeEngine, records: testing.MemoryS
     assert {each.parent_id for each in records.kept} == {f"{above.span_id:016x}"}
 
 
-def test_malformed_parent(engine: FakeEngine, records: testing.MemorySender) -> None:
+def test_malformed_parent(engine: FakeEngine, records: tracing_fakes.MemorySender) -> None:
     """A malformed header begins a new trace; nothing is lost."""
     asyncio.run(
         engine.generate("r1", trace_headers={"traceparent": "née", "tracestate": "x" * 999})
@@ -223,7 +227,7 @@ def test_malformed_parent(engine: FakeEngine, records: testing.MemorySender) -> 
     assert records.kept[0].parent_id == ""
 
 
-def test_arrival_of_the_caller(engine: FakeEngine, records: testing.MemorySender) -> None:
+def test_arrival_of_the_caller(engine: FakeEngine, records: tracing_fakes.MemorySender) -> None:
     """What the caller did before the call is preprocess, if it says when the request arrived."""
     asyncio.run(engine.generate("r1", arrival_time=time.time() - 2))
     ttft = records.kept[0].ttft
@@ -235,7 +239,7 @@ def test_arrival_of_the_caller(engine: FakeEngine, records: testing.MemorySender
 
 @pytest.mark.parametrize("age_s", [-5.0, 1e9])
 def test_unbelievable_arrival(
-    engine: FakeEngine, records: testing.MemorySender, age_s: float
+    engine: FakeEngine, records: tracing_fakes.MemorySender, age_s: float
 ) -> None:
     """An arrival in the future, or decades ago, is none."""
     asyncio.run(engine.generate("r1", arrival_time=time.time() - age_s))
@@ -244,7 +248,7 @@ def test_unbelievable_arrival(
     assert ttft is not None and ttft.stages["preprocess"] == STAGES_US["preprocess"]
 
 
-def test_calls_of_one_task(engine: FakeEngine, records: testing.MemorySender) -> None:
+def test_calls_of_one_task(engine: FakeEngine, records: tracing_fakes.MemorySender) -> None:
     """Each call is a request of its own, also two that wait in one task, and vLLM's `n` is one request."""
 
     async def call_twice() -> None:
@@ -267,7 +271,7 @@ def test_calls_of_one_task(engine: FakeEngine, records: testing.MemorySender) ->
     assert [each.server is not None for each in records.kept] == [False, True]
 
 
-def test_single_token(engine: FakeEngine, records: testing.MemorySender) -> None:
+def test_single_token(engine: FakeEngine, records: tracing_fakes.MemorySender) -> None:
     """vLLM notices the end of a one-token answer before its output: both halves are there, once."""
 
     async def call() -> None:
@@ -283,7 +287,7 @@ def test_single_token(engine: FakeEngine, records: testing.MemorySender) -> None
     assert [each.server is not None for each in records.kept] == [False, True]
 
 
-def test_abort(engine: FakeEngine, records: testing.MemorySender) -> None:
+def test_abort(engine: FakeEngine, records: tracing_fakes.MemorySender) -> None:
     """A caller that leaves before the first token: the engine core is asked how far the request got."""
     asyncio.run(engine.generate("gone", is_left=True))
     (record,) = records.kept
@@ -292,7 +296,7 @@ def test_abort(engine: FakeEngine, records: testing.MemorySender) -> None:
     assert engine.server.queried_ids
 
 
-def test_without_a_loop(engine: FakeEngine, records: testing.MemorySender) -> None:
+def test_without_a_loop(engine: FakeEngine, records: tracing_fakes.MemorySender) -> None:
     """LLMEngine is called where no event loop runs: an aborted request is told without asking."""
     asyncio.run(engine.add_request("gone", "prompt", SimpleNamespace()))
     engine.server.processors.abort_requests(list(engine.sent))
@@ -302,7 +306,7 @@ def test_without_a_loop(engine: FakeEngine, records: testing.MemorySender) -> No
     assert not engine.server.queried_ids
 
 
-def test_engine_without_output(engine: FakeEngine, records: testing.MemorySender) -> None:
+def test_engine_without_output(engine: FakeEngine, records: tracing_fakes.MemorySender) -> None:
     """The engine's only output ends the request without a token: it has failed."""
     engine.server.plan = ServerPlan(ends="error")
 
@@ -315,7 +319,7 @@ def test_engine_without_output(engine: FakeEngine, records: testing.MemorySender
     assert records.kept[-1].ttft.error == keys.ERROR_ENGINE
 
 
-def test_not_sampled(engine: FakeEngine, records: testing.MemorySender) -> None:
+def test_not_sampled(engine: FakeEngine, records: tracing_fakes.MemorySender) -> None:
     """A caller's decision not to sample holds."""
     asyncio.run(engine.generate("r1", trace_headers={"traceparent": PARENT[:-1] + "0"}))
 
@@ -362,7 +366,7 @@ def test_background_response(client: FakeClient, engine: FakeEngine, begins_firs
         assert (each.trace_id, each.parent_id) == (http.trace_id, http.span_id)
 
 
-def check_inputs(records: testing.MemorySender, ends: list[int]) -> None:
+def check_inputs(records: tracing_fakes.MemorySender, ends: list[int]) -> None:
     """Each input has both halves of its own trace; sums are exact. ends: of their TTFTs, after 900 us."""
     firsts = [each for each in records.kept if each.ttft is not None]
     assert len({each.trace_id for each in firsts}) == len(firsts) == len(ends)
@@ -376,7 +380,9 @@ def check_inputs(records: testing.MemorySender, ends: list[int]) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_inputs_one_by_one(engine: FakeEngine, records: testing.MemorySender, tokens: int) -> None:
+def test_inputs_one_by_one(
+    engine: FakeEngine, records: tracing_fakes.MemorySender, tokens: int
+) -> None:
     """Each input of a stream is a request, which begins when vLLM has taken it."""
 
     async def call() -> None:
@@ -393,7 +399,9 @@ def test_inputs_one_by_one(engine: FakeEngine, records: testing.MemorySender, to
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_inputs_at_once(engine: FakeEngine, records: testing.MemorySender, tokens: int) -> None:
+def test_inputs_at_once(
+    engine: FakeEngine, records: tracing_fakes.MemorySender, tokens: int
+) -> None:
     """Outputs of one input are not taken for the first one of those behind it."""
 
     async def call() -> None:
@@ -409,7 +417,7 @@ def test_inputs_at_once(engine: FakeEngine, records: testing.MemorySender, token
 
 
 def test_input_within_an_answer(
-    engine: FakeEngine, records: testing.MemorySender, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, records: tracing_fakes.MemorySender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that comes while the answer before it runs waits for its end; untraced ones count, too."""
     begin, calls = recorder.begin_trace, []
@@ -433,7 +441,7 @@ def test_input_within_an_answer(
     check_inputs(records, [each, 3 * each])
 
 
-def test_aborted_inputs(engine: FakeEngine, records: testing.MemorySender) -> None:
+def test_aborted_inputs(engine: FakeEngine, records: tracing_fakes.MemorySender) -> None:
     """A session whose caller leaves ends with all of its inputs."""
 
     async def call() -> None:
@@ -451,7 +459,7 @@ def test_aborted_inputs(engine: FakeEngine, records: testing.MemorySender) -> No
     assert errors == ["", keys.ERROR_CANCELLED, keys.ERROR_CANCELLED]
 
 
-def test_rendered_input(engine: FakeEngine, records: testing.MemorySender) -> None:
+def test_rendered_input(engine: FakeEngine, records: tracing_fakes.MemorySender) -> None:
     """An input begins when vLLM began to render it, under the caller's span."""
 
     async def call() -> None:
@@ -472,7 +480,7 @@ def test_rendered_input(engine: FakeEngine, records: testing.MemorySender) -> No
 
 
 def test_too_many_inputs(
-    engine: FakeEngine, records: testing.MemorySender, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, records: tracing_fakes.MemorySender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of those behind an input only so many are kept; the next one that finds nobody is traced again."""
     monkeypatch.setattr(api_server, "MAX_QUEUED_INPUTS", 1)

@@ -6,10 +6,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import tracing_fakes
 
 from hooks.fakes import FakeEngineCore, decode_headers, make_request
 from hooks.process import CORE
-from ttft_otel import testing
 from ttft_otel.model import breakdown, failed_stage
 from ttft_otel.model.breakdown import CODE_FORWARD, Marks
 from ttft_otel.tracing import carrier
@@ -58,7 +58,7 @@ def test_a_kv_load_that_fails_where_nobody_else_waits(core: FakeEngineCore) -> N
 
 
 def test_a_kv_load_that_fails_and_is_recomputed(
-    core: FakeEngineCore, clock: testing.FakeClock
+    core: FakeEngineCore, clock: tracing_fakes.FakeClock
 ) -> None:
     """With kv_load_failure_policy=recompute it is scheduled like any other: the wait was in vain."""
     wait_for_blocks(core, "r")
@@ -87,7 +87,7 @@ def test_a_pause_aborts_what_runs_and_what_waits(core: FakeEngineCore) -> None:
     assert CORE.answer_aborted("running") == ""
 
 
-def test_a_pause_that_keeps_is_a_wait(core: FakeEngineCore, clock: testing.FakeClock) -> None:
+def test_a_pause_that_keeps_is_a_wait(core: FakeEngineCore, clock: tracing_fakes.FakeClock) -> None:
     """With mode=keep nothing is scheduled until /resume: time in the queue, or between two chunks."""
     core.add(make_request("r", tokens=20))
     clock.tick(50_000)

@@ -7,9 +7,9 @@ import asyncio
 from typing import Any
 
 import pytest
+import tracing_fakes
 
 from hooks.server import DECODE_US, EGRESS_US, FakeClient, ServerPlan, hang_in_queue
-from ttft_otel import testing
 from ttft_otel.hooks import vllm_fields
 from ttft_otel.model.names import keys
 from ttft_otel.tracing import clock, recorder
@@ -18,7 +18,7 @@ from ttft_otel.tracing.roles import identity
 END_NAMES = {keys.OUTPUT_TOKENS, keys.FINISH_REASONS, keys.TIME_PER_OUTPUT_TOKEN_US}
 
 
-def read_end(records: testing.MemorySender) -> dict[str, Any]:
+def read_end(records: tracing_fakes.MemorySender) -> dict[str, Any]:
     """The server span's attributes of what was generated; they are on no other span."""
     *_, last = records.kept
     assert last.server is not None

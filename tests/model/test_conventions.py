@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import tracing_fakes
 
 from tests.model.test_names import list_constants
-from ttft_otel import testing
 from ttft_otel.model.metric_table import METRICS
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.tracing import carrier, recorder
@@ -49,7 +49,7 @@ def spans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> di
     recorder.record_end("e", "length", 8)
     trace.engine_requests["e"].ended = 2700
     trace.end = 3000
-    sender = testing.MemorySender()
+    sender = tracing_fakes.MemorySender()
     recorder.send_known_halves(trace, sender, server=True)
     return {span.name: dict(span.attributes or {}) for span in sender.build_spans()}
 

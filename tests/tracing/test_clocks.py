@@ -13,10 +13,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import tracing_fakes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttft_otel import testing
 from ttft_otel.model.breakdown import CODE_EC_TRANSFER, CODE_ENCODER, CODE_FORWARD, Breakdown
 from ttft_otel.model.names import keys
 from ttft_otel.tracing import carrier, clock, clock_offsets, recorder, trace_ending
@@ -28,7 +28,7 @@ from ttft_otel.tracing.settings import Settings
 
 def test_now() -> None:
     """Marks are microseconds of the system's monotonic clock, the same in another process."""
-    code = "from ttft_otel.tracing import clock; print(clock.now_us(), clock.read_boot_number())"
+    code = "from ttft_otel.tracing import clock; print(clock.now_us(), clock.get_boot_number())"
     before = clock.now_us()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     theirs, boot = map(int, done.stdout.split())
@@ -54,17 +54,6 @@ def test_wall() -> None:
     assert clock.to_wall_ns(mark + 1_000_000) - at > 999_000_000
 
 
-def test_frozen() -> None:
-    """A test's clock stands still, and is put back."""
-    real = clock.now_us
-    with testing.frozen_clock(5) as still:
-        assert clock.now_us() == 5
-        still.tick(3)
-        assert clock.now_us() == 8
-
-    assert clock.now_us is real
-
-
 def test_time_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Processes of one host whose time namespaces differ have different clocks, and boot numbers."""
     offsets = tmp_path / "timens_offsets"
@@ -72,10 +61,10 @@ def test_time_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     numbers = []
     for line in ("monotonic           0         0", "monotonic      864000         0"):
         offsets.write_text(f"{line}\nboottime            0         0\n")
-        numbers.append(clock.read_boot_number())
+        numbers.append(clock.get_boot_number.__wrapped__())
     offsets.unlink()  # a kernel without them
 
-    assert clock.read_boot_number() == numbers[0] != numbers[1]
+    assert clock.get_boot_number.__wrapped__() == numbers[0] != numbers[1]
 
 
 BASE_US = 10**13  # so that no reading is 0, which means that a mark is missing
@@ -239,7 +228,7 @@ def test_an_engine_core_on_another_host(boot: int, offset: int) -> None:
         assert cut.stages[name] == TRUE_STAGES_US[name]  # both ends are the remote host's
 
 
-def test_one_clock_is_not_estimated(records: testing.MemorySender) -> None:
+def test_one_clock_is_not_estimated(records: tracing_fakes.MemorySender) -> None:
     """On one host everything is as it was measured, and no error is on the span."""
     trace, cut = trace_request(ProcessClock(), ProcessClock(), ProcessClock())
     recorder.send_known_halves(trace, records, server=False)
@@ -250,7 +239,7 @@ def test_one_clock_is_not_estimated(records: testing.MemorySender) -> None:
     assert keys.CLOCK_ERROR_US not in records.kept[0].ttft.attributes
 
 
-def test_requests_narrow_the_offset(records: testing.MemorySender) -> None:
+def test_requests_narrow_the_offset(records: tracing_fakes.MemorySender) -> None:
     """Each request bounds the offset; what is known of it is better than any one of them knows."""
     api, remote = ProcessClock(), ProcessClock(TEN_DAYS_US, boot=7)
     first, _ = trace_request(api, remote, remote)
@@ -328,14 +317,14 @@ def test_an_aborted_request_on_another_host() -> None:
 
 @pytest.mark.parametrize(("offset", "is_told"), [(TEN_DAYS_US, True), (-TEN_DAYS_US, False)])
 def test_kept_blocks_on_another_host(
-    records: testing.MemorySender, offset: int, is_told: bool
+    records: tracing_fakes.MemorySender, offset: int, is_told: bool
 ) -> None:
     """How long blocks were kept is placed by the request's offset, and dropped where that is wrong."""
     remote = ProcessClock(TEN_DAYS_US, boot=7)
     trace, _ = trace_request(ProcessClock(), remote, remote)
     engine = ProcessClock(offset, boot=7)
     kept = carrier.KeptBlocks(engine.read(70_000), engine.read(90_000), 12, 2, False)
-    with testing.frozen_clock(BASE_US + 100_000):
+    with tracing_fakes.frozen_clock(BASE_US + 100_000):
         told = trace_ending.send_kept_span(
             trace, carrier.KEPT_BLOCKS_QUERY, carrier.encode_answer(kept), records
         )

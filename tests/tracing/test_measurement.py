@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import tracing_fakes
 from full_record import make_short_record
 
-from ttft_otel import testing
 from ttft_otel.model import breakdown, stages
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Piece, Record, RecordDecodeError, Server, Ttft, decode_record
@@ -287,7 +287,7 @@ def test_as_its_record(role: str, halves: bool) -> None:
     kinds: set[Any] = set()
     waits: set[int] = set()
     for seed in range(400):
-        with testing.captured_records() as sender:
+        with tracing_fakes.captured_records() as sender:
             for data in send_halves(seed, True, halves):
                 sender.send(data)
         found = [measurement.measure_record(record) for record in sender.kept]

@@ -13,10 +13,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import tracing_fakes
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ttft_otel import testing
 from ttft_otel.model.names import env_names, metric_names
 from ttft_otel.tracing import clock, guard, handoff, meter, recorder
 from ttft_otel.tracing.asgi import TracingMiddleware
@@ -38,7 +38,7 @@ def make_trace() -> RequestTrace:
 def test_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records sent are the sender's own count, drops are counted with their reason."""
     TracingMiddleware(object(), Settings(), print, print)  # type: ignore[arg-type] # never called
-    sender = testing.MemorySender()
+    sender = tracing_fakes.MemorySender()
     monkeypatch.setattr(handoff, "_process_sender", sender)
     monkeypatch.setattr(meter._collectors[0], "counts", handoff.get_counts)
     lost = read_value(f"{metric_names.DROPPED}_total", reason="handoff")

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import tracing_fakes
 
-from ttft_otel import testing
 from ttft_otel.model import timing
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import RECORD_VERSION
@@ -159,7 +159,7 @@ def test_failed(end: int) -> None:
     assert sum(cut.stages.values()) + cut.unattributed == end - 1000
 
 
-def test_handed_once(records: testing.MemorySender) -> None:
+def test_handed_once(records: tracing_fakes.MemorySender) -> None:
     """The ttft half goes once, whoever hands it; the halves share their ids."""
     made = make_trace()
     recorder.register_engine_request(made, "e")
@@ -174,14 +174,14 @@ def test_handed_once(records: testing.MemorySender) -> None:
     assert {record.version for record in records.kept} == {RECORD_VERSION}
 
 
-def test_nothing_to_tell(records: testing.MemorySender) -> None:
+def test_nothing_to_tell(records: tracing_fakes.MemorySender) -> None:
     """Before its first token a trace sends nothing."""
     recorder.send_known_halves(make_trace(), records, server=False)
 
     assert not records.kept
 
 
-def test_no_content(records: testing.MemorySender) -> None:
+def test_no_content(records: tracing_fakes.MemorySender) -> None:
     """No header, prompt or token goes into a record beyond the names we publish."""
     made = make_trace()
     recorder.fail_trace(made, 2000)
@@ -243,7 +243,9 @@ def test_encoded_before(
     assert told is not None and told.ec == timing.EncoderCacheCounts(1, 0, 0, recomputed, 0)
 
 
-def test_items_on_spans(monkeypatch: pytest.MonkeyPatch, records: testing.MemorySender) -> None:
+def test_items_on_spans(
+    monkeypatch: pytest.MonkeyPatch, records: tracing_fakes.MemorySender
+) -> None:
     """The `ttft` span of a consumer says where each item came from."""
     monkeypatch.setattr(identity, "takes_encodings", True)
     monkeypatch.setattr(identity, "ec_connector", "ECCPUConnector")
@@ -262,7 +264,7 @@ def test_items_on_spans(monkeypatch: pytest.MonkeyPatch, records: testing.Memory
 
 @pytest.mark.parametrize(("takes", "leg"), [(False, ""), (True, "encode")])
 def test_encoders_take_nothing(
-    monkeypatch: pytest.MonkeyPatch, records: testing.MemorySender, takes: bool, leg: str
+    monkeypatch: pytest.MonkeyPatch, records: tracing_fakes.MemorySender, takes: bool, leg: str
 ) -> None:
     """On an encoder, also one that is ec_both, nothing is remote and nothing encoded again."""
     monkeypatch.setattr(identity, "takes_encodings", takes)

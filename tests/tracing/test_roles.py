@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import pytest
+import tracing_fakes
 
-from ttft_otel import testing
 from ttft_otel.model.stages import ROLES
 from ttft_otel.tracing.context import start_context
 from ttft_otel.tracing.request_trace import RequestTrace
@@ -67,7 +67,7 @@ def test_below_our_router_nobody_is(role: str) -> None:
     assert not is_outermost(make_trace(leg=role))
 
 
-def test_a_request_over_two_and_over_three_counts_once(records: testing.MemorySender) -> None:
+def test_a_request_over_two_and_over_three_counts_once(records: tracing_fakes.MemorySender) -> None:
     """P and D of one request, and E, P and D: of each exactly one is outermost, the last one."""
     identity.role = ""
     for legs in (("prefill", "decode"), ("encode", "prefill", "decode"), ("encode", "mono")):

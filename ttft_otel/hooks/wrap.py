@@ -71,7 +71,7 @@ class Patcher(importlib.abc.MetaPathFinder):
         self.missing: dict[str, str] = {}
         #: Targets that a test has switched off.
         self.disabled: set[str] = set()
-        #: The owners of the hooks' state in this process, for ttft_otel.testing.
+        #: The owners of the hooks' state in this process; tests look for what is left.
         self.tracers: tuple[Any, ...] = ()
         # Module -> what is to be patched in it once it is imported.
         self._waiting: dict[str, list[PlacedHook]] = {}

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import tracing_fakes
+
 from tests.hooks.vllm_import import import_from_vllm
-from ttft_otel import testing
 from ttft_otel.explain.whatif.engine_model import EngineLimits
 
 BASE_US, TOKEN_US, GAP_US = 4_000, 25, 300  # of a step: always, for each token, and after it
@@ -103,7 +104,7 @@ def build_driver(limits: EngineLimits) -> Any:
                 real.WrappedScheduler = asynchronous.AsyncScheduler
             # Without a limit as many as no load here needs.
             return real.SchedulerDriver(
-                testing.FakeClock(),
+                tracing_fakes.FakeClock(),
                 limits.kv_tokens // real.BLOCK_SIZE or 4096,
                 max_num_seqs=limits.max_num_seqs,
                 max_num_batched_tokens=limits.max_batched_tokens,

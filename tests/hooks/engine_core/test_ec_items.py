@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tracing_fakes
 
 from hooks.fakes import FakeEngineCore, decode_headers, make_request, media_item
 from hooks.process import CORE, wrap_ec_connector
-from ttft_otel import testing
 from ttft_otel.hooks import ec_fields
 from ttft_otel.hooks.engine_core import ec_items
 from ttft_otel.tracing import media_items
@@ -283,7 +283,7 @@ class PushedItems:
 
 
 def ask_mooncake(
-    core: FakeEngineCore, pushed: PushedItems, name: str, clock: testing.FakeClock
+    core: FakeEngineCore, pushed: PushedItems, name: str, clock: tracing_fakes.FakeClock
 ) -> EngineTimeline:
     """Ask until the request may start, its worker loading what it is told to; then run it."""
     from vllm.distributed.ec_transfer.ec_connector.mooncake.metadata import ECMooncakeWorkerMetadata
@@ -305,7 +305,7 @@ def ask_mooncake(
     return decode_headers(out[name])[1]
 
 
-def test_mooncake(core: FakeEngineCore, clock: testing.FakeClock) -> None:
+def test_mooncake(core: FakeEngineCore, clock: tracing_fakes.FakeClock) -> None:
     """What an encoder pushes is remote, whether it comes before or after its request; then local."""
     pushed = PushedItems()
     wrap_ec_connector(pushed.connector)
@@ -325,7 +325,7 @@ def test_mooncake(core: FakeEngineCore, clock: testing.FakeClock) -> None:
     assert count_items_of(again) == ItemCounts(1, 1, 0, 1, 0, 0)
 
 
-def test_mooncake_early(core: FakeEngineCore, clock: testing.FakeClock) -> None:
+def test_mooncake_early(core: FakeEngineCore, clock: tracing_fakes.FakeClock) -> None:
     """An item that was pushed before its request came is from the encoder all the same."""
     pushed = PushedItems()
     wrap_ec_connector(pushed.connector)

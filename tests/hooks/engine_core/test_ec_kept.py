@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tracing_fakes
 
 from hooks.fakes import decode_headers
 from hooks.process import CORE, PATCHER, wrap_ec_connector
-from ttft_otel import testing
 from ttft_otel.hooks.engine_core import ec_kept
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing.carrier import KEPT_ITEMS_BIT, KeptItems, decode_answer
@@ -43,7 +43,7 @@ def encode_and_keep(pair: InstancePair, name: str, *items: str) -> Any:
     return pair.encoder.core.announced[name]
 
 
-def test_fetched(pair: InstancePair, clock: testing.FakeClock) -> None:
+def test_fetched(pair: InstancePair, clock: tracing_fakes.FakeClock) -> None:
     """From the answer until the last encoding was read; a waiting status request is answered then."""
     params = encode_and_keep(pair, "a", "cat", "dog")
     began = clock.at
@@ -69,7 +69,7 @@ def test_asked_late(pair: InstancePair) -> None:
     assert read_kept(pair, "a") is None
 
 
-def test_ready_later(pair: InstancePair, clock: testing.FakeClock) -> None:
+def test_ready_later(pair: InstancePair, clock: tracing_fakes.FakeClock) -> None:
     """A copy that is over after the answer: consumers are put off until then, and it is told."""
     pair.encoder.copied = False
     params = encode_and_keep(pair, "a", "cat")
@@ -92,7 +92,7 @@ def test_ready_later(pair: InstancePair, clock: testing.FakeClock) -> None:
 
 
 def test_read_by_half(
-    pair: InstancePair, clock: testing.FakeClock, monkeypatch: pytest.MonkeyPatch
+    pair: InstancePair, clock: tracing_fakes.FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A consumer that starts a read and does not end it within vLLM's lease counts as expired."""
     params = encode_and_keep(pair, "a", "cat")
@@ -109,7 +109,7 @@ def test_read_by_half(
     assert kept is not None and kept.end_reason == "expired"
 
 
-def test_evicted(pair: InstancePair, clock: testing.FakeClock) -> None:
+def test_evicted(pair: InstancePair, clock: tracing_fakes.FakeClock) -> None:
     """Encodings that had to make room for others before anybody came: evicted."""
     encode_and_keep(pair, "a", "cat")
     for number in range(pair.max_items):
@@ -121,7 +121,7 @@ def test_evicted(pair: InstancePair, clock: testing.FakeClock) -> None:
     assert f"r{number}" in CORE.encodings.leases
 
 
-def test_nobody_came(pair: InstancePair, clock: testing.FakeClock) -> None:
+def test_nobody_came(pair: InstancePair, clock: tracing_fakes.FakeClock) -> None:
     """Encodings that are not read within two minutes count as expired."""
     encode_and_keep(pair, "a", "cat")
     clock.tick(ec_kept.MAX_KEPT_US)
@@ -175,7 +175,7 @@ def test_aborted_or_untraced(pair: InstancePair) -> None:
     assert not CORE.encodings.leases
 
 
-def test_no_encoder(pair: InstancePair, clock: testing.FakeClock) -> None:
+def test_no_encoder(pair: InstancePair, clock: tracing_fakes.FakeClock) -> None:
     """An ec_both instance that prefills announces what it has, too; nobody will come for that."""
     from hooks.ec_cpu import EcInstance, connect_cpu
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tracing_fakes
 
 from hooks.fakes import FakeEngineCore, decode_headers, drop_taken, make_request
 from hooks.process import CORE, HOOKS, PATCHER, put_back_classes, wrap_kv_connector
 from hooks.worker.runners import FORWARD_US as FORWARD_US
 from hooks.worker.runners import RunnerV1, make_scheduler_output, wrap_runner_classes
-from ttft_otel import testing
 from ttft_otel.hooks.engine_core import kv
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.model.breakdown import CODE_FORWARD, CODE_KV_TRANSFER, LOST_AFTER, LOST_BEFORE
@@ -31,7 +31,7 @@ LOAD_US, SAVE_US = 400, 300
 class FakeKvConnector:
     """Both sides of a KV connector; what it answers is said by the test."""
 
-    def __init__(self, clock: testing.FakeClock) -> None:
+    def __init__(self, clock: tracing_fakes.FakeClock) -> None:
         self.clock = clock
         self.found: tuple[int | None, bool] = (0, False)
         self.keeps = False
@@ -65,7 +65,7 @@ def make_connector_output(
 
 
 @pytest.fixture
-def kv_core(core: FakeEngineCore, clock: testing.FakeClock) -> Iterator[Any]:
+def kv_core(core: FakeEngineCore, clock: tracing_fakes.FakeClock) -> Iterator[Any]:
     """An engine core whose scheduler has a connector; every hook is in."""
 
     def update_transfers(self: Any, kv_connector_output: Any) -> None:
@@ -97,7 +97,7 @@ def finish_first_chunk(core: Any, name: str) -> Any:
     return decode_headers(core.update(step, first=(name,), record=STEP)[name])
 
 
-def test_wait(kv_core: Any, clock: testing.FakeClock) -> None:
+def test_wait(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
     """From the answer "they come" until the engine core hears of them it is kv.transfer."""
     kv_core.add(make_request("a", 40))
     clock.tick(100)
@@ -196,7 +196,7 @@ def list_attributes(timeline: EngineTimeline) -> dict[str, Any]:
         return dict(record_parts._list_ttft_attributes(trace))
 
 
-def test_looking(kv_core: Any, clock: testing.FakeClock) -> None:
+def test_looking(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
     """While a connector still looks for blocks they are on their way already."""
     kv_core.add(make_request("a", 40))
     began = clock.at
@@ -210,7 +210,7 @@ def test_looking(kv_core: Any, clock: testing.FakeClock) -> None:
     assert keys.KV_TOKENS not in list_timeline_attributes(timeline)
 
 
-def test_no_room(kv_core: Any, clock: testing.FakeClock) -> None:
+def test_no_room(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
     """As long as there is no room for its blocks it queues: only the last answer counts."""
     kv_core.add(make_request("a", 40))
     for _ in range(3):
@@ -234,7 +234,10 @@ def test_no_room(kv_core: Any, clock: testing.FakeClock) -> None:
     ],
 )
 def test_nobody_waits(
-    kv_core: Any, clock: testing.FakeClock, answers: list[tuple[int, bool]], tokens: int | None
+    kv_core: Any,
+    clock: tracing_fakes.FakeClock,
+    answers: list[tuple[int, bool]],
+    tokens: int | None,
 ) -> None:
     """Where no blocks are waited for there is no wait; what was found nowhere leaves no details."""
     kv_core.add(make_request("a", 40))
@@ -248,7 +251,7 @@ def test_nobody_waits(
     assert timeline.details is not None or answers == [(0, False)]
 
 
-def test_preempted(kv_core: Any, clock: testing.FakeClock) -> None:
+def test_preempted(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
     """What a preempted request finds when it comes back changes nothing that was told before."""
     mine = make_request("a", 40)
     kv_core.add(mine)
@@ -267,7 +270,7 @@ def test_preempted(kv_core: Any, clock: testing.FakeClock) -> None:
 
 
 @pytest.mark.parametrize("gone", ["kv.match", "kv.arrive"])
-def test_unseen(kv_core: Any, clock: testing.FakeClock, gone: str) -> None:
+def test_unseen(kv_core: Any, clock: tracing_fakes.FakeClock, gone: str) -> None:
     """Without one of the two marks the time is unattributed, and not added to the queue."""
     PATCHER.switch(off=[gone])
     kv_core.add(make_request("a", 40))
@@ -291,7 +294,7 @@ def test_unseen_without_blocks(kv_core: Any) -> None:
     assert not marks.queue_lost
 
 
-def test_figures_of_two(kv_core: Any, clock: testing.FakeClock) -> None:
+def test_figures_of_two(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
     """With two loads at once the connector's figures belong to neither request, the times to both."""
     for name in ("a", "b"):
         kv_core.add(make_request(name, 40))
@@ -307,7 +310,7 @@ def test_figures_of_two(kv_core: Any, clock: testing.FakeClock) -> None:
         assert keys.KV_BYTES not in list_timeline_attributes(timeline)
 
 
-def test_aborted(kv_core: Any, clock: testing.FakeClock) -> None:
+def test_aborted(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
     """One that is aborted while its blocks are on their way says so, and leaves nothing."""
     kv_core.add(make_request("a", 40))
     ask_connector(kv_core, "a", (39, True))
@@ -342,7 +345,7 @@ def end_request(core: Any, name: str, block_ids: Any) -> None:
     )
 
 
-def test_kept(kv_core: Any, clock: testing.FakeClock) -> None:
+def test_kept(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
     """P keeps its blocks until they are fetched; who asked before that hears of it then."""
     end_request(kv_core, "a", ([1, 2, 3],))
     began = clock.at
@@ -357,7 +360,7 @@ def test_kept(kv_core: Any, clock: testing.FakeClock) -> None:
     assert CORE.blocks.answer_kept_blocks("a") == ""
 
 
-def test_kept_and_asked_late(kv_core: Any, clock: testing.FakeClock) -> None:
+def test_kept_and_asked_late(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
     """Who asks after they were fetched hears of it too, once; leases that ran out are told apart."""
     end_request(kv_core, "a", [7, 8])
     clock.tick(900)
@@ -442,7 +445,7 @@ class KvRunner(RunnerV1):
 
 
 @pytest.fixture
-def runner(nothing_patched: None, clock: testing.FakeClock) -> Iterator[Any]:
+def runner(nothing_patched: None, clock: tracing_fakes.FakeClock) -> Iterator[Any]:
     """One of these, with a connector that takes its time; the wrapped classes are put back."""
     wrap_runner_classes()
     kind = type("Own", (KvRunner,), dict(vars(KvRunner)))
@@ -502,7 +505,7 @@ def test_step_unseen(runner: Any, gone: str, sync: bool, lost: int) -> None:
     assert found == lost
 
 
-def test_step_elsewhere(runner: Any, clock: testing.FakeClock) -> None:
+def test_step_elsewhere(runner: Any, clock: tracing_fakes.FakeClock) -> None:
     """Outside a measured step connectors just work."""
     runner.kv.start_load_kv(None)
     runner.kv.wait_for_save()

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tracing_fakes
 
 from hooks.fakes import HEADERS, FakeEngineCore, make_request
 from hooks.process import CORE
-from ttft_otel import testing
 from ttft_otel.hooks import api_server
 from ttft_otel.hooks.engine_core import own_requests
 from ttft_otel.model import breakdown
@@ -32,7 +32,7 @@ FORWARD_US = 700
 
 @pytest.fixture(autouse=True)
 def own_process(
-    monkeypatch: pytest.MonkeyPatch, blank_identity: None, records: testing.MemorySender
+    monkeypatch: pytest.MonkeyPatch, blank_identity: None, records: tracing_fakes.MemorySender
 ) -> Iterator[None]:
     """An engine core's process: nothing is known of its server, and no exporter is started."""
     monkeypatch.setattr(api_server, "time", SimpleNamespace(time=lambda: NOW_S))
@@ -53,7 +53,9 @@ def make_own(name: str = "chatcmpl-1", headers: Any = None, **more: Any) -> Any:
     return made
 
 
-def answer(core: FakeEngineCore, clock: testing.FakeClock, *names: str, ends: bool = False) -> Any:
+def answer(
+    core: FakeEngineCore, clock: tracing_fakes.FakeClock, *names: str, ends: bool = False
+) -> Any:
     """One step with the requests' whole prompts; gives the outputs' trace headers."""
     clock.tick(300)
     step = core.schedule(names, dict.fromkeys(names, 10))
@@ -72,7 +74,7 @@ def read_ttft(record: Record) -> Ttft:
 
 
 def test_stages(
-    core: FakeEngineCore, clock: testing.FakeClock, records: testing.MemorySender
+    core: FakeEngineCore, clock: tracing_fakes.FakeClock, records: tracing_fakes.MemorySender
 ) -> None:
     """Stages from the core's input on; before that, what the front-end's clock says, and no stage."""
     core.add(make_own())
@@ -94,7 +96,10 @@ def test_stages(
 
 @pytest.mark.parametrize("ends", [False, True], ids=["goes on", "one token"])
 def test_tree(
-    core: FakeEngineCore, clock: testing.FakeClock, records: testing.MemorySender, ends: bool
+    core: FakeEngineCore,
+    clock: tracing_fakes.FakeClock,
+    records: tracing_fakes.MemorySender,
+    ends: bool,
 ) -> None:
     """Without anybody above it the `ttft` span is the root, under which the stages are."""
     core.add(make_own())
@@ -108,7 +113,7 @@ def test_tree(
 
 
 def test_trace_headers(
-    core: FakeEngineCore, clock: testing.FakeClock, records: testing.MemorySender
+    core: FakeEngineCore, clock: tracing_fakes.FakeClock, records: tracing_fakes.MemorySender
 ) -> None:
     """A front-end that hands trace headers on: its span is above ours, and gets its headers back."""
     core = type(core)(clock, tracing="http://collector:4317")
@@ -133,8 +138,8 @@ def test_trace_headers(
 )
 def test_behind_our_router(
     core: FakeEngineCore,
-    clock: testing.FakeClock,
-    records: testing.MemorySender,
+    clock: tracing_fakes.FakeClock,
+    records: tracing_fakes.MemorySender,
     name: str,
     request_id: str,
 ) -> None:
@@ -150,7 +155,7 @@ def test_behind_our_router(
 
 
 def test_router_not_sampled(
-    core: FakeEngineCore, clock: testing.FakeClock, records: testing.MemorySender
+    core: FakeEngineCore, clock: tracing_fakes.FakeClock, records: tracing_fakes.MemorySender
 ) -> None:
     """The router's decision holds."""
     core.add(make_own(f"chatcmpl-{PARENT[:-1]}0"))
@@ -160,7 +165,7 @@ def test_router_not_sampled(
 
 
 def test_only_unmarked(
-    core: FakeEngineCore, clock: testing.FakeClock, records: testing.MemorySender
+    core: FakeEngineCore, clock: tracing_fakes.FakeClock, records: tracing_fakes.MemorySender
 ) -> None:
     """Beside requests of an API server with hooks, traced and untraced, only the unmarked one is ours."""
     core.add(make_request("traced"), make_request("untraced", traced=False), make_own("bare"))
@@ -181,7 +186,7 @@ def test_only_unmarked(
     ],
 )
 def test_no_generation(
-    core: FakeEngineCore, records: testing.MemorySender, more: dict[str, Any]
+    core: FakeEngineCore, records: tracing_fakes.MemorySender, more: dict[str, Any]
 ) -> None:
     """What makes no first token, or several, has no record."""
     made = make_own(**more)
@@ -203,8 +208,8 @@ def test_no_generation(
 )
 def test_arrival(
     core: FakeEngineCore,
-    clock: testing.FakeClock,
-    records: testing.MemorySender,
+    clock: tracing_fakes.FakeClock,
+    records: tracing_fakes.MemorySender,
     address: str,
     arrival: float,
     before: int,
@@ -218,7 +223,7 @@ def test_arrival(
 
 
 def test_aborted(
-    core: FakeEngineCore, clock: testing.FakeClock, records: testing.MemorySender
+    core: FakeEngineCore, clock: tracing_fakes.FakeClock, records: tracing_fakes.MemorySender
 ) -> None:
     """A request whose client left is told with the stage in which it was; nobody could ask for it."""
     core.add(make_own())
@@ -235,8 +240,8 @@ def test_aborted(
 
 def test_ended_by_the_engine(
     core: FakeEngineCore,
-    clock: testing.FakeClock,
-    records: testing.MemorySender,
+    clock: tracing_fakes.FakeClock,
+    records: tracing_fakes.MemorySender,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An only output without a token is an error of the engine."""
@@ -248,7 +253,7 @@ def test_ended_by_the_engine(
 
 
 def test_bounded(
-    core: FakeEngineCore, records: testing.MemorySender, monkeypatch: pytest.MonkeyPatch
+    core: FakeEngineCore, records: tracing_fakes.MemorySender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest of too many is forgotten, as one that never reaches the scheduler would stay."""
     monkeypatch.setattr(own_requests, "MAX_OWN_REQUESTS", 2)
@@ -260,8 +265,8 @@ def test_bounded(
 
 def test_counted(
     core: FakeEngineCore,
-    clock: testing.FakeClock,
-    records: testing.MemorySender,
+    clock: tracing_fakes.FakeClock,
+    records: tracing_fakes.MemorySender,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An unsampled one goes to the exporter where metrics count all requests."""
@@ -302,7 +307,7 @@ def test_holder(core: FakeEngineCore) -> None:
 
 
 def test_refused(
-    core: FakeEngineCore, clock: testing.FakeClock, records: testing.MemorySender
+    core: FakeEngineCore, clock: tracing_fakes.FakeClock, records: tracing_fakes.MemorySender
 ) -> None:
     """A full buffer loses the record and nothing else."""
     records.full = True

@@ -7,10 +7,10 @@ import pickle
 from typing import Any
 
 import pytest
+import tracing_fakes
 
 from hooks.fakes import HEADERS, FakeEngineCore, decode_headers, make_request
 from hooks.process import CORE
-from ttft_otel import testing
 from ttft_otel.hooks.engine_core import tracer
 from ttft_otel.model.names import header_names
 from ttft_otel.tracing import carrier
@@ -27,7 +27,7 @@ def add_requests(core: FakeEngineCore, *ids: str, tokens: int = 10, items: int =
         core.add(make_request(name, tokens, items=items))
 
 
-def test_one_step(core: FakeEngineCore, clock: testing.FakeClock) -> None:
+def test_one_step(core: FakeEngineCore, clock: tracing_fakes.FakeClock) -> None:
     """A short prompt: added, scheduled, measured, and its first output carries all of it."""
     add_requests(core, "a")
     clock.tick(100)  # and 500 in the input thread
@@ -75,7 +75,7 @@ def test_encoder_run_told_later(core: FakeEngineCore, boot: int, is_told: bool) 
     assert (CORE.answer_encoder_run("a") == "") is is_told
 
 
-def test_traceparent_stays(clock: testing.FakeClock, core: FakeEngineCore) -> None:
+def test_traceparent_stays(clock: tracing_fakes.FakeClock, core: FakeEngineCore) -> None:
     """Where vLLM traces too, its headers travel on beside ours; later outputs carry its own only."""
     core = type(core)(clock, tracing="http://collector:4317")
     add_requests(core, "a")
@@ -136,7 +136,7 @@ def test_async_order(core: FakeEngineCore) -> None:
     assert counts.chunks == 2
 
 
-def test_encoder(core: FakeEngineCore, clock: testing.FakeClock) -> None:
+def test_encoder(core: FakeEngineCore, clock: tracing_fakes.FakeClock) -> None:
     """A step that encodes one of its items makes the wait an encoder's queue; items are counted."""
     add_requests(core, "a", "b", items=3)
     step = core.schedule(("a", "b"), {"a": 4, "b": 4}, encode={"a": [0, 1], "b": [0]})
@@ -299,7 +299,7 @@ def test_long_ids_of_aborted_requests(core: FakeEngineCore) -> None:
     assert all(CORE.answer_aborted(name) for name in long_ids)
 
 
-def test_entry_counts(core: FakeEngineCore, clock: testing.FakeClock) -> None:
+def test_entry_counts(core: FakeEngineCore, clock: tracing_fakes.FakeClock) -> None:
     """IPC ends at the entry of the call, not at its end."""
     made = core.preprocess_add_request(make_request("a"))[0]
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from tracing_fakes import FakeClock
+
 from hooks.process import wrap_ec_connector, wrap_methods
-from ttft_otel.testing import FakeClock
 
 ENCODER_US, SAVE_US, PREPARE_US, FORWARD_US, LOGITS_US, SAMPLER_US = 300, 40, 20, 1000, 5, 7
 DRAFTER_US, SYNC_US = 60, 500

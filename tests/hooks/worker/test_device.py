@@ -12,12 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tracing_fakes
 
 from hooks.device.accelerator import SimulatedDevice, SimulatedHost
 from hooks.device.accelerator_cases import CASES, run_case
 from hooks.device.accelerator_loops import LOOPS, make_step
 from hooks.process import CORE, WORKER
-from ttft_otel import testing
 from ttft_otel.hooks.worker import device, model_runners
 from ttft_otel.model import breakdown
 from ttft_otel.tracing import carrier
@@ -246,7 +246,7 @@ def test_events_of_a_shared_encoder(clocked: ClockedDevice) -> None:
     assert CORE.answer_encoder_run("a") == ""
 
 
-def test_host_clock(clock: testing.FakeClock) -> None:
+def test_host_clock(clock: tracing_fakes.FakeClock) -> None:
     """On a CPU a stamp is the place."""
     host_clock, stamps = device.HostClock(), list[int]()
     host_clock.add_stamp(stamps)

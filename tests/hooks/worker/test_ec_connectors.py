@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tracing_fakes
 
 from hooks.process import PATCHER, WORKER, put_back_classes, wrap_ec_connector
 from hooks.worker.runners import FakeEcConnector
 from lab.vllm_plugins import join_plugin_paths
-from ttft_otel import testing
 from ttft_otel.hooks.worker import model_runners
 from ttft_otel.hooks.worker.device import HostClock
 from ttft_otel.model.breakdown import CODE_EC_TRANSFER, LOST_ENCODER, LOST_SAVE
@@ -23,14 +23,14 @@ from ttft_otel.tracing.engine_timeline import EngineTimeline
 
 
 @pytest.fixture
-def connector(nothing_patched: None, clock: testing.FakeClock) -> Iterator[Any]:
+def connector(nothing_patched: None, clock: tracing_fakes.FakeClock) -> Iterator[Any]:
     """A connector of a class of its own, as its factory hands it out."""
     ec_connector = type("Mine", (FakeEcConnector,), {})(clock)
     wrap_ec_connector(ec_connector)
     yield ec_connector
 
 
-def test_wait(connector: Any, clock: testing.FakeClock) -> None:
+def test_wait(connector: Any, clock: tracing_fakes.FakeClock) -> None:
     """From the first no to the first yes the request waits for its item."""
     timeline = EngineTimeline(1)
     request = SimpleNamespace(_ttft_timeline=timeline)
@@ -58,7 +58,7 @@ def test_untraced(connector: Any) -> None:
     assert not connector.ensure_cache_available(SimpleNamespace(), 0)
 
 
-def test_outside_a_step(connector: Any, clock: testing.FakeClock) -> None:
+def test_outside_a_step(connector: Any, clock: tracing_fakes.FakeClock) -> None:
     """Loads outside a measured step just happen."""
     connector.start_load_caches()
     connector.save_caches()
@@ -111,7 +111,7 @@ def test_empty_methods(nothing_patched: None) -> None:
 )
 def test_flush(
     nothing_patched: None,
-    clock: testing.FakeClock,
+    clock: tracing_fakes.FakeClock,
     encodes: bool,
     roles: set[str],
     expected: list[int],
@@ -131,7 +131,7 @@ def test_flush(
     assert [end - start for code, start, end in pairs if code == CODE_EC_TRANSFER] == expected
 
 
-def test_flush_unseen(nothing_patched: None, clock: testing.FakeClock) -> None:
+def test_flush_unseen(nothing_patched: None, clock: tracing_fakes.FakeClock) -> None:
     """Without its hook nobody knows how long a step's end copied."""
     ec_connector: Any = type("Mine", (FlushingConnector,), {})(clock)
     wrap_ec_connector(ec_connector)
@@ -145,7 +145,7 @@ def test_flush_unseen(nothing_patched: None, clock: testing.FakeClock) -> None:
     assert [each & LOST_SAVE for each in lost] == [LOST_SAVE, 0]
 
 
-def test_scheduled_already(connector: Any, clock: testing.FakeClock) -> None:
+def test_scheduled_already(connector: Any, clock: tracing_fakes.FakeClock) -> None:
     """Once a request is scheduled nothing is noted: vLLM asks on every decode step, too."""
     timeline = EngineTimeline(scheduled=5)
     connector.ensure_cache_available(SimpleNamespace(_ttft_timeline=timeline), 0)
@@ -168,7 +168,7 @@ def test_older_class(nothing_patched: None) -> None:
     assert not PATCHER.is_active("transfer.wait")
 
 
-def test_created_twice(connector: Any, clock: testing.FakeClock) -> None:
+def test_created_twice(connector: Any, clock: tracing_fakes.FakeClock) -> None:
     """Scheduler's side and worker's side of one class in one process: wrapped once."""
     wrap_ec_connector(connector)
     wrap_ec_connector(type(connector)(clock))
@@ -184,7 +184,7 @@ COPY_US, ENCODE_US = 70, 300  # microseconds
 def runner(
     connectors: None,
     nothing_patched: None,
-    clock: testing.FakeClock,
+    clock: tracing_fakes.FakeClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Any]:
     """vLLM's ActiveECConnector around a worker's ECCPUConnector; the copy is the host's, and slow."""
@@ -221,7 +221,7 @@ def runner(
 
 
 def run_step(
-    runner: Any, clock: testing.FakeClock, encodes: bool, **meta: Any
+    runner: Any, clock: tracing_fakes.FakeClock, encodes: bool, **meta: Any
 ) -> tuple[int, list[int]]:
     """A marked step: what it lost, and the lengths of its `ec.transfer` pieces that took any time."""
     import torch
@@ -249,7 +249,7 @@ def run_step(
 
 
 @pytest.mark.skipif(WITHOUT_VLLM, reason="no vLLM in this environment")
-def test_save_and_load(runner: Any, clock: testing.FakeClock) -> None:
+def test_save_and_load(runner: Any, clock: tracing_fakes.FakeClock) -> None:
     """A copy out of the device, started at the step's end, and one into it: both are ec.transfer."""
     from hooks.ec_cpu import ROWS, WIDTH
 
@@ -263,7 +263,7 @@ def test_save_and_load(runner: Any, clock: testing.FakeClock) -> None:
 
 
 @pytest.mark.skipif(WITHOUT_VLLM, reason="no vLLM in this environment")
-def test_cpu_flush_unseen(runner: Any, clock: testing.FakeClock) -> None:
+def test_cpu_flush_unseen(runner: Any, clock: tracing_fakes.FakeClock) -> None:
     """Without the hook of its start the copy is a known gap, not somebody else's time."""
     PATCHER.switch(off=["transfer.flush"])
     lost, pieces = run_step(runner, clock, True, saves={"cat": [0, 1]})

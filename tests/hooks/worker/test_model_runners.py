@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tracing_fakes
 
 from hooks.fakes import drop_taken
 from hooks.process import HOOKS, PATCHER, WORKER, put_back_classes
@@ -30,7 +31,6 @@ from hooks.worker.runners import (
     make_scheduler_output,
     wrap_runner_classes,
 )
-from ttft_otel import testing
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.hooks.worker import device, model_runners
 from ttft_otel.model import breakdown
@@ -44,7 +44,9 @@ E, F, C = breakdown.CODE_ENCODER, breakdown.CODE_FORWARD, breakdown.CODE_EC_TRAN
 
 
 @pytest.fixture(params=["V1", "V2"])
-def make_runner(request: pytest.FixtureRequest, clock: testing.FakeClock) -> Iterator[RunnerMaker]:
+def make_runner(
+    request: pytest.FixtureRequest, clock: tracing_fakes.FakeClock
+) -> Iterator[RunnerMaker]:
     """A runner of either kind; the wrapped classes are put back afterwards."""
     before = dict(PATCHER.installed)
     kind = wrap_runner_classes()[request.param]
@@ -179,7 +181,7 @@ def test_encode_only(make_runner: RunnerMaker) -> None:
     assert not WORKER.open_steps
 
 
-def test_save(make_runner: RunnerMaker, clock: testing.FakeClock) -> None:
+def test_save(make_runner: RunnerMaker, clock: tracing_fakes.FakeClock) -> None:
     """What a connector does inside the encoder is a pair too; none of it is lost."""
     runner = make_runner(connector=connect_ec(clock))
     step = make_scheduler_output({"a": 10}, {"a": [0]})
@@ -201,7 +203,9 @@ def test_save(make_runner: RunnerMaker, clock: testing.FakeClock) -> None:
         ("transfer.save", breakdown.LOST_SAVE),
     ],
 )
-def test_taken_out(make_runner: RunnerMaker, clock: testing.FakeClock, off: str, lost: int) -> None:
+def test_taken_out(
+    make_runner: RunnerMaker, clock: tracing_fakes.FakeClock, off: str, lost: int
+) -> None:
     """A target that is gone is told as lost with the step."""
     runner = make_runner(connector=connect_ec(clock))
     step = make_scheduler_output({"a": 10}, {"a": [0]})
@@ -432,7 +436,7 @@ MODULES = ("vllm.v1.worker.dp_utils", "vllm.v1.worker.gpu.dp_utils")
 
 @pytest.fixture(params=MODULES)
 def ranks(
-    nothing_patched: None, request: pytest.FixtureRequest, clock: testing.FakeClock
+    nothing_patched: None, request: pytest.FixtureRequest, clock: tracing_fakes.FakeClock
 ) -> Iterator[Any]:
     """The module of a runner, whose function is wrapped; the other rank has as many tokens, and is late."""
     (module,) = import_from_vllm(request.param)
@@ -469,7 +473,7 @@ def agree(module: Any) -> None:
     assert state.num_tokens_across_dp.tolist() == [10, 10]
 
 
-def test_a_late_rank(ranks: Any, clock: testing.FakeClock) -> None:
+def test_a_late_rank(ranks: Any, clock: tracing_fakes.FakeClock) -> None:
     """Of a marked step the wait for the other rank is known; of others nothing is kept."""
     agree(ranks)
     assert not WORKER.open_steps

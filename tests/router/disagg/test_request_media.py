@@ -7,11 +7,11 @@ import json
 from typing import Any
 
 import pytest
+import tracing_fakes
 
 from router import fake_instances, fake_pair, media_bodies
 from router.disagg.test_ec_params import EC_PARAMS_FIELD, build_announcement
 from router.fake_instances import TRACEPARENT, InstancePlan
-from ttft_otel import testing
 from ttft_otel.model.names import metric_names
 from ttft_otel.model.timing import EncoderCacheCounts, format_server_timing
 from ttft_otel.router.disagg.encoders import LOG_INTERVAL_US, RecomputedMediaLog
@@ -205,7 +205,9 @@ def build_attempt(number: int, recomputed: int) -> Attempt:
     return Attempt(instance.leg, path, instance, "", 0, timing_header=said)
 
 
-def test_one_line_a_minute(clock: testing.FakeClock, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_a_minute(
+    clock: tracing_fakes.FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
     """The first case is logged at once, then one line a minute with sum, instance, likely cause and link."""
     items = RecomputedMediaLog()
     items.record_attempt(build_attempt(0, 0))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read OTLP span messages as the SDK's read-only spans, for whoever wants these instead of bytes.
 
-span_batch.py needs it where an SDK does not take messages; ttft_otel.testing and tests look at spans with it.
+span_batch.py needs it where an SDK does not take messages; tests look at spans with it.
 """
 
 from __future__ import annotations

@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fakes for tests, ours and yours: a clock that stands still, records and spans in memory.
+"""Fakes for tests: a clock that stands still, records and spans in memory.
 
 The context managers restore what they replaced.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 from ttft_otel.model.record import Record
-from ttft_otel.tracing import clock, handoff, recorder
+from ttft_otel.tracing import clock, handoff
 from ttft_otel.tracing.engine_report import decode_message
 from ttft_otel.tracing.settings import Settings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
-
-_WRAP_MODULE: Final = "ttft_otel.hooks.wrap"
 
 
 class FakeClock:
@@ -94,34 +91,3 @@ def captured_records() -> Iterator[MemorySender]:
         yield fake
     finally:
         handoff._process_sender = real
-
-
-def find_tracers() -> tuple[Any, ...]:
-    """The objects that own the state of this process's hooks; none where no hooks are installed."""
-    # Only if it is there: a test that uses no hooks need not import them.
-    loaded = sys.modules.get(_WRAP_MODULE)
-    patcher = loaded.find_patcher() if loaded is not None else None
-    return patcher.tracers if patcher is not None else ()
-
-
-def state_sizes(tracers: Sequence[Any] | None = None) -> dict[str, int]:
-    """How much is kept of unfinished requests, by place; all zero when there are none.
-
-    tracers: EngineCoreTracer, WorkerTracer and DirectCallTracer objects; by default those of this process's
-        hooks.
-    """
-    sizes = {
-        "recorder.awaiting": len(recorder.awaiting_traces),
-        "recorder.unended": len(recorder.unended_requests),
-    }
-    for tracer in find_tracers() if tracers is None else tracers:
-        sizes |= tracer.count_requests()
-    return sizes
-
-
-def drop_state(tracers: Sequence[Any] | None = None) -> None:
-    """Forget all unfinished requests, as in a new process; `tracers` as for state_sizes()."""
-    recorder.awaiting_traces.clear()
-    recorder.unended_requests.clear()
-    for tracer in find_tracers() if tracers is None else tracers:
-        tracer.drop_all()
