@@ -27,7 +27,9 @@ from ttft_otel.explain.window.window_reading import (
 )
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.statistics import compute_quantile, compute_weighted_quantiles
+from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
+from ttft_otel.report.store.span_chunks import chunk_spans
 from ttft_otel.report.store.span_store import SpanStore
 from ttft_otel.report.window_sample import (
     LATE,
@@ -56,6 +58,8 @@ def store_lengths(
 
     def list_chunks() -> Iterator[tuple[object, ...]]:
         for number, us in enumerate(ttfts_us):
+            trace_id = f"{number + 1:032x}"
+            server_id, trunk_id = (f"{2 * number + each:016x}" for each in (2, 1))
             start_ns = BEGIN_S * 10**9 + number * every_us * 1000
             end_ns = start_ns + us * 1000
             attributes: dict[str, Any] = {
@@ -69,21 +73,23 @@ def store_lengths(
                 keys.INPUT_TOKENS: 500,
                 keys.ERROR_TYPE: get_error(number),
             }
-            trunk = ("ttft", 1, start_ns, end_ns, 0, "", attributes, 0, trace_state)
-            server = (
-                "POST /v1/completions",
-                2,
-                start_ns,
-                end_ns + 10**9,
-                0,
-                "",
-                {},
-                0,
-                trace_state,
-            )
-            span, parent = ((2 * number + each).to_bytes(8, "big") for each in (1, 2))
-            content = pack([trunk, server])
-            yield number + 1, 1, 2, 2, 1, span + parent, parent + bytes(8), content
+            shared: dict[str, Any] = {
+                "scope": span_names.SCOPE,
+                "resource": RESOURCE,
+                "trace_state": trace_state,
+            }
+            spans = [
+                StoredSpan(
+                    trace_id, trunk_id, server_id, "ttft", 1, start_ns, end_ns,
+                    attributes=attributes, **shared,
+                ),
+                StoredSpan(
+                    trace_id, server_id, "", "POST /v1/completions", 2, start_ns, end_ns + 10**9,
+                    **shared,
+                ),
+            ]  # fmt: skip
+            (chunk,) = chunk_spans(spans)
+            yield number + 1, 1, 2, 2, 1, chunk.span_ids, chunk.parent_ids, chunk.content
 
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("PRAGMA synchronous=OFF")

@@ -94,7 +94,7 @@ def decode_export(data: bytes, as_json: bool = False) -> ExportBatch:
     as_json: `data` is OTLP/JSON, else protobuf.
     """
     batch = ExportBatch()
-    # One dict for all spans of a resource: encode_spans() knows it by identity.
+    # One dict for all spans of a resource: chunk_spans() knows it by identity.
     for resource, scope, group in batch.iterate_groups(_parse_export(data, as_json)):
         batch.spans += [convert_span(raw, resource, scope) for raw in group]
     return batch

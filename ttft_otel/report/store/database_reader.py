@@ -60,17 +60,13 @@ class DatabaseReader:
         self._connection = connection
 
     def list_latest(self, wanted: RequestFilter) -> list[Request]:
-        """The newest requests that match `wanted`, newest first."""
         where, values = _build_where(wanted)
         return self._load_requests(where, values, min(max(wanted.last, 1), MAX_REQUESTS))
 
     def sample_window(
         self, wanted: RequestFilter, slo_us: int = 0, limits: Mapping[str, int] | None = None
     ) -> WindowSample:
-        """The requests that match `wanted`: all late ones, and a sample of the others.
-
-        slo_us: longer TTFTs are late; 0: the slowest LATE_SHARE. limits: as in SamplePlan.
-        """
+        """As BreakdownSource has it."""
         where, values = _build_where(wanted)
         where = where or "WHERE 1"
         run = self._connection.execute
@@ -177,7 +173,6 @@ class DatabaseReader:
         return [row[0] for row in rows]
 
     def count_rows(self) -> dict[str, int]:
-        """Number of stored traces, spans and requests."""
         return {
             table: retention.count_kept(self._connection, table)
             for table in ("traces", "spans", "requests")

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from ttft_otel.report.store import retention
 
 # In SQLite's own user_version, which can be read without knowing any table.
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6
 DB_OPTION_HELP: Final = "Database file.  [default: $XDG_STATE_HOME/ttft-otel/spans.db]"
 BUSY_S: Final = 2.0  # seconds to wait for another process's lock
 

@@ -19,9 +19,8 @@ from ttft_otel.report.foreign.foreign_spans import is_known
 from ttft_otel.report.report_types import TTFT_SPAN_NAMES, StoredSpan
 from ttft_otel.report.store.span_conversion import (
     NO_SPAN_ID,
-    SERVICE_NAME,
+    build_raw_span,
     convert_span,
-    format_parent_id,
 )
 
 MAX_CHUNK_SPANS: Final = 512  # of one chunk, which is written and removed as a whole
@@ -40,7 +39,7 @@ class SpanChunk(NamedTuple):
     trace_id: bytes
     span_ids: bytes  #: of all spans, in the order of `content`
     parent_ids: bytes  #: likewise, zeros for no parent
-    #: A MessagePack list: of each span OTLP's bytes without these IDs, or a list of its values.
+    #: A MessagePack list: of each span OTLP's bytes without these IDs.
     content: bytes
     #: The spans of which requests are made, which are the first ones in that order.
     trunks: tuple[StoredSpan, ...]
@@ -49,7 +48,6 @@ class SpanChunk(NamedTuple):
 
     @property
     def span_count(self) -> int:
-        """Number of its spans."""
         return len(self.span_ids) // SPAN_ID_BYTES
 
 
@@ -84,36 +82,14 @@ def chunk_raw_spans(
             yield SpanChunk(trace_id, *ids, content, tuple(trunks.values()), *shared)
 
 
-def encode_spans(spans: Iterable[StoredSpan]) -> list[SpanChunk]:
-    """Chunks of decoded spans. A resource that several of them share is encoded once."""
-    # Identity is safe: the spans keep the dicts alive for as long as this runs.
-    groups: dict[tuple[str, int, str], list[StoredSpan]] = {}
-    resources: dict[int, bytes] = {}
+def chunk_spans(spans: Iterable[StoredSpan]) -> Iterator[SpanChunk]:
+    """Chunks of decoded spans; those that share a resource, by identity, are in the same ones."""
+    groups: dict[tuple[int, str], list[StoredSpan]] = {}
     for span in spans:
-        groups.setdefault((span.trace_id, id(span.resource), span.scope), []).append(span)
-    chunks = []
-    for (trace_id, identity, scope), members in groups.items():
-        if identity not in resources:
-            resources[identity] = _encode(members[0].resource)
-        for part in _divide_spans(members):
-            trunks = {
-                place: span
-                for place, span in enumerate(part)
-                if span.is_ttft_span or is_known(span.scope, span.name)
-            }
-            ordered = _put_first(part, trunks)
-            ids = [(bytes.fromhex(span.span_id), bytes.fromhex(span.parent_id)) for span in ordered]
-            chunks.append(
-                SpanChunk(
-                    bytes.fromhex(trace_id),
-                    *_join_ids(ids),
-                    _encode([_list_values(span) for span in ordered]),
-                    tuple(trunks.values()),
-                    resources[identity],
-                    _encode(scope),
-                )
-            )
-    return chunks
+        groups.setdefault((id(span.resource), span.scope), []).append(span)
+    for members in groups.values():
+        raw = [build_raw_span(span) for span in members]
+        yield from chunk_raw_spans(raw, members[0].resource, members[0].scope)
 
 
 def split_ids(joined: bytes) -> list[bytes]:
@@ -122,34 +98,15 @@ def split_ids(joined: bytes) -> list[bytes]:
 
 
 def decode_item(
-    item: Any, ids: tuple[bytes, bytes, bytes], resource: dict[str, Any], scope: str
+    item: bytes, ids: tuple[bytes, bytes, bytes], resource: dict[str, Any], scope: str
 ) -> StoredSpan:
     """The span that an item of a chunk stands for.
 
     ids: of trace, span and parent. resource, scope: of its chunk.
     """
-    if isinstance(item, bytes):
-        raw = Span.FromString(item)
-        raw.trace_id, raw.span_id, raw.parent_span_id = ids
-        return convert_span(raw, resource, scope)
-    name, kind, start_ns, end_ns, status, message, attributes, dropped, trace_state = item
-    return StoredSpan(
-        trace_id=ids[0].hex(),
-        span_id=ids[1].hex(),
-        parent_id=format_parent_id(ids[2]),
-        name=name,
-        kind=kind,
-        start_ns=start_ns,
-        end_ns=end_ns,
-        service=str(resource.get(SERVICE_NAME, "")),
-        scope=scope,
-        status=status,
-        message=message,
-        attributes=attributes,
-        resource=resource,
-        dropped=dropped,
-        trace_state=trace_state,
-    )
+    raw = Span.FromString(item)
+    raw.trace_id, raw.span_id, raw.parent_span_id = ids
+    return convert_span(raw, resource, scope)
 
 
 def select_places(chunk: SpanChunk, places: Sequence[int]) -> SpanChunk:
@@ -184,26 +141,10 @@ def _put_first(spans: list[Any], places: Mapping[int, object]) -> list[Any]:
     return [spans[place] for place in places] + others
 
 
-def _pack_raw_span(raw: Span, resource: dict[str, Any], scope: str) -> bytes | tuple[object, ...]:
+def _pack_raw_span(raw: Span, resource: dict[str, Any], scope: str) -> bytes:
     """The item of a span; takes the IDs away from `raw`."""
+    if raw.ByteSize() > MAX_RAW_BYTES:
+        raw = build_raw_span(convert_span(raw, resource, scope))
     for field in _ID_FIELDS:
         raw.ClearField(field)
-    data = raw.SerializeToString()
-    if len(data) <= MAX_RAW_BYTES:
-        return data
-    return _list_values(convert_span(raw, resource, scope))
-
-
-def _list_values(span: StoredSpan) -> tuple[object, ...]:
-    """What decode_item() reads; the rest is in the chunk."""
-    return (
-        span.name,
-        span.kind,
-        span.start_ns,
-        span.end_ns,
-        span.status,
-        span.message,
-        span.attributes,
-        span.dropped,
-        span.trace_state,
-    )
+    return raw.SerializeToString()

@@ -82,6 +82,33 @@ def convert_span(raw: trace_pb2.Span, resource: dict[str, Any], scope: str) -> S
     )
 
 
+def build_raw_span(span: StoredSpan) -> trace_pb2.Span:
+    """The span in OTLP, of which convert_span() makes the same again."""
+    raw = trace_pb2.Span(
+        trace_id=bytes.fromhex(span.trace_id),
+        span_id=bytes.fromhex(span.span_id),
+        parent_span_id=bytes.fromhex(span.parent_id),
+        name=span.name,
+        kind=span.kind,  # type: ignore[arg-type]
+        start_time_unix_nano=span.start_ns,
+        end_time_unix_nano=span.end_ns,
+        status=trace_pb2.Status(code=span.status, message=span.message),  # type: ignore[arg-type]
+        dropped_attributes_count=span.dropped,
+        trace_state=span.trace_state,
+    )
+    for key, value in span.attributes.items():
+        place = raw.attributes.add(key=key).value
+        if isinstance(value, bool):
+            place.bool_value = value
+        elif isinstance(value, int):
+            place.int_value = value
+        elif isinstance(value, float):
+            place.double_value = value
+        else:
+            place.string_value = value
+    return raw
+
+
 def format_parent_id(parent_id: bytes) -> str:
     """The ID in hex; "" for no parent, for which some senders write zeros."""
     return "" if parent_id == NO_SPAN_ID else parent_id.hex()

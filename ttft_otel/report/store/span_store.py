@@ -21,7 +21,7 @@ from typing import Final
 
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.store import database_schema, retention, span_rows
-from ttft_otel.report.store.span_chunks import SpanChunk, encode_spans
+from ttft_otel.report.store.span_chunks import SpanChunk, chunk_spans
 from ttft_otel.report.store.span_rows import ChunkInserter, InsertOutcome
 from ttft_otel.tracing.guard import Guard
 
@@ -108,7 +108,7 @@ class SpanStore:
 
     def add(self, spans: Sequence[StoredSpan]) -> Future[int]:
         """Queue decoded spans; as add_chunks()."""
-        return self.add_chunks(encode_spans(spans))
+        return self.add_chunks([*chunk_spans(spans)])
 
     def add_chunks(self, chunks: Sequence[SpanChunk]) -> Future[int]:
         """Queue a batch. Raises StoreUnavailableError when the queue is full or the store closed.
