@@ -17,8 +17,7 @@ from opentelemetry.sdk.environment_variables import (
 from ttft_otel.exporter.batch_exporter import BatchExporter, create_span_exporter
 from ttft_otel.exporter.record_queue import RecordQueue
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
-from ttft_otel.exporter.spans.span_batch import MAX_BATCH_SPANS, BatchBuilder
-from ttft_otel.exporter.spans.span_limits import SpanLimits
+from ttft_otel.exporter.spans.span_batch import MAX_BATCH_SPANS, BatchBuilder, SpanLimits
 from ttft_otel.tracing import measurement
 from ttft_otel.tracing.engine_report import decode_message
 from ttft_otel.tracing.guard import Guard

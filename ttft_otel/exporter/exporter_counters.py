@@ -42,7 +42,6 @@ class ExporterCounters:
         self._cells[_CELL_INDEX[name]] += number
 
     def get_counts(self) -> dict[str, int]:
-        """All counters by name."""
         return dict(zip(SHARED_COUNTERS, self._cells, strict=True))
 
     def log_losses(self, final: bool = False) -> None:

@@ -27,7 +27,6 @@ def build_span_exporter(protocol: str) -> SpanExporter:
 
 
 def build_metric_exporter(protocol: str) -> MetricExporter:
-    """The SDK's exporter of metrics for `protocol`: "grpc", anything else is HTTP."""
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc import metric_exporter as grpc
 

@@ -285,7 +285,6 @@ def _render_answer(
 
 
 def _add_alert_route(app: FastAPI, context: WebContext) -> None:
-    answerer = alert_webhook.AlertAnswerer(context.options)
     budget = context.span_receiver.budget if context.span_receiver else BodyBudget()
 
     @app.post("/api/alerts")
@@ -298,7 +297,7 @@ def _add_alert_route(app: FastAPI, context: WebContext) -> None:
             with budget.open_body() as body:
                 reading = _read_bounded(request, budget, body)
                 await asyncio.wait_for(reading, receiver.MAX_READ_S)
-                group = answerer.decode.decode(body.data)
+                group = alert_webhook.decode_group(body.data)
         except asyncio.TimeoutError as error:
             raise HTTPException(408, "the body did not arrive in time") from error
         except StoreUnavailableError as error:
@@ -314,7 +313,7 @@ def _add_alert_route(app: FastAPI, context: WebContext) -> None:
             # Upon which Alertmanager tries again.
             raise HTTPException(503, "something else is being explained: try again")
         try:
-            return JSONResponse(await run_sync(answerer.answer_group, group))
+            return JSONResponse(await run_sync(alert_webhook.answer_group, context.options, group))
         finally:
             context.is_free.release()
 

@@ -67,9 +67,10 @@ def to_wall_ns(mark: int) -> int:
     return mark * 1000 + measure_wall_offset(tight_enough_ns=MAX_BRACKET_NS)[0]
 
 
-def read_boot_number() -> int:
+@functools.lru_cache(maxsize=1)
+def get_boot_number() -> int:
     """A 32-bit number that identifies this boot of this host, and the offset of this process's time
-    namespace; 0 where the kernel does not give it.
+    namespace; 0 where the kernel does not give it. The same in all children that it forks.
 
     Marks of processes with different boot numbers are not comparable: CLOCK_MONOTONIC starts at boot.
     """
@@ -84,9 +85,3 @@ def read_boot_number() -> int:
     except OSError:  # a kernel without time namespaces
         offsets = b""
     return zlib.crc32(boot + (b"" if offsets in (b"", b"monotonic 0 0") else offsets))
-
-
-@functools.lru_cache(maxsize=1)
-def get_boot_number() -> int:
-    """read_boot_number(), cached: it stays the same for this process and the children it forks."""
-    return read_boot_number()

@@ -19,7 +19,7 @@ from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import RANK_MARK, Recording, ReplayRequest
 from ttft_otel.explain.whatif.step_fit import StepFit, StepSamples
 from ttft_otel.explain.window.request_facts import CannotTellError
-from ttft_otel.explain.window.unseen_work import compare_others
+from ttft_otel.explain.window.unseen_work import find_unseen
 from ttft_otel.model import stages
 
 MIN_REQUESTS: Final = 50
@@ -100,11 +100,11 @@ def is_growing(points: Sequence[tuple[int, int]]) -> bool:
 
 def _check_load(requests: Sequence[ReplayRequest]) -> None:
     """Refuse windows of which not all load is known, and those that waited for what is not modelled."""
-    others = compare_others([each.main for each in requests])
-    if others is not None and others.is_partial:
+    unseen = find_unseen([each.main for each in requests])
+    if unseen is not None:
         raise CannotTellError(
-            f"recorded steps have {others.recorded:.0f} tokens of other requests, the recorded requests "
-            f"account for {others.expected:.0f}: not all requests are traced (OTEL_TRACES_SAMPLER), so that "
+            f"recorded steps have {unseen[0]:.0f} tokens of other requests, the recorded requests "
+            f"account for {unseen[1]:.0f}: not all requests are traced (OTEL_TRACES_SAMPLER), so that "
             "the load is not known"
         )
     named, other, waited = _sum_unmodelled(requests)

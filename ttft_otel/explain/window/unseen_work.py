@@ -9,7 +9,6 @@ says so to explain and diff; what-if refuses, because it replays the load.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy
@@ -23,23 +22,13 @@ MIN_STEPS: Final = 20  # prompts whose steps are looked at; fewer say nothing
 MAX_LOOKED_AT: Final = 400  # prompts whose steps are looked at, evenly over the window
 
 
-@dataclass(frozen=True, slots=True)
-class OthersTokens:
-    """Tokens of others in a step of a traced prompt, on average."""
-
-    recorded: float
-    expected: float  #: by the requests that are stored
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether requests are missing."""
-        return self.recorded > MAX_UNSEEN * self.expected + FEW_TOKENS
-
-
-def compare_others(
+def find_unseen(
     visits: Sequence[EngineVisit], weights: Sequence[float] | None = None
-) -> OthersTokens | None:
-    """The tokens of others in steps; None where too few prompts tell, or ends of answers are not known."""
+) -> tuple[float, float] | None:
+    """Where requests are missing: the tokens of others in a step, as recorded, and those of stored requests.
+
+    On average; None also where too few prompts tell, or ends of answers are not known.
+    """
     weights = weights or [1.0] * len(visits)
     by_instance: dict[str, list[tuple[EngineVisit, float]]] = {}
     for visit, weight in zip(visits, weights, strict=True):
@@ -56,7 +45,8 @@ def compare_others(
         axis=0,
     )
     chunks, recorded, expected = (float(each) for each in sums)
-    return OthersTokens(recorded / chunks, expected / chunks) if chunks else None
+    is_partial = recorded > MAX_UNSEEN * expected + FEW_TOKENS * chunks
+    return (recorded / chunks, expected / chunks) if is_partial else None
 
 
 def _sum_instance(some: Sequence[tuple[EngineVisit, float]], every: int) -> Array:

@@ -29,7 +29,7 @@ from ttft_otel.explain.window.request_facts import (
     build_evidence,
     count_lost,
 )
-from ttft_otel.explain.window.unseen_work import compare_others
+from ttft_otel.explain.window.unseen_work import find_unseen
 from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.show.terminal import to_local_time
 from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
@@ -133,12 +133,12 @@ def _describe_sampling(kept: float, visits: Sequence[EngineVisit], weights: Sequ
     """
     if kept > 1:
         return f"Traces were sampled: one stands for up to {kept:.3g} requests, by its tracestate."
-    others = compare_others(visits, weights)
-    if others is None or not others.is_partial:
+    unseen = find_unseen(visits, weights)
+    if unseen is None:
         return ""
     return (
-        f"Only a part of the requests is stored: their steps have {others.recorded:.0f} tokens of other "
-        f"requests, the stored ones account for {others.expected:.0f}. If slow traces are kept first (tail "
+        f"Only a part of the requests is stored: their steps have {unseen[0]:.0f} tokens of other "
+        f"requests, the stored ones account for {unseen[1]:.0f}. If slow traces are kept first (tail "
         "sampling), percentiles are those of the kept ones."
     )
 

@@ -130,7 +130,6 @@ class RequestMetrics:
         return plan
 
     def _count_rows(self) -> None:
-        """Count all rows into their series."""
         self._pending_rows = 0
         for plan in self._plans.values():
             if not plan.rows:
@@ -236,7 +235,6 @@ class MetricPusher:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def finish(self) -> None:

@@ -89,7 +89,6 @@ def list_kind_attributes(kind: str, name: str) -> Attributes:
 
 
 def list_holder_attributes(holder: HeldBy) -> Attributes:
-    """Attributes of a link or an event that names a holder."""
     return {
         keys.HELD_BY_US: holder.us,
         keys.HELD_BY_TOKENS: holder.tokens,

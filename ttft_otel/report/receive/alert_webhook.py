@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from http.client import HTTPException
 from typing import Annotated, Any, Final, Literal
@@ -55,8 +54,6 @@ _open_url: Final = build_opener(_NoRedirects).open
 
 
 class Alert(msgspec.Struct):
-    """One alert of a group."""
-
     status: Literal["firing", "resolved"]
     labels: dict[str, str]
     starts_at: Annotated[datetime, msgspec.Meta(tz=True)] = msgspec.field(name="startsAt")
@@ -64,7 +61,6 @@ class Alert(msgspec.Struct):
 
     @property
     def name(self) -> str:
-        """Its rule's."""
         return self.labels.get("alertname", "")
 
 
@@ -75,68 +71,65 @@ class AlertGroup(msgspec.Struct):
     alerts: list[Alert]
 
 
-@dataclass(frozen=True, slots=True)
-class AlertAnswerer:
-    """Answers groups of alerts, one after another."""
+decode_group: Final = msgspec.json.Decoder(AlertGroup).decode
 
-    options: ServeOptions
-    decode: msgspec.json.Decoder[AlertGroup] = field(
-        default_factory=lambda: msgspec.json.Decoder(AlertGroup)
-    )
 
-    def answer_group(self, group: AlertGroup) -> dict[str, Any]:
-        """The JSON for a group: an answer for each firing alert, up to MAX_QUESTIONS different ones."""
-        now_ns = time.time_ns()
-        answers: dict[ExplainQuestion, ExplainAnswer] = {}
-        # Alertmanager may be told to send everything here: an answer needs none.
-        alerts = [each for each in group.alerts if each.name != ANSWER_NAME]
-        firing = [each for each in alerts if each.status == "firing"]
-        found = []
-        sent = [
-            {**_name_answer(each), "endsAt": datetime.now(timezone.utc).isoformat()}
-            for each in alerts
-            if each.status == "resolved"
-        ]
-        for alert in firing[:MAX_ANSWERS]:
-            question = build_question(alert, now_ns)
-            if question not in answers:
-                if len(answers) == MAX_QUESTIONS:
-                    break
-                answers[question] = self._explain(question)
-            answer, page = answers[question], self._link_page(question)
-            click.echo(remove_controls(f"alert {alert.name}: {answer.sentences[0]}"))
-            found.append({"labels": alert.labels, "page": page, "explanation": answer.document})
-            sent.append(_build_answer(alert, answer, page))
-        failure = self._send(sent)
-        return {"answers": found, "left_out": len(firing) - len(found), "not_sent": failure or None}
+def answer_group(options: ServeOptions, group: AlertGroup) -> dict[str, Any]:
+    """The JSON for a group: an answer for each firing alert, up to MAX_QUESTIONS different ones."""
+    now_ns = time.time_ns()
+    answers: dict[ExplainQuestion, ExplainAnswer] = {}
+    # Alertmanager may be told to send everything here: an answer needs none.
+    alerts = [each for each in group.alerts if each.name != ANSWER_NAME]
+    firing = [each for each in alerts if each.status == "firing"]
+    found = []
+    sent = [
+        {**_name_answer(each), "endsAt": datetime.now(timezone.utc).isoformat()}
+        for each in alerts
+        if each.status == "resolved"
+    ]
+    for alert in firing[:MAX_ANSWERS]:
+        question = build_question(alert, now_ns)
+        if question not in answers:
+            if len(answers) == MAX_QUESTIONS:
+                break
+            answers[question] = _explain(options, question)
+        answer, page = answers[question], _link_page(options, question)
+        click.echo(remove_controls(f"alert {alert.name}: {answer.sentences[0]}"))
+        found.append({"labels": alert.labels, "page": page, "explanation": answer.document})
+        sent.append(_build_answer(alert, answer, page))
+    failure = _send(options, sent)
+    return {"answers": found, "left_out": len(firing) - len(found), "not_sent": failure or None}
 
-    def _explain(self, question: ExplainQuestion) -> ExplainAnswer:
-        assert self.options.explain is not None
-        try:
-            return self.options.explain(self.options.source, question)
-        except StoreError as error:
-            return ExplainAnswer.refuse(str(error))
 
-    def _link_page(self, question: ExplainQuestion) -> str:
-        wanted = question.wanted
-        asked = {"from": wanted.since_ns // 10**6, "to": wanted.until_ns // 10**6}
-        more = {"model": wanted.model, "slo_ms": f"{question.slo_us / 1000:g}"}
-        return f"{self.options.page_url}/why?{urlencode(asked | more)}"
+def _explain(options: ServeOptions, question: ExplainQuestion) -> ExplainAnswer:
+    assert options.explain is not None
+    try:
+        return options.explain(options.source, question)
+    except StoreError as error:
+        return ExplainAnswer.refuse(str(error))
 
-    def _send(self, alerts: list[dict[str, Any]]) -> str:
-        """Send answers to Alertmanager; why that failed, "" where it did not or nobody is to get them."""
-        if not (alerts and self.options.alertmanager_url):
+
+def _link_page(options: ServeOptions, question: ExplainQuestion) -> str:
+    wanted = question.wanted
+    asked = {"from": wanted.since_ns // 10**6, "to": wanted.until_ns // 10**6}
+    more = {"model": wanted.model, "slo_ms": f"{question.slo_us / 1000:g}"}
+    return f"{options.page_url}/why?{urlencode(asked | more)}"
+
+
+def _send(options: ServeOptions, alerts: list[dict[str, Any]]) -> str:
+    """Send answers to Alertmanager; why that failed, "" where it did not or nobody is to get them."""
+    if not (alerts and options.alertmanager_url):
+        return ""
+    url = f"{options.alertmanager_url}/api/v2/alerts"
+    body = json.dumps(alerts).encode()
+    try:
+        request = Request(url, body, {"Content-Type": "application/json"})
+        with _open_url(request, timeout=SEND_TIMEOUT_S):
             return ""
-        url = f"{self.options.alertmanager_url}/api/v2/alerts"
-        body = json.dumps(alerts).encode()
-        try:
-            request = Request(url, body, {"Content-Type": "application/json"})
-            with _open_url(request, timeout=SEND_TIMEOUT_S):
-                return ""
-        # Of http.client are answers that are no HTTP.
-        except (OSError, HTTPException) as error:
-            click.echo(f"Alertmanager did not take the answer: {error}", err=True)
-            return str(error)
+    # Of http.client are answers that are no HTTP.
+    except (OSError, HTTPException) as error:
+        click.echo(f"Alertmanager did not take the answer: {error}", err=True)
+        return str(error)
 
 
 def build_question(alert: Alert, now_ns: int) -> ExplainQuestion:
