@@ -109,7 +109,6 @@ def describe_tool(name: str) -> types.Tool:
 
 
 def _describe_option(option: click.Option) -> dict[str, Any]:
-    """The JSON schema of an option's value."""
     if option.is_flag:
         kind: dict[str, Any] = {"type": "boolean"}
     elif isinstance(option.type, click.Choice):

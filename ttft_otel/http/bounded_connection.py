@@ -144,7 +144,6 @@ class BoundedConnection(HttpToolsProtocol):
     # Events of the parser, in the order of a request; exceptions end the parsing.
 
     def on_message_begin(self) -> None:
-        """A request line begins."""
         super().on_message_begin()
         self.phase = HEAD
         self._head_bytes = 0
@@ -159,7 +158,6 @@ class BoundedConnection(HttpToolsProtocol):
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """The head is complete."""
         if self.parser.should_upgrade():
             return  # _parse_slice() parses it again
         self.head_limits.check_head(self.url, len(self.headers), self._head_bytes)
@@ -178,7 +176,6 @@ class BoundedConnection(HttpToolsProtocol):
         self.headers = []
 
     def on_message_complete(self) -> None:
-        """The body is complete."""
         if self.phase != BODY:
             return  # of a request that wants an upgrade, and is parsed again
         if self.headers:

@@ -502,7 +502,6 @@ def find_rule_group(name: str) -> str:
 
 
 def describe_stage(name: str) -> str:
-    """The one-sentence description of the stage `name`."""
     stage = find_stage(name)
     return stage.says if stage else "What no mark accounts for."
 

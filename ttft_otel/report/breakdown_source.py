@@ -82,7 +82,6 @@ class ExplainAnswer:
 
     @classmethod
     def refuse(cls, reason: str) -> ExplainAnswer:
-        """The answer where there is none."""
         return cls([reason], {"answered": False, "refusal": reason})
 
 

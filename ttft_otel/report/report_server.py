@@ -112,7 +112,6 @@ class ReportServer(uvicorn.Server):
                 connection.transport.close()
 
     async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
-        """End both servers after requests in progress."""
         # Side by side, so that both together take no longer than the grace.
         await asyncio.gather(super().shutdown(sockets), self._stop_grpc())  # type: ignore[arg-type]
 

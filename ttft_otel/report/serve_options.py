@@ -12,8 +12,6 @@ from ttft_otel.report.report_types import SourceChoice
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Options of `ttft-otel serve`."""
-
     path: Path  #: of the database
     host: str = "127.0.0.1"
     http_port: int = 4318  #: 0 takes a free one

@@ -52,7 +52,6 @@ class Coverage:
 
     @property
     def requests(self) -> int:
-        """All of the window."""
         return sum(self.counts.values()) + self.incomplete
 
     @property

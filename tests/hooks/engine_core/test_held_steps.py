@@ -26,6 +26,7 @@ from ttft_otel.hooks.engine_core.holders import HolderLog
 from ttft_otel.hooks.engine_core.step_work import StepWork, describe_step
 from ttft_otel.model.stages import HOLDING_KIND_NAMES, QUEUE_STAGES, STALL_STAGE
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 Shares = dict[tuple[str, str], Fraction]  # (request ID, kind) -> microseconds
 
 
@@ -123,7 +124,6 @@ def read_holders(driver: Any, name: str) -> list[tuple[int, int, str, str]]:
     ]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_long_prompt(drive: MakeDriver) -> None:
     """A short prompt behind a long one: the long one has held it, with the tokens of those steps."""
     driver = drive(max_num_batched_tokens=64)
@@ -139,7 +139,6 @@ def test_long_prompt(drive: MakeDriver) -> None:
     assert sum_held(driver, "long", STALL_STAGE) == {}
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_decoding(drive: MakeDriver) -> None:
     """One place: who decodes has held it, though it has ended when the wait ends."""
     driver = drive(max_num_seqs=1)
@@ -150,7 +149,6 @@ def test_decoding(drive: MakeDriver) -> None:
     assert read_holders(driver, "second") == [(390_000, 39, "decode", "first")]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_came_in_a_step(drive: MakeDriver) -> None:
     """Of the step in which it came only the rest counts; nobody waited when that step was scheduled."""
     driver = drive()
@@ -168,7 +166,6 @@ def test_came_in_a_step(drive: MakeDriver) -> None:
     assert read_holders(driver, "late") == [(7_500, 100, "prefill", "first")]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_encoding(drive: MakeDriver) -> None:
     """A step's time is divided by tokens and embeddings."""
     driver = drive()
@@ -185,7 +182,6 @@ def test_encoding(drive: MakeDriver) -> None:
     assert {kind for _, _, kind, _ in read_holders(driver, "image2")} == {"prefill", "encoder"}
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_other_rank(drive: MakeDriver) -> None:
     """Who comes while its engine core runs a batch for another rank waits for that and its turnaround."""
     driver = drive()
@@ -204,7 +200,6 @@ def test_other_rank(drive: MakeDriver) -> None:
     assert not CORE.held.log.times
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_other_rank_of_a_real_engine_core(drive: MakeDriver) -> None:
     """The hook is around the method that DPEngineCoreProc calls, and its failure is vLLM's own."""
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCore
@@ -232,7 +227,6 @@ def test_other_rank_of_a_real_engine_core(drive: MakeDriver) -> None:
     assert sum_held(driver, "late", *QUEUE_STAGES) == {"other_rank": 3_000}
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_alone(drive: MakeDriver) -> None:
     """Nobody else is there: no step ran, and nobody is named."""
     driver = drive()
@@ -245,7 +239,6 @@ def test_alone(drive: MakeDriver) -> None:
     assert not CORE.held.log.times
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_traced_holder(drive: MakeDriver) -> None:
     """The holder's own trace context is told, also once its headers are gone; an untraced one has none."""
     driver = drive(max_num_seqs=2)
@@ -260,7 +253,6 @@ def test_traced_holder(drive: MakeDriver) -> None:
     assert parents == {"traced": "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "untraced": ""}
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_aborted(drive: MakeDriver) -> None:
     """A request that ends while it waits keeps what is known, also of the step that runs."""
     from vllm.v1.request import RequestStatus
@@ -282,7 +274,6 @@ def test_aborted(drive: MakeDriver) -> None:
     assert not CORE.held.unanswered and not CORE.held.log.times
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_untraced(drive: MakeDriver) -> None:
     """While only others wait nothing is kept."""
     driver = drive(max_num_seqs=1)
@@ -293,7 +284,6 @@ def test_untraced(drive: MakeDriver) -> None:
     assert not (CORE.held.unanswered or CORE.held.unmarked or CORE.held.log.times)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_many_holders(drive: MakeDriver) -> None:
     """Of more prompts than are kept, the largest three are still exact."""
     driver = drive(max_num_batched_tokens=96, max_num_seqs=2)
@@ -308,7 +298,6 @@ def test_many_holders(drive: MakeDriver) -> None:
     assert not driver.timelines["last"].read_details().holders_lost
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_memory(core: FakeEngineCore) -> None:
     """However many wait and however long: at most 1 MB, and those that are not followed say nothing."""
     others = [make_request(f"other{number}", 10**9, traced=False) for number in range(40)]
@@ -365,7 +354,6 @@ def check_blame(driver: Any, name: str) -> None:
     assert len(told) >= len(expected)
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("overlapping", [False, True])
 @with_any_events(
     ["add", "add", "other", "image", "step", "step", "begin", "abort", "pause", "dummy"]
@@ -436,7 +424,6 @@ def abort_request(driver: Any, number: int, running: Sequence[Any]) -> None:
         driver.scheduler.finish_requests([ids[number % len(ids)]], RequestStatus.FINISHED_ABORTED)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_turnaround(drive: MakeDriver) -> None:
     """What passes until the next step is scheduled is the step's before, also for one that ended with it."""
     driver = drive(max_num_seqs=1)
@@ -449,7 +436,6 @@ def test_turnaround(drive: MakeDriver) -> None:
     assert read_holders(driver, "second") == [(9 * 10_700, 9, "decode", "first")]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_came_in_a_turnaround(drive: MakeDriver) -> None:
     """The same for whoever comes between two steps, whether others waited then or not: idle."""
     driver = drive(max_num_seqs=1)
@@ -466,7 +452,6 @@ def test_came_in_a_turnaround(drive: MakeDriver) -> None:
         assert sum_held(driver, f"waiter{number}", *QUEUE_STAGES)["idle"] == 400
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_pause(drive: MakeDriver) -> None:
     """A pause between two steps is nobody's, nor is the turnaround before it."""
     driver = drive(max_num_seqs=1)
@@ -480,7 +465,6 @@ def test_pause(drive: MakeDriver) -> None:
     assert read_holders(driver, "second") == [(90_000, 9, "decode", "first")]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_nothing_schedulable(drive: MakeDriver) -> None:
     """Of steps that schedule nothing all is idle, also until the next one."""
     driver = drive(max_num_seqs=1)
@@ -498,7 +482,6 @@ def test_nothing_schedulable(drive: MakeDriver) -> None:
     assert sum_held(driver, "second", *QUEUE_STAGES) == {"decode": 90_200, "idle": 1_050}
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("steady", [True, False])
 def test_same_requests_decode(drive: MakeDriver, steady: bool) -> None:
     """Steps in which the same requests decode are one segment, with turnarounds; a prompt divides it."""
@@ -576,7 +559,6 @@ def abort(driver: Any, *ids: str) -> None:
     driver.scheduler.finish_requests([*ids], RequestStatus.FINISHED_ABORTED)
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("overlapping", [False, True])
 @pytest.mark.parametrize("tokens", [8, 300])
 def test_aborted_in_first_step(drive: MakeDriver, tokens: int, overlapping: bool) -> None:
@@ -611,7 +593,6 @@ def test_aborted_in_first_step(drive: MakeDriver, tokens: int, overlapping: bool
     assert_nothing_kept()
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_schedule_raises(drive: MakeDriver) -> None:
     """An error of vLLM's own in schedule() or update_from_output() is passed on, and nothing is kept."""
     driver = drive(max_num_seqs=1)
@@ -631,7 +612,6 @@ def test_schedule_raises(drive: MakeDriver) -> None:
     assert_nothing_kept()
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_long_ids(core: FakeEngineCore) -> None:
     """The IDs of requests that have ended, which clients choose, are kept only in part: at most 1 MB."""
     core.add(make_request("waiter"))
@@ -658,7 +638,6 @@ class VllmRequest(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_requests_are_not_kept(core: FakeEngineCore) -> None:
     """Where nobody tells of a request's end, what we keep of it is small: not its prompt, nor its images."""
     core.add(VllmRequest(**vars(make_request("a"))))

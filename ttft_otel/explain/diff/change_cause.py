@@ -61,7 +61,6 @@ class ComparedSide:
 
     @property
     def facts(self) -> list[RequestFacts]:
-        """Of each request."""
         return [each.facts for each in self.evidence]
 
     @property

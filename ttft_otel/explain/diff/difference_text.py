@@ -184,7 +184,6 @@ def _describe_in_words(change: Change) -> str:
 
 
 def print_answer(answer: ChangeAnswer, verbose: bool) -> None:
-    """Print sentences, and with `verbose` every stage."""
     difference = answer.difference
     ttft = difference.ttft
     # Rich's highlighting would colour the digits in what is already styled.

@@ -49,8 +49,6 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One condition and what the windows say of it."""
-
     condition: Condition
     outcome: str  #: AS_ASKED, WORSE or UNKNOWN
     reason: str  #: one sentence with the figures, or why it cannot be told
@@ -231,7 +229,6 @@ def describe_gate(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def list_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """One line for each verdict, for the terminal."""
     return [f"{each.outcome.upper()}: {each.condition.text}: {each.reason}" for each in verdicts]
 
 

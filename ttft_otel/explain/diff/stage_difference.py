@@ -104,7 +104,6 @@ class Window:
 
     @property
     def means(self) -> Array:
-        """Of each stage."""
         found: Array = numpy.average(self.lengths, axis=0, weights=self.weights)
         return found
 

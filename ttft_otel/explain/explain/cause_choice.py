@@ -57,7 +57,6 @@ class Cause:
 def choose_cause(
     case: LateCase, candidates: Sequence[Candidate], lost: LostRequests | None = None
 ) -> Cause:
-    """The cause of a case."""
     whole = count_requests(case.table.requests) + (lost.total if lost else 0)
     if lost is not None and lost.total > MAX_LOST_SHARE * whole:
         return Cause(

@@ -42,7 +42,6 @@ class Bursts:
 
     @property
     def sentence(self) -> str:
-        """When, and how often."""
         first, last = (f"{to_local_time(each):%H:%M:%S}" for each in (self.first_ns, self.last_ns))
         if self.count == 1:
             return f"When: all of them from {first} to {last}."
@@ -52,8 +51,6 @@ class Bursts:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why requests were late."""
-
     difference: LateDifference
     cause: Cause
     stage_confidence: str

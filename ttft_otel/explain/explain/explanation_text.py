@@ -209,7 +209,6 @@ def _describe_holders_in_words(holding: HoldingWork) -> str:
 
 
 def print_explanation(explanation: Explanation, verbose: bool = False) -> None:
-    """Print the sentences; the first one is the answer in short."""
     print_sentences(Console(highlight=False), list_explanation(explanation, verbose), verbose)
 
 

@@ -163,7 +163,6 @@ LOOK_AT: Final[dict[str, str]] = {
 
 
 def find_remedy(cause: Cause) -> Remedy | None:
-    """The remedy against a cause; None where there is none."""
     chosen = cause.chosen
     if cause.kind == cause_kinds.SETTING_LIMIT and chosen is not None:
         return LIMIT_REMEDIES.get(chosen.subject)

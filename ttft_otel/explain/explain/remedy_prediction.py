@@ -48,7 +48,6 @@ class RemedyPrediction:
 
     @property
     def sentence(self) -> str:
-        """The prediction in words."""
         low, high = (f"{us / 1000:.0f}" for us in (self.low_us, self.high_us))
         sentence = (
             f"Predicted with {self.setting}: p99 {low} to {high} ms ({LEVEL:.0%}), recorded "

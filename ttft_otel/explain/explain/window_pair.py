@@ -67,14 +67,12 @@ class WindowFigure:
 
     @property
     def is_notable(self) -> bool:
-        """Whether it is worth a word."""
         if self.is_share:
             return abs(self.now - self.before) >= MIN_SHIFT
         return max(self.now, self.before) >= MIN_RATE * min(self.now, self.before)
 
     @property
     def sentence(self) -> str:
-        """Both figures."""
         if self.is_share:
             return f"{self.name} {self.before:.0%} to {self.now:.0%}"
         before, now = (
@@ -388,7 +386,6 @@ def detect_mix(pair: WindowPair) -> Iterator[Candidate]:
 
 
 def _describe_mix(pair: WindowPair) -> str:
-    """What of the requests changed most."""
     shares = (
         each
         for each in pair.outcomes

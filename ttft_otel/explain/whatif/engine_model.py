@@ -86,8 +86,6 @@ class QueuedPrompt:
 
 @dataclass(slots=True)
 class Step:
-    """One step of the engine."""
-
     number: int
     scheduled: int  #: when, in us
     parts: list[tuple[QueuedPrompt, int]]  #: prompts, and how many tokens of each
@@ -136,7 +134,6 @@ class KvMemory:
         return self._count_blocks(prompt.context + prompt.to_compute) <= self.free
 
     def admit(self, prompt: QueuedPrompt) -> None:
-        """A prompt begins to run; its chunks take their blocks."""
         self.running.append(prompt)
 
     def take_chunk(self, prompt: QueuedPrompt) -> None:
@@ -150,7 +147,6 @@ class KvMemory:
         self._starts[self._find_start(prompt)] += 1
 
     def end_decoding(self, prompt: QueuedPrompt) -> None:
-        """It is in no further step."""
         self._starts[self._find_start(prompt)] -= 1
 
     def release(self, prompt: QueuedPrompt, number: int) -> None:
@@ -261,7 +257,6 @@ class EngineModel:
         self._asked_for = -1  # the time of the next look, -1 without one
 
     def add_prompt(self, prompt: QueuedPrompt, now: int) -> None:
-        """A request reaches the engine core at `now`."""
         prompt.arrived = now
         self.waiting.append(prompt)
         # While a step runs the engine core waits for it, or has looked for the next one already.

@@ -36,8 +36,6 @@ PlannedEngines = Mapping[str, tuple[EngineLimits, StepTimes]]
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What is replayed."""
-
     engines: PlannedEngines
     encoders: PlannedEngines
     cached: Sequence[int]  #: tokens in the prefix cache, by request
@@ -57,7 +55,6 @@ class Replayed:
 
     @property
     def ttft_us(self) -> int:
-        """The time to first token."""
         return sum(self.stages.values())
 
 

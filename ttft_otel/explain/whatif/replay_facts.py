@@ -80,14 +80,11 @@ class ReplayRequest:
 
     @property
     def ttft_us(self) -> int:
-        """The time to first token."""
         return sum(self.stages.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A recorded window."""
-
     requests: tuple[ReplayRequest, ...]
     #: Of each main instance, from the resource of its spans.
     settings: Mapping[str, Mapping[str, int]]

@@ -77,7 +77,6 @@ class StepTimes:
     chance: random.Random | None = None  #: None for steps of mean length, without noise
 
     def measure_step(self, step: Step) -> StepLength:
-        """The length of a step that has been composed."""
         prompt, decode, per_token, per_pair, per_context, rounded = self.forward
         us = prompt if step.parts else decode
         us += per_token * step.tokens + per_pair * step.pairs + per_context * step.contexts

@@ -54,8 +54,6 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The recorded fleet."""
-
     requests: Sequence[ReplayRequest]
     limits: dict[str, EngineLimits]  #: of each main engine
     encoder_names: tuple[str, ...]

@@ -56,7 +56,6 @@ def _describe_errors(errors: tuple[float, ...]) -> dict[str, float]:
 
 
 def describe_figures(figures: tuple[PredictedFigure, ...]) -> dict[str, dict[str, float]]:
-    """The quantiles of one stage."""
     return {
         name: {f"{kind}_ms": round_ms(us) for kind, us in asdict(figure).items()}
         for name, figure in zip(QUANTILE_NAMES, figures, strict=True)

@@ -61,7 +61,6 @@ class RequestFacts:
 
     @property
     def ttft_us(self) -> int:
-        """The time to first token, microseconds."""
         return sum(self.stages.values())
 
 
@@ -298,7 +297,6 @@ class LostRequests:
 
     @property
     def median_us(self) -> float:
-        """How long they took."""
         return float(median(self.lengths_us)) if self.lengths_us else 0.0
 
     @property
@@ -333,7 +331,6 @@ def count_lost(lost: Sequence[Request], weight: float = 1.0) -> LostRequests:
 
 
 def describe_lost(lost: LostRequests) -> dict[str, Any]:
-    """Their JSON."""
     return {
         "requests": lost.total,
         "left": lost.left,

@@ -87,7 +87,6 @@ class RequestTable:
         return found
 
     def sum_words(self, *words: str) -> Floats:
-        """The time of these stages."""
         zero = numpy.zeros(len(self.requests))
         return sum((self.words.get(word, zero) for word in words), zero)
 

@@ -91,7 +91,6 @@ class EncodingLeases:
         self.dropped_leases = 0
 
     def drop_all(self) -> None:
-        """Forget all requests and encodings, as in a new engine core."""
         self.leases.clear()
         self.leases_by_hash.clear()
         self.unasked.clear()

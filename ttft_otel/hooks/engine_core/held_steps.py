@@ -45,7 +45,6 @@ class HeldRequests:
         self.log = StepLog()
 
     def drop_all(self) -> None:
-        """Forget all requests, as in a new engine core."""
         self.unanswered.clear()
         self.unmarked.clear()
         self.followed.clear()

@@ -39,7 +39,6 @@ class BlockTransfers:
         self.unasked: OrderedDict[str, str] = OrderedDict()
 
     def drop_all(self) -> None:
-        """Forget all requests, as in a new engine core."""
         self.tracked.clear()
         self.asked.clear()
         self.unasked.clear()

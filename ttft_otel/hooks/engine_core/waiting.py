@@ -54,7 +54,6 @@ class WaitingQueue:
         self._codes: list[int] = []
 
     def drop_all(self) -> None:
-        """Forget all requests, as in a new engine core."""
         self.arrived.clear()
         self.waiting.clear()
         self._blocked.clear()

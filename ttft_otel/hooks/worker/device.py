@@ -101,7 +101,6 @@ class HostClock(StepClock):
     kind = clock.CLOCK_HOST
 
     def add_stamp(self, stamps: list[int]) -> None:
-        """The time now."""
         stamps.append(clock.now_us())
 
     def place_stamps(self, stamps: list[int]) -> Placement:
@@ -316,7 +315,6 @@ class DeviceClock(StepClock):
         stamps.append((event, now))
 
     def find_queued(self, stamps: DeviceStamps, index: int) -> int:
-        """The host's time at stamp `index`."""
         return stamps[index][1]
 
     def note_pending(self, stamps: DeviceStamps, awaited: int) -> bool:
@@ -403,7 +401,6 @@ class LengthsClock(StepClock):
         self.make_event = make_event
 
     def add_stamp(self, stamps: list[Any]) -> None:
-        """Record an event."""
         event = self.make_event()
         event.record()
         stamps.append(event)

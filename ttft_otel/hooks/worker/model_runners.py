@@ -101,7 +101,6 @@ class AwaitedEvent:
         self.step = step
 
     def synchronize(self) -> None:
-        """Wait for the copy."""
         self.event.synchronize()
         with guard.Guard("worker.output"):
             self.step.clock.note_reached(self.step.stamps)

@@ -18,8 +18,6 @@ MAX_DEPTH: Final = 40  # levels of indentation; deeper rows stay at this one
 
 @dataclass(frozen=True, slots=True)
 class WaterfallRow:
-    """One line of the waterfall."""
-
     span: StoredSpan
     depth: int
     what: str  #: trunk (a `ttft` or `encode` span), stage, part, call, server or other

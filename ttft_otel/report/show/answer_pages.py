@@ -68,7 +68,6 @@ def render_why(question: ExplainQuestion, answer: ExplainAnswer, grafana_url: st
 
 
 def render_diff(asked: ComparedWindows, answer: ExplainAnswer) -> str:
-    """The page that compares two windows of time."""
     document = answer.document
     stages = document.get("stages", ())
     largest = sorted(stages, key=lambda each: -abs(each["change_ms"]))

@@ -84,7 +84,6 @@ def list_recomputed(counts: Sequence[RecomputedCount]) -> list[dict[str, Any]]:
 
 
 def describe_leg(server_leg: Leg) -> dict[str, Any]:
-    """One server's breakdown within a request."""
     return {
         "service": server_leg.service,
         "instance": server_leg.instance,
@@ -140,7 +139,6 @@ def _list_numbers(line: SummaryLine) -> dict[str, Any]:
 
 
 def _describe_spans(stored_trace: StoredTrace) -> list[dict[str, Any]]:
-    """All spans of a trace, in the order of the waterfall."""
     return [
         {
             **asdict(span),

@@ -54,7 +54,6 @@ class Segment:
 
     @property
     def css(self) -> str:
-        """Its class in the style sheet."""
         return palette.get_css_class(self.name)
 
     @property
@@ -126,7 +125,6 @@ def link_dashboard(
 
 
 def render_missing(trace_id: str) -> str:
-    """The page for a trace that is not stored."""
     return render_template("missing.html", trace_id=trace_id)
 
 
@@ -142,7 +140,6 @@ def build_segments(parts: dict[str, int], rest: int, whole_us: float) -> list[Se
 
 
 def build_mean_bar(summary: Summary) -> list[Segment]:
-    """The means of all stages as one bar."""
     parts = [(line.name, line.mean * 1000) for line in summary.stages]
     return list(_lay_out(parts, summary.ttft.mean * 1000))
 

@@ -167,7 +167,6 @@ class TraceBuilder:
         return (at_ns - self.start_ns) / 1000
 
     def describe_processes(self) -> list[Event]:
-        """Names and order of processes and tracks."""
         events: list[Event] = []
         for process in self.processes.values():
             title = f"{process.role} · {process.name}" if process.role else process.name
@@ -236,7 +235,6 @@ def _place_span(
 
 
 def _close_ended(track: Track, at_ns: int) -> None:
-    """Forget the open spans of `track` that have ended at `at_ns`."""
     while track.open and track.open[-1].end_ns <= at_ns:
         track.open.pop()
 

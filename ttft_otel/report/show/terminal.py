@@ -281,7 +281,6 @@ def format_short(us: float) -> str:
 
 
 def format_signed(us: float) -> str:
-    """A time with its sign."""
     return f"{'-' if us < 0 else '+'}{format_short(abs(us))}"
 
 

@@ -63,8 +63,6 @@ class SearchTooLargeError(TempoError):
 
 @dataclass(frozen=True, slots=True)
 class FoundTrace:
-    """One hit of a search."""
-
     trace_id: str
     #: Unix nanoseconds between which all of its spans lie that Tempo had when it answered.
     start_ns: int

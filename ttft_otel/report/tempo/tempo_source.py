@@ -111,7 +111,6 @@ class TempoSource:
             self._loop.close()
 
     def list_latest(self, wanted: RequestFilter) -> list[Request]:
-        """The newest requests that match `wanted`, newest first. Raises TempoError."""
         return self._run(
             self._list_latest(
                 wanted, _build_query(wanted), lambda request: _matches_filter(request, wanted)
@@ -175,7 +174,6 @@ class TempoSource:
                         yield ReadRequest(request, stored.spans, chosen[name])
 
     def find_request(self, request_id: str) -> Request | None:
-        """The newest request with this ID, in vLLM's form, too; None when there is none."""
         for candidate in list_possible_ids(request_id):
             if len(candidate) == 32 and (trace := self.find_trace(candidate)):
                 for request in trace.requests:
@@ -186,14 +184,12 @@ class TempoSource:
         return None
 
     def find_trace(self, trace_id: str) -> StoredTrace | None:
-        """All spans and requests of a trace; None when Tempo has none of it. Raises TempoError."""
         if not is_trace_id(trace_id):
             return None
         spans = self._run(self._fetch_spans(trace_id.lower()))
         return build_stored_trace(trace_id.lower(), spans) if spans else None
 
     def list_models(self) -> list[str]:
-        """Names of models of the newest requests. Raises TempoError."""
         return sorted({each.model for each in self.list_latest(RequestFilter()) if each.model})
 
     def _run(self, asked: Coroutine[Any, Any, Answer]) -> Answer:
