@@ -19,7 +19,7 @@ from rich.console import Console
 from ttft_otel.commands import source_options
 from ttft_otel.commands.command_options import write_whole
 from ttft_otel.explain.diff import difference_text, release_gate
-from ttft_otel.explain.diff.change_cause import ChangeAnswer, ComparedSide, compare_sides
+from ttft_otel.explain.diff.change_cause import ChangeAnswer, compare_sides
 from ttft_otel.explain.diff.release_gate import Condition, Verdict
 from ttft_otel.explain.window.request_facts import (
     CannotTellError,
@@ -165,17 +165,11 @@ def _print_answer(
 
 def _load_sides(
     opened: BreakdownSource, a: str, b: str, by: str, since: str, model: str, group_by: str
-) -> tuple[ComparedSide, ComparedSide]:
+) -> tuple[WindowReading, WindowReading]:
     """A and B. Raises CannotTellError, StoreError."""
     if not by:
-        first, second = (
-            _build_side(
-                read_window(
-                    opened, filter_window(each, model, 0), 0, group_by, label=f"reading {each}"
-                )
-            )
-            for each in (a, b)
-        )
+        wanted = [(filter_window(each, model, 0), f"reading {each}") for each in (a, b)]
+        first, second = (read_window(opened, each, 0, group_by, label) for each, label in wanted)
         return first, second
     # One read for both sides: a request is told apart by its value, not by its time.
     reading = read_window(opened, filter_window(since, model, 0), group_by=by)
@@ -191,7 +185,7 @@ def _load_sides(
     ]
     weight = reading.coverage.counts[LOST] / max(len(reading.failed), 1)
     first, second = (
-        ComparedSide(
+        WindowReading(
             [
                 # Else the value would be told as a mix that changed.
                 replace(each, facts=replace(each.facts, group=""))
@@ -211,10 +205,6 @@ def _load_sides(
         for name in "AB"
     )
     return first, second
-
-
-def _build_side(reading: WindowReading) -> ComparedSide:
-    return ComparedSide(reading.evidence, reading.lost, reading.coverage)
 
 
 def _choose_side(group: str, a: str, b: str) -> str:

@@ -35,7 +35,7 @@ from ttft_otel.report.breakdown_source import (
 from ttft_otel.report.receive import alert_webhook, receiver
 from ttft_otel.report.receive.receiver import ArrivingBody, BodyBudget, Receiver
 from ttft_otel.report.serve_options import ServeOptions
-from ttft_otel.report.show import answer_pages, json_answers, pages
+from ttft_otel.report.show import json_answers, pages
 from ttft_otel.report.store.database_reader import (
     MAX_REQUESTS,
     RequestFilter,
@@ -154,7 +154,9 @@ def create_app(span_receiver: Receiver | None, options: ServeOptions) -> FastAPI
     context = WebContext(options, span_receiver)
     if span_receiver:
         # On the same port, so that OTEL_EXPORTER_OTLP_ENDPOINT is also the page's address.
-        app.include_router(receiver.create_routes(span_receiver))
+        app.add_api_route(
+            "/v1/traces", span_receiver.handle_post, methods=["POST"], include_in_schema=False
+        )
     app.mount("/static", StaticFiles(directory=STATIC_FOLDER), name="static")
     app.add_exception_handler(StoreError, _answer_store_error)
     _add_health_route(app, span_receiver)
@@ -280,8 +282,8 @@ def _render_answer(
     context: WebContext, question: ExplainQuestion | ComparedWindows, answer: ExplainAnswer
 ) -> str:
     if isinstance(question, ComparedWindows):
-        return answer_pages.render_diff(question, answer)
-    return answer_pages.render_why(question, answer, context.options.grafana_url)
+        return pages.render_diff(question, answer)
+    return pages.render_why(question, answer, context.options.grafana_url)
 
 
 def _add_alert_route(app: FastAPI, context: WebContext) -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from tests.explain.sample_windows import SECOND_NS, make_window
 from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.diff.change_cause import ChangeAnswer, ComparedSide, compare_sides
+from ttft_otel.explain.diff.change_cause import ChangeAnswer, compare_sides
 from ttft_otel.explain.diff.difference_text import MAX_LINES, list_sentences
 from ttft_otel.explain.window.request_facts import LostRequests, RequestEvidence
+from ttft_otel.explain.window.window_reading import WindowReading
 from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED, Coverage
 
 Window = list[RequestEvidence]
@@ -57,7 +58,8 @@ def compare(a: Window, b: Window, lost: LostRequests | None = None) -> ChangeAns
     counts = dict.fromkeys((LATE, OTHER, LOST, REFUSED), 100)
     coverage = Coverage(counts, counts, 0, SECOND_NS, 2 * SECOND_NS)
     return compare_sides(
-        ComparedSide(a, LostRequests(), coverage), ComparedSide(b, lost or LostRequests(), coverage)
+        WindowReading(a, LostRequests(), coverage),
+        WindowReading(b, lost or LostRequests(), coverage),
     )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why B is later than A: one cause, by what only two windows tell and by the detectors of `explain`. Pure.
 
-Input: RequestEvidence of A and of B, and who of them has no first token. Output: a ChangeAnswer, which
+Input: what was read of A and of B. Output: a ChangeAnswer, which
 difference_text.py shows.
 """
 
@@ -25,11 +25,10 @@ from ttft_otel.explain.explain.window_pair import PAIR_DETECTORS, WindowFigure, 
 from ttft_otel.explain.window.late_requests import ComparedRequests, take_middle
 from ttft_otel.explain.window.request_facts import (
     CannotTellError,
-    LostRequests,
     RequestEvidence,
-    RequestFacts,
     count_requests,
 )
+from ttft_otel.explain.window.window_reading import WindowReading
 from ttft_otel.model.statistics import compute_weighted_quantiles
 from ttft_otel.report.show.terminal import format_short
 from ttft_otel.report.window_sample import MIN_LATE, Coverage
@@ -52,24 +51,6 @@ LAST: Final = (cause_kinds.LOAD_INCREASE, cause_kinds.SETTING_LIMIT)
 
 
 @dataclass(frozen=True, slots=True)
-class ComparedSide:
-    """The requests of one side, oldest first, those that have no first token, and what was read."""
-
-    evidence: Sequence[RequestEvidence]
-    lost: LostRequests
-    coverage: Coverage
-
-    @property
-    def facts(self) -> list[RequestFacts]:
-        return [each.facts for each in self.evidence]
-
-    @property
-    def lost_share(self) -> float:
-        """Of its requests, those without a first token."""
-        return self.lost.total / max(self.lost.total + count_requests(self.evidence), 1)
-
-
-@dataclass(frozen=True, slots=True)
 class ChangeAnswer:
     """Why B is later than A, and by how much."""
 
@@ -86,7 +67,7 @@ class ChangeAnswer:
         return find_remedy(self.cause) if self.cause.chosen else None
 
 
-def compare_sides(a: ComparedSide, b: ComparedSide) -> ChangeAnswer:
+def compare_sides(a: WindowReading, b: WindowReading) -> ChangeAnswer:
     """Compare them. Raises CannotTellError, which also says who has no first token."""
     try:
         found = compare_windows(a.facts, b.facts)
@@ -111,7 +92,7 @@ def compare_sides(a: ComparedSide, b: ComparedSide) -> ChangeAnswer:
     )
 
 
-def find_change_cause(pair: WindowPair, b: ComparedSide) -> Cause:
+def find_change_cause(pair: WindowPair, b: WindowReading) -> Cause:
     """The cause; `nothing` where B is no later than A."""
     if b.lost_share > MAX_LOST_SHARE:
         return Cause(cause_kinds.LOST_REQUESTS, _describe_loss(b), HIGH)
@@ -135,7 +116,7 @@ def find_change_cause(pair: WindowPair, b: ComparedSide) -> Cause:
     return Cause(chosen.kind, chosen.sentence, confidence, chosen)
 
 
-def _describe_loss(b: ComparedSide) -> str:
+def _describe_loss(b: WindowReading) -> str:
     """How many are lost, and what percentiles are at least: they waited so long, and longer."""
     lost = b.lost
     weight = lost.total / max(len(lost.lengths_us), 1)

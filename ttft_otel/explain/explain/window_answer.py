@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Final
 
 from ttft_otel.explain.diff import difference_text
-from ttft_otel.explain.diff.change_cause import ComparedSide, compare_sides
+from ttft_otel.explain.diff.change_cause import compare_sides
 from ttft_otel.explain.explain.explanation import Explanation, explain_requests
 from ttft_otel.explain.explain.explanation_text import describe_explanation, list_explanation
 from ttft_otel.explain.explain.remedy_prediction import REPETITIONS, predict_remedy
@@ -79,8 +79,7 @@ def _compare_windows(opened: BreakdownSource, asked: ComparedWindows) -> Explain
         except ValueError as error:
             raise CannotTellError(str(error)) from error
         wanted = RequestFilter(model=asked.model, since_ns=since_ns, until_ns=until_ns, last=0)
-        reading = read_window(opened, wanted, label=f"reading {text}")
-        sides.append(ComparedSide(reading.evidence, reading.lost, reading.coverage))
+        sides.append(read_window(opened, wanted, label=f"reading {text}"))
     answer = compare_sides(*sides)
     return ExplainAnswer(
         difference_text.list_sentences(answer), difference_text.describe_answer(answer)

@@ -26,8 +26,10 @@ from ttft_otel.explain.whatif.replay_facts import (
 from ttft_otel.explain.window.request_facts import (
     LostRequests,
     RequestEvidence,
+    RequestFacts,
     build_evidence,
     count_lost,
+    count_requests,
 )
 from ttft_otel.explain.window.unseen_work import find_unseen
 from ttft_otel.report.breakdown_source import BreakdownSource
@@ -50,9 +52,18 @@ class WindowReading:
     """What was read of a window: all late requests and a sample of the others, by `weight` of their facts."""
 
     evidence: Sequence[RequestEvidence]  #: with a first token, oldest first
-    failed: Sequence[ReadRequest]  #: some of those without one
-    lost: LostRequests  #: of all of these
+    lost: LostRequests  #: all without one
     coverage: Coverage
+    failed: Sequence[ReadRequest] = ()  #: some of these
+
+    @property
+    def facts(self) -> list[RequestFacts]:
+        return [each.facts for each in self.evidence]
+
+    @property
+    def lost_share(self) -> float:
+        """Of its requests, those without a first token."""
+        return self.lost.total / max(self.lost.total + count_requests(self.evidence), 1)
 
 
 def read_window(
@@ -93,9 +104,9 @@ def read_window(
     weight = sample.coverage.counts[LOST] / max(len(failed), 1)
     return WindowReading(
         evidence,
-        failed,
         count_lost([each.request for each in failed], weight),
         replace(sample.coverage, sampling=_describe_sampling(kept, visits, weights)),
+        failed,
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 import anyio
 import grpc
 from anyio.to_thread import run_sync
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.rpc import code_pb2, status_pb2  # type: ignore[import-untyped]
@@ -266,17 +266,6 @@ class Receiver:
         self.counts["received"] += batch.accepted + batch.refused
         self.counts["refused"] += batch.refused
         return batch, self.store.add_chunks(batch.chunks)
-
-
-def create_routes(receiver: Receiver) -> APIRouter:
-    """The route POST /v1/traces, to be included in an app."""
-    router = APIRouter()
-
-    async def receive_traces(request: Request) -> Response:
-        return await receiver.handle_post(request)
-
-    router.add_api_route("/v1/traces", receive_traces, methods=["POST"], include_in_schema=False)
-    return router
 
 
 def create_grpc_server(receiver: Receiver) -> grpc.aio.Server:

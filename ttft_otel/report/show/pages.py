@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Render requests and traces as HTML; app.py serves the pages, scripts/demo writes them to a file.
+"""Render requests, traces and answers as HTML; app.py serves the pages, scripts/demo writes them to a file.
 
+"Why?" and "Before and after" are made of what `explain` and `diff` print as JSON (docs/*.schema.json).
 All values are escaped. Bars are SVG with percentages, so that no inline style is needed, which the
 server's Content-Security-Policy forbids.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -29,6 +31,7 @@ from ttft_otel.report.assemble.summary import (
     find_clock_error,
     summarize,
 )
+from ttft_otel.report.breakdown_source import ComparedWindows, ExplainAnswer, ExplainQuestion
 from ttft_otel.report.report_types import SPAN_KINDS, STATUS_ERROR, Request
 from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace
 from ttft_otel.report.store.span_conversion import read_holders
@@ -38,9 +41,12 @@ PERCENT_PER_LETTER: Final = 0.56  # width of one letter of a label, in percent o
 MIN_LABEL_PERCENT: Final = 6.5  # width of a label's number, in percent of the bar
 MAX_INDENT: Final = 12  # levels of indentation in the style sheet
 MIN_DOTS: Final = 3  # requests without which there is nothing to see over time
+MAX_STAGES: Final = 6  # in the table of an answer, those that differ most
 MAX_ROWS: Final = 2000  # spans drawn per trace
 DASHBOARD: Final = "ttft"  # the uid of grafana/dashboards/ttft.json
 AROUND_NS: Final = 300 * 10**9  # what a dashboard shows before and after a trace
+
+Row = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +134,77 @@ def render_missing(trace_id: str) -> str:
     return render_template("missing.html", trace_id=trace_id)
 
 
+def render_why(question: ExplainQuestion, answer: ExplainAnswer, grafana_url: str = "") -> str:
+    """The page that says why requests took so long; grafana_url: "" without a link to the dashboard."""
+    wanted, document = question.wanted, answer.document
+    variables = {"var-model": wanted.model} if wanted.model else {}
+    held = document.get("held") or {}
+    stages = document.get("stages", ())
+    return render_template(
+        "why.html",
+        question=question,
+        sentences=answer.sentences,
+        document=document,
+        **_build_bars(stages, {"typical_ms": "usual", "late_ms": "late"}),
+        stage_rows=[
+            (
+                each["name"],
+                _format_ms(each["typical_ms"]),
+                _format_ms(each["late_ms"]),
+                _format_change(each["late_ms"] - each["typical_ms"]),
+                f"{each['share']:.0%}",
+            )
+            for each in stages[:MAX_STAGES]
+        ],
+        reason_rows=_list_shares(document.get("reasons") or {}),
+        kind_rows=_list_shares(held.get("kinds") or {}),
+        looked_rows=[
+            (
+                each["sentence"],
+                f"{each['share']:.0%}",
+                "refuted"
+                if each["refuted"]
+                else "holds"
+                if each["share"] > 0
+                else "explains nothing",
+            )
+            for each in document.get("looked_at", ())
+        ],
+        command=_name_command(question),
+        dashboard=link_dashboard(grafana_url, wanted.since_ns, wanted.until_ns, variables),
+    )
+
+
+def render_diff(asked: ComparedWindows, answer: ExplainAnswer) -> str:
+    document = answer.document
+    stages = document.get("stages", ())
+    largest = sorted(stages, key=lambda each: -abs(each["change_ms"]))
+    words = {"--a": asked.a, "--b": asked.b, "--model": asked.model}
+    return render_template(
+        "diff.html",
+        asked=asked,
+        sentences=answer.sentences,
+        document=document,
+        **_build_bars(stages, {"a_ms": "before", "b_ms": "after"}),
+        stage_rows=[
+            (
+                each["name"],
+                _format_ms(each["a_ms"]),
+                _format_ms(each["b_ms"]),
+                _format_change(each["change_ms"]),
+                f"{_format_change(each['low_ms'])} to {_format_change(each['high_ms'])}",
+                "changed" if each["named"] else "within chance",
+            )
+            for each in largest[:MAX_STAGES]
+        ],
+        outcome_rows=[
+            (each["name"], f"{each['a']:.4g}", f"{each['b']:.4g}")
+            for each in document.get("outcomes", ())
+        ],
+        command=_write_command("diff", words),
+    )
+
+
 def build_segments(parts: dict[str, int], rest: int, whole_us: float) -> list[Segment]:
     """One request as a bar: `parts` (stage -> us) in order, then `rest`, the unattributed time.
 
@@ -179,6 +256,55 @@ def build_waterfall(stored_trace: StoredTrace) -> dict[str, Any]:
         "all": max(1, (last - start) // 1000),
         "services": list(dict.fromkeys((row.span.service, row.role) for row in rows)),
     }
+
+
+def _build_bars(stages: Iterable[Mapping[str, Any]], labels: Mapping[str, str]) -> dict[str, Any]:
+    """One bar for each field of `labels`, to one scale; whole: what the longest is, in microseconds."""
+    parts = {
+        field: {each["name"]: round(each[field] * 1000) for each in stages if each[field] > 0}
+        for field in labels
+    }
+    whole = max(sum(each.values()) for each in parts.values())
+    # What it is of, microseconds, its pieces.
+    bars = [
+        (label, sum(parts[field].values()), build_segments(parts[field], 0, whole))
+        for field, label in labels.items()
+    ]
+    return {"bars": bars}
+
+
+def _list_shares(shares: Mapping[str, float]) -> list[Row]:
+    ordered = sorted(shares.items(), key=lambda each: -each[1])
+    return [(name, f"{compute_share(share, 1.0):.0f} %") for name, share in ordered]
+
+
+def _format_ms(ms: float) -> str:
+    return format_duration(ms * 1000)
+
+
+def _format_change(ms: float) -> str:
+    return f"{'−' if ms < 0 else '+'}{format_duration(abs(ms) * 1000)}"
+
+
+def _name_command(question: ExplainQuestion) -> str:
+    """The same question in a terminal, safe to be copied into a shell."""
+    wanted = question.wanted
+    ends = [format_iso(ns) if ns else "" for ns in (wanted.since_ns, wanted.until_ns)]
+    return _write_command(
+        "explain",
+        {
+            "--request": question.request_id,
+            "--trace": question.trace_id,
+            "--since": "..".join(ends) if wanted.since_ns else "",
+            "--model": wanted.model,
+            "--slo": f"{question.slo_us / 1000:g}" if question.slo_us else "",
+        },
+    )
+
+
+def _write_command(name: str, given: Mapping[str, str]) -> str:
+    words = [f"{flag} {shlex.quote(value)}" for flag, value in given.items() if value]
+    return " ".join([f"ttft-otel {name}", *words])
 
 
 def format_duration(us: float) -> str:
