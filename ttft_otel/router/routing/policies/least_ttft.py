@@ -71,23 +71,16 @@ class LeastTtftPolicy(RoutingPolicy):
         """Choose the least sum of this request's TTFT and the delay that it causes to later requests.
 
         line: prefill model shared by all instances. speed_factors: by URL, 1.0 where absent.
-        The prefill takes `prefill` seconds after `wait` seconds of queue. A request that arrives during
-        the wait is delayed by all of `prefill`, one that arrives during the prefill by half of it on
-        average; `delay_cost` is the number of such requests per second.
         """
         pending = self.state.pending
         loads = pending.list_loads(instances)
         # With pending prompts: their blocks are there by the time this one is prefilled.
         cached_tokens = self.state.estimate_cached(request, instances, loads)
-        waits, prefills = _predict_times(
-            request.prompt_tokens, cached_tokens, instances, loads, line, speed_factors, now_us
-        )
         delay_cost = pending.estimate_delay_cost(now_us, len(instances))
-        scores = [
-            # Without the last term each would be served soonest, at the cost of those after it.
-            wait + prefill + delay_cost * prefill * (wait + 0.5 * prefill)
-            for wait, prefill in zip(waits, prefills, strict=True)
-        ]
+        prompt_tokens = request.prompt_tokens
+        scores, waits, prefills = _score_instances(
+            prompt_tokens, cached_tokens, instances, loads, line, speed_factors, delay_cost, now_us
+        )
         position = self._choose_freshest(loads, scores)
         # Without a prompt length nothing is predicted; encoders send no first token.
         limits_s = self.state.options.slo_s, request.slo_s * (request.leg != ENCODE)
@@ -157,20 +150,23 @@ class LeastTtftPolicy(RoutingPolicy):
         return positions[self.state.choose_least([loads[at].recent_tokens for at in positions])]
 
 
-def _predict_times(
+def _score_instances(
     prompt_tokens: int,
     cached_tokens: Iterable[int],
     instances: Sequence[Instance],
     loads: Sequence[InstanceLoad],
     line: PrefillLine,
     speed_factors: Mapping[str, float],
+    delay_cost: float,
     now_us: int,
-) -> tuple[list[float], list[float]]:
-    """Seconds until each instance has finished its pending prefills, and of this prompt's own prefill.
+) -> tuple[list[float], list[float], list[float]]:
+    """A score of each instance, seconds until it has finished its pending prefills, and of this prompt's own.
 
-    The running one is partly done; one that is overdue, as OwedAnswers has it, is expected to take as long
-    again. The steps that compute prompts continue the answers under way, which costs each prompt as much.
-    Where no prompt is, half a step of theirs is to be waited for.
+    The prefill takes `prefill` seconds after `wait` seconds of queue. A request that arrives during the wait
+    is delayed by all of `prefill`, one that arrives during the prefill by half of it on average; `delay_cost`
+    is the number of such requests per second. The running prefill is partly done; one that is overdue, as
+    OwedAnswers has it, is expected to take as long again. The steps that compute prompts continue the answers
+    under way, which costs each prompt as much; where no prompt is, half a step of theirs is to be waited for.
     """
     # All in one loop, PrefillLine.predict_seconds, count_pairs and count_decodes() written out: calls would
     # dominate the cost of a decision. (n² + n)/2 pairs for n tokens: d/2 goes into the linear and into the
@@ -179,7 +175,7 @@ def _predict_times(
     half = 0.5 * d
     once = b + half
     whole = a + prompt_tokens * (once + half * prompt_tokens)
-    waits, prefills, factor, now_s = [], [], 1.0, now_us / US_PER_SECOND
+    scores, waits, prefills, factor, now_s = [], [], [], 1.0, now_us / US_PER_SECOND
     for instance, load, cached in zip(instances, loads, cached_tokens, strict=True):
         prompts = len(load.entries)
         elsewhere, decodes = instance.elsewhere, instance.in_flight - prompts
@@ -190,24 +186,24 @@ def _predict_times(
         if speed_factors:
             factor = speed_factors.get(instance.url, 1.0)
         # The time of the whole prompt minus that of its cached part.
-        prefills.append(factor * (whole - cached * (once + half * cached) + decodes_s))
-        if not prompts:
-            waits.append(factor * 0.5 * decodes_s)
-            continue
-        # Computed once per change of the entries or of the line; only the current time differs.
-        busy_until = load.busy_until
-        # By identity: each solution of the model is a new tuple.
-        if busy_until is None or busy_until[0] is not line:
-            busy_until = load.busy_until = _predict_end(load, line, factor, now_us)
-        _, end_s, min_wait_s = busy_until
-        wait = end_s - now_s
-        # Never below the minimum: a prefill that overruns its prediction has not ended.
-        if wait < min_wait_s:
-            wait = min_wait_s
-        if now_us > instance.owed_answers.overdue_from_us:
-            wait += instance.owed_answers.measure_overdue_s(now_us)
-        waits.append(wait + factor * prompts * decodes_s)
-    return waits, prefills
+        prefill = factor * (whole - cached * (once + half * cached) + decodes_s)
+        wait = factor * decodes_s * (prompts or 0.5)
+        if prompts:
+            # Computed once per change of the entries or of the line; only the current time differs.
+            busy_until = load.busy_until
+            # By identity: each solution of the model is a new tuple.
+            if busy_until is None or busy_until[0] is not line:
+                busy_until = load.busy_until = _predict_end(load, line, factor, now_us)
+            _, end_s, min_wait_s = busy_until
+            # Never below the minimum: a prefill that overruns its prediction has not ended.
+            wait += end_s - now_s if end_s - now_s > min_wait_s else min_wait_s
+            if now_us > instance.owed_answers.overdue_from_us:
+                wait += instance.owed_answers.measure_overdue_s(now_us)
+        # Without the last term each would be served soonest, at the cost of those after it.
+        scores.append(wait + prefill + delay_cost * prefill * (wait + 0.5 * prefill))
+        waits.append(wait)
+        prefills.append(prefill)
+    return scores, waits, prefills
 
 
 def _predict_end(load: InstanceLoad, line: PrefillLine, factor: float, now_us: int) -> BusyUntil:
