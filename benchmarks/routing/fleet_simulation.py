@@ -9,6 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from benchmarks.routing.mooncake_traces import (
@@ -19,6 +20,7 @@ from benchmarks.routing.mooncake_traces import (
 )
 from benchmarks.routing.oracle_policy import OraclePolicy
 from benchmarks.routing.peer_policies import PEER_POLICIES, DynamoPolicy
+from benchmarks.routing.predicted_latency import PredictedLatencyPolicy
 from benchmarks.routing.simulated_instance import SimulatedInstance
 from ttft_otel.explain.whatif.engine_model import QueuedPrompt
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
@@ -33,6 +35,7 @@ from ttft_otel.router.routing.policies.prefill_model import compute_work
 MODEL_NAME = "model"
 SESSION_HEADER = "x-session"
 SLOWED = 0.4  # speed of an instance that slows
+ENCODE_US = 40_000  # of an image
 # An answer is good that begins within GOOD_TTFT_S and GOOD_RATIO times the prefill with nothing cached.
 GOOD_TTFT_S, GOOD_RATIO = 0.5, 1.5
 
@@ -54,6 +57,7 @@ class Simulation:
                 types.parse_instance_url(f"http://127.0.0.1:{9000 + n}", "prefill"),
                 0.5 if n < slow else 1.0,
                 RecentBlocks(case["cache"]),
+                case.get("adapters", 0),
                 case["noise"],
                 # Of its own: how often a policy has ties must not change the noise.
                 random.Random(f"noise {seed} {n}"),
@@ -77,12 +81,14 @@ class Simulation:
         self.state = PolicyState(index, options, tie_breaker=random.Random(f"ties {seed}"))
         policy_classes = {**POLICIES, **PEER_POLICIES}
         name = "ttft" if policy in ("trapezoid", "calibrated") else policy
+        knowing = {each.name: each for each in (OraclePolicy, PredictedLatencyPolicy)}
         self.policy = (
-            OraclePolicy(self.by_url, self.state)
-            if policy == "oracle"
+            knowing[policy](self.by_url, self.state)
+            if policy in knowing
             else policy_classes[name](self.state)
         )
-        self.sent_at_us: dict[str, int] = {}
+        self.encoders_free_us = [0] * case.get("encoders", 0)
+        self.arrived_us: dict[str, int] = {}
         self.ttfts_s: list[float] = []
         self.tpots_s: list[float] = []  # means of answers
         self.in_time = self.cached_tokens = 0
@@ -105,7 +111,13 @@ class Simulation:
                 self._run_next_event()
             if number == len(rows) // 2:
                 self._change_first_instance()
-            self.handle_arrival(number, row, when)
+            encoded = self.encode_images(row.images, when)
+            self.arrived_us[str(number)] = when
+            # As in the router, an instance is chosen when a request's images are encoded.
+            if encoded > when:
+                self.schedule_event(encoded, partial(self.handle_arrival, number, row))
+            else:
+                self.handle_arrival(number, row, when)
         while self.events:
             self._run_next_event()
 
@@ -129,7 +141,7 @@ class Simulation:
         request = types.RoutingRequest(
             "prefill",
             COMPLETIONS_PATH,
-            MODEL_NAME,
+            str(row.adapter or MODEL_NAME),
             str(number),
             {SESSION_HEADER: row.session},
             b"",
@@ -141,9 +153,17 @@ class Simulation:
             request, [each.instance for each in self.servers], now_us, False
         )
         self.state.record_sent(request, choice, now_us)
-        self.sent_at_us[request.request_id] = now_us
         choice.instance.in_flight += 1
         self.send_request(choice.instance, request, row, now_us)
+
+    def encode_images(self, images: int, now_us: int) -> int:
+        """Each goes to the encoder that is free soonest; returns when the last one is encoded."""
+        done_us = now_us
+        for _ in range(images):
+            free_us = heapq.heappop(self.encoders_free_us)
+            done_us = max(free_us, now_us) + ENCODE_US
+            heapq.heappush(self.encoders_free_us, done_us)
+        return done_us
 
     def send_request(
         self, instance: types.Instance, request: types.RoutingRequest, row: TraceRow, now_us: int
@@ -162,11 +182,13 @@ class Simulation:
     ) -> None:
         """The last token."""
         instance.in_flight -= 1
-        if isinstance(self.policy, DynamoPolicy):
-            self.policy.record_end(request.request_id)
+        tpot_s = 0.0
         if prompt.decode_steps > 0:
             decoding_us = prompt.last_token - prompt.first_token
-            self.tpots_s.append(decoding_us / prompt.decode_steps / US_PER_SECOND)
+            tpot_s = decoding_us / prompt.decode_steps / US_PER_SECOND
+            self.tpots_s.append(tpot_s)
+        if isinstance(self.policy, DynamoPolicy | PredictedLatencyPolicy):
+            self.policy.record_end(request.request_id, tpot_s)
 
     def finish_prefill(
         self, server: SimulatedInstance, request: types.RoutingRequest, prompt: QueuedPrompt
@@ -188,8 +210,10 @@ class Simulation:
         seconds = prompt.compute * share / US_PER_SECOND
         self.state.record_first_token(request, now_us, seconds, prompt.context)
         self.cached_tokens += prompt.context
-        ttft_s = (now_us - self.sent_at_us.pop(request.request_id)) / US_PER_SECOND
+        ttft_s = (now_us - self.arrived_us.pop(request.request_id)) / US_PER_SECOND
         self.ttfts_s.append(ttft_s)
+        if isinstance(self.policy, PredictedLatencyPolicy):
+            self.policy.record_first_token(request.request_id, ttft_s)
         alone_s = PREFILL_COST.predict_seconds(compute_work(request.prompt_tokens, 0))
         self.in_time += ttft_s <= GOOD_TTFT_S + GOOD_RATIO * alone_s
 

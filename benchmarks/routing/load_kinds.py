@@ -14,6 +14,8 @@ from benchmarks.routing.mooncake_traces import TRACE_BLOCK_TOKENS, TraceRow, rea
 
 BURST_SHAPE: Final = 1 / 9  # of the gamma distribution of pauses: a coefficient of variation of 3
 SYSTEM_PROMPTS: Final = 20  # of kind "shared_prefixes"
+ADAPTERS: Final = 32  # of kind "adapters"
+IMAGE_TOKENS: Final = 1024
 MAX_TOKENS: Final = 120_000
 
 
@@ -109,8 +111,33 @@ def _make_long_decodes(chance: random.Random, count: int) -> list[TraceRow]:
     ]
 
 
+def _make_adapters(chance: random.Random, count: int) -> list[TraceRow]:
+    """Requests of LoRA adapters, some far more popular than others; each has a system prompt of its own."""
+    weights = [1 / number for number in range(1, ADAPTERS + 1)]
+    rows = []
+    for number, adapter in enumerate(chance.choices(range(1, ADAPTERS + 1), weights, k=count)):
+        prefix = tuple(range(1000 * adapter, 1000 * adapter + 1 + adapter % 8))
+        tokens = len(prefix) * TRACE_BLOCK_TOKENS + int(chance.lognormvariate(6.5, 1))
+        row = _make_row(chance, number, tokens, chance.randint(20, 300), prefix)
+        rows.append(replace(row, adapter=adapter))
+    return rows
+
+
+def _make_images(chance: random.Random, count: int) -> list[TraceRow]:
+    """Prompts of up to 2 000 tokens, two of three with one to six images."""
+    rows = []
+    for number in range(count):
+        images = chance.choice((0, 0, 0, 1, 1, 2, 3, 4, 6))
+        tokens = chance.randint(50, 2000) + images * IMAGE_TOKENS
+        row = _make_row(chance, number, tokens, chance.randint(20, 300))
+        rows.append(replace(row, images=images))
+    return rows
+
+
 MADE_KINDS: Final[dict[str, Callable[[random.Random, int], list[TraceRow]]]] = {
     "shared_prefixes": _make_shared_prefixes,
     "heavy_tails": _make_heavy_tails,
     "long_decodes": _make_long_decodes,
+    "adapters": _make_adapters,
+    "images": _make_images,
 }

@@ -32,6 +32,8 @@ class TraceRow:
     blocks: tuple[int, ...]
     session: str
     output_tokens: int = 1
+    adapter: int = 0  # LoRA adapter, 0 without
+    images: int = 0  # that an encoder has to encode before the prefill
 
 
 # A process of the pool simulates many cases of the same trace.

@@ -16,6 +16,8 @@ class OraclePolicy(RoutingPolicy):
     by_url: the instances as they are. state: breaks ties.
     """
 
+    name = "oracle"
+
     def __init__(self, by_url: Mapping[str, SimulatedInstance], state: PolicyState) -> None:
         super().__init__(state)
         self._by_url = by_url

@@ -118,7 +118,7 @@ class DynamoPolicy(TokenLoadPolicy):
         """In tokens: both terms have blocks of one size."""
         return load.tokens_to_compute + new_tokens + self._active_tokens[url]
 
-    def record_end(self, request_id: str) -> None:
+    def record_end(self, request_id: str, tpot_s: float = 0.0) -> None:
         """An answer has ended."""
         url, tokens = self._owned.pop(request_id)
         self._active_tokens[url] -= tokens
@@ -129,10 +129,16 @@ class DecayPolicy(TokenLoadPolicy):
 
     name = "decay"
 
+    def choose_instance(
+        self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
+    ) -> Decision:
+        """The fewest, by the times of the request's model."""
+        self._model = request.model
+        return super().choose_instance(request, instances, now_us, is_retry)
+
     def score_instance(self, url: str, load: InstanceLoad, new_tokens: int, now_us: int) -> float:
         """Tokens left, by the same fitted times that ours has."""
-        # "model" is the name under which the simulation's requests teach the fit.
-        running, known = load.estimate_running(now_us), self.state.models.get_line("model")
+        running, known = load.estimate_running(now_us), self.state.models.get_line(self._model)
         done = 0.0
         if running is not None and known is not None:
             (work, elapsed), (line, factors) = running, known

@@ -23,13 +23,14 @@ from ttft_otel.router.routing.policies.prefill_model import compute_work
 
 # Of vLLM on an H100: places, and tokens of a step.
 LIMITS: Final = EngineLimits(max_num_seqs=1024, max_batched_tokens=8192)
+ADAPTER_LOAD_S: Final = 0.1  # of a LoRA adapter into the GPU; the whole step waits
 
 
 class SimulatedInstance:
     """One simulated instance; `speed` 1 is PREFILL_COST.
 
-    cache: the blocks that it keeps. noise: sigma of a log-normal factor on each step, which no policy sees.
-    chance: draws it. schedule_event: of the simulation.
+    cache: the blocks that it keeps. adapters: how many LoRA adapters it keeps loaded. noise: sigma of a
+    log-normal factor on each step, which no policy sees. chance: draws it. schedule_event: of the simulation.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class SimulatedInstance:
         instance: types.Instance,
         speed: float,
         cache: RecentBlocks,
+        adapters: int,
         noise: float,
         chance: random.Random,
         schedule_event: Schedule,
@@ -46,11 +48,17 @@ class SimulatedInstance:
         self.step_ends_us = 0
         self.prompts: dict[str, tuple[types.RoutingRequest, QueuedPrompt]] = {}
         self._noise, self._chance = noise, chance
+        self._adapters, self._loading = RecentBlocks(adapters), 0
 
     @property
     def busy_s(self) -> float:
         """Seconds in which it computed so far."""
         return self.engine.busy_us / US_PER_SECOND
+
+    @property
+    def kv_tokens(self) -> int:
+        """What its KV cache holds."""
+        return self.cache.max_blocks * TRACE_BLOCK_TOKENS
 
     def add_request(
         self,
@@ -65,6 +73,7 @@ class SimulatedInstance:
         def match_cache(prompt: QueuedPrompt) -> None:
             prompt.context = self.count_cached_tokens(request, ())
             prompt.tokens = request.prompt_tokens - prompt.context
+            self._loading += len(self._adapters.record_use(list_adapters(request))[0])
 
         def report(prompt: QueuedPrompt) -> None:
             del self.prompts[request.request_id]
@@ -91,6 +100,8 @@ class SimulatedInstance:
     def measure_step(self, step: Step) -> StepLength:
         """How long a step takes."""
         seconds = self.compute_steps_s(1, step.tokens, step.pairs, step.contexts)
+        seconds += self._loading * ADAPTER_LOAD_S
+        self._loading = 0
         seconds *= self._chance.lognormvariate(0, self._noise)  # median 1
         length_us = round(seconds * US_PER_SECOND)
         self.step_ends_us = step.scheduled + length_us
@@ -117,9 +128,21 @@ class SimulatedInstance:
         engine = self.engine
         room = max(LIMITS.max_batched_tokens - engine.decoding, 1)
         steps = max((tokens + own.tokens_to_compute) / room, 1.0)
-        return max(self.step_ends_us - now_us, 0) / US_PER_SECOND + self.compute_steps_s(
-            steps,
-            tokens + own.tokens_to_compute + steps * engine.decoding,
-            pairs + own.pairs,
-            steps * engine.kv_tokens,
+        adapters = list_adapters(request)
+        loads_s = (len(adapters) - self._adapters.match_blocks(adapters)) * ADAPTER_LOAD_S
+        running_s = max(self.step_ends_us - now_us, 0) / US_PER_SECOND
+        return (
+            loads_s
+            + running_s
+            + self.compute_steps_s(
+                steps,
+                tokens + own.tokens_to_compute + steps * engine.decoding,
+                pairs + own.pairs,
+                steps * engine.kv_tokens,
+            )
         )
+
+
+def list_adapters(request: types.RoutingRequest) -> tuple[int, ...]:
+    """The LoRA adapter of a request, if it names one; as in vLLM it stands in place of the model."""
+    return (int(request.model),) if request.model.isdigit() else ()

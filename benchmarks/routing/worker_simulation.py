@@ -95,7 +95,6 @@ class WorkerSimulation(Simulation):
         worker.state.record_sent(request, choice, now_us)
         choice.instance.in_flight += 1
         self.owners[request.request_id] = owner
-        self.sent_at_us[request.request_id] = now_us
         self.tell_in_flight(owner, choice.instance, now_us)
         if worker.policy.reads_prompts:
             entry = worker.state.pending.find_entry((LEG, request.request_id))

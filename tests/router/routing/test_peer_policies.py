@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy
 import pytest
 
 from benchmarks.routing.peer_policies import (
@@ -12,6 +13,12 @@ from benchmarks.routing.peer_policies import (
     PEAK_THROUGHPUT,
     PEER_POLICIES,
     DynamoPolicy,
+)
+from benchmarks.routing.predicted_latency import (
+    MAX_PREDICTED_PENALTY_S,
+    BoostedTrees,
+    filter_candidates,
+    score_deficits,
 )
 from ttft_otel.router.routing.policies.block_index import BlockHolders
 from ttft_otel.router.routing.policies.policy_state import PolicyState, RoutingPolicy
@@ -150,3 +157,44 @@ def test_power_of_two(instances: Sequence[Instance]) -> None:
     }
 
     assert chosen == {each.url for each in instances[1:]}
+
+
+def test_latency_deficits() -> None:
+    """Its scorer's example, all too slow: 10 and 5 above the objectives have more than 100 and 30."""
+    less, more = score_deficits(numpy.array([10.0, 100.0]), numpy.array([5.0, 30.0]))
+    assert less == 1.01 and more == 0.01
+    # 0.8 for TTFT and 0.2 for TPOT, of those that differ.
+    opposite = score_deficits(numpy.array([1.0, 2.0]), numpy.array([2.0, 1.0]))
+    assert list(opposite) == pytest.approx([0.81, 0.21], abs=0.011)
+    assert list(score_deficits(numpy.array([1.0, 1.0]), numpy.array([2.0, 1.0]))) == [0.01, 1.01]
+
+
+@pytest.mark.parametrize(
+    ("shares", "penalty_s", "in_flight", "kept"),
+    (
+        ((0.995, 0.9, 0.0), 0.9 * MAX_PREDICTED_PENALTY_S, (1, 1, 1), [0]),
+        ((0.995, 0.9, 0.0), 1.1 * MAX_PREDICTED_PENALTY_S, (1, 1, 1), [0, 1]),
+        ((0.9, 0.85, 0.7), 0.0, (1, 1, 1), [0, 1]),
+        ((0.7, 0.5, 0.0), 0.0, (1, 1, 1), [0, 1, 2]),
+        ((0.9, 0.85, 0.7), 0.0, (1, 0, 0), [1]),
+    ),
+    ids=("nearly all", "too slow of these", "most", "no affinity", "idle"),
+)
+def test_latency_filters(
+    shares: Sequence[float], penalty_s: float, in_flight: Sequence[int], kept: Sequence[int]
+) -> None:
+    """Its example of an idle one, which has the score to itself; stickiness as its filter's page has it."""
+    ttfts_ms = numpy.array([1000 * penalty_s + 50, 50, 50])
+
+    assert list(filter_candidates(numpy.array(shares), ttfts_ms, in_flight)) == kept
+
+
+def test_latency_trees() -> None:
+    """They learn what requests take, from samples as it has them."""
+    chance = numpy.random.default_rng(1)
+    seen, new = (chance.random((count, 3)) * [20_000, 10, 1] for count in (1000, 100))
+    seen_ms, new_ms = (5 + 0.04 * each[:, 0] + 20 * each[:, 1] for each in (seen, new))
+
+    errors = BoostedTrees(seen, seen_ms).predict(new) / new_ms - 1
+
+    assert float(numpy.abs(errors).mean()) < 0.05

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks.routing import load_kinds
+from benchmarks.routing.fleet_simulation import simulate_case
+from benchmarks.routing.mooncake_traces import TraceRow
 
 ROOT = Path(__file__).parents[3]
 SIMULATE = ROOT / "benchmarks" / "routing" / "simulate.py"
@@ -116,7 +118,8 @@ def test_spread(tmp_path: Path) -> None:
 
     results = simulate_policies(tmp_path, rows, load=1e-4, instances=2)
 
-    blind = ("session", "kvaware")  # by hash, which may choose one instance twice
+    # By hash, or at random until it has learned: an instance may be chosen twice.
+    blind = ("session", "kvaware", "predicted_latency")
     for name in results.keys() - blind:
         assert results[name]["mean"] == pytest.approx(mean, abs=2e-5)
 
@@ -163,6 +166,29 @@ def test_events(tmp_path: Path) -> None:
     assert restarts["mean"] == pytest.approx((2 * cold + 8 * warm) / 10, abs=2e-5)
 
 
+@pytest.mark.parametrize(("kept", "loads"), ((1, 3), (2, 2)))
+def test_adapters(kept: int, loads: int) -> None:
+    """An instance loads an adapter that is not among those that it keeps, and the prefill waits."""
+    rows = tuple(
+        TraceRow(float(at), 100, (), "", adapter=adapter) for at, adapter in enumerate((1, 1, 2, 1))
+    )
+
+    found = simulate_case({**DEFAULT_CASE, "load": 1e-4, "adapters": kept}, "decay", rows, 1)
+
+    mean = compute_prefill_s(100, 0) + loads / 4 * 0.1
+    assert found["mean"] == pytest.approx(mean, abs=2e-5)
+
+
+def test_encoders() -> None:
+    """Two encoders and three images at once: the last one waits for an encoder, its prompt for that."""
+    rows = (*(TraceRow(0.0, 100, (), "", images=n) for n in (2, 1)), TraceRow(9.0, 100, (), ""))
+
+    found = simulate_case({**DEFAULT_CASE, "load": 1e-4, "encoders": 2}, "decay", rows, 1)
+
+    mean = compute_prefill_s(100, 0) + (0.04 + 0.08) / 3
+    assert found["mean"] == pytest.approx(mean, abs=2e-5)
+
+
 @pytest.mark.parametrize("kind", load_kinds.MADE_KINDS)
 def test_made_kinds(kind: str) -> None:
     """Made arrivals are in order, and the same for the same seed."""
@@ -181,8 +207,12 @@ def test_listed() -> None:
 
     for case in kept["cases"]:
         assert listed[case["name"]].items() <= case.items()
-        for found in case["seeds"].values():
-            assert list(found) == [*CASES["policies"], "oracle"]
+        # One that takes ten times as long has a single seed in most cases.
+        for seed, found in case["seeds"].items():
+            wanted = [*CASES["policies"], "oracle"]
+            if seed != "1" and "predicted_latency" not in found:
+                wanted.remove("predicted_latency")
+            assert list(found) == wanted
 
 
 def test_pictures(tmp_path: Path) -> None:
