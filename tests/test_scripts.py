@@ -200,6 +200,9 @@ def test_demo(tmp_path: Path, marked_environment: dict[str, str]) -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
 
+    # What users have, not what a CPU adds to each step: prompts that wait behind long ones.
+    assert re.search("Where the time went: prefill.(queue|compute) ", done.stderr), done.stderr
+
     report = json.loads((tmp_path / "report.json").read_text("utf-8"))
     schema = json.loads((ROOT / "tests" / "golden" / "report.schema.json").read_text("utf-8"))
     jsonschema.validate(report, schema)

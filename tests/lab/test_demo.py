@@ -196,7 +196,7 @@ def test_schema() -> None:
 
 
 def test_answer() -> None:
-    """Where the time went over all roles, and the slowest; interpreted kernels only where they ran."""
+    """Where the time went over all roles, and the slowest."""
     rows = [
         {
             **{"request_id": f"demo-0{number}", "kind": "text", "ttft_ms": ms},
@@ -210,13 +210,11 @@ def test_answer() -> None:
     ]
     report = {"requests": rows, "summary": {"ttft": {"mean": 200.0}}}
 
-    where, interpreted, slowest = demo.list_answer(report, "Own size.", "v2")
+    where, slowest = demo.list_answer(report, "Own size.")
 
     assert where == "Where the time went: dispatch 50%, ipc 12% of a mean TTFT of 200 ms."
-    assert interpreted == demo.INTERPRETED
     assert slowest == "The slowest was demo-01 (text), 300 ms. Own size."
-    assert demo.list_answer(report, "", "v1")[1].startswith("The slowest")
-    assert demo.list_answer({"requests": []}, "", "v2") == ["No trace of any request has come."]
+    assert demo.list_answer({"requests": []}, "") == ["No trace of any request has come."]
 
 
 STAGE_SHIFTS = {"ipc": 80.2, "output": 0.4, "unattributed": 0.0}
