@@ -13,6 +13,14 @@ import pytest
 
 from benchmarks import bare_transport, collector, index, router, router_latency, serving
 from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
+from benchmarks.peer_clients import (
+    OUTPUT_TOKENS,
+    Load,
+    Reading,
+    measure_errors,
+    play_client,
+    start_truth_server,
+)
 from benchmarks.router import RouterSubject
 from benchmarks.router_latency import LatencySamples, StampedClient
 from benchmarks.routing import decision_cost
@@ -197,6 +205,18 @@ def test_agreement_needs_a_tokenizer() -> None:
 
     assert done.returncode == 2
     assert "needs --tokenizer" in done.stderr
+
+
+def test_clients_are_held_against_the_truth() -> None:
+    """What a client says is compared with the notes of its own requests, all of which are found."""
+    note = {"came": 1_000_000, "tokens": [21_000_000, 31_000_000, 43_000_000]}
+    errors = measure_errors(Reading([21.5, 20.5], [11.0, 13.0]), [note, note])
+    with start_truth_server() as url:
+        reading, notes, _ = play_client("ttft-otel bench", Load(url, "", 100.0, 20))
+
+    assert (errors["ttft_ms mean"], errors["itl_ms mean"], errors["missing"]) == (1.0, 1.0, 0)
+    assert len(reading.ttft_ms) == len(notes) == 20
+    assert {len(each["tokens"]) for each in notes} == {OUTPUT_TOKENS}
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
