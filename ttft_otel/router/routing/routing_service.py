@@ -25,6 +25,7 @@ from ttft_otel.router.routing.policies.policy_state import (
     PolicyState,
     RoutingPolicy,
 )
+from ttft_otel.router.routing.policies.prefill_model import describe_fit
 from ttft_otel.router.timeline import PromptLookup, RequestTimeline
 from ttft_otel.router.types import (
     DEFAULT_POLICY,
@@ -286,7 +287,7 @@ class RoutingService:
                 },
                 "besides": state.overheads_s.get(url),
                 "fits": {
-                    model: fit.describe_fit()
+                    model: describe_fit(fit)
                     for (model, fit_url), fit in fits.items()
                     if fit_url == url
                 },

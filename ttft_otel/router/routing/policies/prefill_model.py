@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 MIN_SAMPLES: Final = 8  # samples before a fit is used
 # Weight of a sample after each later one: half after ln 0.5 / ln 0.998 = 346 of them.
 FORGETTING_FACTOR: Final = 0.998
+OUTCOME_FORGETTING: Final = 0.99  # like it, for the outcome of a prediction
 # Added to the expected seconds in the weights: without it an error of 1 ms in a prefill of 2 ms would
 # count more than one of 100 ms in a second.
 ERROR_FLOOR_S: Final = 0.01
@@ -59,11 +60,10 @@ def compute_work(prompt_tokens: int, cached_tokens: int) -> PrefillWork:
 
 
 class PredictionQuality:
-    """Compares predictions with outcomes; `forgetting` is the weight of one after each later one."""
+    """Compares predictions with outcomes."""
 
-    def __init__(self, forgetting: float = 0.99) -> None:
+    def __init__(self) -> None:
         self.outcomes = 0
-        self._forgetting = forgetting
         self._count = self._relative_error_sum = self._squared_error_sum = self._actual_sum = (
             self._actual_square_sum
         ) = 0.0
@@ -73,8 +73,7 @@ class PredictionQuality:
 
         predicted_s, actual_s: seconds.
         """
-        error = predicted_s - actual_s
-        forgetting = self._forgetting
+        error, forgetting = predicted_s - actual_s, OUTCOME_FORGETTING
         self.outcomes += 1
         # Sums that fade and no list: constant memory, and old models do not count for ever.
         self._count = self._count * forgetting + 1
@@ -127,17 +126,15 @@ class PrefillLine(NamedTuple):
 class PrefillFit:
     """Weighted least squares with exponential forgetting and non-negative coefficients.
 
-    forgetting: weight of a sample after each later one. Errors are relative to the expected seconds.
-    Only the sums of the normal equations are kept. With four unknowns, the best non-negative solution is
-    found by solving for each of the fifteen subsets of coefficients, with the others zero, and taking the
-    best solution that is non-negative.
+    Errors are relative to the expected seconds. Only the sums of the normal equations are kept. With four
+    unknowns, the best non-negative solution is found by solving for each of the fifteen subsets of
+    coefficients, with the others zero, and taking the best solution that is non-negative.
     """
 
-    def __init__(self, forgetting: float = FORGETTING_FACTOR) -> None:
+    def __init__(self) -> None:
         self.samples = 0
         self.line: PrefillLine | None = None
         self.quality = PredictionQuality()
-        self._forgetting = forgetting
         self._left = [[0.0] * len(_TERMS) for _ in _TERMS]
         self._right = [0.0] * len(_TERMS)
 
@@ -158,20 +155,15 @@ class PrefillFit:
             decodes / COEFFICIENT_UNITS[3],
         )
         for i in _TERMS:
-            self._right[i] = self._right[i] * self._forgetting + weight * row[i] * seconds
+            self._right[i] = self._right[i] * FORGETTING_FACTOR + weight * row[i] * seconds
             for j in _TERMS:
-                self._left[i][j] = self._left[i][j] * self._forgetting + weight * row[i] * row[j]
+                self._left[i][j] = self._left[i][j] * FORGETTING_FACTOR + weight * row[i] * row[j]
         self.samples += 1
         # Four unknowns would fit four samples exactly, noise included.
         if self.samples >= MIN_SAMPLES and (
             self.samples < SOLVE_EACH_UNTIL or not self.samples % SOLVE_EVERY
         ):
             self.line = self._solve_line()
-
-    def describe_fit(self) -> dict[str, float | None]:
-        """Samples, coefficients in seconds, and prediction quality, for GET /instances."""
-        line = self.line._asdict() if self.line else dict.fromkeys(PrefillLine._fields)
-        return {"samples": self.samples, **line, **self.quality.describe_quality()}
 
     def _solve_line(self) -> PrefillLine | None:
         best, lowest = self.line, 0.0
@@ -214,10 +206,11 @@ class InstanceSpeed:
             return None
         return PrefillLine(*(self.factor * x for x in self._pool.line))
 
-    def describe_fit(self) -> dict[str, float | None]:
-        """Samples, coefficients in seconds, and prediction quality, for GET /instances."""
-        line = self.line._asdict() if self.line else dict.fromkeys(PrefillLine._fields)
-        return {"samples": self.samples, **line, **self.quality.describe_quality()}
+
+def describe_fit(fit: PrefillFit | InstanceSpeed) -> dict[str, float | None]:
+    """Samples, coefficients in seconds, and prediction quality, for GET /instances."""
+    line = fit.line._asdict() if fit.line else dict.fromkeys(PrefillLine._fields)
+    return {"samples": fit.samples, **line, **fit.quality.describe_quality()}
 
 
 class SharedModel:
@@ -226,8 +219,8 @@ class SharedModel:
     A factor differs from 1 only where an instance deviates by more than noise explains.
     """
 
-    def __init__(self, forgetting: float) -> None:
-        self.pooled_fit = PrefillFit(forgetting)
+    def __init__(self) -> None:
+        self.pooled_fit = PrefillFit()
         self.speeds: dict[str, InstanceSpeed] = {}
         self.speed_factors: dict[str, float] = {}  # factors other than 1, by URL
         self._mean_sum = 0.0  # sum of `mean_log_ratio` over all instances
@@ -292,11 +285,8 @@ class PrefillModels:
     initial_line: used until enough samples are there, None to predict nothing until then.
     """
 
-    def __init__(
-        self, initial_line: PrefillLine | None = None, forgetting: float = FORGETTING_FACTOR
-    ) -> None:
+    def __init__(self, initial_line: PrefillLine | None = None) -> None:
         self.initial_line = initial_line
-        self.forgetting = forgetting
         self._shared_models: dict[str, SharedModel] = {}
         self._speeds: dict[tuple[str, str], InstanceSpeed] = {}  # by (model, URL), oldest first
 
@@ -309,7 +299,7 @@ class PrefillModels:
                 self._drop_speed(*next(iter(self._speeds)))
             shared_model = self._shared_models.get(model)
             if shared_model is None:
-                shared_model = self._shared_models[model] = SharedModel(self.forgetting)
+                shared_model = self._shared_models[model] = SharedModel()
             self._speeds[model, url] = shared_model.speeds[url] = InstanceSpeed(
                 shared_model.pooled_fit
             )
