@@ -43,7 +43,9 @@ GOOD_TTFT_S, GOOD_RATIO = 0.5, 1.5
 class Simulation:
     """The simulation of one case with one policy."""
 
-    def __init__(self, case: dict[str, Any], policy: str, seed: int) -> None:
+    def __init__(
+        self, case: dict[str, Any], policy: str, seed: int, max_queue_s: float = 0.0
+    ) -> None:
         # Terms of a case: benchmarks/routing/cases.json.
         size, slow = case["instances"], round(case["instances"] * case["slow"])
         # Whole microseconds, as in the router: sums of floats would order events by rounding errors.
@@ -77,7 +79,9 @@ class Simulation:
         score: Literal["trapezoid", "calibrated"] = (
             "trapezoid" if policy == "trapezoid" else "calibrated"
         )
-        options = PolicyOptions(session_key=SESSION_HEADER, ttft_model=score)
+        options = PolicyOptions(
+            session_key=SESSION_HEADER, ttft_model=score, max_queue_s=max_queue_s
+        )
         self.state = PolicyState(index, options, tie_breaker=random.Random(f"ties {seed}"))
         policy_classes = {**POLICIES, **PEER_POLICIES}
         name = "ttft" if policy in ("trapezoid", "calibrated") else policy
@@ -89,7 +93,9 @@ class Simulation:
         )
         self.encoders_free_us = [0] * case.get("encoders", 0)
         self.arrived_us: dict[str, int] = {}
+        self.now_us = 0
         self.ttfts_s: list[float] = []
+        self.ttfts_by_id_s: dict[str, float] = {}
         self.tpots_s: list[float] = []  # means of answers
         self.in_time = self.cached_tokens = 0
 
@@ -111,6 +117,7 @@ class Simulation:
                 self._run_next_event()
             if number == len(rows) // 2:
                 self._change_first_instance()
+            self.now_us = when
             encoded = self.encode_images(row.images, when)
             self.arrived_us[str(number)] = when
             # As in the router, an instance is chosen when a request's images are encoded.
@@ -133,10 +140,11 @@ class Simulation:
 
     def _run_next_event(self) -> None:
         when, _, do = heapq.heappop(self.events)
+        self.now_us = when
         do(when)
 
     def handle_arrival(self, number: int, row: TraceRow, now_us: int) -> None:
-        """The router chooses an instance for a request and sends it there."""
+        """A request arrives at the router."""
         # No body: policies decide by tokens and blocks, which the trace already has.
         request = types.RoutingRequest(
             "prefill",
@@ -148,6 +156,10 @@ class Simulation:
             prompt_tokens=row.tokens,
             block_keys=row.blocks,
         )
+        self.route_request(request, row, now_us)
+
+    def route_request(self, request: types.RoutingRequest, row: TraceRow, now_us: int) -> None:
+        """The router chooses an instance for a request, which is sent there."""
         # All instances every time: health, retries and circuit breakers are not simulated.
         choice = self.policy.choose_instance(
             request, [each.instance for each in self.servers], now_us, False
@@ -214,6 +226,7 @@ class Simulation:
         self.ttfts_s.append(ttft_s)
         if isinstance(self.policy, PredictedLatencyPolicy):
             self.policy.record_first_token(request.request_id, ttft_s)
+        self.ttfts_by_id_s[request.request_id] = ttft_s
         alone_s = PREFILL_COST.predict_seconds(compute_work(request.prompt_tokens, 0))
         self.in_time += ttft_s <= GOOD_TTFT_S + GOOD_RATIO * alone_s
 

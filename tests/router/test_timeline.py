@@ -8,7 +8,14 @@ import random
 from ttft_otel.model import stages
 from ttft_otel.model.timing import ServerTiming
 from ttft_otel.router.disagg.encoders import select_critical_attempts
-from ttft_otel.router.timeline import Attempt, PromptLookup, RequestTimeline, partition_timeline
+from ttft_otel.router.timeline import (
+    Attempt,
+    Hold,
+    PromptLookup,
+    RequestTimeline,
+    find_failed_stage,
+    partition_timeline,
+)
 from ttft_otel.router.types import Instance
 
 
@@ -50,6 +57,35 @@ def test_example_in_full() -> None:
         ("router.egress", 300, 303),
     ]
     assert (cut.stages["router.route"], cut.unattributed, cut.clamped) == (15, 7, 0)
+
+
+def test_a_hold_lies_between_encoders_and_prompt() -> None:
+    """A request is held after its encoders; its piece touches the choice of the instance on both sides."""
+    e = build_attempt("encode", 110, 200)
+    pd = build_attempt("prefill_decode", 905, 1000)
+    hold = Hold(203, 900)
+    cut = partition_timeline(RequestTimeline(0, 100, [[e], [pd]], ended_us=1003, hold=hold))
+    assert cut.pieces == [
+        ("router.receive", 0, 100),
+        ("router.route", 100, 110),
+        ("unattributed", 110, 200),
+        ("router.route", 200, 203),
+        ("router.queue", 203, 900),
+        ("router.route", 900, 905),
+        ("unattributed", 905, 1000),
+        ("router.egress", 1000, 1003),
+    ]
+
+
+def test_a_hold_without_an_end_lasts_to_the_end() -> None:
+    """Of a request that was refused, or whose client left, while it was held."""
+    timeline = RequestTimeline(0, 100, [], ended_us=700, hold=Hold(110))
+    assert partition_timeline(timeline).stages == {
+        "router.receive": 100,
+        "router.route": 10,
+        "router.queue": 590,
+    }
+    assert find_failed_stage(timeline) == "router.queue"
 
 
 def test_a_lying_leg_is_cut() -> None:

@@ -305,6 +305,7 @@ UNATTRIBUTED: Final = "unattributed"
 # What a client waited beyond the sum: network, accept queue, and the load generator itself.
 OUTSIDE: Final = "outside"
 RETRY: Final = "router.retry"
+HOLD: Final = "router.queue"
 
 # Parts are details inside a stage: child spans only. Adding them to stages would count time twice.
 STAGE_PARTS: Final[dict[str, tuple[str, ...]]] = {
@@ -332,6 +333,11 @@ WAIT_REASONS: Final[dict[str, str]] = {
     "stale_output": "What a step computed before its preemption is still on its way.",
 }
 WAIT_REASON_NAMES: Final[tuple[str, ...]] = tuple(WAIT_REASONS)
+# Why a request waited in router.queue, where it is what ttft.queue.reason says.
+HELD_BY_QUEUES: Final = (
+    "max_queue"  # the predicted queue of each instance was longer than --max-queue-ms
+)
+HELD_BY_PRIORITY: Final = "priority"  # and one that came later, with a higher priority, went first
 # What the engine worked on while a request waited; EngineTimeline.held has all but `idle`, in this order.
 # Only append: a code is a position. Time in a queue, and between chunks, is divided among them, too.
 HOLDING_KINDS: Final[dict[str, str]] = {
@@ -376,6 +382,13 @@ _ROUTER_ROWS: Final = (
         says="Choosing an instance for each leg.",
         color="#8796ac",
         rule_group="router",
+    ),
+    RouterStage(
+        name=HOLD,
+        kind="wait",
+        says="Held until an instance's predicted queue is within --max-queue-ms.",
+        color="#d9a514",
+        rule_group="router_queue",
     ),
     RouterStage(
         name=RETRY,
@@ -432,6 +445,7 @@ _ROUTER_ORDER: Final = (
     "router.tokenize",
     "router.lookup",
     "router.route",
+    HOLD,
     "router.retry",
 )
 

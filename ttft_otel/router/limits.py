@@ -56,6 +56,9 @@ class RouterLimits:
     max_bodies: int = declare_limit(
         1_073_741_824, "Bytes of all request bodies together that the router holds.", "503"
     )
+    max_held: int = declare_limit(
+        1024, "Requests that --max-queue-ms holds, in each worker; the last one is refused.", "429"
+    )
     max_key_requests: int = declare_limit(
         0, "Requests of one API key under way, in each worker; 0: any number.", "429", minimum=0
     )

@@ -93,6 +93,8 @@ def _build_ttft(exchange: Exchange, breakdown: Breakdown) -> Ttft:
     }
     start = breakdown.start
     decisions = _describe_decisions(exchange.timeline)
+    hold = exchange.timeline.hold
+    held: Attributes = {} if hold is None else {keys.QUEUE_REASON: hold.reason}
     return Ttft(
         span_id=new_span_id(),
         name=span_names.TTFT,
@@ -112,6 +114,8 @@ def _build_ttft(exchange: Exchange, breakdown: Breakdown) -> Ttft:
                     # our own stages have no server; of choices only the last piece tells
                     decisions.get(high, _NO_ATTRIBUTES)
                     if name == _ROUTE
+                    else held
+                    if name == stages.HOLD
                     else servers.get(_find_stage_leg(name), _NO_ATTRIBUTES),
                 )
                 for name, low, high in breakdown.pieces

@@ -17,7 +17,7 @@ from ttft_otel.model.breakdown import Breakdown
 from ttft_otel.model.intervals import PartitionCursor
 from ttft_otel.model.leg_partition import place_leg
 from ttft_otel.model.names import keys
-from ttft_otel.model.stages import UNATTRIBUTED
+from ttft_otel.model.stages import HELD_BY_QUEUES, HOLD, UNATTRIBUTED
 from ttft_otel.model.timing import ServerTiming, parse_server_timing
 from ttft_otel.tracing import clock
 
@@ -172,6 +172,14 @@ class PromptLookup(msgspec.Struct):
         self.tokenized_us = self.tokenized_us or self.looked_up_us
 
 
+class Hold(msgspec.Struct):
+    """When a request waited at the router for a shorter queue; released_us: 0 if it never went on."""
+
+    began_us: int
+    released_us: int = 0
+    reason: str = HELD_BY_QUEUES
+
+
 class RequestTimeline(msgspec.Struct):
     """Times of one request in microseconds of CLOCK_MONOTONIC, 0 if not reached yet.
 
@@ -184,11 +192,16 @@ class RequestTimeline(msgspec.Struct):
     critical_path: list[list[Attempt]] = []
     ended_us: int = 0
     prompt_lookup: PromptLookup | None = None
+    hold: Hold | None = None  # with --max-queue-ms
 
     def begin_prompt_lookup(self) -> PromptLookup:
         """Start tokenizing and looking up the prompt."""
         self.prompt_lookup = PromptLookup(clock.now_us())
         return self.prompt_lookup
+
+    def record_hold(self, hold: Hold) -> None:
+        """Record that it waits for an instance with a shorter queue."""
+        self.hold = hold
 
     def record_ended(self) -> None:
         """Record the end of the measured time. Idempotent: the first call counts."""
@@ -221,14 +234,26 @@ def _place_stages(timeline: RequestTimeline) -> PartitionCursor:
         # Nothing was looked up before the tokens were known: there is no such stage then.
         if lookup.tokenized_us:
             cursor.close_stage("router.lookup", lookup.looked_up_us or timeline.ended_us)
+    hold = timeline.hold
     for attempt in attempts:
+        # Encoders come before it.
+        if hold is not None and attempt.sent_us >= hold.began_us:
+            _place_hold(cursor, hold, timeline.ended_us)
+            hold = None
         server_timing = attempt.read_server_timing()
         place_leg(cursor, attempt, server_timing, timeline.ended_us, attempt is attempts[-1])
+    if hold is not None:
+        _place_hold(cursor, hold, timeline.ended_us)
     if timeline.ended_us:
         # Without an attempt (no instance, or none in time) it was refused while it was routed.
         last_stage = "router.egress" if attempts else "router.route"
         cursor.close_stage(last_stage, max(timeline.ended_us, cursor.position))
     return cursor
+
+
+def _place_hold(cursor: PartitionCursor, hold: Hold, ended_us: int) -> None:
+    cursor.close_stage("router.route", hold.began_us)
+    cursor.close_stage(HOLD, hold.released_us or ended_us)
 
 
 def find_failed_stage(timeline: RequestTimeline) -> str:
@@ -238,5 +263,7 @@ def find_failed_stage(timeline: RequestTimeline) -> str:
     lookup = timeline.prompt_lookup
     if lookup is not None and not lookup.looked_up_us:
         return "router.lookup" if lookup.tokenized_us else "router.tokenize"
+    if timeline.hold is not None and not timeline.hold.released_us:
+        return HOLD
     attempts = [attempt for chain in timeline.critical_path for attempt in chain]
     return f"router.hop.{attempts[-1].leg}" if attempts else "router.route"

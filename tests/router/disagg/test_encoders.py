@@ -278,7 +278,7 @@ async def test_too_late_is_refused_before_encoders_work() -> None:
         )
         state.record_sent(other, Decision(answering, 0.0, ""), clock.now_us())
         assert (await router.post_body(CHAT_PATH, build_image_chat(100)))[0] == 429
-        assert len(e.received) == 1 and router.app.endpoint.routing.slo_rejections == 2
+        assert len(e.received) == 1 and router.app.endpoint.admission.refusal_counts["slo"] == 2
         state.record_left(other, clock.now_us())
         assert (await router.post_body(CHAT_PATH, build_image_chat(100)))[0] == 200
         assert len(state.pending) == 0

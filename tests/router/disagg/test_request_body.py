@@ -230,6 +230,27 @@ def test_legs_are_planned_on_raw_values(name: str) -> None:
     assert plan.legs and peak_bytes < 4 * len(data)
 
 
+@pytest.mark.parametrize(
+    ("value", "priority"),
+    [
+        (b"5", 5),
+        (b"-3", -3),
+        (b'"7"', 7),
+        (b"5.0", 5),
+        (b"null", 0),
+        (b"[1]", 0),
+        (b"1.5", 0),
+        (b"9" * 30, 0),
+        (b'3, "seed": NaN', 3),
+    ],
+)
+def test_priority(value: bytes, priority: int) -> None:
+    """The priority is read as vLLM reads it; what is none vLLM refuses; the body stays as it is."""
+    body = b'{"model": "tiny", "priority": ' + value + b"}"
+    parsed = parse_body(body)
+    assert (parsed.priority, parsed.data) == (priority, body)
+
+
 def test_encoder_requests_share_their_fields() -> None:
     """What all items' requests carry is encoded once, and each request is JSON with its own item."""
     items = [

@@ -82,6 +82,7 @@ def get_routing(router: fake_instances.RunningRouter) -> RoutingService:
         ("--encoder-routing-logic", "ttft"),
         ("--slo-ttft-ms", "500"),
         ("--slo-ttft-ms", "500", "--routing-logic", "ttft", "--ttft-model", "trapezoid"),
+        ("--max-queue-ms", "500", "--routing-logic", "kvaware"),
         ("--kv-events-endpoint", "http://127.0.0.1:1=tcp://127.0.0.1:2"),
         ("--enable-shared-cache",),
         ("--prefix-index", "kv-events"),
@@ -493,7 +494,7 @@ async def test_too_late_is_429(slo_s: float, limit_ms: str) -> None:
         assert (await late)[0] == 200
         assert len(one.received) == 1
         assert (
-            f"{metric_names.ROUTER_SLO_REFUSALS}_total 1.0"
+            f'{metric_names.ROUTER_REFUSALS}_total{{reason="slo"}} 1.0'
             in router.app.metrics.render_text().decode()
         )
         assert len(get_routing(router).prefill_policy.state.pending) == 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.routing import load_kinds
+from benchmarks.routing import hold_simulation, load_kinds
 from benchmarks.routing.fleet_simulation import simulate_case
 from benchmarks.routing.mooncake_traces import TraceRow
 
@@ -236,3 +236,16 @@ def test_page() -> None:
     tables = shown.split("\n\n")
     assert len(tables) == 3
     assert all(len(each.splitlines()) > 5 and each.strip() in page for each in tables)
+
+
+@pytest.mark.parametrize(("instances", "load"), [(1, 0.85), (4, 3.0)])
+def test_a_hold_serves_short_prompts_sooner_and_all_no_later(instances: int, load: float) -> None:
+    """With --max-queue-ms short prompts behind long ones have a lower p99, and all a lower mean."""
+    rows = load_kinds.read_rows("heavy_tails", ROOT, 1, 400)
+    case = {**DEFAULT_CASE, "kind": "heavy_tails", "instances": instances, "load": load}
+
+    without, held = (hold_simulation.simulate_hold(case, rows, 1, limit) for limit in (0.0, 0.25))
+
+    assert held["held"] > 0.1 and not without["held"]
+    assert held["mean"] < without["mean"]
+    assert held["short_p99"] < 0.9 * without["short_p99"]

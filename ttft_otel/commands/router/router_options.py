@@ -341,6 +341,12 @@ class RouterOptions:
         callback=_check_finite,
         metavar="MS",
     )
+    max_queue_ms: float | None = declare_flag(
+        "Hold requests in the router while every instance's predicted queue is longer than MS.",
+        type=click.FloatRange(min=0, min_open=True),
+        callback=_check_finite,
+        metavar="MS",
+    )
     session_key: str = declare_flag(
         "Header, or key of the body, with the session ID; for session and kvaware.",
         default="",
@@ -472,6 +478,7 @@ class RouterOptions:
             shared_cache=self.enable_shared_cache,
             # Policies count in seconds; 0 stands for no objective.
             slo_s=(self.slo_ttft_ms or 0) / 1000,
+            max_queue_s=(self.max_queue_ms or 0) / 1000,
         )
         policy_name = self.routing_logic
         # Nothing below is built for the others: no child process, no index, no subscription.
@@ -513,10 +520,12 @@ class RouterOptions:
         if policy_name == "session" and not self.session_key:
             raise click.UsageError("--routing-logic session needs --session-key NAME.")
         # The trapezoid compares attention pairs, which cannot be held against milliseconds.
-        if self.slo_ttft_ms and (policy_name, self.ttft_model) != (TTFT_POLICY, TTFT_MODELS[0]):
-            raise click.UsageError(
-                "--slo-ttft-ms needs predictions: --routing-logic ttft --ttft-model calibrated."
-            )
+        predicts = (policy_name, self.ttft_model) == (TTFT_POLICY, TTFT_MODELS[0])
+        for flag, value in (("slo-ttft", self.slo_ttft_ms), ("max-queue", self.max_queue_ms)):
+            if value and not predicts:
+                raise click.UsageError(
+                    f"--{flag}-ms needs predictions: --routing-logic ttft --ttft-model calibrated."
+                )
         if self.kv_events_endpoint and self.prefix_index != "kv-events":
             raise click.UsageError("--kv-events-endpoint needs --prefix-index kv-events.")
 

@@ -158,6 +158,7 @@ LOOK_AT: Final[dict[str, str]] = {
     "delivery": "CPU of the API server, streams of other requests; the part draft",
     "router_hop": "network, connections, the server's accept queue",
     "router_retry": "the router's log",
+    "router_queue": "the queues of the instances, which --max-queue-ms keeps here",
     "router": "CPU of the router",
 }
 

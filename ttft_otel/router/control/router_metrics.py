@@ -14,6 +14,7 @@ from ttft_otel.model.names import metric_names
 from ttft_otel.model.stages import ENCODE
 from ttft_otel.router.discovery.discovery import Discovery
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
+from ttft_otel.router.proxy.hold_queue import HoldQueue
 from ttft_otel.router.routing.policies.policy_state import PolicyState
 from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource
 from ttft_otel.router.routing.routing_service import RoutingService
@@ -25,13 +26,18 @@ INSTANCE_LABELS: Final = ("leg", "instance")
 KV_EVENTS_SOURCE: Final = "kv-events"
 
 
-def collect_routing_metrics(routing: RoutingService) -> Iterator[Metric]:
+def collect_routing_metrics(
+    routing: RoutingService, hold_queue: HoldQueue | None = None
+) -> Iterator[Metric]:
     """Metrics of the legs in `routing.reported_legs`; none if the policy compares no work."""
     # Without pending load nothing is predicted: all of the rest would be zeros for ever.
     if not routing.prefill_policy.reads_prompts:
         return
-    help_text = "Requests refused because no instance could have begun to answer in time."
-    yield build_counter(metric_names.ROUTER_SLO_REFUSALS, help_text, routing.slo_rejections)
+    if hold_queue is not None:
+        help_text = "Requests that wait for an instance with a shorter queue."
+        yield build_gauge(metric_names.ROUTER_HELD, help_text, len(hold_queue))
+        help_text, holds = "Requests that waited, by what became of them.", hold_queue.counts
+        yield build_counter(metric_names.ROUTER_HOLDS, help_text, holds, "result")
     if routing.prompt_reader is not None:
         help_text = "Prompts by how their tokens became known, or why not."
         counts = routing.prompt_reader.counts
@@ -162,7 +168,7 @@ class RouterMetrics(Collector):
         if self.discovery is not None:
             yield from self._collect_discovery(self.discovery)
         routing = self.endpoint.routing
-        yield from collect_routing_metrics(routing)
+        yield from collect_routing_metrics(routing, self.endpoint.hold_queue)
         if routing.prefix_source is not None:
             yield from collect_cache_metrics(routing.prefilling_leg, routing.prefix_source)
         if self.collect_shared_state is not None:

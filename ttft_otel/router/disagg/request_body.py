@@ -60,6 +60,7 @@ class _RequestFields(_TransferParams):
     model: Raw = _NULL_JSON
     stream: Raw = _NULL_JSON
     background: Raw = _NULL_JSON
+    priority: Raw = _NULL_JSON
     messages: Raw = _NULL_JSON
     input: Raw = _NULL_JSON
     vllm_xargs: Raw = _NULL_JSON
@@ -74,6 +75,8 @@ _fields_decoder: Final = msgspec.json.Decoder(_RequestFields)
 _params_decoder: Final = msgspec.json.Decoder(_TransferParams)
 _object_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
 _text_decoder: Final = msgspec.json.Decoder(str)
+_number_decoder: Final = msgspec.json.Decoder(int, strict=False)
+_MAX_NUMBER_BYTES: Final = 24
 
 
 class RequestBody(msgspec.Struct):
@@ -81,6 +84,7 @@ class RequestBody(msgspec.Struct):
     model: str = ""
     stream: bool = False
     background: bool = False
+    priority: int = 0  # vLLM's, lower values first; 0 also for what is none
     media_items: tuple[bytes, ...] = ()  # the distinct ones
     # Where each of these came first among all `media_part_count` parts that are media.
     item_positions: tuple[int, ...] = ()
@@ -115,6 +119,7 @@ def parse_body(data: bytes, path: str = "") -> RequestBody:
             _decode_text(fields.model),
             bytes(fields.stream) == b"true",
             bytes(fields.background) == b"true",
+            _decode_number(fields.priority) if fields.priority is not _NULL_JSON else 0,
         )
     except JSON_ERRORS:
         # NaN or a lone surrogate, perhaps; or no JSON.
@@ -160,6 +165,7 @@ def _parse_leniently(data: bytes) -> RequestBody:
         model.encode("utf-8", "replace").decode() if isinstance(model, str) else "",
         fields.get("stream") is True,
         fields.get("background") is True,
+        priority if isinstance(priority := fields.get("priority"), int) else 0,
     )
 
 
@@ -185,6 +191,16 @@ def _drop_transfer_params(data: bytes | Raw) -> dict[str, Raw]:
 def _decode_text(raw: Raw) -> str:
     """A JSON string; "" for any other value."""
     return _text_decoder.decode(raw) if _begins_with(raw, b'"') else ""
+
+
+def _decode_number(raw: Raw) -> int:
+    """A whole number; 0 for any other value, which is for the instance to refuse."""
+    if len(memoryview(raw)) > _MAX_NUMBER_BYTES:
+        return 0
+    try:
+        return _number_decoder.decode(raw)
+    except msgspec.ValidationError:
+        return 0
 
 
 def _begins_with(raw: Raw, character: bytes) -> bool:

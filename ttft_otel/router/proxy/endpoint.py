@@ -23,7 +23,7 @@ from ttft_otel.router.disagg.ec_params import TransferParams
 from ttft_otel.router.disagg.encoders import add_ec_params, select_critical_attempts
 from ttft_otel.router.disagg.prefill_decode import DisaggregatedRequest, PrefillDecodeFlow
 from ttft_otel.router.disagg.request_body import BodyParser
-from ttft_otel.router.errors import RequestRejected, RouterError, SloUnreachable
+from ttft_otel.router.errors import RequestRejected, RouterError
 from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy import error_responses
@@ -31,6 +31,7 @@ from ttft_otel.router.proxy.admission import AdmissionGate, read_ttft_limit
 from ttft_otel.router.proxy.client_request import BodyBudget, ClientBody, DisconnectWatch, read_body
 from ttft_otel.router.proxy.client_stream import AnswerOutput, ClientStream, find_output
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter, RecentReports
+from ttft_otel.router.proxy.hold_queue import HoldQueue
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import RequestTimeline
 from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend
@@ -66,6 +67,12 @@ class ProxyEndpoint:
         self.limits = limits or RouterLimits()
         self.body_budget = BodyBudget(self.limits)
         self.body_parser = BodyParser()
+        policy = routing.prefill_policy
+        self.hold_queue = (
+            HoldQueue(policy, upstream.pool.get_candidates, self.limits)
+            if policy.state.options.max_queue_s
+            else None
+        )
         self.admission = admission or AdmissionGate(upstream)
         self.response_counts: Counter[str] = Counter()  # by class of status
         self.send_record = send_record
@@ -111,8 +118,6 @@ class ProxyEndpoint:
         except RouterError as error:
             if isinstance(error, RequestRejected):
                 self.admission.refusal_counts[error.reason] += 1
-            if isinstance(error, SloUnreachable):
-                self.routing.slo_rejections += 1
             await error_responses.send_error(error, exchange, send)
         except failures.UPSTREAM_ERRORS as error:
             # Mid-stream, no error can be sent: returning makes uvicorn close the connection.
@@ -240,6 +245,9 @@ class ProxyEndpoint:
             self.routing.check_slo(request, encoder_requests)
             transfer_params = await self._encode_media(encoder_requests, exchange)
             request = add_ec_params(request, leg_plan, transfer_params.to_json())
+        # After the encoders, which need not wait for it; embeddings have no prompt that is known.
+        if self.hold_queue is not None and request.prompt_tokens:
+            await self.hold_queue.wait_turn(request, parsed_body.priority, exchange.timeline)
         return leg_plan, request
 
     def _build_routing_request(

@@ -78,7 +78,6 @@ class RoutingService:
         self.prompt_reader = prompt_reader
         self.prefix_source = prefix_source
         self.prefilling_leg = pool.prefilling_leg
-        self.slo_rejections = 0  # requests that no instance could have answered in time
         self.first_token_listener: FirstTokenListener | None = None
         self._options = options or PolicyOptions()
         self._policies = {self.prefilling_leg: self._build_policy(policy_name, True)}

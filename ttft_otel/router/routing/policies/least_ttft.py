@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from ttft_otel.model.stages import ENCODE
 from ttft_otel.router.errors import SloUnreachable
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND, BusyUntil, InstanceLoad
 from ttft_otel.router.routing.policies.policy_state import RoutingPolicy
@@ -60,6 +59,20 @@ class LeastTtftPolicy(RoutingPolicy):
             cached_tokens,
         )
 
+    def predict_wait(
+        self, request: RoutingRequest, instances: Sequence[Instance], now_us: int
+    ) -> tuple[float, float]:
+        """Seconds of the shortest queue of `instances`, 0 if one is idle, and of the shortest prefill."""
+        model = self.state.models.get_line(request.model) if self.uses_predictions else None
+        loads = self.state.pending.list_loads(instances)
+        if model is None or not all(load.entries for load in loads):
+            return 0.0, 0.0
+        cached_tokens = self.state.estimate_cached(request, instances, loads)
+        _, waits, prefills = _score_instances(
+            request.prompt_tokens, cached_tokens, instances, loads, *model, 0.0, now_us
+        )
+        return min(waits), min(prefills)
+
     def _choose_soonest(
         self,
         request: RoutingRequest,
@@ -82,9 +95,8 @@ class LeastTtftPolicy(RoutingPolicy):
             prompt_tokens, cached_tokens, instances, loads, line, speed_factors, delay_cost, now_us
         )
         position = self._choose_freshest(loads, scores)
-        # Without a prompt length nothing is predicted; encoders send no first token.
-        limits_s = self.state.options.slo_s, request.slo_s * (request.leg != ENCODE)
-        slo_s = min(filter(None, limits_s), default=0.0)
+        # Without a prompt length nothing is predicted.
+        slo_s = self.state.find_slo_s(request)
         if slo_s and request.prompt_tokens:
             spent_s = (now_us - request.arrived_us) / US_PER_SECOND if request.arrived_us else 0.0
             # Encoding runs while the prompt would queue at the instance: only the longer wait counts.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -88,6 +88,7 @@ class PendingLoads:
     def __init__(self, max_pending_us: int = MAX_PENDING_US, window_s: int = AVERAGING_S) -> None:
         self.max_pending_us = max_pending_us
         self.window_s = window_s
+        self.on_removed: Callable[[], None] | None = None  # an entry has left: with --max-queue-ms
         self._loads: dict[str, InstanceLoad] = {}  # by URL, of instances that were sent something
         self._entries: dict[RequestKey, PendingRequest] = {}  # in the order of sending
         self._busy_count = 0  # instances with entries
@@ -182,6 +183,8 @@ class PendingLoads:
                 queued.pop(block)  # a Counter's own `del` costs more
             else:
                 queued[block] = copies - 1
+        if self.on_removed is not None:
+            self.on_removed()
         return entry
 
     def drop_expired(self, now_us: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal, NamedTuple
 
+from ttft_otel.model.stages import ENCODE
 from ttft_otel.router.routing.policies.block_index import BlockHolders
 from ttft_otel.router.routing.policies.pending_load import (
     US_PER_SECOND,
@@ -45,6 +46,7 @@ class PolicyOptions:
     ttft_model: Literal["trapezoid", "calibrated"] = "calibrated"
     shared_cache: bool = False  # a prefix cached at one instance counts as cached at all
     slo_s: float = 0.0  # TTFT objective in seconds, 0 for none
+    max_queue_s: float = 0.0  # predicted queue from which on requests are held, 0 for none
 
 
 class PrefillSample(NamedTuple):
@@ -132,6 +134,12 @@ class PolicyState:
         if decision.predicted_ttft_s is None:
             return None
         return decision.predicted_ttft_s + self.overheads_s.get(decision.instance.url, 0.0)
+
+    def find_slo_s(self, request: RoutingRequest) -> float:
+        """The stricter of the operator's and the client's limit of the TTFT, seconds; 0 without any."""
+        # Encoders send no first token.
+        limits_s = self.options.slo_s, request.slo_s * (request.leg != ENCODE)
+        return min(filter(None, limits_s), default=0.0)
 
     def record_overhead(self, url: str, overhead_s: float) -> None:
         """Update the average time of a first token besides queue and prefill, such as network hops.
@@ -271,6 +279,12 @@ class RoutingPolicy(abc.ABC):
 
         now_us: CLOCK_MONOTONIC in microseconds. is_retry: an earlier attempt of the request failed.
         """
+
+    def predict_wait(
+        self, request: RoutingRequest, instances: Sequence[Instance], now_us: int
+    ) -> tuple[float, float]:
+        """Seconds of the shortest queue of `instances` and of the prefill; 0 where nothing is predicted."""
+        return 0.0, 0.0
 
 
 def _extend_with_queued(
