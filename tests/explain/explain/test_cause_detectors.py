@@ -338,6 +338,25 @@ def test_more_load() -> None:
     assert chosen.figures["rate_to"] == pytest.approx(24, rel=0.1)
 
 
+def test_bursts_that_the_router_holds() -> None:
+    """A burst that waits in the router has the same cause as one that waits in an engine: the load."""
+    bursts = draw_prompts(0, 400, rate=lambda at: 120.0 if at % 40 < 2 else 5.0)
+    window = serve(bursts, Site(speeds=(1.0,)))
+    held = [
+        replace(each, facts=replace(each.facts, stages=stages), reasons={})
+        for each in window
+        for stages in [
+            {
+                "router.queue" if name.endswith("prefill.queue") else name: us
+                for name, us in each.facts.stages.items()
+            }
+        ]
+    ]
+    found = explain_requests(split_window(held))
+    assert found.difference.word == "router.queue"
+    assert found.cause.kind == cause_kinds.LOAD_INCREASE
+
+
 def test_lost_hits() -> None:
     """All of like prompts were cached before, and nothing is now: no like of theirs has hits."""
     sizes = make_size(3000)

@@ -36,7 +36,7 @@ from ttft_otel.explain.explain.window_pair import (
 )
 from ttft_otel.explain.window.request_facts import HOP, RequestEvidence, count_values
 from ttft_otel.explain.window.request_table import BLOCKS, Contrast, Floats, Mask
-from ttft_otel.model.stages import RETRY
+from ttft_otel.model.stages import HOLD, RETRY
 from ttft_otel.model.wait_reasons import WAIT_STAGES
 from ttft_otel.report.show.terminal import format_short
 
@@ -277,7 +277,7 @@ def _find_api_stops(case: LateCase) -> tuple[numpy.ndarray, numpy.ndarray, numpy
     """The same of stages in the API process, and of hops, which end when it accepts."""
     table = case.table
     ends, lengths = numpy.zeros(len(table)), numpy.zeros(len(table))
-    place = table.start + table.sum_words(RETRY, *ROUTER_STAGES[:-1]) / 1e6
+    place = table.start + table.sum_words(HOLD, RETRY, *ROUTER_STAGES[:-1]) / 1e6
     moves = []
     for word in ("router.hop", *API_STAGES):
         us = table.sum_words(word)
@@ -393,7 +393,7 @@ def _find_common(case: LateCase, rows: Counter[int], read: Callable[[RequestEvid
 
 def detect_load(case: LateCase) -> Iterator[Candidate]:
     """Bursts: late requests came when more came than usually."""
-    if case.word not in WAIT_STAGES:
+    if case.word not in WAIT_STAGES and case.word != HOLD:
         return
     table = case.table
     rows = numpy.argsort(table.start)
