@@ -349,3 +349,48 @@ def write_eagle_head(folder: Path, recipe: ModelRecipe) -> Path:
     weights["fc.weight"] = torch.randn(hidden, 2 * hidden)
     save_file(weights, str(folder / "model.safetensors"))
     return folder
+
+
+AUDIO_TOKENS = ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>")
+
+
+def write_speech_model(folder: Path) -> Path:
+    """Write a Qwen3-ASR for /v1/realtime into `folder`, without weights: --load-format dummy makes them."""
+    # Only here: callers that want a path need no tokenizers.
+    from tokenizers import AddedToken, Tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    text = build_model(TEXT_RECIPE)
+    shutil.copy(text / "chat_template.jinja", folder / "chat_template.jinja")
+    settings = json.loads((text / "tokenizer_config.json").read_text(encoding="utf-8"))
+    names = ("audio_bos_token", "audio_token", "audio_eos_token")
+    settings["extra_special_tokens"] = dict(zip(names, AUDIO_TOKENS, strict=True))
+    write_json(folder / "tokenizer_config.json", settings)
+    tokenizer = Tokenizer.from_file(str(text / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in AUDIO_TOKENS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ids = tokenizer.get_vocab()
+    language = {
+        **build_text_config(TEXT_RECIPE, ids),
+        "head_dim": 32,
+        "model_type": "qwen3_asr_text",
+        "rope_scaling": {"rope_type": "default", "mrope_section": [4, 6, 6]},
+    }
+    audio = {
+        "d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 128,
+        "output_dim": TEXT_RECIPE.hidden, "downsample_hidden_size": 32, "n_window": 50,
+        "n_window_infer": 800, "model_type": "qwen3_asr_audio_encoder",
+    }  # fmt: skip
+    thinker: dict[str, Any] = {"model_type": "qwen3_asr_thinker", "audio_config": audio}
+    start, pad, _ = AUDIO_TOKENS
+    thinker |= {"text_config": language, "audio_start_token_id": ids[start]}
+    thinker["audio_token_id"] = ids[pad]
+    config = {"architectures": ["Qwen3ASRRealtimeGeneration"], "model_type": "qwen3_asr"}
+    write_json(folder / "config.json", {**config, "dtype": "float32", "thinker_config": thinker})
+    processor = {
+        "feature_extractor_type": "WhisperFeatureExtractor", "processor_class": "Qwen3ASRProcessor",
+        "feature_size": 128, "sampling_rate": 16000, "hop_length": 160, "chunk_length": 30,
+        "n_fft": 400, "padding_value": 0.0, "return_attention_mask": True,
+    }  # fmt: skip
+    write_json(folder / "preprocessor_config.json", processor)
+    return folder

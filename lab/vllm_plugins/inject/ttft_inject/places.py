@@ -66,6 +66,7 @@ class InjectionPoint:
     after: bool = False
 
 
+SPEECH = ("vllm.model_executor.models.qwen3_asr", "Qwen3ASRForConditionalGeneration")
 TEXT_FORWARD = ("vllm.model_executor.models.qwen2", "Qwen2ForCausalLM", "forward")
 EXPERTS_FORWARD = ("vllm.model_executor.models.qwen3_moe", "Qwen3MoeForCausalLM", "forward")
 # Of several addresses of one place those that a release has are used; no release runs two of them
@@ -108,6 +109,8 @@ INJECTION_POINTS = (
     ),
     InjectionPoint("forward", *TEXT_FORWARD, is_last_stage),
     InjectionPoint("forward", *EXPERTS_FORWARD),
+    InjectionPoint("encoder", *SPEECH, "embed_multimodal"),
+    InjectionPoint("forward", *SPEECH, "forward"),
     # A rank without requests, before it meets the others.
     InjectionPoint("other_rank", "vllm.v1.worker.gpu_worker", "Worker", "execute_dummy_batch"),
     InjectionPoint("pipeline", *TEXT_FORWARD, is_earlier_stage),
