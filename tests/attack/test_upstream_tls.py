@@ -33,7 +33,7 @@ from ttft_otel.exporter.metrics.metric_series import SeriesRegistry
 from ttft_otel.exporter.metrics.request_metrics import MetricPusher, RequestMetrics
 from ttft_otel.exporter.otlp_exporter import build_metric_exporter, build_span_exporter
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
-from ttft_otel.router.upstream import upstream_client
+from ttft_otel.router.upstream import connection_pool
 from ttft_otel.router.upstream.client_tls import ClientTls
 
 REQUESTS: Final = 12
@@ -221,7 +221,7 @@ async def test_a_certificate_of_our_own(
 
 async def test_no_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
     """An instance that accepts connections and never shows a certificate is given up: nothing was sent."""
-    monkeypatch.setattr(upstream_client, "CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connection_pool, "CONNECT_TIMEOUT_S", 0.3)
     received = bytearray()
 
     async def keep_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+from operator import itemgetter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -138,9 +139,11 @@ async def test_a_retry_moves_the_entry() -> None:
         ],
         routing=scripted_knowledge.build_routing_factory("kvaware"),
     ) as (router, a, b):
+        state = router.app.endpoint.routing.prefill_policy.state
+        pending = state.pending
+        state.tie_breaker.choice = itemgetter(0)  # the one that refuses is asked first
         body = {"model": "tiny", "prompt": "a", "stream": True, "tokens": 100}
         task = asyncio.create_task(router.post_body("/v1/completions", body))
-        pending = router.app.endpoint.routing.prefill_policy.state.pending
         await fake_instances.wait_until(lambda: len(a.received) == len(b.received) == 1)
         assert (
             pending.get_load(a.url).tokens_to_compute,
