@@ -261,9 +261,8 @@ class DirectCallTracer:
             self._is_identified = True
             self._identify(engine)
         parents = _list_parent_headers(trace_headers, before)
-        if isinstance(
-            prompt, AsyncGenerator
-        ):  # read in a task of its own, which keeps this context
+        if isinstance(prompt, AsyncGenerator):
+            # vLLM reads it in a task of its own, which keeps this context.
             unsent = context.start_context("", "", settings.get_settings())
             trace = RequestTrace(clock.now_us(), unsent, False)
             trace.session = (parents, arrival_time is None)
@@ -298,7 +297,7 @@ class DirectCallTracer:
         parts, session.parts = session.parts, []
         if session.session is None or not request.resumable:
             return None
-        parents, has_arrival = session.session
+        parents, begins_with_render = session.session
         trace = recorder.begin_trace(parents, settings.get_settings())
         if trace is None:
             return None
@@ -306,8 +305,7 @@ class DirectCallTracer:
         trace.is_input, trace.streamed = True, True
         trace.request_role, trace.parts = session.request_role, parts
         trace.assign_times[request.request_id] = trace.arrive
-        # vLLM's: when it began to render the input.
-        _set_arrival(trace, request.arrival_time if has_arrival else None)
+        _set_arrival(trace, request.arrival_time if begins_with_render else None)
         if state is not None and state.input_chunk_queue is not None:
             trace.inputs_before = 1 + len(state.input_chunk_queue)
         return trace
@@ -383,6 +381,7 @@ class DirectCallTracer:
         for engine_id in trace.engine_requests:
             if self.calls.get(engine_id) is trace:
                 del self.calls[engine_id]
+                self.queued.pop(engine_id, None)  # nobody answers what is behind it
         try:
             asyncio.get_running_loop()
         except (

@@ -67,8 +67,8 @@ class RequestTrace(msgspec.Struct, eq=False, gc=False):
     is_direct: bool = False
     #: Then the engine that was called.
     direct_engine: Any = None
-    #: Such a call hands over a stream of inputs, whose traces have these parents, and its own arrival time
-    #: if True; this one is not sent.
+    #: Such a call hands over a stream of inputs: the headers with their parent, and whether an input's
+    #: arrival time is when vLLM began to render it, not the caller's of the stream. This trace is not sent.
     session: tuple[list[tuple[bytes, bytes]], bool] | None = None
     #: It is one input of a session: its trace ends with its first output.
     is_input: bool = False

@@ -11,8 +11,10 @@ import pytest
 
 from hooks.fakes import HEADERS
 from hooks.process import CORE
+from ttft_otel.hooks.engine_core import tracer
 from ttft_otel.model.names import header_names
 from ttft_otel.tracing import carrier
+from ttft_otel.tracing.engine_timeline import EngineTimeline
 
 STEP_US = 10_000
 LATER = {**HEADERS, header_names.CARRIER_KEY: carrier.LATER_INPUT}
@@ -103,6 +105,17 @@ def test_steps_in_flight(drive: Any) -> None:
     driver.end_step(own)
     _, marks = read_answer(driver)
     assert len(marks.steps) == 1
+
+
+def test_no_step_is_seen(drive: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the hook of steps is missing, sessions whose next input began are bounded, and counted."""
+    monkeypatch.setattr(tracer, "MAX_AWAITING_REQUESTS", 2)
+    drive()
+    for number in range(5):
+        session = SimpleNamespace(request_id=f"session-{number}")
+        own = SimpleNamespace(_ttft_input=(EngineTimeline(added=1), HEADERS))
+        CORE.record_input(True, None, None, session, SimpleNamespace(sampling_params=own))
+    assert list(CORE.resumed) == ["session-3", "session-4"] and CORE.dropped_requests == 3
 
 
 @pytest.mark.parametrize("traced", [(True, False, True), (False, True, False), (False, True, True)])

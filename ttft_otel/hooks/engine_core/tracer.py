@@ -31,7 +31,7 @@ from ttft_otel.tracing.engine_timeline import EngineTimeline
 from ttft_otel.tracing.media_items import HEADER_LENGTH, SOURCE_ALLOCATED, SOURCE_MASK
 
 log = logging.getLogger("ttft_otel")
-MAX_AWAITING_REQUESTS: Final = 8192  # in EngineCoreTracer.awaiting
+MAX_AWAITING_REQUESTS: Final = 8192  # in EngineCoreTracer.awaiting, and in .resumed
 MAX_ABORTED_REQUESTS: Final = 256  # in EngineCoreTracer.aborted
 # Of the IDs of aborted requests, which clients choose; the last ones are vLLM's own.
 MAX_ID_CHARS: Final = 256
@@ -231,6 +231,9 @@ class EngineCoreTracer:
         if timeline is None:
             return
         request_id = session.request_id
+        if len(self.resumed) >= MAX_AWAITING_REQUESTS:
+            del self.resumed[next(iter(self.resumed))]
+            self.dropped_requests += 1
         self.resumed[request_id] = None
         if was_waiting:
             held = self.held.follow_request(request_id, timeline)
