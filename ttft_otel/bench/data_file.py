@@ -80,8 +80,8 @@ class DataFile:
             random.Random(f"order/{seed}").shuffle(order)
         words = random.Random(f"salt/{seed}/{factory.side}")
 
-        @lru_cache(maxsize=MAX_CACHED_BLOCKS)
         # By number and not in order: a block dropped from the cache is drawn alike again.
+        @lru_cache(maxsize=MAX_CACHED_BLOCKS)
         def draw_block(number: int) -> tuple[int, ...]:
             rng = random.Random(f"replay/{seed}/{factory.side}/{number}")
             return tuple(factory.draw_prompt(rng, BLOCK_TOKENS))
@@ -104,7 +104,10 @@ class DataFile:
                 yield factory.build_conversation(turns)
 
     def _build_session(
-        self, factory: RequestFactory, rows: Sequence[dict[str, Any]], draw_block: Any
+        self,
+        factory: RequestFactory,
+        rows: Sequence[dict[str, Any]],
+        draw_block: Callable[[int], tuple[int, ...]],
     ) -> BenchRequest:
         """The request of the first of `rows`; a row has its whole prompt, whatever was answered before."""
         row, *later = rows

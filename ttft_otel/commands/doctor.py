@@ -245,9 +245,8 @@ def _check_endpoint(chosen: settings.Settings) -> Iterator[Check]:
         yield Check("endpoint", "ok", f"{destination}: accepted, trace {probe.trace_id}")
         return
     reason = sending.failure_log.text
-    if (
-        "max retries" in reason
-    ):  # the SDK's, where there was no time to try again: it tells no cause
+    # The SDK's words where there was no time to try again: they tell no cause.
+    if "max retries" in reason:
         reason = protocol_probe.find_connection_error(chosen.endpoint) or reason
     remedy = protocol_probe.find_protocol_remedy(chosen.protocol, chosen.endpoint) or next(
         (text for code, text in ENDPOINT_REMEDIES.items() if code in reason), NO_RECEIVER_REMEDY

@@ -333,11 +333,10 @@ WAIT_REASONS: Final[dict[str, str]] = {
     "stale_output": "What a step computed before its preemption is still on its way.",
 }
 WAIT_REASON_NAMES: Final[tuple[str, ...]] = tuple(WAIT_REASONS)
-# Why a request waited in router.queue, where it is what ttft.queue.reason says.
-HELD_BY_QUEUES: Final = (
-    "max_queue"  # the predicted queue of each instance was longer than --max-queue-ms
-)
-HELD_BY_PRIORITY: Final = "priority"  # and one that came later, with a higher priority, went first
+# Why a request waited in router.queue, as ttft.queue.reason says it: the predicted queue of each instance was
+# longer than --max-queue-ms; and one that came later, with a higher priority, went first.
+HELD_BY_QUEUES: Final = "max_queue"
+HELD_BY_PRIORITY: Final = "priority"
 # What the engine worked on while a request waited; EngineTimeline.held has all but `idle`, in this order.
 # Only append: a code is a position. Time in a queue, and between chunks, is divided among them, too.
 HOLDING_KINDS: Final[dict[str, str]] = {

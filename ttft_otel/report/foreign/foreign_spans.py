@@ -122,9 +122,8 @@ def add_ttft_spans(spans: Sequence[StoredSpan], parents: Mapping[str, str]) -> l
     parents: span ID -> parent ID of all spans of the trace. Where a server of ours has told of itself, what
     others say of the same requests is left alone. The order of spans changes nothing.
     """
-    if len({span.span_id for span in spans}) < len(
-        spans
-    ):  # sent twice; of two of one ID any one will do
+    # Spans that were sent twice: of two with one ID any one will do.
+    if len({span.span_id for span in spans}) < len(spans):
         spans = list({span.span_id: span for span in sorted(spans, key=repr)}.values())
         parents = {**parents, **{span.span_id: span.parent_id for span in spans}}
     ours = [span for span in spans if span.is_ttft_span]
