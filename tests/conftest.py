@@ -56,6 +56,21 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, object, object]:
+    """Render failures without looking for garbage.
+
+    For that pytest parses sources. Hypothesis has a callback of the garbage collector, in which another
+    thread gets its turn; if that one parses, too, as Python 3.11 does to print a traceback, the first one
+    ends with "AST constructor recursion depth mismatch", and with it the run (CPython's issue 106905).
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
     """Called by pytest-xdist, with -n."""
