@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,10 +23,9 @@ CHILD = {
 }
 
 FILES = sorted(path for path in ROOT.rglob("*.py") if "__pycache__" not in path.parts)
-NAMED = [pytest.param(path, id=str(path.relative_to(ROOT))) for path in FILES]
 # In no wheel, and of the same shape.
 BESIDE = [
-    pytest.param(path, id=str(path.relative_to(ROOT.parent)))
+    path
     for folder in ("lab", "benchmarks", "grafana/build")
     for path in sorted((ROOT.parent / folder).rglob("*.py"))
     if "__pycache__" not in path.parts
@@ -40,31 +38,26 @@ def find_package_room(path: Path) -> str:
     return "" if first == "__init__.py" else first.removesuffix(".py")
 
 
-def list_imports(path: Path) -> Iterator[str]:
+@functools.cache
+def list_imports(path: Path) -> frozenset[str]:
     """Every module that a file imports anywhere, as a dotted name; `from a import b` gives a.b too."""
-    for name in list_imported_names(path, ROOT):
-        yield name.rpartition(".")[0] or name
-        yield name
+    names = list_imported_names(path, ROOT)
+    return frozenset((*names, *(name.rpartition(".")[0] or name for name in names)))
 
 
-@pytest.mark.parametrize("path", NAMED)
-def test_known(path: Path) -> None:
-    """Every file lies in a room."""
-    assert find_package_room(path) in {*PACKAGE_ROOMS, ""}
+def test_one_way() -> None:
+    """A file lies in a room, and imports only from that and from those that its room may use."""
+    wrong = {}
+    for path in FILES:
+        own = find_package_room(path)
+        assert own in {*PACKAGE_ROOMS, ""}, path
+        names = (name.split(".") for name in list_imports(path))
+        used = {parts[1] for parts in names if parts[0] == "ttft_otel" and len(parts) > 1}
+        wrong[path] = used & PACKAGE_ROOMS.keys() - {own, *PACKAGE_ROOMS.get(own, ())}
 
-
-@pytest.mark.parametrize("path", NAMED)
-def test_one_way(path: Path) -> None:
-    """A file imports only from its own room and those that its room may use."""
-    own = find_package_room(path)
-    names = (name.split(".") for name in list_imports(path))
-    used = {
-        parts[1]
-        for parts in names
-        if parts[0] == "ttft_otel" and len(parts) > 1 and parts[1] in PACKAGE_ROOMS
-    }
-
-    assert used <= {own, *PACKAGE_ROOMS.get(own, ())}, "lab/room_imports.py has the order"
+    assert not {path: used for path, used in wrong.items() if used}, (
+        "lab/room_imports.py: the order"
+    )
 
 
 def test_order() -> None:
@@ -149,20 +142,15 @@ def test_pure() -> None:
     assert not imported & {"time", "socket", "os", "threading", "asyncio"}
 
 
-@pytest.mark.parametrize("path", NAMED)
-def test_foreign(path: Path) -> None:
-    """Only hooks/ may import vllm or torch, and besides it the child's two transformers."""
-    if find_package_room(path) == "hooks":
-        return
-    allowed = {"transformers"} if path.relative_to(ROOT) in CHILD else set()
-
-    assert not {name.partition(".")[0] for name in list_imports(path)} & FOREIGN - allowed
-
-
-@pytest.mark.parametrize("path", NAMED)
-def test_lab(path: Path) -> None:
-    """The package imports nothing that only a checkout has."""
-    assert not {name.partition(".")[0] for name in list_imports(path)} & set(OUTSIDE)
+def test_foreign() -> None:
+    """Only hooks/ may import vllm or torch, and besides it the child's two transformers; nobody imports
+    what only a checkout has.
+    """
+    for path in FILES:
+        allowed = {"transformers"} if path.relative_to(ROOT) in CHILD else set()
+        allowed |= FOREIGN if find_package_room(path) == "hooks" else set()
+        used = {name.partition(".")[0] for name in list_imports(path)}
+        assert not used & {*FOREIGN, *OUTSIDE} - allowed, path
 
 
 def test_no_cycle() -> None:
@@ -202,11 +190,10 @@ def list_modules() -> frozenset[str]:
     return frozenset(get_module_name(each) for each in FILES if each.name != "__init__.py")
 
 
-@pytest.mark.parametrize("path", [*NAMED, *BESIDE])
-def test_shape(path: Path) -> None:
+def test_shape() -> None:
     """A file opens with its licence and a sentence; its name is made of words."""
-    text = path.read_text(encoding="utf-8")
-
-    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
-    assert ast.get_docstring(ast.parse(text))
-    assert path.stem.replace("_", "").isalpha(), "words"
+    for path in (*FILES, *BESIDE):
+        text = path.read_text(encoding="utf-8")
+        assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n"), path
+        assert ast.get_docstring(ast.parse(text)), path
+        assert path.stem.replace("_", "").isalpha(), path
