@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure names, comments, docstrings and sizes of the code; scripts/style runs it.
+"""Measure names and sizes of the code; scripts/style runs it.
 
 Reads the Python files of the package, the laboratory, the benchmarks and the dashboards' build; of tests/
 only the number of lines. The exit code is 1 when a figure is over its limit.
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
+import functools
 import json
 import sys
-import tokenize
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -51,6 +50,12 @@ def find_sources() -> list[Path]:
 Measured: TypeAlias = "tuple[dict[str, Any], dict[str, list[str]]]"  # figures; places behind them
 
 
+@functools.cache
+def parse_file(path: Path) -> ast.Module:
+    """The syntax tree of a file; every measure needs those of all files."""
+    return ast.parse(path.read_bytes())
+
+
 def list_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Functions and methods of a module, without those whose name Python or a library gives."""
     for node in ast.walk(tree):
@@ -68,81 +73,37 @@ def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return bool(names & {"property", "cached_property", "setter"})
 
 
-def count_comments(source: str) -> tuple[int, int]:
-    """Number of lines with a comment (without the licence's), and of lines with code."""
-    comments: set[int] = set()
-    code: set[int] = set()
-    skipped = {
-        tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
-        tokenize.ENCODING,
-    }  # fmt: skip
-    # Tokens, not lines: a # inside a string is no comment, and a comment behind code counts, too.
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            # The licence's line is in every file: it says nothing about the code.
-            if "SPDX" not in token.string and not token.string.startswith("#!"):
-                comments.add(token.start[0])
-        elif token.type not in skipped:
-            # A token may span lines: docstrings and other long strings count as code.
-            code.update(range(token.start[0], token.end[0] + 1))
-    return len(comments), len(code)
-
-
-def documents_argument(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether the docstring of `function` names one of its arguments."""
-    text = ast.get_docstring(function) or ""
-    # Without *args and **kwargs, which say nothing by their names.
-    arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
-    return any(
-        f"`{argument.arg}`" in text or f"{argument.arg}:" in text
-        for argument in arguments
-        if argument.arg not in ("self", "cls")
-    )
-
-
 def measure_names() -> Measured:
-    """Names and comments of all measured files."""
+    """Names of functions, classes and modules of all measured files."""
     functions: list[tuple[str, str]] = []
     classes: defaultdict[str, list[str]] = defaultdict(list)
     modules: defaultdict[str, list[str]] = defaultdict(list)
-    comments = code = documented = naming = 0
-    lengths: list[int] = []
-    for path in find_sources():
+    sources = find_sources()
+    for path in sources:
         where = str(path.relative_to(ROOT))
-        source = path.read_text(encoding="utf-8")
-        tree = ast.parse(source)
         if path.stem not in SHARED_MODULES:
             modules[path.stem].append(where)
-        comment_counts = count_comments(source)
-        comments, code = comments + comment_counts[0], code + comment_counts[1]
-        lengths.append(len(source.splitlines()))
-        for node in ast.walk(tree):
+        for node in ast.walk(parse_file(path)):
             if isinstance(node, ast.ClassDef):
                 classes[node.name].append(where)
-        for function in list_functions(tree):
-            if not is_property(function):
-                functions.append((function.name.strip("_"), f"{where}:{function.lineno}"))
-            if not function.name.startswith("_") and ast.get_docstring(function):
-                documented += 1
-                naming += documents_argument(function)
+        functions += [
+            (function.name.strip("_"), f"{where}:{function.lineno}")
+            for function in list_functions(parse_file(path))
+            if not is_property(function)
+        ]
     # One word cannot be verb and object, as CONTRIBUTING.md wants it.
     single = [(name, place) for name, place in functions if "_" not in name]
     shared_classes = {name: places for name, places in classes.items() if len(set(places)) > 1}
     shared_modules = {name: places for name, places in modules.items() if len(places) > 1}
     figures = {
-        "files": len(lengths),
-        "longest_file_lines": max(lengths),
+        "files": len(sources),
         "functions": len(functions),
         "one_word_functions_percent": round(100 * len(single) / len(functions), 1),
         "class_names_in_several_files": len(shared_classes),
         "module_names_used_twice": len(shared_modules),
-        "comments_per_100_code_lines": round(100 * comments / code, 1),
-        "public_docstrings_naming_an_argument_percent": round(100 * naming / max(1, documented), 1),
     }
-    counted = Counter(name for name, _ in single)
     places = {
         "one_word_functions_percent": [f"{place} {name}" for name, place in single],
-        "most_frequent": [f"{name} {number}" for name, number in counted.most_common(40)],
         "class_names_in_several_files": [
             f"{name}: {', '.join(sorted(set(where)))}" for name, where in shared_classes.items()
         ],
@@ -167,7 +128,7 @@ def list_long_functions() -> list[str]:
     """Places of the functions that are longer than MAX_FUNCTION_LINES."""
     found = []
     for path in find_sources():
-        for function in list_functions(ast.parse(path.read_bytes())):
+        for function in list_functions(parse_file(path)):
             lines = (function.end_lineno or function.lineno) - function.lineno + 1
             if lines > MAX_FUNCTION_LINES:
                 where = f"{path.relative_to(ROOT)}:{function.lineno}"
@@ -197,7 +158,7 @@ def list_module_state() -> list[str]:
     return [
         f"{path.relative_to(ROOT)} {name}"
         for path in sorted((ROOT / STATELESS_FOLDER).rglob("*.py"))
-        for name in _list_state_names(ast.parse(path.read_bytes()))
+        for name in _list_state_names(parse_file(path))
     ]
 
 
@@ -230,7 +191,7 @@ def measure_sizes() -> Measured:
     classes = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
         for path in sorted((ROOT / PACKAGE).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_bytes()))
+        for node in ast.walk(parse_file(path))
         if isinstance(node, ast.ClassDef)
     ]
     places = {
