@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from test_wheel import ROOT, run_uv
+from test_wheel import ROOT, build_wheel, run_uv
 
-from lab.release_files import copy_files, list_tracked_files
 from lab.uv_command import NETWORK_ERROR, find_uv
 
 PYTHON: Final = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -24,9 +23,7 @@ PYTHON: Final = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 def build_injected_folder(work: Path) -> Path:
     """The folder for this Python, below `work`; skips the test where its packages cannot be had."""
-    copy_files(ROOT, list_tracked_files(ROOT), work / "source")
-    run_uv("build", "--quiet", "--wheel", "--out-dir", work, work / "source")
-    (wheel,) = work.glob("*.whl")
+    wheel = build_wheel(work.parent)
     script = ROOT / "deploy" / "inject" / "build_folder"
     command = (script, work / "injected", wheel, PYTHON.removeprefix("python"))
     uv = Path(find_uv())

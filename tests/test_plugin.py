@@ -81,7 +81,7 @@ load_general_plugins()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full  # two processes import most of vLLM
 def test_off_in_every_door() -> None:
     """Off: whichever way vLLM is asked, its plugins bring no module of ours but the one that looks."""
     ours, new, _, log = run_probe(None, DOORS)

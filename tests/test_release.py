@@ -147,6 +147,7 @@ def test_workflow(path: Path) -> None:
     assert rights == ([{"id-token": "write"}] if path.stem == "release" else [])
 
 
+@pytest.mark.full
 def test_workflow_schema(tmp_path: Path) -> None:
     """Workflows are valid by the forge's schema, which finds what it does not know."""
     check = (

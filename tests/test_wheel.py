@@ -7,6 +7,7 @@ uv's cache is warm, the package index; a skip says which of them is missing.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -91,11 +92,16 @@ def run_uv(*arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built of the sdist, which is of the files that git knows: no leftover gets into it."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    copy_files(ROOT, list_tracked_files(ROOT), source)
-    run_uv("build", "--quiet", "--out-dir", out, source)
-    (built,) = out.glob("*.whl")
+    """The wheel of the files that git knows: no leftover gets into it."""
+    return build_wheel(tmp_path_factory.getbasetemp())
+
+
+@functools.cache
+def build_wheel(work: Path) -> Path:
+    """Build the wheel below `work`, once for all that need it; skips where that cannot be."""
+    copy_files(ROOT, list_tracked_files(ROOT), work / "source")
+    run_uv("build", "--quiet", "--wheel", "--out-dir", work / "dist", work / "source")
+    (built,) = (work / "dist").glob("*.whl")
     return built
 
 
@@ -104,9 +110,14 @@ def environment(
     request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """An environment with the wheel, the parameter's extras and nothing else."""
+    wanted = f"{wheel}[{request.param}]" if request.param else str(wheel)
+    return make_environment(tmp_path_factory, wanted)
+
+
+def make_environment(tmp_path_factory: pytest.TempPathFactory, wanted: str) -> Path:
+    """A new environment with what is wanted alone."""
     folder = tmp_path_factory.mktemp("environment")
     run_uv("venv", "--quiet", "--python", sys.executable, folder)
-    wanted = f"{wheel}[{request.param}]" if request.param else str(wheel)
     run_uv("pip", "install", "--quiet", "--python", folder, wanted)
     return folder
 

@@ -20,11 +20,11 @@ from typing import Final
 
 import pytest
 
-from lab import release_files, uv_command
+from lab import uv_command
 from tests.test_docs_commands import list_commands
+from tests.test_wheel import build_wheel, make_environment
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
-ROOT: Final = Path(__file__).parents[1]
 # Command, or its first words -> what it needs beside the wheel.
 NOT_HERE: Final = {
     "scripts/": "a checkout",
@@ -67,24 +67,13 @@ def list_shown() -> list[str]:
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with the wheel and the extras that its users choose."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    release_files.copy_files(ROOT, release_files.list_tracked_files(ROOT), source)
-    try:
-        uv_command.run_uv("build", "--quiet", "--wheel", "--out-dir", folder, source)
-        uv_command.run_uv("venv", "--quiet", "--python", sys.executable, folder / "env")
-        (wheel,) = folder.glob("*.whl")
-        wanted = f"{wheel}[serve,router,bench,explain,mcp]"
-        uv_command.run_uv("pip", "install", "--quiet", "--python", folder / "env", wanted)
-    except uv_command.UvMissingError as error:
-        pytest.skip(str(error))
-    shutil.rmtree(source)
-    return folder / "env"
+    wheel = build_wheel(tmp_path_factory.getbasetemp())
+    return make_environment(tmp_path_factory, f"{wheel}[serve,router,bench,explain,mcp]")
 
 
-def test_uvx(environment: Path, tmp_path: Path) -> None:
+def test_uvx(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     """`uvx` runs what needs no vLLM, without an environment of the user's."""
-    (wheel,) = environment.parent.glob("*.whl")
+    wheel = build_wheel(tmp_path_factory.getbasetemp())
     words = ("tool", "run", "--quiet", "--from", f"{wheel}[serve,explain]", "ttft-otel")
     env = {"HOME": os.environ["HOME"], "PATH": os.environ["PATH"]}
     for command in (
