@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from benchmarks.routing.load_kinds import ADAPTERS
 from benchmarks.routing.mooncake_traces import (
     PREFILL_COST,
     TRACE_BLOCK_TOKENS,
@@ -34,6 +35,7 @@ from ttft_otel.router.routing.policies.prefill_model import compute_work
 
 MODEL_NAME = "model"
 SESSION_HEADER = "x-session"
+ADAPTER_NAMES = [str(number) for number in range(1, ADAPTERS + 1)]  # as an instance lists them
 SLOWED = 0.4  # speed of an instance that slows
 ENCODE_US = 40_000  # of an image
 # An answer is good that begins within GOOD_TTFT_S and GOOD_RATIO times the prefill with nothing cached.
@@ -68,6 +70,9 @@ class Simulation:
             for n in range(size)
         ]
         self.by_url = {each.instance.url: each for each in self.servers}
+        if case.get("adapters"):
+            for each in self.servers:
+                each.instance.base_models = dict.fromkeys(ADAPTER_NAMES, MODEL_NAME)
         index = (
             BlockHolders(TRACE_BLOCK_TOKENS)
             if case["index"] == "events"

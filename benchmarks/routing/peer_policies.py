@@ -132,8 +132,8 @@ class DecayPolicy(TokenLoadPolicy):
     def choose_instance(
         self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
     ) -> Decision:
-        """The fewest, by the times of the request's model."""
-        self._model = request.model
+        """The fewest, by the times of the request's base model."""
+        self._model = instances[0].find_base_model(request.model)
         return super().choose_instance(request, instances, now_us, is_retry)
 
     def score_instance(self, url: str, load: InstanceLoad, new_tokens: int, now_us: int) -> float:

@@ -198,6 +198,7 @@ class Instance:
     was_probed: bool = False
     models: frozenset[str] | None = None
     model_cards: tuple[dict[str, Any], ...] = ()  # `data` of its /v1/models
+    base_models: dict[str, str] = field(default_factory=dict)  # by the name of a LoRA adapter
     max_model_len: int = 0  # the smallest context of these models, in tokens; 0 if unknown
     attempt_results: Counter[str] = field(default_factory=Counter)
     # Media items encoded again although an encoder had encoded them (encoders.py).
@@ -207,8 +208,14 @@ class Instance:
         """Record what it lists, `data` of its /v1/models."""
         lengths = [card.get("max_model_len") for card in model_cards]
         self.model_cards = model_cards
+        parents = ((card["id"], card.get("parent")) for card in model_cards)
+        self.base_models = {name: base for name, base in parents if isinstance(base, str)}
         known = [each for each in lengths if isinstance(each, int) and each > 0]
         self.max_model_len = min(known, default=0)
+
+    def find_base_model(self, model: str) -> str:
+        """The model whose weights compute the prompts of `model`: an adapter's own base model."""
+        return self.base_models.get(model, model)
 
     def make_elsewhere(self) -> LoadElsewhere:
         """What others have sent to it, to be changed."""

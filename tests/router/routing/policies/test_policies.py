@@ -447,6 +447,24 @@ def test_slow() -> None:
     assert chosen[0] is A
 
 
+def test_adapters() -> None:
+    """Prefills of an adapter teach what its base model and that one's other adapters take, no other model."""
+    known, instance = build_state(), replace(A)
+    parents = {"m": None, "one": "m", "two": "m", "other": None}
+    instance.record_model_cards(tuple({"id": each, "parent": parents[each]} for each in parents))
+    requests = {each: structs.replace(build_request(1, 100), model=each) for each in parents}
+    for number in range(10):
+        add_load_entry(known, requests["one"], instance, now=number)
+        known.record_first_token(requests["one"], number, 0.1, 0)
+
+    reasons = [
+        choose_instance("ttft", known, each, among=(instance,)).reason for each in requests.values()
+    ]
+
+    assert reasons == ["calibrated"] * 3 + ["trapezoid"]
+    assert {model for model, _ in known.models.list_fits()} == {"m"}
+
+
 def test_start() -> None:
     """Before there are enough samples the pairs decide; then seconds, also for an instance without any."""
     known = build_state()

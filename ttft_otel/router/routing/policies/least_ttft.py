@@ -39,7 +39,7 @@ class LeastTtftPolicy(RoutingPolicy):
         state = self.state
         if self.uses_predictions:
             # None until MIN_SAMPLES prefills of this model were measured.
-            model = state.models.get_line(request.model)
+            model = state.models.get_line(instances[0].find_base_model(request.model))
             if model is not None:
                 return self._choose_soonest(request, instances, *model, now_us)
         cached_tokens = state.estimate_cached(request, instances)
@@ -63,7 +63,8 @@ class LeastTtftPolicy(RoutingPolicy):
         self, request: RoutingRequest, instances: Sequence[Instance], now_us: int
     ) -> tuple[float, float]:
         """Seconds of the shortest queue of `instances`, 0 if one is idle, and of the shortest prefill."""
-        model = self.state.models.get_line(request.model) if self.uses_predictions else None
+        base_model = instances[0].find_base_model(request.model)
+        model = self.state.models.get_line(base_model) if self.uses_predictions else None
         loads = self.state.pending.list_loads(instances)
         if model is None or not all(load.entries for load in loads):
             return 0.0, 0.0

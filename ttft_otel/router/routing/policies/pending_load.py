@@ -34,6 +34,7 @@ class PendingRequest(NamedTuple):
     block_keys: tuple[int, ...]
     predicted_s: float | None
     decodes: int = 0  # answers under way at the instance when it was sent
+    base_model: str = ""  # whose prefill it teaches
 
 
 # An absolute time, so that it stays right while nothing changes.

@@ -126,6 +126,7 @@ class PolicyState:
             request.block_keys,
             self.predict_ttft(decision),
             self.pending.count_decodes(decision.instance),
+            decision.instance.find_base_model(request.model),
         )
         self.pending.add_pending(key or (request.leg, request.request_id), entry)
 
@@ -186,7 +187,7 @@ class PolicyState:
             prompt_tokens = prompt_tokens or request.prompt_tokens
             # Engines may report more cached than the router's length of the prompt.
             prefill_work = compute_work(prompt_tokens, min(cached_tokens, prompt_tokens))
-            sample = PrefillSample(request.model, *prefill_work, prefill_s, entry.decodes)
+            sample = PrefillSample(entry.base_model, *prefill_work, prefill_s, entry.decodes)
         self._learn_prefill(entry, sample)
         if self.first_token_listener is not None:
             own_key = key or (request.leg, request.request_id)
