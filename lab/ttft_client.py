@@ -17,7 +17,7 @@ from time import monotonic_ns
 from typing import Any
 
 from ttft_otel.bench.http_exchange import BenchTarget, RawResponse, perform_exchange
-from ttft_otel.bench.load_driver import CONNECT_LEAD_NS, DONE_MARKER, EventDecoder
+from ttft_otel.bench.load_driver import CONNECT_LEAD_NS, DONE_MARKER, decode_events
 from ttft_otel.bench.request_factory import build_image_content
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from ttft_otel.model.names import header_names
@@ -209,13 +209,11 @@ def find_first_data_us(pieces: Iterable[tuple[int, bytes]], started_ns: int) -> 
     return None
 
 
-def split_events(pieces: Iterable[tuple[int, bytes]], started_ns: int) -> tuple[TimedEvent, ...]:
+def split_events(pieces: Sequence[tuple[int, bytes]], started_ns: int) -> tuple[TimedEvent, ...]:
     """The events in `pieces`; an event's time is that of the piece that completes it."""
-    decoder = EventDecoder()
     return tuple(
         TimedEvent((at_ns - started_ns) // 1000, data.decode())
-        for at_ns, piece in pieces
-        for data in decoder.decode_piece(piece)
+        for at_ns, data in decode_events(pieces)
     )
 
 

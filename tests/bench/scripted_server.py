@@ -11,19 +11,21 @@ from __future__ import annotations
 import asyncio
 import atexit
 import json
-import socket
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
-from ttft_otel.bench.http_exchange import TimestampedSocket, keep_timestamps_enabled
+from benchmarks.truth_server import StampingListener
+from ttft_otel.bench.http_exchange import keep_timestamps_enabled, sleep_until
 from ttft_otel.model import timing
 
+ROOT = Path(__file__).parents[2]
 RESPONSE_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
 )
@@ -35,7 +37,7 @@ class ServerScript:
 
     failures: what happens to the nth request: an HTTP status, "cut" after a token, "error" in the stream.
     has_queue: one request after the other, each for its first_token_ms; who leaves is not served.
-    context_tokens: as /v1/models names it. tokens_per_word: 0 means that it tells no token ids.
+    context_tokens: as /v1/models names it. tokens_per_word: 0 means that it tells neither ids nor counts.
     """
 
     first_token_ms: list[float] = field(default_factory=lambda: [30.0])
@@ -43,7 +45,6 @@ class ServerScript:
     token_count: int = 4
     gap_ms: float = 10.0
     sends_timing: bool = True
-    splits_bytes: bool = False
     reports_usage: bool = True
     failures: dict[str, Any] = field(default_factory=dict)
     context_tokens: int = 100_000
@@ -93,7 +94,7 @@ class ScriptedStreamServer:
         for place in range(self.script.token_count):
             await sleep_until(start_ns + int(place * self.script.gap_ms * 1e6))
             note["tokens"].append(monotonic_ns())
-            await self.write_token(writer, {"choices": [{"text": f"t{place} é"}]})
+            write_event(writer, {"choices": [{"text": f"t{place} é"}]})
             if failure == "cut":
                 return
         if self.script.reports_usage:
@@ -107,10 +108,9 @@ class ScriptedStreamServer:
     def answer_discovery(self, writer: asyncio.StreamWriter, words: list[str]) -> None:
         """Answer the requests that the benchmark sends before its load; they are not noted."""
         count = len(words) * self.script.tokens_per_word
-        if not count:
-            write_json(writer, 404, {"error": {"message": "no such path"}})
-            return
-        choice = {"text": "x", "prompt_token_ids": [300 + place for place in range(count)]}
+        choice: dict[str, Any] = {"text": "x"}
+        if count:
+            choice["prompt_token_ids"] = [300 + place for place in range(count)]
         write_json(writer, 200, {"choices": [choice], "usage": {"prompt_tokens": count}})
 
     def build_timing_header(self, number: int, note: dict[str, Any]) -> bytes:
@@ -123,17 +123,6 @@ class ScriptedStreamServer:
             queue_us = (note["began"] - note["came"]) // 1000
         parts = {"prefill.queue": queue_us, "prefill.compute": took_us - queue_us}
         return f"server-timing: {timing.format_server_timing(parts, 0, took_us)}\r\n".encode()
-
-    async def write_token(self, writer: asyncio.StreamWriter, event: Any) -> None:
-        """One event; split: byte by byte, so that no boundary falls where a reader hopes for it."""
-        data = b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\r\n\r\n"
-        for piece in (
-            [data[at : at + 1] for at in range(len(data))] if self.script.splits_bytes else [data]
-        ):
-            write_chunk(writer, piece)
-            if self.script.splits_bytes:
-                await writer.drain()
-                await asyncio.sleep(0)
 
 
 async def handle_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -187,11 +176,6 @@ def write_chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
 
-async def sleep_until(due_ns: int) -> None:
-    """Sleep until a time of the monotonic clock."""
-    await asyncio.sleep(max(0.0, (due_ns - monotonic_ns()) / 1e9))
-
-
 @dataclass
 class ServerProcess:
     """A running server process."""
@@ -223,27 +207,16 @@ def run_scripted_server(script: ServerScript | None = None) -> Iterator[ServerPr
 
 def start_server_process() -> ServerProcess:
     """Start one; it ends with this process."""
-    process = subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "tests.bench.scripted_server"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     atexit.register(process.kill)
     assert process.stdout
     return ServerProcess(f"http://127.0.0.1:{int(process.stdout.readline())}")
 
 
-class TimestampingListener(socket.socket):
-    """A listener whose connections have kernel receive timestamps."""
-
-    def accept(self) -> tuple[TimestampedSocket, Any]:
-        """Accept the next connection."""
-        accepted, address = super().accept()
-        sock = TimestampedSocket(fileno=accepted.detach())
-        sock.setblocking(False)
-        sock.enable_timestamps()
-        return sock, address
-
-
 async def main() -> None:
     """Serve until killed; the port is the first line of the output."""
-    listener = TimestampingListener()
+    listener = StampingListener()
     listener.bind(("127.0.0.1", 0))
     server = await asyncio.start_server(handle_connection, sock=listener, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)  # noqa: T201

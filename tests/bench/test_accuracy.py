@@ -18,7 +18,8 @@ from bench.scripted_server import ServerScript, run_scripted_server
 
 pytestmark = pytest.mark.slow
 
-MAX_TRIES = 4
+MAX_TRIES = 3
+MANY = 500  # streams at once, which take less than a third of a core
 QUIET_LAG_MS = 1.5  # ms; up to 1 of them is the timers of epoll, which are no lag of readings
 
 
@@ -47,8 +48,12 @@ def measure_quietest(
     attempts = []
     for _ in range(MAX_TRIES):
         with run_scripted_server(script) as server:
+            before = process_time()
             target = bench("--url", server.url, "--input-len 8", *flags)["targets"][0]
             attempts.append((target, server.fetch_notes()))
+        if streams == MANY:
+            spent_s = process_time() - before
+            assert spent_s < target["runs"][0]["seconds"] / 3, "being on time would be luck"
         if max_lag_ms(target) < QUIET_LAG_MS:
             break
     best = min(attempts, key=lambda each: max_lag_ms(each[0]))
@@ -60,7 +65,7 @@ def measure_quietest(
 
 
 @pytest.mark.parametrize(
-    ("streams", "gap"), [(1, 20.0), (20, 20.0), pytest.param(500, 250.0, marks=pytest.mark.full)]
+    ("streams", "gap"), [(20, 20.0), pytest.param(MANY, 250.0, marks=pytest.mark.full)]
 )
 def test_truth(bench: RunBench, streams: int, gap: float) -> None:
     """Every figure, stage and rate is that of the server's own notes: times within 1 ms."""
@@ -123,17 +128,3 @@ def assert_rates(rates: dict[str, float], notes: list[dict[str, Any]], tolerance
     for name, amount in each.items():
         truth = 1000 * amount * len(notes) / duration_ms
         assert rates[name] == pytest.approx(truth, rel=2 * tolerance_ms / duration_ms)
-
-
-@pytest.mark.full
-def test_room(bench: RunBench) -> None:
-    """500 streams at once take less than a third of a core: being on time there is no luck."""
-    script, words = build_load(500, 250.0)
-    with run_scripted_server(script) as server:
-        before = process_time()
-        target = bench("--url", server.url, "--input-len 8", *words)["targets"][0]
-        spent = process_time() - before
-
-    (run,) = target["runs"]
-    assert run["succeeded"] == 1002
-    assert spent < run["seconds"] / 3

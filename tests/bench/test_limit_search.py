@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bench.conftest import RunBench, invoke_bench
+from bench.conftest import RunBench, invoke_bench, validate_document
 from bench.scripted_server import ServerScript, run_scripted_server
 from ttft_otel.bench import bench_session
 from ttft_otel.bench.limit_search import LimitSearch, RateEvidence, parse_condition
@@ -77,27 +79,28 @@ def search_limit(
 
 
 @pytest.mark.parametrize(
-    "condition",
+    ("condition", "searches"),
     [
-        "ttft.p95<500",
-        pytest.param("ttft.p95<300", marks=pytest.mark.full),
-        pytest.param("ttft.p99<500", marks=pytest.mark.full),
-        pytest.param("ttft.p90<1000", marks=pytest.mark.full),
+        ("ttft.p95<500", 40),
+        pytest.param("ttft.p95<500", 100, marks=pytest.mark.full),
+        pytest.param("ttft.p95<300", 100, marks=pytest.mark.full),
+        pytest.param("ttft.p99<500", 100, marks=pytest.mark.full),
+        pytest.param("ttft.p90<1000", 100, marks=pytest.mark.full),
     ],
 )
-def test_limit(condition: str) -> None:
+def test_limit(condition: str, searches: int) -> None:
     """The limit of M/D/1, which is known by formula, is in the interval in 95 of 100 searches."""
     asked = parse_condition(condition)
     limit = find_crossing(lambda rate: compute_tail(rate, asked.limit_ms / 1000), asked.tail)
-    found = [search_limit(seed, condition, draw_constant) for seed in range(100)]
+    found = [search_limit(seed, condition, draw_constant) for seed in range(searches)]
 
-    assert sum(each.low <= limit <= each.high for each in found) >= 95
+    assert sum(each.low <= limit <= each.high for each in found) >= 0.95 * searches
     assert np.median([each.high / each.low for each in found]) < 2.0
     estimates = [each.estimate or 0.0 for each in found]
     assert np.median(estimates) == pytest.approx(limit, rel=0.06)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_limit_mixed() -> None:
     """With service times that differ much, the limit by a long simulation is in the interval."""
     condition = "ttft.p95<1500"
@@ -188,26 +191,24 @@ def test_found(bench: RunBench) -> None:
         found = bench("--url", server.url, words)["sweep"]
 
     interval = found["limit"]
-    assert interval["low"] <= limit <= interval["high"] <= 2 * limit
-    assert interval["low"] > limit / 4, "twelve rounds on a busy machine leave a wide interval"
+    assert limit / 4 < interval["low"] <= limit <= interval["high"] <= 2 * limit
     assert "prefill.queue grows first" in found["explanation"]
-    for row in found["rates"]:
-        assert {"prefill.queue", "prefill.compute"} < set(row["slowest_stages_ms"])
     verdicts = [row["verdict"] for row in found["rates"]]
     assert (verdicts[0], verdicts[-1]) == ("holds", "fails")
 
 
 @pytest.mark.usefixtures("any_lateness")
-def test_nothing_holds(bench: RunBench) -> None:
+def test_nothing_holds(tmp_path: Path) -> None:
     """A limit below what one request takes: every rate fails, early, and the table says so."""
     script = ServerScript(first_token_ms=[30.0], token_count=1, has_queue=True)
+    file = tmp_path / "found.json"
     with run_scripted_server(script) as server:
-        words = "--find ttft.p90<5 --rate 40 --requests 60 --input-len 10 --repeat 2"
-        found = bench("--url", server.url, words)
-        shown = invoke_bench("--url", server.url, words).output
+        words = "--find ttft.p90<5 --rate 80 --requests 60 --input-len 10 --repeat 2 --output"
+        shown = invoke_bench("--url", server.url, words, file).output
+    found = validate_document(json.loads(file.read_text("utf-8")))
 
     interval = found["sweep"]["limit"]
-    assert (interval["low"], interval["high"]) == (0, 40), interval
+    assert (interval["low"], interval["high"]) == (0, 80), interval
     assert any(row["overloaded"] for row in found["sweep"]["rates"])
     assert found["targets"][0]["runs"], "the lowest rate that was tried"
-    assert "the limit is between 0 and" in shown and "40! ✗" in shown
+    assert "the limit is between 0 and" in shown and "80! ✗" in shown

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import struct
 import zlib
@@ -50,8 +51,12 @@ def test_arrivals(arrivals: str, variation: float) -> None:
     plan = LoadPlan(request_count=20_000, rate=50.0, arrivals=arrivals)
     loads: list[Any] = []
     requests = [BenchRequest("", b"")] * 20_000
-    with mock.patch("ttft_otel.bench.load_plan.run_open_loop", lambda _, each: loads.extend(each)):
-        plan.build_load(1, requests)(mock.Mock())
+
+    async def take_arrivals(_: Any, arrivals: Any) -> None:
+        loads.extend(arrivals)
+
+    with mock.patch("ttft_otel.bench.load_plan.run_open_loop", take_arrivals):
+        asyncio.run(plan.send_load(mock.Mock(), 1, requests))
     gaps_s = np.diff([offset_s for offset_s, _ in loads])
 
     assert gaps_s.mean() == pytest.approx(0.02, rel=0.05)

@@ -7,10 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as some
 
-from ttft_otel.bench.load_driver import StreamContent, StreamParser
+from ttft_otel.bench.load_driver import StreamContent, decode_events
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
 EVENTS: list[Any] = [
@@ -33,10 +31,10 @@ def encode_stream(line_end: str) -> bytes:
 
 def parse_pieces(pieces: list[bytes]) -> StreamContent:
     """The story of pieces that came at 0, 1, 2 ..."""
-    parser = StreamParser()
-    for at, piece in enumerate(pieces):
-        parser.parse_piece(at, piece)
-    return parser.content
+    content = StreamContent()
+    for at, event in decode_events(list(enumerate(pieces))):
+        content.record_event(at, event)
+    return content
 
 
 def parse_events(*events: Any) -> StreamContent:
@@ -44,18 +42,17 @@ def parse_events(*events: Any) -> StreamContent:
     return parse_pieces([b"data: " + json.dumps(event).encode() + b"\n\n" for event in events])
 
 
-@given(some.sampled_from(["\n", "\r\n", "\r"]), some.sets(some.integers(1, 400)))
-def test_any_split(end: str, cuts: set[int]) -> None:
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_any_split(end: str) -> None:
     """However a stream is cut, in characters or line ends too, it tells the same."""
     whole = encode_stream(end)
-    places = [0, *sorted(cut for cut in cuts if cut < len(whole)), len(whole)]
-    pieces = [whole[a:b] for a, b in zip(places, places[1:], strict=False)]
+    splits = [[whole[:cut], whole[cut:]] for cut in range(len(whole))]
+    for pieces in (*splits, [whole[at : at + 1] for at in range(len(whole))]):
+        story = parse_pieces(pieces)
 
-    story = parse_pieces(pieces)
-
-    assert "".join(story.text_parts) == "né 字\n\ndata: no"
-    assert (story.prompt_tokens, story.completion_tokens, story.cached_tokens) == (9, 2, 4)
-    assert len(story.token_times_ns) == 2 and story.is_finished and not story.stream_error
+        assert "".join(story.text_parts) == "né 字\n\ndata: no"
+        assert (story.prompt_tokens, story.completion_tokens, story.cached_tokens) == (9, 2, 4)
+        assert len(story.token_times_ns) == 2 and story.is_finished and not story.stream_error
 
 
 def test_time() -> None:
@@ -97,17 +94,35 @@ def test_token(choice: dict[str, Any], tokens: int) -> None:
 )
 def test_refused(body: bytes, says: str) -> None:
     """What a refusal says is found in the forms of servers and proxies, and is never long."""
-    reader = StreamParser()
-    reader.parse_refusal(body)
+    content = StreamContent()
+    content.record_refusal(body)
 
-    assert reader.content.server_message == says
+    assert content.server_message == says
 
 
 def test_finish() -> None:
-    """A finish after tokens is none."""
+    """A finish after tokens is none; it ends a stream as [DONE] does."""
     finish = {"choices": [{"delta": {}, "finish_reason": "stop"}]}
+    content = parse_events({"choices": [{"delta": {"content": "a"}}]}, finish)
 
-    assert len(parse_events({"choices": [{"delta": {"content": "a"}}]}, finish).token_times_ns) == 1
+    assert len(content.token_times_ns) == 1 and content.is_finished
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"choices": [{"text": "a"}], "usage": 3},
+        {"choices": [{"text": 5}], "usage": {"prompt_tokens": "x", "completion_tokens": True}},
+        {"choices": ["x", {"text": "a"}], "usage": {"prompt_tokens_details": [1]}},
+        {"choices": [{"delta": "a", "text": "a"}], "usage": {"completion_tokens": -1}},
+    ],
+)
+def test_types(event: Any) -> None:
+    """A field of another type than expected in a server's answer is treated as missing."""
+    content = parse_events(event)
+
+    assert len(content.token_times_ns) == 1
+    assert (content.prompt_tokens, content.completion_tokens, content.cached_tokens) == (None,) * 3
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import monotonic_ns, time_ns
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,11 +117,12 @@ def ask_for_limit(
     source: SourceChoice, monkeypatch: pytest.MonkeyPatch, targets: str, first_s: float = -1
 ) -> str | None:
     """What `bench` adds of whatif, after a round at a rate that was the recorded window."""
-    ends = tuple(round((BEGIN_S + each) * 1e9) for each in (first_s, 600))
-    monkeypatch.setattr(bench, "find_window", lambda _: ends)
+    offset_ns = time_ns() - monotonic_ns()
+    start_ns, end_ns = (round((BEGIN_S + each) * 1e9) - offset_ns for each in (first_s, 600))
     monkeypatch.setattr(bench, "SPANS_TIMEOUT_S", 0)
     monkeypatch.setattr(bench, "WHATIF_REPETITIONS", 2)
-    runs = [SimpleNamespace(results=[SimpleNamespace(error="")] * 160)]
+    results = [SimpleNamespace(error="")] * 160
+    runs = [SimpleNamespace(results=results, start_ns=start_ns, end_ns=end_ns)]
     side: Any = SimpleNamespace(runs=runs, rate=4.0, plan=SimpleNamespace(rate=4.0))
     return bench._ask_whatif(source, targets, side)
 

@@ -15,17 +15,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ttft_otel.bench.http_exchange import BenchTarget, keep_timestamps_enabled
 from ttft_otel.bench.limit_search import LimitSearch
-from ttft_otel.bench.load_driver import LoadDriver, LoadFunction, LoadRun
+from ttft_otel.bench.load_driver import LoadRun
 from ttft_otel.bench.load_plan import LoadPlan
 from ttft_otel.bench.request_factory import BenchRequest, RequestFactory
 from ttft_otel.bench.request_statistics import find_lateness, is_overloaded, list_waits
 from ttft_otel.bench.terminal_report import ProgressLine
 
 PROGRESS_INTERVAL_S: Final = 0.5  # between two updates of the progress line
+Sent = TypeVar("Sent")
 # Share of a round by which its last request may leave late; beyond it the rate was not kept.
 MAX_LATENESS: Final = 0.05
 STOP_POLL_S: Final = 0.001  # given to the event loop while prompts are made, to notice a stop
@@ -45,6 +46,11 @@ class BenchSide:
         """Requests per second, or conversations at once; 0 for a trace's own times."""
         return self.plan.rate or self.plan.concurrency or 0.0
 
+    @property
+    def unit(self) -> str:
+        """Of the rate."""
+        return "concurrent requests" if self.plan.concurrency else "requests/s"
+
 
 class BenchSession:
     """Sends the load of sides, shows the progress, and counts Ctrl-C instead of being ended by it."""
@@ -57,7 +63,7 @@ class BenchSession:
 
     @contextmanager
     def count_interrupts(self) -> Iterator[None]:
-        """Replace the handler of SIGINT while the block runs."""
+        """Replace the handler of SIGINT while the block runs, so that it cannot truncate a result file."""
         # asyncio.run() installs its own handler only over Python's default one, so this one stays.
         before = signal.signal(signal.SIGINT, self._record_interrupt)
         try:
@@ -65,34 +71,26 @@ class BenchSession:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def ignore_interrupts(self) -> None:
-        """Ignore Ctrl-C until the block ends, so that it cannot truncate a result file."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
     def _record_interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupts += 1
         # A signal handler runs between any two bytecodes; only this call may wake the loop from there.
         if self._loop:
             self._loop.call_soon_threadsafe(self._stop.set)
 
-    def run_rounds(self, sides: Sequence[BenchSide]) -> None:
+    def run(self, sending: Coroutine[Any, Any, Sent]) -> Sent:
+        """Run one of the coroutines below, which end early after Ctrl-C."""
+
+        async def send() -> Sent:
+            self._loop = asyncio.get_running_loop()
+            try:
+                return await sending
+            finally:
+                self._loop = None  # it closes
+
+        return asyncio.run(send())
+
+    async def send_rounds(self, sides: Sequence[BenchSide]) -> None:
         """Send all rounds of the sides in turn, and append the results to their runs."""
-        asyncio.run(self._run_until_stopped(self._send_rounds(sides)))
-
-    def run_search(self, side: BenchSide, search: LimitSearch) -> list[BenchSide]:
-        """Send rounds at the rates that `search` names, until it is over; a side for each rate."""
-        probes: dict[float, BenchSide] = {}
-        asyncio.run(self._run_until_stopped(self._probe_rates(side, search, probes)))
-        return [probes[rate] for rate in sorted(probes)]
-
-    async def _run_until_stopped(self, sending: Coroutine[Any, Any, None]) -> None:
-        self._loop = asyncio.get_running_loop()
-        try:
-            await sending
-        finally:
-            self._loop = None  # it closes
-
-    async def _send_rounds(self, sides: Sequence[BenchSide]) -> None:
         repeat = sides[0].plan.repeat
         for number in range(repeat):
             # Alternate the order, so that a drift of the machine affects all sides alike.
@@ -100,52 +98,53 @@ class BenchSession:
                 rate = f" at {side.rate:g}" if side.rate else ""
                 title = f"round {number + 1}/{repeat}{rate} {side.target.url}"
                 # Other prompts in each round, since those of the round before are cached.
-                await self._run_round(side, side.plan.seed + number, title)
+                await self._send_round(side, side.plan.seed + number, title)
                 if self._stop.is_set():
                     return
 
-    async def _probe_rates(
-        self, side: BenchSide, search: LimitSearch, probes: dict[float, BenchSide]
-    ) -> None:
+    async def send_search(self, side: BenchSide, search: LimitSearch) -> list[BenchSide]:
+        """Send rounds at the rates that `search` names, until it is over; a side for each rate."""
+        probes: dict[float, BenchSide] = {}
         while not search.ended:
             count, rate = search.count_requests(), search.rate
             paced = {"concurrency": int(rate)} if search.is_whole else {"rate": rate}
             plan = replace(side.plan, request_count=count, **paced)
             probe = probes.setdefault(rate, replace(side, plan=plan, runs=[]))
-            title = f"round {search.rounds + 1}, {rate:g} {search.unit} {side.target.url}"
+            title = f"round {search.rounds + 1}, {rate:g} {probe.unit} {side.target.url}"
             watch = partial(is_overloaded, conditions=search.conditions, planned=count)
-            await self._run_round(probe, plan.seed + search.rounds, title, watch)
+            await self._send_round(probe, plan.seed + search.rounds, title, watch)
             if self._stop.is_set():
                 search.ended = "Ctrl-C"
-                return
+                break
             run = probe.runs[-1]
             # Requests that left too late are another load than the one asked for.
             if not search.is_whole and find_lateness(run) > MAX_LATENESS:
-                search.ended = f"this process cannot send {rate:g} {search.unit} in time"
-                return
-            planned = count if run.overloaded else run.started
-            search.record_round(list_waits(run, search.conditions), planned)
+                search.ended = f"this process cannot send {rate:g} {probe.unit} in time"
+                break
+            waits = {each.metric: list_waits(run, each.metric) for each in search.conditions}
+            search.record_round(waits, count if run.overloaded else run.started)
+        return [probes[rate] for rate in sorted(probes)]
 
-    async def _run_round(
+    async def _send_round(
         self,
         side: BenchSide,
         seed: int,
         title: str,
-        is_enough: Callable[[LoadRun], bool] | None = None,
+        is_enough: Callable[[LoadRun], bool] = lambda _: False,
     ) -> None:
         """A warm-up and a run on one side. is_enough: ends the run early when it says so."""
         plan = side.plan
         if plan.warmup:
-            # A driver of its own: its results are in no figure.
-            warmup_driver = LoadDriver(side.target, plan.timeout_s)
-            await self._run_load(plan.build_warmup(side.factory, seed), warmup_driver, title)
+            # A run of its own: its results are in no figure.
+            warmup = LoadRun(side.target, plan.timeout_s)
+            await self._watch_run(warmup, plan.send_warmup(warmup, seed, side.factory), title)
         requests = await self._prepare_requests(side, seed, title)
         if self._stop.is_set():
             return
-        driver = LoadDriver(side.target, plan.timeout_s)
+        run = LoadRun(side.target, plan.timeout_s)
         # Before the load, so that an interrupted run is in the results as far as it got.
-        side.runs.append(driver.run)
-        await self._run_load(plan.build_load(seed, requests), driver, title, is_enough)
+        side.runs.append(run)
+        await self._watch_run(run, plan.send_load(run, seed, requests), title, is_enough)
 
     async def _prepare_requests(self, side: BenchSide, seed: int, title: str) -> list[BenchRequest]:
         """Build the bodies of a run's requests, up to a minute for a long trace; fewer after a stop."""
@@ -162,35 +161,33 @@ class BenchSession:
                 next_report = monotonic() + PROGRESS_INTERVAL_S
         return requests
 
-    async def _run_load(
+    async def _watch_run(
         self,
-        load: LoadFunction,
-        driver: LoadDriver,
+        run: LoadRun,
+        sending: Coroutine[Any, Any, None],
         title: str,
-        is_enough: Callable[[LoadRun], bool] | None = None,
+        is_enough: Callable[[LoadRun], bool] = lambda _: False,
     ) -> None:
-        """Send one run's load; a stop, or `is_enough`, cancels it."""
+        """Send a run's load; a stop, or `is_enough`, cancels it."""
         with _pause_garbage_collection(), keep_timestamps_enabled():
-            # Around the whole load: a stall between two sends delays the reading of answers as well.
-            async with driver.measure_loop_lag():
-                load_task = asyncio.ensure_future(load(driver))
-                stop_task = asyncio.create_task(self._stop.wait())
-                while not (load_task.done() or stop_task.done()):
-                    await asyncio.wait(
-                        {load_task, stop_task},
-                        timeout=PROGRESS_INTERVAL_S,
-                        return_when=asyncio.FIRST_COMPLETED,
-                    )
-                    self.progress.report_sent(title, driver.run)
-                    if is_enough and is_enough(driver.run):
-                        driver.run.overloaded = True
-                        break
-                stop_task.cancel()
-                # False if the load had ended by itself: then an exception of it is raised below.
-                was_cancelled = load_task.cancel()
-                driver.run.overloaded &= was_cancelled
-                driver.run.stopped = was_cancelled and not driver.run.overloaded
-                await asyncio.gather(load_task, return_exceptions=was_cancelled)
+            # Throughout the load: a stall between two sends delays the reading of answers as well.
+            lag_task = asyncio.create_task(run.sample_loop_lag())
+            load_task, stop_task = map(asyncio.create_task, (sending, self._stop.wait()))
+            while not (load_task.done() or stop_task.done() or run.overloaded):
+                await asyncio.wait(
+                    {load_task, stop_task},
+                    timeout=PROGRESS_INTERVAL_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                self.progress.report_sent(title, run)
+                run.overloaded = is_enough(run)
+            lag_task.cancel()
+            stop_task.cancel()
+            # False if the load had ended by itself: then an exception of it is raised below.
+            was_cancelled = load_task.cancel()
+            run.overloaded &= was_cancelled
+            run.stopped = was_cancelled and not run.overloaded
+            await asyncio.gather(load_task, return_exceptions=was_cancelled)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ paired. How much rounds differ is unknown from fewer than three: there is no int
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Final, TypeAlias
 
@@ -48,9 +48,8 @@ def compare_targets(a: Mapping[str, Any], b: Mapping[str, Any], paired: bool) ->
     rounds_a, rounds_b = list(filter(None, rounds_a)), list(filter(None, rounds_b))
     if not rounds_a or not rounds_b:
         raise ValueError("A and B have no round in which both have a successful request")
-    names = _list_quantities(rounds_a, rounds_b)
     # Rounds weigh alike from here on, however many requests each of them had.
-    figures_a, figures_b = (_build_table(rounds, names) for rounds in (rounds_a, rounds_b))
+    names, figures_a, figures_b = _build_tables(rounds_a, rounds_b)
     averages_a, averages_b, margins = compute_margins(figures_a, figures_b, paired)
     columns = zip(names, averages_a, averages_b, margins, strict=True)
     return {
@@ -144,36 +143,26 @@ def _estimate_rounds(target: Mapping[str, Any]) -> list[dict[str, float]]:
     return found
 
 
-def _list_quantities(
+def _build_tables(
     a: Sequence[Mapping[str, float]], b: Sequence[Mapping[str, float]]
-) -> list[str]:
-    """What is compared: what the client measures where both have it, and all stages if both have some."""
-    known = [dict.fromkeys(name for figures in rounds for name in figures) for rounds in (a, b)]
-    # Without breakdowns on one side the difference of every stage would be unknown.
-    has_stages = all(TRACED in names for names in known)
-    names = [
-        name
-        for name in dict.fromkeys((*known[0], *known[1]))
-        if (name in known[0] and name in known[1])
-        or (has_stages and name.removesuffix(" mean") not in CLIENT_METRICS)
-    ]
+) -> tuple[list[str], Table, Table]:
+    """The quantities that both sides have, and of each side a row for each round."""
     # Percentiles last, as in a round.
-    return sorted(names, key=lambda name: not name.endswith(" mean"))
-
-
-def _build_table(rounds: Sequence[Mapping[str, float]], names: Sequence[str]) -> Table:
-    """A row for each round. A stage that is not in the breakdowns took 0; without any it is unknown."""
-    return np.array(
-        [
-            [
-                figures.get(
-                    name,
-                    0.0
-                    if TRACED in figures and name.removesuffix(" mean") not in CLIENT_METRICS
-                    else np.nan,
-                )
-                for name in names
-            ]
-            for figures in rounds
-        ]
+    names = sorted(
+        dict.fromkeys(name for figures in (*a, *b) for name in figures),
+        key=lambda name: not name.endswith(" mean"),
     )
+    tables = [np.array([_list_figures(figures, names) for figures in rounds]) for rounds in (a, b)]
+    # Without breakdowns on one side the difference of every stage would be unknown.
+    shared = ~(np.isnan(tables[0]).all(axis=0) | np.isnan(tables[1]).all(axis=0))
+    kept = [name for name, is_shared in zip(names, shared, strict=True) if is_shared]
+    return kept, tables[0][:, shared], tables[1][:, shared]
+
+
+def _list_figures(figures: Mapping[str, float], names: Iterable[str]) -> list[float]:
+    """A round's quantities. A stage that is not in its breakdowns took 0; without any it is unknown."""
+    stage_ms = 0.0 if TRACED in figures else math.nan
+    return [
+        figures.get(name, math.nan if name.removesuffix(" mean") in CLIENT_METRICS else stage_ms)
+        for name in names
+    ]

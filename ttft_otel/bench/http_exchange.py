@@ -15,7 +15,7 @@ import ssl
 import struct
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from time import monotonic_ns, time_ns
@@ -96,7 +96,6 @@ class RawResponse:
     due_ns: int  #: when the request was to be written
     sent_ns: int = 0  #: when it was written
     end_ns: int = 0  #: when the response's last byte came
-    connect_us: int = 0  #: duration of connecting
     lag_ns: int = 0  #: how late this process itself sent the request
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)  #: names in lower case
@@ -241,33 +240,25 @@ async def perform_exchange(
 
 async def _send_and_receive(target: BenchTarget, message: bytes, response: RawResponse) -> None:
     began_ns = monotonic_ns()
-    sock = await _connect_socket(target)
-    tls_context, server_hostname = (
-        (_create_tls_context(), target.host) if target.uses_tls else (None, None)
-    )
-    try:
+    # Closed however it ends: the time-out of perform_exchange() cancels a handshake, too.
+    with await _connect_socket(target) as sock:
         transport, protocol = await asyncio.get_running_loop().create_connection(
             lambda: ResponseProtocol(response, sock),
             # The loop reads through our socket's recv(): that is where the kernel's timestamp is taken.
             sock=sock,
-            ssl=tls_context,
-            server_hostname=server_hostname,
+            ssl=_create_tls_context() if target.uses_tls else None,
+            server_hostname=target.host if target.uses_tls else None,
         )
-    # A cancelled handshake included, which is how the time-out of perform_exchange() ends one.
-    except BaseException:
-        sock.close()
-        raise
-    connected_ns = monotonic_ns()
-    try:
-        # The connection is open by now: the TTFT contains neither TCP's nor TLS's handshake.
-        await sleep_until(response.due_ns)
-        response.sent_ns = monotonic_ns()  # right before the write: the TTFT starts here
-        transport.write(message)
-        await protocol.completed
-    finally:
-        # Not close(), which would wait until what is left to send has been sent.
-        transport.abort()
-    response.connect_us = (connected_ns - began_ns) // 1000
+        connected_ns = monotonic_ns()
+        try:
+            # The connection is open by now: the TTFT contains neither TCP's nor TLS's handshake.
+            await sleep_until(response.due_ns)
+            response.sent_ns = monotonic_ns()  # right before the write: the TTFT starts here
+            transport.write(message)
+            await protocol.completed
+        finally:
+            # Not close(), which would wait until what is left to send has been sent.
+            transport.abort()
     # Our own lateness: beginning to connect after the due time, and writing late on a connection that
     # is open. The time that connecting takes is the server's and the network's.
     response.lag_ns = (
@@ -281,20 +272,18 @@ async def _connect_socket(target: BenchTarget) -> TimestampedSocket:
     last_error = OSError(f"no address for {target.host}")
     # One after the other: localhost often has ::1 first, and few servers listen on both.
     for family, kind, protocol, _, address in await _resolve_addresses(loop, *place):
-        sock = TimestampedSocket(family, kind, protocol)
-        try:
+        with ExitStack() as failure:
+            sock = failure.enter_context(TimestampedSocket(family, kind, protocol))
             sock.setblocking(False)
             # Before connecting, so that no segment arrives without one.
             sock.enable_timestamps()
-            await loop.sock_connect(sock, address)
-        except OSError as error:
-            sock.close()
-            last_error = error
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return sock
+            try:
+                await loop.sock_connect(sock, address)
+            except OSError as error:
+                last_error = error
+            else:
+                failure.pop_all()
+                return sock
     raise last_error
 
 

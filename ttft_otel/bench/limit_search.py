@@ -120,17 +120,13 @@ def judge_evidence(found: Sequence[RateEvidence], tail: float, error: float) -> 
         # As if half of one more independent request were beyond it: none at all is no proof.
         share = min(tail, (beyond + dependence / 2) / (counted + dependence / 2))
     # The likelihood ratio of the binomial; Student's t for the spread, which is estimated itself.
-    needed = _find_normal_quantile(1 - error) * _find_t_quantile(degrees) / _find_t_quantile(10_000)
+    needed = _find_normal_quantile(1 - error) * compute_t_quantile(degrees)
+    needed /= compute_t_quantile(10_000)
     evidence = counted / dependence * _compute_divergence(share, tail)
     return 0 if evidence <= needed**2 / 2 else 1 if share < tail else -1
 
 
 _find_normal_quantile = lru_cache(NormalDist().inv_cdf)
-
-
-@lru_cache(maxsize=512)
-def _find_t_quantile(degrees: int) -> float:
-    return compute_t_quantile(degrees)
 
 
 def _compute_divergence(share: float, tail: float) -> float:
@@ -139,31 +135,24 @@ def _compute_divergence(share: float, tail: float) -> float:
     return sum(one * math.log(one / other) for one, other in parts if one > 0)
 
 
+@dataclass(slots=True)
 class LimitSearch:
-    """Names the next rate to try, until the interval of the limit is narrow or rounds are used up.
+    """Names the next rate to try, until the interval of the limit is narrow or rounds are used up."""
 
-    conditions: all must hold. start: the first rate. is_whole: rates are whole numbers (concurrency).
-    round_requests: requests of a round, None: as many as the conditions need.
-    """
+    conditions: Sequence[LimitCondition]  #: all must hold
+    start: float  #: the first rate
+    is_whole: bool = False  #: rates are whole numbers (concurrency)
+    max_rounds: int = MAX_ROUNDS
+    round_requests: int | None = None  #: None: as many as the conditions need
+    rate: float = field(init=False)  #: of the next round
+    rounds: int = 0
+    ended: str = ""  #: why the search is over, "" while it is not
+    low: float = 0.0
+    high: float = math.inf
+    evidence: dict[float, list[RateEvidence]] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        conditions: Sequence[LimitCondition],
-        start: float,
-        is_whole: bool = False,
-        max_rounds: int = MAX_ROUNDS,
-        round_requests: int | None = None,
-    ) -> None:
-        self.conditions = conditions
-        self.start = self.rate = start
-        self.is_whole = is_whole
-        self.max_rounds = max_rounds
-        self.round_requests = round_requests
-        self.rounds = 0
-        self.ended = ""  #: why the search is over, "" while it is not
-        self.low, self.high = 0.0, math.inf
-        self.evidence: dict[float, list[RateEvidence]] = {}
-        self._error = ERROR_PER_VERDICT / len(conditions)
+    def __post_init__(self) -> None:
+        self.rate = self.start
 
     def count_requests(self) -> int:
         """Requests of the next round."""
@@ -200,11 +189,6 @@ class LimitSearch:
         return "holds" if rate <= self.low else "fails" if rate >= self.high else "undecided"
 
     @property
-    def unit(self) -> str:
-        """Of the rates."""
-        return "concurrent requests" if self.is_whole else "requests/s"
-
-    @property
     def estimate(self) -> float | None:
         """The likeliest limit: between the rates that held and failed by their mere shares."""
         below, above = self._guess_limit()
@@ -214,28 +198,25 @@ class LimitSearch:
         """The highest rate that holds and the lowest that fails, by the condition at `place`."""
         rates = [rate for rate in sorted(self.evidence) if self.evidence[rate][place].rounds]
         found = [self.evidence[rate][place] for rate in rates]
-        tail, count = self.conditions[place].tail, len(rates)
+        error = ERROR_PER_VERDICT / len(self.conditions)
+        ends = range(len(rates) + 1)
+
+        def judge(first: int, end: int) -> int:
+            return judge_evidence(found[first:end], self.conditions[place].tail, error)
+
         holding = (
             rates[low]
-            for low in reversed(range(count))
-            if any(
-                judge_evidence(found[low:end], tail, self._error) > 0
-                for end in range(low + 1, count + 1)
-            )
+            for low in reversed(ends[:-1])
+            if any(judge(low, end) > 0 for end in ends[low:])
         )
         failing = (
-            rates[high]
-            for high in range(count)
-            if any(
-                judge_evidence(found[first : high + 1], tail, self._error) < 0
-                for first in range(high + 1)
-            )
+            rates[end - 1] for end in ends[1:] if any(judge(low, end) < 0 for low in ends[:end])
         )
         return next(holding, 0.0), next(failing, math.inf)
 
     def _guess_limit(self) -> tuple[float, float]:
         """The highest rate whose share is below what is allowed, and the lowest above it; monotone."""
-        below, above = 0.0, math.inf
+        below = above = math.inf
         for place, condition in enumerate(self.conditions):
             # Neighbours whose shares fall are pooled (isotonic regression).
             blocks: list[tuple[int, int, list[float]]] = []
@@ -247,8 +228,7 @@ class LimitSearch:
                     blocks.append((beyond + more, counted + others, rates + higher))
             holding = [each[2][-1] for each in blocks if _get_share(each) < condition.tail]
             failing = [each[2][0] for each in blocks if _get_share(each) >= condition.tail]
-            highest = holding[-1] if holding else 0.0
-            below = highest if not place else min(below, highest)
+            below = min(below, holding[-1] if holding else 0.0)
             above = min([above, *failing])
         return below, above
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from time import monotonic_ns
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from ttft_otel.bench.http_exchange import (
     HTTP_OK,
@@ -33,10 +36,11 @@ from ttft_otel.tracing import context
 CONNECT_LEAD_NS: Final = 20_000_000  # connections are opened this long before their request is due
 START_SPACING_NS: Final = 1_000_000  # between the first requests of a closed loop
 # A stall counts once per interval (docs/guides/benchmark.md).
-LAG_SAMPLE_INTERVAL_S: Final = 0.01
+LAG_SAMPLE_INTERVAL_NS: Final = 10_000_000
 # In vLLM's error messages for prompts that are too long.
 CONTEXT_EXCEEDED_PHRASES: Final = ("maximum context length", "maximum model length")
-MAX_PIECES_PER_TURN: Final = 32  # pieces parsed in one turn of the event loop
+LINE: Final = re.compile(rb"([^\r\n]*)(?:\r\n|\r|\n)")
+MAX_EVENTS_PER_TURN: Final = 32  # events parsed in one turn of the event loop
 DONE_MARKER = "[DONE]"
 # Finish reasons of an answer that the server broke off: a pause, sleep mode, a failed KV load.
 SERVER_ENDS = ("abort", "error")
@@ -53,23 +57,38 @@ class RequestResult:
     content: StreamContent
     timing: timing.ServerTiming | None  #: the server's breakdown, if it sent one
     error: str  #: "" when it succeeded, else the kind of failure
-    server_message: str = ""  #: the server's error message
 
     @property
-    def ttft_us(self) -> float:
-        """Microseconds from the write to the event with the first token."""
-        return (self.content.token_times_ns[0] - self.response.sent_ns) / 1000
+    def ttft_ms(self) -> float:
+        """From the write to the event with the first token."""
+        return (self.content.token_times_ns[0] - self.response.sent_ns) / 1e6
 
     @property
-    def latency_us(self) -> float:
-        """Microseconds from the write to the end of the response."""
-        return (self.response.end_ns - self.response.sent_ns) / 1000
+    def latency_ms(self) -> float:
+        """From the write to the end of the response."""
+        return (self.response.end_ns - self.response.sent_ns) / 1e6
+
+    @property
+    def output_tokens(self) -> int:
+        """As the server counts them, else its events with tokens."""
+        counted = self.content.completion_tokens
+        return len(self.content.token_times_ns) if counted is None else counted
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Time per token after the first; None for a single one."""
+        times_ns = self.content.token_times_ns
+        # By tokens, not by events: a server may send several tokens in one event.
+        later = self.output_tokens - 1
+        return (times_ns[-1] - times_ns[0]) / 1e6 / later if later > 0 else None
 
 
 @dataclass(slots=True)
 class LoadRun:
-    """Results of one run."""
+    """One run of a load: it sends requests to a target, and has their results."""
 
+    target: BenchTarget
+    timeout_s: float = 600.0  #: of each request
     results: list[RequestResult] = field(default_factory=list)
     loop_lags_ns: list[int] = field(default_factory=list)  #: lateness of this process's event loop
     started: int = 0  #: requests sent
@@ -83,17 +102,15 @@ class LoadRun:
         """Number of requests that were sent and have no result (yet)."""
         return self.started - len(self.results)
 
+    @property
+    def start_ns(self) -> int:
+        """Time of the first write, CLOCK_MONOTONIC; 0 without results."""
+        return min((each.response.sent_ns for each in self.results), default=0)
 
-class LoadDriver:
-    """Sends requests to a target and collects their results in `run`.
-
-    timeout_s: for each request.
-    """
-
-    def __init__(self, target: BenchTarget, timeout_s: float = 600.0) -> None:
-        self.target = target
-        self.timeout_s = timeout_s
-        self.run = LoadRun()
+    @property
+    def end_ns(self) -> int:
+        """Time of the last byte, likewise."""
+        return max((each.response.end_ns for each in self.results), default=0)
 
     async def hold_conversation(self, request: BenchRequest, due_ns: int) -> int:
         """Send `request` at `due_ns`, and what follows its answer; returns the end of the last answer."""
@@ -108,7 +125,7 @@ class LoadDriver:
             await sleep_until(due_ns - CONNECT_LEAD_NS)
 
     async def send_request(self, request: BenchRequest, due_ns: int) -> RequestResult:
-        """Send `request` at `due_ns`, and add its result to the run."""
+        """Send `request` at `due_ns`, and add its result."""
         # Both are ours, so that a result can be found in traces and logs.
         trace_id, request_id = context.new_trace_id(), uuid.uuid4().hex
         headers = {
@@ -119,78 +136,49 @@ class LoadDriver:
             # Asks for Server-Timing: with it no trace store is needed to see the stages.
             header_names.ASK_TIMING: "1",
         }
-        self.run.started += 1
+        self.started += 1
         message = self.target.encode_request(request.path, request.body, headers)
-        response = self.run.in_flight[request_id] = RawResponse(due_ns)
+        response = self.in_flight[request_id] = RawResponse(due_ns)
         await perform_exchange(self.target, message, due_ns, self.timeout_s, response)
-        del self.run.in_flight[request_id]  # not of a cancelled one: it stays unanswered
+        del self.in_flight[request_id]  # not of a cancelled one: it stays unanswered
         content = await _parse_response(response)
         breakdown = timing.parse_server_timing(response.headers.get(header_names.SERVER_TIMING, ""))
         error = classify_failure(response, content)
-        result = RequestResult(
-            request_id,
-            trace_id,
-            response,
-            content,
-            breakdown,
-            error,
-            content.server_message if error else "",
-        )
-        self.run.results.append(result)
+        result = RequestResult(request_id, trace_id, response, content, breakdown, error)
+        self.results.append(result)
         return result
 
-    @asynccontextmanager
-    async def measure_loop_lag(self) -> AsyncIterator[None]:
-        """Sample how late this process's event loop is while the block runs."""
-        task = asyncio.create_task(self._sample_loop_lag())
-        try:
-            yield
-        finally:
-            task.cancel()
-
-    async def _sample_loop_lag(self) -> None:
+    async def sample_loop_lag(self) -> None:
+        """Note how late this process's event loop is, until cancelled."""
         while True:
             # Anew for each sample: sleeps that end late must not add up.
-            due_ns = monotonic_ns() + int(LAG_SAMPLE_INTERVAL_S * 1e9)
-            await asyncio.sleep(LAG_SAMPLE_INTERVAL_S)
+            due_ns = monotonic_ns() + LAG_SAMPLE_INTERVAL_NS
+            await asyncio.sleep(LAG_SAMPLE_INTERVAL_NS / 1e9)
             lag_ns = max(0, monotonic_ns() - due_ns)
             # A stall delays all samples that were due within it. Only one was taken, so add the others;
             # otherwise a long stall would count as a single sample.
-            self.run.loop_lags_ns += [
-                lag_ns,
-                *range(
-                    lag_ns - int(LAG_SAMPLE_INTERVAL_S * 1e9), 0, -int(LAG_SAMPLE_INTERVAL_S * 1e9)
-                ),
-            ]
+            later_ns = range(lag_ns - LAG_SAMPLE_INTERVAL_NS, 0, -LAG_SAMPLE_INTERVAL_NS)
+            self.loop_lags_ns += [lag_ns, *later_ns]
 
 
-LoadFunction: TypeAlias = Callable[[LoadDriver], Awaitable[None]]
-
-
-async def run_open_loop(driver: LoadDriver, arrivals: Iterable[tuple[float, BenchRequest]]) -> None:
+async def run_open_loop(run: LoadRun, arrivals: Iterable[tuple[float, BenchRequest]]) -> None:
     """Begin each conversation at its offset, whether or not earlier ones are answered.
 
     arrivals: (seconds after the start, first request), in time order.
     """
     # Twice the lead: the first request is connected in advance as well, with time to spare.
     start_ns = monotonic_ns() + 2 * CONNECT_LEAD_NS
-    under_way: set[asyncio.Task[int]] = set()
-    try:
+    async with _hold_tasks() as under_way:
         for offset_s, request in arrivals:
             due_ns = start_ns + int(offset_s * 1e9)
             # Tasks are created one by one: thousands that sleep would slow down every turn of the loop.
             await sleep_until(due_ns - CONNECT_LEAD_NS)
-            task = asyncio.create_task(driver.hold_conversation(request, due_ns))
+            task = asyncio.create_task(run.hold_conversation(request, due_ns))
             under_way.add(task)
             task.add_done_callback(under_way.discard)
-        await asyncio.gather(*under_way)
-    finally:
-        await _cancel_tasks(under_way)
 
 
-async def run_closed_loop(
-    driver: LoadDriver, requests: Iterable[BenchRequest], concurrency: int
-) -> None:
+async def run_closed_loop(run: LoadRun, requests: Iterable[BenchRequest], concurrency: int) -> None:
     """Hold `concurrency` conversations at once until all that begin with `requests` have ended.
 
     The first ones are sent 1 ms apart: sent at once, this process would be late with most of them.
@@ -201,39 +189,40 @@ async def run_closed_loop(
         await sleep_until(due_ns - CONNECT_LEAD_NS)
         # All take from one iterator, so that a slow answer holds back nobody else's next request.
         for request in queue:
-            due_ns = await driver.hold_conversation(request, due_ns)
+            due_ns = await run.hold_conversation(request, due_ns)
 
-    tasks = {
-        asyncio.create_task(send_in_turn(start_ns + place * START_SPACING_NS))
-        for place in range(concurrency)
-    }
+    async with _hold_tasks() as tasks:
+        for place in range(concurrency):
+            tasks.add(asyncio.create_task(send_in_turn(start_ns + place * START_SPACING_NS)))
+
+
+@asynccontextmanager
+async def _hold_tasks() -> AsyncIterator[set[asyncio.Task[Any]]]:
+    """Tasks that have ended when the block is left; those that have not when it is cancelled are, too."""
+    tasks: set[asyncio.Task[Any]] = set()
     try:
+        yield tasks
         await asyncio.gather(*tasks)
     finally:
-        await _cancel_tasks(tasks)
-
-
-async def _cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel the `tasks` that are not done, and wait until they have ended."""
-    pending = list(tasks)
-    # All first, then the waiting: they end side by side.
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
+        pending = list(tasks)
+        # All first, then the waiting: they end side by side.
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
 
 
 async def _parse_response(response: RawResponse) -> StreamContent:
     """Parse an answer's pieces, a slice at a time."""
-    reader = StreamParser()
+    content = StreamContent()
     # A refusal is one JSON object and no stream.
     if response.status != HTTP_OK:
-        reader.parse_refusal(b"".join(piece for _, piece in response.pieces))
-    for place, (received_ns, piece) in enumerate(response.pieces):
-        if place % MAX_PIECES_PER_TURN == MAX_PIECES_PER_TURN - 1:
+        content.record_refusal(b"".join(piece for _, piece in response.pieces))
+    for place, (received_ns, event) in enumerate(decode_events(response.pieces), 1):
+        if place % MAX_EVENTS_PER_TURN == 0:
             await asyncio.sleep(0)  # let the event loop read other responses
-        reader.parse_piece(received_ns, piece)
+        content.record_event(received_ns, event)
     response.pieces.clear()  # parsed; a long run would keep all bodies in memory
-    return reader.content
+    return content
 
 
 def classify_failure(response: RawResponse, content: StreamContent) -> str:
@@ -254,7 +243,7 @@ def classify_failure(response: RawResponse, content: StreamContent) -> str:
 
 @dataclass(slots=True)
 class StreamContent:
-    """The content of a stream. Numbers of tokens are the server's, None when it did not send them."""
+    """What an answer says. Numbers of tokens are the server's, None when it did not send them."""
 
     #: Arrival of each event with a token; an event may hold several tokens.
     token_times_ns: list[int] = field(default_factory=list)
@@ -266,109 +255,74 @@ class StreamContent:
     server_message: str = ""  #: the server's error message
     is_finished: bool = False  #: whether it was complete
 
-
-class EventDecoder:
-    """Decodes server-sent events from pieces of a byte stream."""
-
-    def __init__(self) -> None:
-        self.incomplete_line = b""
-        self.data_lines: list[bytes] = []
-        self.ends_with_cr = False
-
-    def decode_piece(self, piece: bytes) -> list[bytes]:
-        """The data of the events that end in `piece`; lines end with CR, LF or both."""
-        # CR and LF in two pieces: one line end, not an empty line that would end the event.
-        if self.ends_with_cr and piece[:1] == b"\n":
-            piece = piece[1:]
-        if piece:
-            self.ends_with_cr = piece[-1:] == b"\r"
-        # Bytes, not text: a piece may end within a character.
-        text = (self.incomplete_line + piece).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        *lines, self.incomplete_line = text.split(b"\n")
-        return [event for line in lines if (event := self._decode_line(line)) is not None]
-
-    def _decode_line(self, line: bytes) -> bytes | None:
-        """Decode one line; an empty one ends an event, whose data is returned if it has any."""
-        if line:
-            # Comments (": ping") and other fields have no data and end here.
-            name, _, value = line.partition(b":")
-            if name == b"data":
-                self.data_lines.append(value.removeprefix(b" "))
-            return None
-        event = b"\n".join(self.data_lines) if self.data_lines else None
-        self.data_lines = []
-        return event
-
-
-class StreamParser:
-    """Fill a StreamContent from the pieces of one body."""
-
-    def __init__(self) -> None:
-        self.decoder = EventDecoder()
-        self.content = StreamContent()
-        self.last_ns = 0
-
-    def parse_piece(self, received_ns: int, piece: bytes) -> None:
-        """Parse a piece that arrived at `received_ns`, which is the time of all events that it ends."""
-        for event in self.decoder.decode_piece(piece):
-            self._parse_event(received_ns, event.decode("utf-8", "replace"))
-
-    def parse_refusal(self, body: bytes) -> None:
+    def record_refusal(self, body: bytes) -> None:
         """Take the error message from the `body` of a response with a status other than 200."""
         try:
-            self.content.server_message = _extract_message(json.loads(body))
+            self.server_message = _extract_message(json.loads(body))
         except ValueError:
-            self.content.server_message = _sanitize_text(body.decode("utf-8", "replace"))
+            self.server_message = _sanitize_text(body.decode("utf-8", "replace"))
 
-    def _parse_event(self, received_ns: int, data: str) -> None:
+    def record_event(self, received_ns: int, event: bytes) -> None:
+        """Take what the data of an event says that was complete at `received_ns`."""
+        data = event.decode("utf-8", "replace")
         if data == DONE_MARKER:
-            self.content.is_finished = True
+            self.is_finished = True
             return
         try:
             payload = json.loads(data)
         # The stream is read on: later tokens still have their times.
         except (ValueError, RecursionError):
-            self.content.stream_error = self.content.stream_error or "no JSON in the stream"
+            self.stream_error = self.stream_error or "no JSON in the stream"
             return
         # Valid JSON, but of no API: neither a token nor an error.
         if not isinstance(payload, dict):
             return
         if payload.get("error"):
-            self.content.stream_error = "error in the stream"
-            self.content.server_message = self.content.server_message or _extract_message(payload)
+            self.stream_error = "error in the stream"
+            self.server_message = self.server_message or _extract_message(payload)
         # vLLM's last event has usage and no choices.
         self._record_usage(_coerce_object(payload.get("usage")))
-        raw_choices = payload.get("choices")
-        choices = (
-            [_coerce_object(choice) for choice in raw_choices]
-            if isinstance(raw_choices, list)
-            else []
-        )
+        listed = payload.get("choices")
+        choices = [_coerce_object(each) for each in listed] if isinstance(listed, list) else []
         for choice in choices:
             delta = _coerce_object(choice.get("delta"))
-            self.content.text_parts.append(str(choice.get("text") or delta.get("content") or ""))
+            self.text_parts.append(str(choice.get("text") or delta.get("content") or ""))
+        ends = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
         # HTTP has answered 200 by then: only the finish reason tells it.
-        if any(choice.get("finish_reason") in SERVER_ENDS for choice in choices):
-            self.content.stream_error = self.content.stream_error or "ended by the server"
-        self.content.is_finished = self.content.is_finished or _has_finished(choices)
+        if any(end in SERVER_ENDS for end in ends):
+            self.stream_error = self.stream_error or "ended by the server"
+        self.is_finished = self.is_finished or bool(ends)
         # An event with only a finish reason counts as a token if none came before: the only token of
         # the answer then has an empty text.
-        if any(map(_has_token, choices)) or (
-            choices and _has_finished(choices) and not self.content.token_times_ns
-        ):
-            self.content.token_times_ns.append(received_ns)
+        if any(map(_has_token, choices)) or (ends and not self.token_times_ns):
+            self.token_times_ns.append(received_ns)
 
     def _record_usage(self, usage: dict[str, Any]) -> None:
-        self.content.prompt_tokens = _parse_count(
-            usage.get("prompt_tokens"), self.content.prompt_tokens
-        )
-        self.content.completion_tokens = _parse_count(
-            usage.get("completion_tokens"), self.content.completion_tokens
-        )
         details = _coerce_object(usage.get("prompt_tokens_details"))
-        self.content.cached_tokens = _parse_count(
-            details.get("cached_tokens"), self.content.cached_tokens
-        )
+        counts = {**usage, "cached_tokens": details.get("cached_tokens")}
+        for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
+            # type() and not isinstance(): true is an int to Python.
+            if type(counts.get(name)) is int and counts[name] >= 0:
+                setattr(self, name, counts[name])
+
+
+def decode_events(pieces: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """The data of server-sent events, each with the time of the piece that completed it.
+
+    pieces: of a body, with their times. Lines end with CR, LF or both.
+    """
+    ends, lines = list(accumulate(len(piece) for _, piece in pieces)), list[bytes]()
+    # Of the whole body, as bytes: a piece may end within a character, or between CR and LF.
+    for line in LINE.finditer(b"".join(piece for _, piece in pieces)):
+        if line[1]:
+            # Comments (": ping") and other fields have no data.
+            name, _, value = line[1].partition(b":")
+            if name == b"data":
+                lines.append(value.removeprefix(b" "))
+        elif lines:
+            # An empty line ends an event as soon as the first byte of its end is there.
+            yield pieces[bisect_right(ends, line.end(1))][0], b"\n".join(lines)
+            lines = []
 
 
 def _extract_message(payload: Any) -> str:
@@ -391,12 +345,6 @@ def _coerce_object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _parse_count(value: Any, previous: int | None) -> int | None:
-    """`value` if it is a number of tokens, else `previous`."""
-    # type() and not isinstance(): true is an int to Python.
-    return value if type(value) is int and value >= 0 else previous
-
-
 def _has_token(choice: dict[str, Any]) -> bool:
     """Whether a choice of an event holds a token, rather than only a role or a finish reason."""
     delta = _coerce_object(choice.get("delta"))
@@ -405,7 +353,3 @@ def _has_token(choice: dict[str, Any]) -> bool:
     # A token that is only a part of a character has an empty text.
     has_silent_token = "role" not in delta and not choice.get("finish_reason")
     return bool(has_content) or has_silent_token
-
-
-def _has_finished(choices: list[dict[str, Any]]) -> bool:
-    return any(choice.get("finish_reason") for choice in choices)

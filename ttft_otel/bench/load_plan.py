@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
 from ttft_otel.bench.data_file import DataFile
-from ttft_otel.bench.load_driver import LoadFunction, run_closed_loop, run_open_loop
+from ttft_otel.bench.load_driver import LoadRun, run_closed_loop, run_open_loop
 from ttft_otel.bench.request_factory import (
     BenchInputError,
     BenchRequest,
@@ -35,26 +35,25 @@ WARMUP_CONCURRENCY: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class DatasetShape:
-    """Lengths of prompts made up, in tokens, and what else is in them."""
+    """Lengths of prompts made up, in tokens, and what else is in them: the flags of those names."""
 
-    input_tokens: int = 512
-    output_tokens: int = 64
-    length_spread: float = 0.0  #: 0.2 varies lengths by ±20 %
-    prefix_tokens: int = 0  #: before the first question
-    prefix_count: int = 1
-    images_per_request: int = 0
-    image_edge_px: int = 224
+    input_len: int = 512
+    output_len: int = 64
+    spread: float = 0.0  #: 0.2 varies lengths by ±20 %
+    prefix_len: int = 0  #: before the first question
+    prefixes: int = 1
+    images: int = 0  #: of each question
+    image_size: int = 224  #: width and height in pixels
     turns: int = 1  #: questions of each conversation
-    think_s: float = 0.0  #: mean time from an answer to the next question
+    think: float = 0.0  #: mean seconds from an answer to the next question
 
     @property
     def most_tokens(self) -> int:
         """Tokens of the longest prompt with its answer."""
         longest = [
-            math.ceil(length * (1 + self.length_spread))
-            for length in (self.input_tokens, self.output_tokens)
+            math.ceil(length * (1 + self.spread)) for length in (self.input_len, self.output_len)
         ]
-        return self.prefix_tokens + self.turns * sum(longest)
+        return self.prefix_len + self.turns * sum(longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,34 +75,32 @@ class LoadPlan:
     seed: int = 0
     timeout_s: float = 600.0  #: of each request
 
-    def build_load(self, seed: int, requests: Sequence[BenchRequest]) -> LoadFunction:
-        """A function that sends one run's load, the conversations that begin with `requests`."""
+    async def send_load(self, run: LoadRun, seed: int, requests: Iterable[BenchRequest]) -> None:
+        """Send one run's load, the conversations that begin with `requests`."""
         # In a closed loop a trace's own times have no meaning: answers set the pace.
         if self.concurrency:
-            concurrency = self.concurrency
-            return lambda driver: run_closed_loop(driver, requests, concurrency)
-        offsets_s = (
-            self._generate_offsets_s(seed) if self.rate else (ask.wait_s for ask in requests)
-        )
-        # Not strict: the offsets of a rate never end.
-        arrivals = list(zip(offsets_s, requests, strict=False))
-        return lambda driver: run_open_loop(driver, arrivals)
+            await run_closed_loop(run, requests, self.concurrency)
+        elif self.rate:
+            # Not strict: the offsets of a rate never end.
+            await run_open_loop(run, zip(self._generate_offsets_s(seed), requests, strict=False))
+        else:
+            await run_open_loop(run, ((each.wait_s, each) for each in requests))
 
-    def build_warmup(self, factory: RequestFactory, seed: int) -> LoadFunction:
-        """The load before a run: first questions like the run's, but different ones; not counted."""
+    async def send_warmup(self, run: LoadRun, seed: int, factory: RequestFactory) -> None:
+        """Send the load before a run: first questions like the run's, but different ones; not counted."""
         plan = replace(self, request_count=self.warmup, shape=replace(self.shape, turns=1))
         # A negative seed: no round has it.
-        requests = list(itertools.islice(plan.generate_requests(factory, -1 - seed), self.warmup))
+        requests = [
+            replace(each, next_turn=None) for each in plan.generate_requests(factory, -1 - seed)
+        ]
         # A closed loop whatever the plan is: the run begins when the last warm-up is answered.
-        return lambda driver: run_closed_loop(
-            driver, [replace(each, next_turn=None) for each in requests], WARMUP_CONCURRENCY
-        )
+        await run_closed_loop(run, requests, WARMUP_CONCURRENCY)
 
     def check_context(self, factory: RequestFactory) -> None:
         """Raise BenchInputError when requests may exceed the server's context."""
         most = self.file.most_tokens if self.file else self.shape.most_tokens
         # 0: the server did not tell its context; then it refuses by itself.
-        context_tokens = factory.profile.context_tokens
+        context_tokens = factory.context_tokens
         if context_tokens and most > context_tokens:
             remedy = "--max-input and --max-output cut them" if self.file else "give shorter ones"
             raise BenchInputError(
@@ -118,48 +115,51 @@ class LoadPlan:
     def generate_requests(self, factory: RequestFactory, seed: int) -> Iterator[BenchRequest]:
         """The first request of each conversation of a run."""
         if self.file:
-            think = partial(self._draw_gap, mean=self.shape.think_s)
-            return self.file.generate_requests(factory, seed, self.request_count, think)
-        return self._draw_conversations(factory, seed)
+            think = partial(self._draw_gap, mean=self.shape.think)
+            conversations = self.file.draw_turns(factory, seed, think)
+        else:
+            conversations = self._draw_turns(factory, seed)
+        left = self.count_requests()
+        for number, turns in enumerate(conversations):
+            kept = turns[:left]
+            is_made_chat = factory.uses_chat and not self.file
+            headers = {USER_HEADER: f"{seed}-{number}"} if is_made_chat else {}
+            yield factory.build_conversation(kept, headers)
+            left -= len(kept)
+            if not left:
+                return
 
-    def _draw_conversations(self, factory: RequestFactory, seed: int) -> Iterator[BenchRequest]:
-        """Questions of random units; the first one after one of the prefixes."""
+    def _draw_turns(self, factory: RequestFactory, seed: int) -> Iterator[list[Turn]]:
+        """Endless conversations: questions of random units, the first one after one of the prefixes."""
         shape = self.shape
         # Two streams: both sides of --ab have the same lengths, and no prompt that the other's cache knows.
         rng = random.Random(f"lengths/{seed}")
         words = random.Random(f"words/{seed}/{factory.side}")
-        prefixes = [
-            factory.draw_prompt(words, shape.prefix_tokens) for _ in range(shape.prefix_count)
-        ]
-        left = self.count_requests()
-        for number in itertools.count():
-            if not left:
-                return
+        prefixes = [factory.draw_prompt(words, shape.prefix_len) for _ in range(shape.prefixes)]
+        while True:
             turns = []
-            for place in range(min(shape.turns, left)):
-                tail = factory.draw_prompt(words, self._vary_length(rng, shape.input_tokens))
+            for place in range(shape.turns):
+                tail = factory.draw_prompt(words, self._vary_length(rng, shape.input_len))
                 # At random and not in turn, which round_robin would always send to the same instance.
                 units = tail if place else rng.choice(prefixes) + tail
-                answer_tokens = self._vary_length(rng, shape.output_tokens)
-                think_s = self._draw_gap(rng, shape.think_s) if place else 0.0
-                turns.append(
-                    Turn(self._write_content(factory, words, units), answer_tokens, think_s)
-                )
-            left -= len(turns)
-            yield factory.build_conversation(turns, {USER_HEADER: f"{seed}-{number}"})
+                answer_tokens = self._vary_length(rng, shape.output_len)
+                think_s = self._draw_gap(rng, shape.think) if place else 0.0
+                content = self._write_content(factory, words, units)
+                turns.append(Turn(content, answer_tokens, think_s))
+            yield turns
 
     def _write_content(
         self, factory: RequestFactory, rng: random.Random, units: Sequence[int]
     ) -> object:
-        if not self.shape.images_per_request:
+        if not self.shape.images:
             return factory.write_content(units)
         # 32 bits: among ten thousand images two are equal in one of a hundred runs.
-        seeds = [rng.getrandbits(32) for _ in range(self.shape.images_per_request)]
-        return build_image_content(seeds, self.shape.image_edge_px, join_words(units))
+        seeds = [rng.getrandbits(32) for _ in range(self.shape.images)]
+        return build_image_content(seeds, self.shape.image_size, join_words(units))
 
     def _vary_length(self, rng: random.Random, length: int) -> int:
         """A random length within the spread, at least 1."""
-        return max(1, round(length * (1 + self.shape.length_spread * rng.uniform(-1, 1))))
+        return max(1, round(length * (1 + self.shape.spread * rng.uniform(-1, 1))))
 
     def _draw_gap(self, rng: random.Random, mean: float) -> float:
         """A time from one event of the arrival process to the next."""

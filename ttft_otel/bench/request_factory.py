@@ -68,15 +68,7 @@ class Turn:
     content: Any  #: token IDs, or what a chat's message contains
     answer_tokens: int
     wait_s: float = 0.0  #: as of BenchRequest
-
-
-@dataclass(frozen=True, slots=True)
-class ModelProfile:
-    """Properties of a model, from `discover_profile`."""
-
-    token_ids: Sequence[int] = UNIVERSAL_TOKEN_IDS  #: of which prompts are made
-    tokens_per_word: float = 1.0  #: the mean over PROMPT_WORDS
-    context_tokens: int = 0  #: 0 when unknown
+    is_whole: bool = False  #: it has all of the prompt, whatever was said before
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,25 +81,27 @@ class RequestFactory:
 
     model: str
     uses_chat: bool = False
-    profile: ModelProfile = field(default_factory=ModelProfile)
     side: int = 0
+    context_tokens: int = 0  #: 0 when unknown
+    token_ids: Sequence[int] = UNIVERSAL_TOKEN_IDS  #: of which prompts are made
+    tokens_per_word: float = 1.0  #: the mean over PROMPT_WORDS
 
     def count_units(self, tokens: int) -> int:
         """Number of units of a prompt with about `tokens` tokens."""
         if not self.uses_chat:
             return tokens
         # Never empty where tokens were asked for: servers refuse an empty prompt.
-        return max(1, round(tokens / self.profile.tokens_per_word)) if tokens else 0
+        return max(1, round(tokens / self.tokens_per_word)) if tokens else 0
 
     def count_text_tokens(self, text: str) -> int:
         """About the number of tokens of a text, by those of PROMPT_WORDS; 1 at least."""
         word_length = len(" ".join(PROMPT_WORDS)) / len(PROMPT_WORDS)
-        return max(1, round(len(text) / word_length * self.profile.tokens_per_word))
+        return max(1, round(len(text) / word_length * self.tokens_per_word))
 
     def draw_prompt(self, rng: random.Random, tokens: int) -> list[int]:
         """Random units of about `tokens` tokens."""
         # With replacement, so that prompts may be longer than the pool.
-        pool = range(len(PROMPT_WORDS)) if self.uses_chat else self.profile.token_ids
+        pool = range(len(PROMPT_WORDS)) if self.uses_chat else self.token_ids
         return rng.choices(pool, k=self.count_units(tokens))
 
     def write_content(self, units: Sequence[int]) -> Any:
@@ -122,22 +116,23 @@ class RequestFactory:
     ) -> BenchRequest:
         """The request of the first of `turns`; the others follow with what has been said until then.
 
-        history: messages before the first of them. The completions API knows one turn only.
+        history: messages before the first of them.
         """
         turn, *later = turns
-        if not self.uses_chat:
-            body = self._encode_body({"prompt": turn.content}, turn.answer_tokens)
-            return BenchRequest(COMPLETIONS_PATH, body, turn.wait_s)
         messages = [*history, {"role": "user", "content": turn.content}]
+        if turn.is_whole:
+            messages = messages[-1:]
 
         def build_next_turn(answer: str | None) -> BenchRequest:
             said = [*messages, {"role": "assistant", "content": answer}]
             # A question that failed is not part of the following prompts.
             return self.build_conversation(later, headers, history if answer is None else said)
 
-        body = self._encode_body({"messages": messages}, turn.answer_tokens)
+        prompt = {"messages": messages} if self.uses_chat else {"prompt": turn.content}
+        body = self._encode_body(prompt, turn.answer_tokens)
+        path = CHAT_PATH if self.uses_chat else COMPLETIONS_PATH
         following = build_next_turn if later else None
-        return BenchRequest(CHAT_PATH, body, turn.wait_s, headers or {}, following)
+        return BenchRequest(path, body, turn.wait_s, headers or {}, following)
 
     def _encode_body(self, body: dict[str, Any], answer_tokens: int) -> bytes:
         defaults = {
@@ -201,34 +196,29 @@ def draw_data_url(seed: int, width: int = 112, height: int = 112) -> str:
     )
 
 
-def discover_model(target: BenchTarget, requested_model: str | None) -> tuple[str, int]:
-    """The model's name and its context in tokens (0 when unknown).
+def discover_factory(
+    target: BenchTarget, requested_model: str | None, uses_chat: bool, side: int
+) -> RequestFactory:
+    """A factory for the server's model. uses_chat, side: of RequestFactory.
 
     requested_model: the name from --model; None takes the first model of /v1/models.
-    Raises BenchInputError when there is no name.
+    Token IDs and tokens per word are asked of the server with one completion; where that fails, they are
+    those that every vocabulary has. Raises BenchInputError when there is no name.
     """
     try:
         cards = _fetch_json(target, MODELS_PATH)["data"]
         card = next(candidate for candidate in cards if requested_model in (None, candidate["id"]))
-        return str(card["id"]), int(card.get("max_model_len") or 0)
+        model, context_tokens = str(card["id"]), int(card.get("max_model_len") or 0)
     except (*RESPONSE_ERRORS, StopIteration) as error:
         # Some gateways list no models; with a name the load can be sent all the same.
-        if requested_model:
-            return requested_model, 0
-        remedy = "is the server up? Else give --model"
-        if str(error) in KEY_WANTED:
-            remedy = "give its key: --header 'authorization: Bearer KEY'"
-        raise BenchInputError(
-            f"{target.url}/v1/models names no model ({error}); {remedy}"
-        ) from error
-
-
-def discover_profile(target: BenchTarget, model: str, context_tokens: int) -> ModelProfile:
-    """Token IDs and tokens per word for building prompts.
-
-    Asks the server with one completion; where that fails, uses IDs that every vocabulary has.
-    """
-    profile = ModelProfile(context_tokens=context_tokens)
+        if not requested_model:
+            remedy = "is the server up? Else give --model"
+            if str(error) in KEY_WANTED:
+                remedy = "give its key: --header 'authorization: Bearer KEY'"
+            said = f"{target.url}/v1/models names no model ({error}); {remedy}"
+            raise BenchInputError(said) from error
+        model, context_tokens = requested_model, 0
+    factory = RequestFactory(model, uses_chat, side, context_tokens)
     # All words in one prompt, as they are joined in chats: a blank often belongs to the next token.
     question = {"model": model, "prompt": " ".join(PROMPT_WORDS), "max_tokens": 1, "temperature": 0}
     # Without special tokens: one would be counted as part of a word, and drawn into prompts.
@@ -236,15 +226,12 @@ def discover_profile(target: BenchTarget, model: str, context_tokens: int) -> Mo
     try:
         response = _fetch_json(target, COMPLETIONS_PATH, {**question, **token_id_options})
         if (count := response["usage"]["prompt_tokens"]) > 0:
-            profile = replace(profile, tokens_per_word=count / len(PROMPT_WORDS))
-        ids = response["choices"][0].get("prompt_token_ids")
+            factory = replace(factory, tokens_per_word=count / len(PROMPT_WORDS))
         # Each once and in order: a seed must give the same prompt in the next run.
-        profile = (
-            replace(profile, token_ids=tuple(dict.fromkeys(map(int, ids)))) if ids else profile
-        )
+        ids = dict.fromkeys(map(int, response["choices"][0].get("prompt_token_ids") or ()))
+        return replace(factory, token_ids=tuple(ids) or factory.token_ids)
     except RESPONSE_ERRORS:
-        pass  # an older vLLM or another server: the defaults work with any vocabulary
-    return profile
+        return factory  # an older vLLM or another server: the defaults work with any vocabulary
 
 
 def _fetch_json(target: BenchTarget, path: str, body: Any = None) -> Any:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
-from time import monotonic_ns, time_ns
+from time import monotonic_ns
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -42,29 +42,34 @@ RequestRow: TypeAlias = Mapping[str, Any]
 
 
 def measure_request(result: RequestResult, start_ns: int) -> dict[str, Any]:
-    """The row of a successful RequestResult, and `gaps_ms`. start_ns: the run's first write."""
-    content = result.content
+    """The row of a successful RequestResult, and `gaps_ms`; its stages add up to the client's TTFT.
+
+    start_ns: the run's first write.
+    """
+    content, breakdown, stages_ms = result.content, result.timing, {}
+    if breakdown is not None:
+        rest = {
+            stages.UNATTRIBUTED: breakdown.unattributed / 1000,
+            # A difference of two lengths: no offset between the hosts' clocks is needed.
+            stages.OUTSIDE: result.ttft_ms - breakdown.ttft / 1000,
+        }
+        stages_ms = {name: us / 1000 for name, us in breakdown.stages.items()} | rest
     gaps_ms = [(b - a) / 1e6 for a, b in pairwise(content.token_times_ns)]
-    output_tokens = content.completion_tokens
-    if output_tokens is None:
-        output_tokens = len(content.token_times_ns)
-    # By tokens, not by events: a server may send several tokens in one event. None for a single one.
-    tpot_ms = sum(gaps_ms) / (output_tokens - 1) if output_tokens > 1 else None
     return {
         "request_id": result.request_id,
         "trace_id": result.trace_id,
         "sent_ms": round_ms((result.response.sent_ns - start_ns) / 1e6),
-        "ttft_ms": round_ms(result.ttft_us / 1000),
-        "latency_ms": round_ms(result.latency_us / 1000),
-        "tpot_ms": None if tpot_ms is None else round_ms(tpot_ms),
+        "ttft_ms": round_ms(result.ttft_ms),
+        "latency_ms": round_ms(result.latency_ms),
+        "tpot_ms": None if result.tpot_ms is None else round_ms(result.tpot_ms),
         # None with a single token event: there is no gap then.
         "itl_ms": round_ms(fmean(gaps_ms)) if gaps_ms else None,
         # The weight of `itl_ms` when all gaps of a round are averaged.
         "itl_count": len(gaps_ms),
         "input_tokens": content.prompt_tokens,
-        "output_tokens": output_tokens,
+        "output_tokens": result.output_tokens,
         "cached_tokens": content.cached_tokens,
-        "stages_ms": {name: round_ms(ms) for name, ms in _split_ttft(result).items()},
+        "stages_ms": {name: round_ms(ms) for name, ms in stages_ms.items()},
         "gaps_ms": gaps_ms,
     }
 
@@ -74,24 +79,10 @@ def round_ms(value: float) -> float:
     return round(float(value), 3)
 
 
-def _split_ttft(result: RequestResult) -> dict[str, float]:
-    """The client's TTFT as the server's stages, unattributed time, and time outside of the server."""
-    breakdown = result.timing
-    if breakdown is None:
-        return {}
-    parts = {name: us / 1000 for name, us in breakdown.stages.items()}
-    rest = {
-        stages.UNATTRIBUTED: breakdown.unattributed / 1000,
-        # A difference of two lengths: no offset between the hosts' clocks is needed.
-        stages.OUTSIDE: (result.ttft_us - breakdown.ttft) / 1000,
-    }
-    return {**parts, **rest}
-
-
 def collect_rows(run: LoadRun) -> list[dict[str, Any]]:
     """Rows of all successful requests of `run`, in the order in which they were sent."""
     # The first request is the start of the run, even if it failed.
-    start_ns = find_start_ns(run)
+    start_ns = run.start_ns
     rows = [measure_request(each, start_ns) for each in run.results if not each.error]
     return sorted(rows, key=lambda row: float(row["sent_ms"]))
 
@@ -115,25 +106,6 @@ def find_steady_start(values: Sequence[float]) -> int | None:
     return None if abs(slope) > MAX_TREND * error else first
 
 
-def find_start_ns(run: LoadRun) -> int:
-    """Time of the first write in `run`, CLOCK_MONOTONIC; 0 without results."""
-    return min((result.response.sent_ns for result in run.results), default=0)
-
-
-def find_window(run: LoadRun) -> tuple[int, int]:
-    """Unix nanoseconds between which `run` sent its requests and got its answers."""
-    offset_ns = time_ns() - monotonic_ns()
-    end_ns = max((each.response.end_ns for each in run.results), default=0)
-    return find_start_ns(run) + offset_ns, end_ns + offset_ns
-
-
-def compute_duration_s(run: LoadRun) -> float:
-    """Seconds from the first write to the last byte of `run`."""
-    if not run.results:
-        return 0.0
-    return (max(result.response.end_ns for result in run.results) - find_start_ns(run)) / 1e9
-
-
 def find_lateness(run: LoadRun) -> float:
     """How late the last requests of `run` left (median), as a share of the time planned for all."""
     responses = sorted((each.response for each in run.results), key=lambda each: each.due_ns)
@@ -144,24 +116,24 @@ def find_lateness(run: LoadRun) -> float:
     return late_ns / max(1, responses[-1].due_ns - responses[0].due_ns)
 
 
-def list_waits(run: LoadRun, conditions: Sequence[LimitCondition]) -> dict[str, list[float]]:
-    """Milliseconds of each metric of `conditions`, in the order of sending.
+def list_waits(run: LoadRun, metric: str, now_ns: float = math.inf) -> list[float]:
+    """Milliseconds of `metric` (ttft, tpot or latency), in the order of sending.
 
-    Infinite for a request that failed, or was unanswered when the run ended early; 0 where it has no value,
-    such as the TPOT of a single token.
+    Infinite for a request that failed; 0 where it has no value, such as the TPOT of a single token. One that
+    is unanswered has waited until `now_ns`, in a run that has ended for ever.
     """
-    waits = {each.metric: list[tuple[int, float]]() for each in conditions}
-    for result in run.results:
-        found = {} if result.error else measure_request(result, 0)
-        for metric, rows in waits.items():
-            value = math.inf if result.error else found[f"{metric}_ms"] or 0.0
-            rows.append((result.response.sent_ns, value))
-    for response in run.in_flight.values():
+    waits = [
+        (each.response.sent_ns, math.inf if each.error else getattr(each, f"{metric}_ms") or 0.0)
+        for each in run.results
+    ]
+    if metric != "tpot":
         # Of those with a first piece nobody knows how they would have ended.
-        if response.sent_ns and not response.pieces:
-            for metric in {"ttft", "latency"} & set(waits):
-                waits[metric].append((response.sent_ns, math.inf))
-    return {metric: [value for _, value in sorted(rows)] for metric, rows in waits.items()}
+        waits += [
+            (each.sent_ns, (now_ns - each.sent_ns) / 1e6)
+            for each in run.in_flight.values()
+            if each.sent_ns and not each.pieces
+        ]
+    return [wait_ms for _, wait_ms in sorted(waits)]
 
 
 def is_overloaded(run: LoadRun, conditions: Sequence[LimitCondition], planned: int) -> bool:
@@ -169,18 +141,8 @@ def is_overloaded(run: LoadRun, conditions: Sequence[LimitCondition], planned: i
 
     planned: requests of the whole run.
     """
-    now_ns = monotonic_ns()
-    waits = [
-        (each.sent_ns, (now_ns - each.sent_ns) / 1e6)
-        for each in run.in_flight.values()
-        if each.sent_ns and not each.pieces
-    ]
-    waits += [
-        (each.response.sent_ns, math.inf if each.error else each.ttft_us / 1000)
-        for each in run.results
-    ]
     # The first ones do not count; what is left is to prove something.
-    waits_ms = [wait_ms for _, wait_ms in sorted(waits)[int(WARMUP_SHARE * planned) :]]
+    waits_ms = list_waits(run, "ttft", monotonic_ns())[int(WARMUP_SHARE * planned) :]
     return any(
         sum(wait_ms > each.limit_ms for wait_ms in waits_ms) > OVERLOAD_SHARE * planned
         for each in conditions
@@ -195,14 +157,6 @@ def group_failures(run: LoadRun) -> dict[str, list[RequestResult]]:
         if result.error:
             by_kind.setdefault(result.error, []).append(result)
     return dict(sorted(by_kind.items(), key=lambda item: -len(item[1])))
-
-
-def measure_lag(run: LoadRun) -> dict[str, float]:
-    """How late this process was in `run`: p99 of its sends and of its event loop, in milliseconds."""
-    return {
-        "send_p99": compute_quantile((each.response.lag_ns / 1e6 for each in run.results), 0.99),
-        "loop_p99": compute_quantile((each / 1e6 for each in run.loop_lags_ns), 0.99),
-    }
 
 
 def order_stages(rows: Sequence[RequestRow]) -> list[str]:
@@ -255,13 +209,6 @@ def sum_prefill(parts: Mapping[str, float]) -> float:
     )
 
 
-def count_good(rows: Sequence[RequestRow], slo_ms: Mapping[str, float]) -> int:
-    """Number of `rows` within all limits. slo_ms: metric -> limit."""
-    return sum(
-        all((row[f"{name}_ms"] or 0.0) <= limit for name, limit in slo_ms.items()) for row in rows
-    )
-
-
 def average_tail_stages(rows: Sequence[RequestRow]) -> dict[str, dict[str, float]]:
     """Mean stages of the middle tenth ("p50") and of the slowest hundredth ("p99").
 
@@ -273,7 +220,7 @@ def average_tail_stages(rows: Sequence[RequestRow]) -> dict[str, dict[str, float
     # Half of the middle tenth lies on each side of the median.
     middle, half_width = len(ranked) // 2, max(1, len(ranked) // 20)
     usual = ranked[middle - half_width : middle + half_width]
-    slow, names = ranked[-_count_slowest(ranked) :], order_stages(ranked)
+    slow, names = ranked[-max(1, len(ranked) // 100) :], order_stages(ranked)
     return {"p50": average_stages(usual, names), "p99": average_stages(slow, names)}
 
 
@@ -289,14 +236,12 @@ def average_stages(rows: Sequence[RequestRow], names: Iterable[str]) -> dict[str
     }
 
 
-def _count_slowest(rows: Sequence[RequestRow]) -> int:
-    """The number of the slowest hundredth of `rows`, one at least."""
-    return max(1, len(rows) // 100)
+def explain_tail(rows: Sequence[RequestRow], ends: Mapping[str, Mapping[str, float]]) -> str:
+    """A sentence that names the stage by which the slowest hundredth differs most from the middle tenth.
 
-
-def explain_tail(rows: Sequence[RequestRow]) -> str:
-    """A sentence that names the stage by which the slowest hundredth differs most from the middle tenth."""
-    traced = rank_traced(rows)
+    ends: of average_tail_stages().
+    """
+    traced = sum(bool(row["stages_ms"]) for row in rows)
     if not rows:
         return "No request succeeded, so there is nothing to explain."
     if not traced:
@@ -304,16 +249,15 @@ def explain_tail(rows: Sequence[RequestRow]) -> str:
             "No breakdown: no answer had a Server-Timing of ttft-otel (a server without it, or a proxy "
             "that removes the header), so nothing is said about stages."
         )
-    ends = average_tail_stages(traced)
     if not ends:
         return (
-            f"{len(traced)} requests with a breakdown are too few to explain the slowest (from "
+            f"{traced} requests with a breakdown are too few to explain the slowest (from "
             f"{MIN_EXPLAINED_REQUESTS})."
         )
     excess_by_stage = {name: ms - ends["p50"][name] for name, ms in ends["p99"].items()}
     excess_ms = sum(excess_by_stage.values())
     name = max(excess_by_stage, key=lambda each: excess_by_stage[each])
-    count = _count_slowest(traced)
+    count = max(1, traced // 100)
     subject = f"The slowest {count} requests are" if count > 1 else "The slowest request is"
     sentence = f"{subject} {excess_ms:.1f} ms slower than the middle tenth on average"
     if excess_by_stage[name] > excess_ms:  # no share of it: other stages were quicker

@@ -17,6 +17,7 @@ from ttft_otel.bench.bench_session import BenchSide
 from ttft_otel.bench.limit_search import CONFIDENCE, LimitSearch
 from ttft_otel.bench.load_driver import LoadRun
 from ttft_otel.bench.request_statistics import BATCH, MIN_BATCHES, RequestRow, round_ms
+from ttft_otel.model.statistics import compute_quantile
 
 # To be counted up when a field changes its meaning: `bench compare` refuses other formats.
 RESULT_FORMAT: Final = "ttft-otel-bench/2"
@@ -76,33 +77,28 @@ def describe_sweep(probes: Sequence[BenchSide], search: LimitSearch | None) -> d
     """
     tail = min((each.tail for each in search.conditions), default=0.0) if search else SLOWEST_SHARE
     rows = [_describe_probe(probe, tail, search) for probe in probes]
-    closed = any(probe.plan.concurrency for probe in probes)
     return {
-        "unit": "concurrent requests" if closed else "requests/s",
+        "unit": probes[0].unit,
         "rates": rows,
         "knee": find_knee(rows),
         "explanation": explain_growth(rows, search.conditions[0].limit_ms if search else None),
         "whatif": None,
-        "limit": _describe_limit(search) if search else None,
-    }
-
-
-def _describe_limit(search: LimitSearch) -> dict[str, Any]:
-    estimate = search.estimate
-    return {
-        "conditions": [each.text for each in search.conditions],
-        # The limit is between them with this confidence; null: no rate was found that fails.
-        "low": search.low,
-        "high": None if search.high == math.inf else search.high,
-        "estimate": estimate and float(f"{estimate:.3g}"),
-        "confidence": CONFIDENCE,
-        "ended": search.ended,
+        "limit": search
+        and {
+            "conditions": [each.text for each in search.conditions],
+            # The limit is between them with this confidence; null: no rate was found that fails.
+            "low": search.low,
+            "high": None if search.high == math.inf else search.high,
+            "estimate": search.estimate and float(f"{search.estimate:.3g}"),
+            "confidence": CONFIDENCE,
+            "ended": search.ended,
+        },
     }
 
 
 def _describe_probe(probe: BenchSide, tail: float, search: LimitSearch | None) -> dict[str, Any]:
     rows = [row for run in probe.runs for row in request_statistics.collect_rows(run)]
-    seconds = sum(request_statistics.compute_duration_s(run) for run in probe.runs)
+    seconds = sum(run.end_ns - run.start_ns for run in probe.runs) / 1e9
     found = search.evidence.get(probe.rate, []) if search else []
     return {
         "rate": probe.rate,
@@ -184,19 +180,21 @@ def _build_summary(
     runs: Sequence[LoadRun], rows: Sequence[RequestRow], slo_ms: Mapping[str, float]
 ) -> dict[str, Any]:
     # Sum of the runs: pauses and the other side's rounds between them are no load.
-    duration_s = sum(request_statistics.compute_duration_s(run) for run in runs)
+    duration_s = sum(run.end_ns - run.start_ns for run in runs) / 1e9
     # 0 without a result: then there is no rate either.
     per_second = 1 / duration_s if duration_s else 0.0
-    good_count = request_statistics.count_good(rows, slo_ms)
+    good_count = sum(
+        all((row[f"{name}_ms"] or 0.0) <= limit for name, limit in slo_ms.items()) for row in rows
+    )
     # Unknown counts are left out here; `counted` tells that there were some.
     input_tokens = sum(row["input_tokens"] or 0 for row in rows)
-    stages_ms = request_statistics.list_stages(rows)
+    ends_ms = request_statistics.average_tail_stages(rows)
     return {
         "figures_ms": _describe_all(request_statistics.list_metrics(rows)),
-        "stages_ms": _describe_all(stages_ms),
+        "stages_ms": _describe_all(request_statistics.list_stages(rows)),
         "breakdowns": sum(bool(row["stages_ms"]) for row in rows),
-        "explanation": request_statistics.explain_tail(rows),
-        "ends_ms": request_statistics.average_tail_stages(rows),
+        "explanation": request_statistics.explain_tail(rows, ends_ms),
+        "ends_ms": ends_ms,
         "throughput": {
             "requests_per_s": round_ms(len(rows) * per_second),
             "input_tokens_per_s": round_ms(input_tokens * per_second),
@@ -216,8 +214,13 @@ def _build_summary(
 
 def _build_run(run: LoadRun, rows: Sequence[RequestRow], is_ramp: bool) -> dict[str, Any]:
     failures = request_statistics.group_failures(run)
-    start_ns = request_statistics.find_start_ns(run)
-    lags_ms = request_statistics.measure_lag(run)
+    start_ns = run.start_ns
+    # How late this process was: its sends and its event loop.
+    lags_ns = {
+        "send_p99": [each.response.lag_ns for each in run.results],
+        "loop_p99": run.loop_lags_ns,
+    }
+    lags_ms = {name: round_ms(compute_quantile(each, 0.99) / 1e6) for name, each in lags_ns.items()}
     reasons = [
         f"the generator itself was late: {name} {value:.1f} ms > {MAX_GENERATOR_LAG_MS:g} ms; {LAG_REMEDY}"
         for name, value in lags_ms.items()
@@ -230,8 +233,8 @@ def _build_run(run: LoadRun, rows: Sequence[RequestRow], is_ramp: bool) -> dict[
         "valid": not reasons,
         "why": reasons,
         "stopped": run.stopped,
-        "seconds": round_ms(request_statistics.compute_duration_s(run)),
-        "lag_ms": {name: round_ms(value) for name, value in lags_ms.items()},
+        "seconds": round_ms((run.end_ns - start_ns) / 1e9),
+        "lag_ms": lags_ms,
         "started": run.started,
         "succeeded": len(rows),
         "unfinished": run.unfinished,
@@ -244,7 +247,7 @@ def _build_run(run: LoadRun, rows: Sequence[RequestRow], is_ramp: bool) -> dict[
         "complaints": {
             kind: messages[0]
             for kind, results in failures.items()
-            if (messages := [each.server_message for each in results if each.server_message])
+            if (messages := [text for each in results if (text := each.content.server_message)])
         },
         # IDs by which the first failures of each kind can be found in traces and logs.
         "failed": {

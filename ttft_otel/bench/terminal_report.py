@@ -33,11 +33,6 @@ METRIC_TITLES: Final = {
 }
 
 
-FEW_ROUNDS: Final = (
-    f"No intervals and no marks: how much rounds differ is known from {MIN_ROUNDS} on (--repeat)."
-)
-
-
 class ProgressLine:
     """A progress line on a terminal; nothing elsewhere.
 
@@ -63,7 +58,7 @@ class ProgressLine:
         """Draw the state of `run`, with the median TTFT of its last 100 requests."""
         done = len(run.results)
         # Only the last 100, so that each update takes the same time in a long run.
-        ttfts_ms = [result.ttft_us / 1000 for result in run.results[-100:] if not result.error]
+        ttfts_ms = [result.ttft_ms for result in run.results[-100:] if not result.error]
         failed = sum(bool(result.error) for result in run.results)
         median = f" · TTFT p50 {sorted(ttfts_ms)[len(ttfts_ms) // 2]:.1f} ms" if ttfts_ms else ""
         self._draw_line(
@@ -119,10 +114,8 @@ def _print_sweep(sweep: Mapping[str, Any], out: Console) -> None:
 
 def _print_parts(parts: Sequence[Mapping[str, Any]], metrics: Sequence[str], out: Console) -> None:
     """A table of rates, or of the slices of a ramp; a bar is the TTFT of the slowest, by stage."""
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     from_title = ["from s"] * ("from_s" in parts[0])
-    for title in (*from_title, "rate", "in", "p50", "p95", *metrics, "slowest"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = _create_table(*from_title, "rate", "in", "p50", "p95", *metrics, "slowest")
     table.add_column("by stage", no_wrap=True)
     names = _choose_stages(parts)
     longest = max(sum(row["slowest_stages_ms"].values()) for row in parts)
@@ -230,11 +223,16 @@ def _build_headline(run: Mapping[str, Any], number: int) -> Text:
     return text.append(said if steady["from_s"] else "", "dim")
 
 
-def _build_table(kind: str, distributions: Mapping[str, Any]) -> Table:
+def _create_table(*titles: str) -> Table:
+    """A table of numbers, beside names where the first title says that they are in ms."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column(f"{kind}, ms", no_wrap=True)
-    for word in ("in", *COLUMNS):
-        table.add_column(word, justify="right", no_wrap=True)
+    for title in titles:
+        table.add_column(title, justify="left" if title.endswith("ms") else "right", no_wrap=True)
+    return table
+
+
+def _build_table(kind: str, distributions: Mapping[str, Any]) -> Table:
+    table = _create_table(f"{kind}, ms", "in", *COLUMNS)
     for name, line in distributions.items():
         numbers = (_format_ms(line[column]) for column in COLUMNS)
         table.add_row(name, str(line["count"]), *numbers)
@@ -265,10 +263,7 @@ def _describe_rates(summary: Mapping[str, Any]) -> Text:
 def print_comparison(comparison: Mapping[str, Any], out: Console) -> None:
     """Print a comparison as a table; ● marks differences whose interval does not contain 0."""
     out.print(Text(f"A {comparison['a']}\nB {comparison['b']}", style="bold"))
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("ms", no_wrap=True)
-    for word in ("A", "B", "B − A", "± 95 %", ""):
-        table.add_column(word, justify="right", no_wrap=True)
+    table = _create_table("ms", "A", "B", "B − A", "± 95 %", "")
     for row in comparison["rows"]:
         # Symmetric: half of it beside the difference is enough.
         interval = "–" if row["low"] is None else _format_ms((row["high"] - row["low"]) / 2)
@@ -276,6 +271,7 @@ def print_comparison(comparison: Mapping[str, Any], out: Console) -> None:
         table.add_row(row["name"], *values, interval, "●" if row["clear"] else "")
     out.print(table)
     if comparison["rounds"] < MIN_ROUNDS:
-        out.print(Text(FEW_ROUNDS, style="yellow"))
+        said = "No intervals and no marks: how much rounds differ is known from"
+        out.print(Text(f"{said} {MIN_ROUNDS} on (--repeat).", style="yellow"))
     if not comparison["valid"]:
         out.print(Text("✗ NOT VALID: one of the runs compared is not valid", style="bold red"))

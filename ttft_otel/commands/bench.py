@@ -10,9 +10,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, monotonic_ns, sleep, time_ns
 from typing import Any, Final
 
 import click
@@ -25,10 +25,13 @@ from ttft_otel.bench.comparison import compare_targets, list_load_differences
 from ttft_otel.bench.http_exchange import BenchTarget
 from ttft_otel.bench.limit_search import MAX_ROUNDS, LimitSearch, parse_condition
 from ttft_otel.bench.load_plan import ARRIVALS, DEFAULT_REQUESTS, DatasetShape, LoadPlan
-from ttft_otel.bench.request_factory import BenchInputError, RequestFactory
-from ttft_otel.bench.request_statistics import find_window
+from ttft_otel.bench.request_factory import BenchInputError
 from ttft_otel.bench.result_document import RESULT_FORMAT, build_document
-from ttft_otel.commands.command_options import add_options, make_number_option
+from ttft_otel.commands.command_options import (
+    OptionDecorator,
+    add_options,
+    make_number_option,
+)
 from ttft_otel.commands.source_options import add_source_options
 from ttft_otel.explain.diff import release_gate
 from ttft_otel.explain.diff.release_gate import Condition
@@ -38,10 +41,7 @@ from ttft_otel.report.store.database_reader import RequestFilter
 from ttft_otel.report.store.database_schema import StoreError
 
 FILE_FLAGS: Final = ("speed", "max_input", "max_output")
-MADE_FLAGS: Final = (
-    *("input_len", "output_len", "spread", "prefix_len", "prefixes", "turns"),
-    *("images", "image_size"),
-)
+SHAPE_FLAGS: Final = tuple(each.name for each in fields(DatasetShape))
 SLO_METRICS: Final = ("ttft", "tpot", "latency")
 # RFC 9110: a token, then visible characters; a line feed in it would begin another header.
 HEADER_LINE: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*:([\t\x20-\x7e\x80-\xff]*)")
@@ -87,8 +87,10 @@ def _read_rates(
     return [(rates[0], rates[1])] if ramp else [(each, None) for each in sorted(set(rates))]
 
 
-def _read_each(parse: Callable[[str], Any]) -> Callable[[Any, Any, tuple[str, ...]], list[Any]]:
-    """A callback of a repeatable option, whose ValueErrors become BadParameter."""
+def _make_list_option(
+    flag: str, name: str, metavar: str, parse: Callable[[str], Any], help_text: str
+) -> OptionDecorator:
+    """An option that may be given several times. parse: of each text; its ValueErrors become BadParameter."""
 
     def read_texts(_context: Any, _option: Any, texts: tuple[str, ...]) -> list[Any]:
         try:
@@ -96,7 +98,9 @@ def _read_each(parse: Callable[[str], Any]) -> Callable[[Any, Any, tuple[str, ..
         except ValueError as error:
             raise click.BadParameter(str(error)) from error
 
-    return read_texts
+    return click.option(
+        flag, name, multiple=True, metavar=metavar, callback=read_texts, help=help_text
+    )
 
 
 def _parse_slo_limit(text: str) -> tuple[str, float]:
@@ -106,6 +110,17 @@ def _parse_slo_limit(text: str) -> tuple[str, float]:
         names = ", ".join(SLO_METRICS)
         raise ValueError(f"--slo needs NAME=MS with one of {names}: {text!r}")
     return name, float(limit)
+
+
+def _parse_header(line: str) -> tuple[str, str]:
+    """A value of --header as name and value. Raises ValueError."""
+    # Errors do not quote the line, because its value may be an API key.
+    if not (pair := HEADER_LINE.fullmatch(line.strip())):
+        raise ValueError("--header needs 'NAME: VALUE', one line of Latin-1 characters")
+    name = pair[1].lower()
+    if name in RESERVED_HEADERS:
+        raise ValueError(f"--header cannot say {name}: each request has its own")
+    return name, pair[2].strip()
 
 
 TARGET_OPTIONS: Final = (
@@ -119,12 +134,12 @@ TARGET_OPTIONS: Final = (
         help="Compare two servers or routers, in alternating rounds.",
     ),
     click.option("--model", help="Model name.  [default: the first of /v1/models]"),
-    click.option(
+    _make_list_option(
         "--header",
         "headers",
-        multiple=True,
-        metavar="'NAME: VALUE'",
-        help="Add this header to every request.",
+        "'NAME: VALUE'",
+        _parse_header,
+        "Add this header to every request.",
     ),
     # As long as the router's --first-byte-timeout: a queue of minutes is a result, too.
     make_number_option(
@@ -142,16 +157,16 @@ DATA_OPTIONS: Final = (
     *(
         make_number_option(*each)
         for each in (
-            ("--input-len", POSITIVE_INT, SHAPE.input_tokens, "Tokens of each question."),
-            ("--output-len", POSITIVE_INT, SHAPE.output_tokens, "Output tokens."),
-            ("--spread", SHARE, SHAPE.length_spread, "Relative spread of both: 0.2 is ±20 %."),
-            ("--prefix-len", COUNT, SHAPE.prefix_tokens, "Tokens before the first question."),
-            ("--prefixes", POSITIVE_INT, SHAPE.prefix_count, "Number of such prefixes, shared."),
+            ("--input-len", POSITIVE_INT, SHAPE.input_len, "Tokens of each question."),
+            ("--output-len", POSITIVE_INT, SHAPE.output_len, "Output tokens."),
+            ("--spread", SHARE, SHAPE.spread, "Relative spread of both: 0.2 is ±20 %."),
+            ("--prefix-len", COUNT, SHAPE.prefix_len, "Tokens before the first question."),
+            ("--prefixes", POSITIVE_INT, SHAPE.prefixes, "Number of such prefixes, shared."),
             ("--turns", POSITIVE_INT, SHAPE.turns, "Questions of each conversation."),
-            ("--think", SECONDS, SHAPE.think_s, "Mean seconds from an answer to a question."),
+            ("--think", SECONDS, SHAPE.think, "Mean seconds from an answer to a question."),
             # Images differ in all requests, so no cache of encodings spares an encoder its work.
-            ("--images", COUNT, SHAPE.images_per_request, "Images of each question."),
-            ("--image-size", POSITIVE_INT, SHAPE.image_edge_px, "Width and height in pixels."),
+            ("--images", COUNT, SHAPE.images, "Images of each question."),
+            ("--image-size", POSITIVE_INT, SHAPE.image_size, "Width and height in pixels."),
             # Published traces are those of a cluster: below 1 they are bearable for one server.
             ("--speed", POSITIVE_FLOAT, 1.0, "Divide a trace's times by this."),
         )
@@ -183,13 +198,12 @@ LOAD_OPTIONS: Final = (
     ),
     # The first requests of a server can take seconds longer: compilation, empty caches.
     make_number_option("--warmup", COUNT, 0, "Requests before each run, not counted."),
-    click.option(
+    _make_list_option(
         "--find",
         "conditions",
-        multiple=True,
-        metavar="CONDITION",
-        callback=_read_each(parse_condition),
-        help="Find the highest rate at which 'ttft.p95<500' holds (ttft, tpot or latency; ms; several "
+        "CONDITION",
+        parse_condition,
+        "Find the highest rate at which 'ttft.p95<500' holds (ttft, tpot or latency; ms; several "
         "times: all hold), from --rate or 1 on; with --concurrency the highest of these.",
     ),
     # One round gives figures; comparison.py needs three for an interval.
@@ -203,23 +217,21 @@ LOAD_OPTIONS: Final = (
         "--seed", click.INT, 0, "Seed of prompts and arrival times; each round adds 1."
     ),
 )
-FAIL_IF_OPTION: Final = click.option(
+FAIL_IF_OPTION: Final = _make_list_option(
     "--fail-if",
     "gates",
-    multiple=True,
-    metavar="CONDITION",
-    callback=_read_each(release_gate.parse_condition),
-    help="'ttft.p95 > +10%' of a comparison; several times. The exit code is 1 if one holds, 2 if that "
+    "CONDITION",
+    release_gate.parse_condition,
+    "'ttft.p95 > +10%' of a comparison; several times. The exit code is 1 if one holds, 2 if that "
     "cannot be told.",
 )
 OUTPUT_OPTIONS: Final = (
-    click.option(
+    _make_list_option(
         "--slo",
         "slos",
-        multiple=True,
-        metavar="NAME=MS",
-        callback=_read_each(_parse_slo_limit),
-        help="Limit of ttft, tpot or latency for goodput.",
+        "NAME=MS",
+        _parse_slo_limit,
+        "Limit of ttft, tpot or latency for goodput.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
     click.option("--output", type=RESULT_FILE, help="Also write the JSON to this file."),
@@ -341,16 +353,26 @@ def bench(**given: Any) -> None:
         with session.count_interrupts():
             with closing(progress):
                 sides, sweep = _send_load(given, session, sides)
-            session.ignore_interrupts()  # results are written completely
+            was_interrupted = bool(session.interrupts)
+            # Within the block, too: results are written completely.
             results = build_document(_describe_load(given), sides, dict(given["slos"]), sweep)
             if given["ab"]:
-                _compare_sides(results)
+                try:
+                    one, other = results["targets"]
+                    results["comparison"] = compare_targets(one, other, paired=True)
+                except ValueError as error:
+                    results["uncompared"] = str(error)
             elif old is not None:
                 results["comparison"] = _compare_results(old, results, str(given["old"]))
             _write_results(results, given)
     except BenchInputError as error:
         raise click.ClickException(str(error)) from error
-    status = EXIT_INTERRUPTED if session.interrupts else _choose_exit_status(results)
+    runs = [run for target in results["targets"] for run in target["runs"]]
+    status = 0 if all(run["valid"] for run in runs) else EXIT_INVALID
+    if was_interrupted:
+        status = EXIT_INTERRUPTED
+    elif not any(run["succeeded"] for run in runs):
+        status = 1
     if given["gates"] and status in (0, EXIT_INVALID):
         status = _judge_comparison(results["comparison"], given["gates"])
     sys.exit(status)
@@ -360,36 +382,36 @@ def _send_load(
     options: dict[str, Any], session: BenchSession, sides: list[BenchSide]
 ) -> tuple[list[BenchSide], dict[str, Any] | None]:
     """The sides with their runs, and of several rates or a search what it has found."""
-    if not options["conditions"]:
-        session.run_rounds(sides)
+    search = None
+    if options["conditions"]:
+        (side,) = sides
+        search = LimitSearch(
+            options["conditions"],
+            side.rate or 1.0,
+            is_whole=side.plan.concurrency is not None,
+            max_rounds=side.plan.repeat if side.plan.repeat > 1 else MAX_ROUNDS,
+            round_requests=options["requests"],
+        )
+        probes = session.run(session.send_search(side, search))
+    else:
+        session.run(session.send_rounds(sides))
         if options["ab"] or len(sides) == 1:
             return sides, None
-        sides = [side for side in sides if side.runs] or sides[:1]  # Ctrl-C came before the others
-        sweep = result_document.describe_sweep(sides, None)
-        for row, side in zip(sweep["rates"], sides, strict=True):
-            if row["rate"] == sweep["knee"]:
-                targets = f"ttft_p95={row['ttft_ms']['p95']:f}"
-                sweep["whatif"] = _ask_whatif(options["source"], targets, side)
-        return sides, sweep
-    (side,) = sides
-    search = LimitSearch(
-        options["conditions"],
-        side.rate or 1.0,
-        is_whole=side.plan.concurrency is not None,
-        max_rounds=side.plan.repeat if side.plan.repeat > 1 else MAX_ROUNDS,
-        round_requests=options["requests"],
-    )
-    probes = session.run_search(side, search)
+        probes = [side for side in sides if side.runs] or sides[:1]  # Ctrl-C came before the others
     sweep = result_document.describe_sweep(probes, search)
-    # At the highest rate that holds; without one, at the lowest that was tried.
-    chosen = next((each for each in probes if each.rate == search.low), probes[0])
-    if search.low:
-        targets = ",".join(
-            f"{each.metric}_p{100 - 100 * each.tail:.0f}={each.limit_ms:f}"
-            for each in search.conditions
-        )
-        sweep["whatif"] = _ask_whatif(options["source"], targets, chosen)
-    return [chosen], sweep
+    # What is to hold at a higher rate: the conditions, or the p95 at the knee.
+    limits = {
+        f"{each.metric}_p{100 - 100 * each.tail:.0f}": each.limit_ms
+        for each in options["conditions"]
+    }
+    for row, probe in zip(sweep["rates"], probes, strict=True):
+        if row["rate"] == (search.low if search else sweep["knee"]):
+            limits = limits or {"ttft_p95": row["ttft_ms"]["p95"]}
+            targets = ",".join(f"{name}={ms:f}" for name, ms in limits.items())
+            sweep["whatif"] = _ask_whatif(options["source"], targets, probe)
+            return [probe] if search else probes, sweep
+    # Of a search in which nothing holds, the lowest rate that was tried.
+    return probes[:1] if search else probes, sweep
 
 
 def _check_flags(options: dict[str, Any]) -> None:
@@ -416,7 +438,7 @@ def _check_flags(options: dict[str, Any]) -> None:
             raise click.UsageError(refusal)
     # What makes prompts up does nothing with a file, and the other way round.
     if file:
-        _refuse_flags(MADE_FLAGS, "with a FILE")
+        _refuse_flags([each for each in SHAPE_FLAGS if each != "think"], "with a FILE")
     else:
         _refuse_flags(FILE_FLAGS, "without a FILE")
 
@@ -441,28 +463,13 @@ def _build_plans(options: dict[str, Any]) -> list[LoadPlan]:
             _refuse_flags(["think"], "with a trace")
         else:
             _refuse_flags(["speed", "max_input"], "with texts")
-        limits = {
-            "max_input_tokens": options["max_input"],
-            "max_output_tokens": options["max_output"],
-        }
-        file = replace(file, speed=options["speed"], **limits)
+        file = replace(file, **{key: options[key] for key in FILE_FLAGS})
     paced = options["rates"] or options["concurrency"]
     if not paced and not options["conditions"] and not (file and file.is_trace):
         raise click.UsageError("give --rate (open loop) or --concurrency (closed loop)")
-    shape = DatasetShape(
-        input_tokens=options["input_len"],
-        output_tokens=options["output_len"],
-        length_spread=options["spread"],
-        prefix_tokens=options["prefix_len"],
-        prefix_count=options["prefixes"],
-        images_per_request=options["images"],
-        image_edge_px=options["image_size"],
-        turns=options["turns"],
-        think_s=options["think"],
-    )
     keys = ("arrivals", "warmup", "repeat", "seed")
     plan = LoadPlan(
-        shape=shape,
+        shape=DatasetShape(**{key: options[key] for key in SHAPE_FLAGS}),
         file=file,
         request_count=options["requests"],
         timeout_s=options["timeout"],
@@ -487,15 +494,15 @@ def _ask_whatif(source: SourceChoice, targets_text: str, side: BenchSide) -> str
     from ttft_otel.explain.window.window_reading import record_window
     from ttft_otel.report.breakdown_source import open_source
 
-    since_ns, until_ns = find_window(side.runs[-1])
-    wanted = RequestFilter(since_ns=since_ns, until_ns=until_ns)
+    run, offset_ns = side.runs[-1], time_ns() - monotonic_ns()
+    wanted = RequestFilter(since_ns=run.start_ns + offset_ns, until_ns=run.end_ns + offset_ns)
     deadline_s = monotonic() + SPANS_TIMEOUT_S
     try:
         targets = plan_search.parse_targets(targets_text)
         with open_source(source) as opened:
             while True:
                 recording, _ = record_window(opened, wanted)
-                count = sum(not each.error for each in side.runs[-1].results)
+                count = sum(not each.error for each in run.results)
                 if len(recording.requests) >= count or monotonic() > deadline_s:
                     break
                 sleep(1)
@@ -510,7 +517,7 @@ def _ask_whatif(source: SourceChoice, targets_text: str, side: BenchSide) -> str
 
 def _build_sides(options: dict[str, Any], plans: Sequence[LoadPlan]) -> list[BenchSide]:
     """A side for each server and rate. Raises UsageError and BenchInputError."""
-    headers = _parse_headers(options["headers"])
+    headers = dict(options["headers"])
     uses_texts = plans[0].file is not None and not plans[0].file.is_trace
     uses_chat = options["api"] == "chat" or uses_texts or options["images"] or options["turns"] > 1
     sides = []
@@ -519,27 +526,13 @@ def _build_sides(options: dict[str, Any], plans: Sequence[LoadPlan]) -> list[Ben
             target = BenchTarget.parse_url(url, headers)
         except ValueError as error:
             raise click.UsageError(str(error)) from error
-        model, context_tokens = request_factory.discover_model(target, options["model"])
-        profile = request_factory.discover_profile(target, model, context_tokens)
-        factory = RequestFactory(model, bool(uses_chat), profile, number)
+        factory = request_factory.discover_factory(
+            target, options["model"], bool(uses_chat), number
+        )
         # All targets before one is loaded: half of a comparison is worth nothing.
         plans[0].check_context(factory)
         sides += [BenchSide(target, factory, plan) for plan in plans]
     return sides
-
-
-def _parse_headers(header_lines: Sequence[str]) -> dict[str, str]:
-    """The values of --header as a dict. Raises UsageError."""
-    headers = {}
-    for line in header_lines:
-        # Errors do not quote the line, because its value may be an API key.
-        if not (pair := HEADER_LINE.fullmatch(line.strip())):
-            raise click.UsageError("--header needs 'NAME: VALUE', one line of Latin-1 characters")
-        name = pair[1].lower()
-        if name in RESERVED_HEADERS:
-            raise click.UsageError(f"--header cannot say {name}: each request has its own")
-        headers[name] = pair[2].strip()
-    return headers
 
 
 def _describe_load(options: dict[str, Any]) -> dict[str, Any]:
@@ -549,15 +542,6 @@ def _describe_load(options: dict[str, Any]) -> dict[str, Any]:
     load["file"] = options["file"] and options["file"].name
     # As it will be read: tuples become lists, and equal those of an earlier result.
     return dict(json.loads(json.dumps(load)))
-
-
-def _compare_sides(results: Any) -> None:
-    """Add the comparison of both sides of --ab to the results, or the reason why there is none."""
-    try:
-        a, b = results["targets"]
-        results["comparison"] = compare_targets(a, b, paired=True)
-    except ValueError as error:
-        results["uncompared"] = str(error)
 
 
 def _check_writable(options: dict[str, Any]) -> None:
@@ -583,10 +567,3 @@ def _write_results(results: Any, options: dict[str, Any]) -> None:
                 result_document.write_csv(results, file)
     except OSError as error:
         raise click.ClickException(f"{error.filename}: {error.strerror}") from error
-
-
-def _choose_exit_status(results: Any) -> int:
-    runs = [run for target in results["targets"] for run in target["runs"]]
-    if not any(run["succeeded"] for run in runs):
-        return 1
-    return 0 if all(run["valid"] for run in runs) else EXIT_INVALID

@@ -68,7 +68,8 @@ def compute_weighted_quantiles(
     return tuple(float(interpolate(middles[-1] * share)) for share in shares)
 
 
-@functools.lru_cache(maxsize=64)  # paired rounds have the same degrees for every quantity
+# Figures of the same rounds, and rounds of a search, have the same degrees.
+@functools.lru_cache(maxsize=512)
 def compute_t_quantile(degrees: float) -> float:
     """The 97.5 % quantile of Student's t distribution with so many `degrees` of freedom, from 1 on.
 
