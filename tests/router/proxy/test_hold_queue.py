@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import json
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -285,7 +287,7 @@ async def test_a_hold_is_router_queue_and_nothing_else() -> None:
 async def test_priorities_pass_unchanged_and_are_told() -> None:
     """The urgent one goes first, which the one before it tells; instances get the field as it is."""
     async with fake_instances.run_routed_instances(
-        [InstancePlan({"prefill.compute": 300})], **build_options()
+        [InstancePlan({"prefill.compute": 300})], **build_options(trust_priority=True)
     ) as (router, one):
         teach(router, one.url)
         tasks = await begin_hold(
@@ -358,6 +360,64 @@ async def test_a_dead_instance_lets_go() -> None:
             assert (await asyncio.wait_for(second, 10))[0] == 200
             assert len(other.received) == 1
         first.cancel()
+
+
+ENDLESS_INSTANCE = """
+import asyncio
+from lab.fake_vllm.instances import InstancePlan, run_instance
+
+async def main():
+    async with run_instance(InstancePlan({"prefill.compute": 600_000})) as one:
+        print(one.url, flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_crash_leaves_nobody_held(others: int) -> None:
+    """When the process of an instance is killed, what was held gets an answer of another or a clear error."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ENDLESS_INSTANCE, stdout=asyncio.subprocess.PIPE
+    )
+    assert child.stdout is not None
+    try:
+        url = (await child.stdout.readline()).decode().strip()
+        plans = [InstancePlan({"prefill.compute": 100})] * others
+        async with contextlib.AsyncExitStack() as stack:
+            rest = [
+                await stack.enter_async_context(fake_instances.run_instance(each)) for each in plans
+            ]
+            router = await stack.enter_async_context(
+                fake_instances.run_router([url, *(each.url for each in rest)], **build_options())
+            )
+            teach(router, url, *(each.url for each in rest))
+            pending = router.app.endpoint.routing.prefill_policy.state.pending
+            # One for each instance, so that the next ones are held.
+            first = [asyncio.create_task(post(router, 20_000)) for _ in range(1 + others)]
+            await wait_until(lambda: len(pending) == 1 + others)
+            held = [asyncio.create_task(post(router, 20_000)) for _ in range(6)]
+            queue = get_queue(router)
+            await wait_until(lambda: sum(queue.counts.values()) + len(queue) == 6)
+            child.kill()
+            answers = await asyncio.wait_for(asyncio.gather(*first, *held), 20)
+
+            lost, answered = answers[: 1 + others], answers[1 + others :]
+            assert sorted(status for status, _ in lost) == [200] * others + [502]
+            # Nothing of theirs was sent to the one that crashed.
+            assert {status for status, _ in answered} <= ({200} if others else {502, 503})
+            assert others or all("instance" in body for _, body in answered)
+            assert queue.counts == {"sent": 6} and not len(queue) and not len(pending)
+            endpoint = router.app.endpoint
+            await wait_until(lambda: endpoint.response_counts.total() == 7 + others)
+            assert endpoint.response_counts == ({"2xx": 7, "5xx": 1} if others else {"5xx": 7})
+            assert not endpoint.body_budget.counted_bytes
+            assert not any(each.in_flight for each in router.fleet)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
 
 
 def one_leg(router: RunningRouter) -> str:

@@ -139,6 +139,7 @@ def build_router(
         options.limits,
         options.first_token,
         admission,
+        options.trust_priority,
     )
     discovery = None
     if options.discover:

@@ -347,6 +347,9 @@ class RouterOptions:
         callback=_check_finite,
         metavar="MS",
     )
+    trust_priority: bool = declare_flag(
+        "Let a caller's `priority` below 0, too, order what --max-queue-ms holds.", is_flag=True
+    )
     session_key: str = declare_flag(
         "Header, or key of the body, with the session ID; for session and kvaware.",
         default="",

@@ -60,6 +60,7 @@ class ProxyEndpoint:
         limits: RouterLimits | None = None,
         first_token: str = types.MODE_STRIP,
         admission: AdmissionGate | None = None,
+        trust_priority: bool = False,
     ) -> None:
         self.upstream = upstream
         self.routing = routing
@@ -73,6 +74,7 @@ class ProxyEndpoint:
             if policy.state.options.max_queue_s
             else None
         )
+        self.trust_priority = trust_priority
         self.admission = admission or AdmissionGate(upstream)
         self.response_counts: Counter[str] = Counter()  # by class of status
         self.send_record = send_record
@@ -247,7 +249,11 @@ class ProxyEndpoint:
             request = add_ec_params(request, leg_plan, transfer_params.to_json())
         # After the encoders, which need not wait for it; embeddings have no prompt that is known.
         if self.hold_queue is not None and request.prompt_tokens:
-            await self.hold_queue.wait_turn(request, parsed_body.priority, exchange.timeline)
+            priority = parsed_body.priority
+            # As with nice(1): anyone may let others pass, but not pass those who ask for nothing.
+            if priority < 0 and not self.trust_priority:
+                priority = 0
+            await self.hold_queue.wait_turn(request, priority, exchange.timeline)
         return leg_plan, request
 
     def _build_routing_request(
