@@ -50,7 +50,6 @@ from ttft_otel.router.discovery.found_instances import (
 )
 from ttft_otel.router.discovery.kubernetes_source import (
     ClusterAccess,
-    KubernetesApi,
     KubernetesSource,
 )
 from ttft_otel.router.routing.prefixes.kv_event_parser import (
@@ -259,8 +258,8 @@ class WatchAnswer:
 
 async def follow_watch(parts: Sequence[bytes]) -> tuple[list[tuple[str, str]], str]:
     """Instances after these events, and the class of what ended the watch, which has no successor."""
-    api = KubernetesApi(ClusterAccess("http://127.0.0.1"), "default", "app=vllm")
-    source = KubernetesSource(parse_source_address("k8s://default/app=vllm"), api)
+    address = parse_source_address("k8s://default/app=vllm")
+    source = KubernetesSource(address, ClusterAccess("http://127.0.0.1"))
     pool = InstancePool({PREFILL_DECODE: ()})
     discovery = Discovery([source], FoundInstances(pool, {}), 1.0)
 
@@ -272,7 +271,7 @@ async def follow_watch(parts: Sequence[bytes]) -> tuple[list[tuple[str, str]], s
             raise ConnectionRefusedError
         yield answers.pop()
 
-    api._queries = SimpleNamespace(open_answer=open_answer)
+    source._queries = SimpleNamespace(open_answer=open_answer)
     try:
         async for findings in source._follow("1"):
             discovery.apply_findings(discovery.watched[0], findings)

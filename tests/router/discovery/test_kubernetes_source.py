@@ -24,13 +24,15 @@ from ttft_otel.router.discovery import kubernetes_source
 from ttft_otel.router.discovery.discovery import parse_source_address
 from ttft_otel.router.discovery.kubernetes_source import (
     ClusterAccess,
-    KubernetesApi,
+    KubernetesSource,
     find_cluster,
     read_slices,
 )
 from ttft_otel.router.errors import SourceUnreachable
+from ttft_otel.router.upstream.query_client import QueryClient
 
 SOURCE = "k8s://default/app=vllm"
+ANY = parse_source_address(SOURCE)
 
 
 def serve_from(instance: FakeInstance, name: str = "a", **labels: str) -> dict[str, Any]:
@@ -201,17 +203,16 @@ async def test_a_token_is_read_anew_for_each_request(tmp_path: Path) -> None:
     """The token file is read again for each request, because kubelet replaces it."""
     async with run_slice_server() as cluster:
         token = tmp_path / "token"
-        api = KubernetesApi(ClusterAccess(cluster.url, token), "default", "app=vllm")
-        await api.open()
-        with pytest.raises(SourceUnreachable, match="no token"):
-            await api.list_slices()
-        for cluster.token in ("first", "second"):
-            token.write_text(f"{cluster.token}\n")
-            assert await api.list_slices() == ([], "10")
-        cluster.token = "third"
-        with pytest.raises(SourceUnreachable, match="401"):
-            await api.list_slices()
-        await api.close()
+        source = KubernetesSource(ANY, ClusterAccess(cluster.url, token))
+        async with QueryClient() as source._queries:
+            with pytest.raises(SourceUnreachable, match="no token"):
+                await source.list_slices()
+            for cluster.token in ("first", "second"):
+                token.write_text(f"{cluster.token}\n")
+                assert await source.list_slices() == ([], "10")
+            cluster.token = "third"
+            with pytest.raises(SourceUnreachable, match="401"):
+                await source.list_slices()
 
 
 def test_a_pod_knows_its_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -225,9 +226,6 @@ def test_a_pod_knows_its_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert access.url == "https://[fd00::1]:6443"
     assert (access.token_file, access.ca_file) == (tmp_path / "token", tmp_path / "ca.crt")
     assert kubernetes_source.find_cluster("http://127.0.0.1:8001/").url == "http://127.0.0.1:8001"
-
-
-ANY = parse_source_address("k8s://default/app=vllm")
 
 
 @pytest.mark.parametrize(

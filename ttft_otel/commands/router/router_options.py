@@ -713,14 +713,9 @@ def _build_source(address: SourceAddress, interval_s: float, api_url: str) -> In
         from ttft_otel.router.discovery.dns_source import DnsSource
 
         return DnsSource(address, interval_s)
-    from ttft_otel.router.discovery.kubernetes_source import (
-        KubernetesApi,
-        KubernetesSource,
-        find_cluster,
-    )
+    from ttft_otel.router.discovery.kubernetes_source import KubernetesSource, find_cluster
 
-    api = KubernetesApi(find_cluster(api_url), address.place, address.selector)
-    return KubernetesSource(address, api)
+    return KubernetesSource(address, find_cluster(api_url))
 
 
 def build_store_settings(options: RouterOptions) -> StoreSettings | None:

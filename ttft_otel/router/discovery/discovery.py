@@ -196,10 +196,11 @@ class Discovery:
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(self._watch_forever(each)) for each in self.watched]
+        tasks.append(asyncio.create_task(self.found.sweep_forever()))
         try:
-            async with self.found.sweep_meanwhile():
-                yield
+            yield
         finally:
+            # Awaited, so that nothing changes a pool that is being closed.
             await end_tasks(tasks)
 
     def describe_sources(self) -> list[dict[str, Any]]:

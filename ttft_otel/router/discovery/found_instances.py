@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -124,18 +123,8 @@ class FoundInstances:
                 merged.setdefault(instance.leg, []).append(instance)
         return self.pool.replace_instances(merged)
 
-    @asynccontextmanager
-    async def sweep_meanwhile(self) -> AsyncIterator[None]:
+    async def sweep_forever(self) -> None:
         """Remove instances that have left and have no request any more."""
-        sweeping = asyncio.create_task(self._sweep_forever())
-        try:
-            yield
-        finally:
-            # Awaited, so that no sweep changes a pool that is being closed.
-            sweeping.cancel()
-            await asyncio.gather(sweeping, return_exceptions=True)
-
-    async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             self.remove_ended()

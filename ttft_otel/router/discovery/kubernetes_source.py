@@ -74,36 +74,64 @@ def find_cluster(api_url: str = "", folder: Path = ACCOUNT_FOLDER) -> ClusterAcc
     return ClusterAccess(f"https://{shown_host}:{port}", folder / "token", folder / "ca.crt")
 
 
-class KubernetesApi:
+PAUSE_S: Final = 0.5  # seconds between two watches, for a server that ends each at once
+
+
+class KubernetesSource:
     """The EndpointSlices of a namespace that match a label selector.
 
     watch_s: seconds for which one watch runs.
     """
 
-    _queries: QueryClient  # from open() on
+    _queries: QueryClient  # while it watches
 
     def __init__(
-        self, access: ClusterAccess, namespace: str, selector: str, watch_s: int = WATCH_S
+        self, address: SourceAddress, access: ClusterAccess, watch_s: int = WATCH_S
     ) -> None:
-        self.access = access
-        self.selector = selector
-        self.watch_s = watch_s
-        self._url = (
-            f"{access.url}/apis/discovery.k8s.io/v1/namespaces/{quote(namespace)}/endpointslices"
-        )
+        self.address, self.access, self.watch_s = address, access, watch_s
+        namespace = quote(address.place)
+        self._url = f"{access.url}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+        self._slices: dict[str, dict[str, Any]] = {}  # by name
 
-    async def open(self) -> None:
-        """Make the client. Raises SourceUnreachable for a CA that cannot be read."""
+    async def watch_findings(self) -> AsyncGenerator[Findings, None]:
+        """Give what the API server lists, then what it is after each event. Raises SourceUnreachable."""
         try:
             # The cluster's own CA has signed the API server's certificate, no public one.
             tls = None if self.access.ca_file is None else ClientTls(str(self.access.ca_file))
         except OSError as error:
             raise SourceUnreachable(f"no CA of the API server: {error}") from error
         # None are the system's CAs: for https:// in --kubernetes-api.
-        self._queries = QueryClient(tls=tls)
+        async with QueryClient(tls=tls) as self._queries:
+            while True:
+                listed, version = await self.list_slices()
+                self._slices = {each["metadata"]["name"]: each for each in listed}
+                yield self._read_findings()
+                try:
+                    async with aclosing(self._follow(version)) as findings:
+                        async for each in findings:
+                            yield each
+                except WatchExpired:
+                    await asyncio.sleep(PAUSE_S)
 
-    async def close(self) -> None:
-        await self._queries.close()
+    async def _follow(self, version: str) -> AsyncGenerator[Findings, None]:
+        """Watch after watch, each from the version that the one before ended with."""
+        while True:
+            async with aclosing(self.watch_slices(version)) as events:
+                async for event in events:
+                    version = event["object"]["metadata"]["resourceVersion"]
+                    # a bookmark moves the version only, so that it does not expire in quiet hours
+                    if event["type"] != "BOOKMARK":
+                        name = event["object"]["metadata"]["name"]
+                        if event["type"] == "DELETED":
+                            self._slices.pop(name, None)
+                        else:
+                            self._slices[name] = event["object"]
+                        yield self._read_findings()
+            yield self._read_findings()  # who was forgotten as unreachable meanwhile comes back
+            await asyncio.sleep(PAUSE_S)
+
+    def _read_findings(self) -> Findings:
+        return read_slices(self._slices.values(), self.address)
 
     async def list_slices(self) -> tuple[list[dict[str, Any]], str]:
         """All slices, and the version of the list, from which a watch goes on.
@@ -146,7 +174,7 @@ class KubernetesApi:
 
     @asynccontextmanager
     async def _open_answer(self, query: dict[str, str]) -> AsyncIterator[InstanceAnswer]:
-        parameters = urlencode({"labelSelector": self.selector, **query})
+        parameters = urlencode({"labelSelector": self.address.selector, **query})
         headers = self.access.read_headers()
         try:
             async with AsyncExitStack() as stack:
@@ -187,55 +215,6 @@ async def split_lines(answer: InstanceAnswer, silence_s: float) -> AsyncIterator
                     yield line
         if len(rest) > MAX_EVENT_BYTES:
             raise SourceUnreachable(f"an event of more than {MAX_EVENT_BYTES} bytes")
-
-
-PAUSE_S: Final = 0.5  # seconds between two watches, for a server that ends each at once
-
-
-class KubernetesSource:
-    """The slices of one selector."""
-
-    def __init__(self, address: SourceAddress, api: KubernetesApi) -> None:
-        self.address = address
-        self.api = api
-        self._slices: dict[str, dict[str, Any]] = {}  # by name
-
-    async def watch_findings(self) -> AsyncGenerator[Findings, None]:
-        """Give what the API server lists, then what it is after each event. Raises SourceUnreachable."""
-        await self.api.open()
-        try:
-            while True:
-                listed, version = await self.api.list_slices()
-                self._slices = {each["metadata"]["name"]: each for each in listed}
-                yield self._read_findings()
-                try:
-                    async with aclosing(self._follow(version)) as findings:
-                        async for each in findings:
-                            yield each
-                except WatchExpired:
-                    await asyncio.sleep(PAUSE_S)
-        finally:
-            await self.api.close()
-
-    async def _follow(self, version: str) -> AsyncGenerator[Findings, None]:
-        """Watch after watch, each from the version that the one before ended with."""
-        while True:
-            async with aclosing(self.api.watch_slices(version)) as events:
-                async for event in events:
-                    version = event["object"]["metadata"]["resourceVersion"]
-                    # a bookmark moves the version only, so that it does not expire in quiet hours
-                    if event["type"] != "BOOKMARK":
-                        name = event["object"]["metadata"]["name"]
-                        if event["type"] == "DELETED":
-                            self._slices.pop(name, None)
-                        else:
-                            self._slices[name] = event["object"]
-                        yield self._read_findings()
-            yield self._read_findings()  # who was forgotten as unreachable meanwhile comes back
-            await asyncio.sleep(PAUSE_S)
-
-    def _read_findings(self) -> Findings:
-        return read_slices(self._slices.values(), self.address)
 
 
 ROLE_LABELS: Final = ("ttft-otel/role", "llm-d.ai/role")  # the first that a slice has decides
