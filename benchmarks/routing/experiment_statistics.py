@@ -29,6 +29,7 @@ POLICY_COMPARISONS: Final = (
     ("trapezoid", "qps", GAIN_GOAL),
     ("trapezoid", "least_requests", GAIN_GOAL),
     ("calibrated", "trapezoid", 0.0),
+    ("calibrated", "kvaware", 0.0),
 )
 
 Values = NDArray[np.float64]
@@ -198,15 +199,16 @@ def compute_experiment_figures(results: Mapping[str, Any], experiment: str) -> d
         and not count_late_runs(results, experiment)
     )
     for each in comparison.get("against", ()):
-        # A goal of 0 means better at all, so that equal is not enough.
-        met = each["mean"][0] <= each["goal"] if each["goal"] else each["mean"][0] < 0
+        value, low, high = each["mean"]
+        # A goal of 0 means better at all: an interval that contains 0 says neither yes nor no.
+        clear = decided and (each["goal"] < 0 or low > 0 or high < 0)
         judged[f"{prefix}_{each['policy']}_to_{each['other']}"] = {
-            "value": each["mean"][0],
-            "interval": each["mean"][1:],
+            "value": value,
+            "interval": [low, high],
             "rounds": each["rounds"],
             "goal": each["goal"],
             # None is not a failure: too few rounds, or a load that came late, decide nothing.
-            "met": bool(met) if decided else None,
+            "met": value <= each["goal"] if clear else None,
         }
     if errors := list_mapes(results, experiment):
         mean = _round_figure(sum(errors) / len(errors))
