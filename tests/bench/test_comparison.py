@@ -296,57 +296,31 @@ def test_strange(tmp_path: Path, text: str) -> None:
     assert "strange.json" in result.output
 
 
-def test_width_of_limit() -> None:
-    """The table of --find fits 80 columns with the longest names; no number is cut."""
-    names = (
-        "prefill_decode.prefill.compute",
-        "encode.encoder.compute",
-        "prefill_decode.prefill.queue",
-    )
-    row = {
-        "rate": 123.0,
-        "verdict": "undecided",
-        "requests": 12_345,
-        "overloaded": 2,
-        "beyond": [0.123, 1.0],
-        "ttft_ms": {"p50": 12_345.6, "p95": 12_345.6},
-        "slowest_stages_ms": dict.fromkeys(names, 12_345.6),
-    }
-    limit = {
-        "conditions": ["ttft.p95<500", "tpot.p95<50"],
-        "low": 0.0,
-        "high": None,
-        "estimate": 1.0,
-        "confidence": 0.95,
-        "ended": "Ctrl-C",
-    }
-    told: dict[str, Any] = {"unit": "requests/s", "rates": [row], "knee": None, "limit": limit}
-    out = io.StringIO()
-    document: dict[str, Any] = {"targets": [], "comparison": None, "uncompared": ""}
-    document["sweep"] = told | {"explanation": "", "whatif": None}
-    print_document(document, Console(file=out, width=80))
-
-    text = out.getvalue()
-    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
-    assert "the limit is above 0 requests/s (95%)" in text
-    assert text.count("12345.6") == 2 and "37036.8" in text and "100.0%" in text
-    bar = text.splitlines()[3]
-    assert [bar.count(sign) for sign in "█▒░"] == [7, 6, 7]
-
-
 @pytest.mark.parametrize("factor", [0.001, 1.0, 300.0])
 def test_width(factor: float) -> None:
-    """Tables and headlines fit 80 columns, with the longest names and seconds; no number is cut."""
+    """All tables and headlines fit 80 columns, with the longest names and seconds; no number is cut."""
+    names = ("prefill_decode.prefill.compute", "encode.encoder.compute", "prefill_decode.dispatch")
     parts = {
-        f"prefill_decode.{name}": round(lengths * factor)
-        for name, lengths in {"prefill.compute": 20_000, "encoder.compute": 9_000}.items()
+        name: round(each * factor) for name, each in zip(names, (20_000, 9_000, 1), strict=True)
     }
     lengths = [round(each * 1000 * factor) / 1000 for each in (10, 20, 40)]
     target = build_target_document([build_result(at, lengths, parts) for at in range(4)])
-    out = io.StringIO()
     comparison = compare_targets(target, copy.deepcopy(target), paired=False)
-    document = {"targets": [target], "comparison": comparison, "uncompared": "", "sweep": None}
+    rate = {"rate": 123.0, "verdict": "undecided", "requests": 12_345, "overloaded": 2}
+    rate |= {"beyond": [0.123, 1.0], "ttft_ms": {"p50": 12_345.6, "p95": 12_345.6}}
+    rate["slowest_stages_ms"] = dict.fromkeys(names, 12_345.6)
+    limit = {"conditions": ["ttft.p95<500", "tpot.p95<50"], "low": 0.0, "high": None}
+    limit |= {"estimate": 1.0, "confidence": 0.95, "ended": "Ctrl-C"}
+    sweep: dict[str, Any] = {"unit": "requests/s", "rates": [rate], "knee": None, "limit": limit}
+    sweep |= {"explanation": "", "whatif": None}
+    document = {"targets": [target], "comparison": comparison, "uncompared": "", "sweep": sweep}
+    out = io.StringIO()
     print_document(document, Console(file=out, width=80))
-    lines = out.getvalue().splitlines()
-    assert max(len(line) for line in lines) <= 80 and "…" not in out.getvalue()
-    assert sum("prefill_decode.prefill.compute" in line for line in lines) >= 2
+
+    text = out.getvalue()
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in text
+    assert sum("prefill_decode.prefill.compute" in line for line in lines) >= 3
+    assert "the limit is above 0 requests/s (95%)" in text
+    assert text.count("12345.6") == 2 and "37036.8" in text and "100.0%" in text
+    assert [lines[3].count(sign) for sign in "█▒░"] == [7, 6, 7]

@@ -123,7 +123,7 @@ def test_knee(
     limits, device, answer = CASES[name]
     engine = KnownEngine(limits, device, tmp_path / "spans.db")
     monkeypatch.setattr(load_plan, "run_open_loop", engine.serve)
-    monkeypatch.setattr(bench_command, "WHATIF_REPETITIONS", 5)
+    monkeypatch.setattr(bench_command, "WHATIF_REPETITIONS", 3)
     words = f"--input-len 90 --spread 0.6 --requests 80 --output-len {answer} --db"
     rates = ",".join(map(str, RATES))
     found = bench("--url http://127.0.0.1:1 --model m --rate", rates, words, engine.database)[

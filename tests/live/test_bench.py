@@ -72,19 +72,12 @@ def test_random(url: str, loop: tuple[object, ...], epd: LiveDeployment) -> None
 
 
 @pytest.mark.untimed
-def test_shared(url: str, epd: LiveDeployment) -> None:
-    """--prefix-len: prefix and tail are exactly as long as asked for."""
-    words = ("--prefix-len", 260, "--seed", epd.new_picture_seed())
-    found = list_closed_rows(run_bench_target(url, *words, *CLOSED_LOOP_FLAGS, *SMALL_PROMPT_FLAGS))
-
-    assert {row["input_tokens"] for row in found} == {560}
-
-
-@pytest.mark.untimed
 def test_chat(url: str, epd: LiveDeployment) -> None:
     """Chat prompts are words, so many of them that the server counts nearly the tokens asked for."""
-    words = ("--api", "chat", "--seed", epd.new_picture_seed())
-    found = list_closed_rows(run_bench_target(url, *words, *CLOSED_LOOP_FLAGS, *SMALL_PROMPT_FLAGS))
+    words = ("--api", "chat", "--prefix-len", 100, "--input-len", 200, "--output-len", 5)
+    found = list_closed_rows(
+        run_bench_target(url, *words, *CLOSED_LOOP_FLAGS, "--seed", epd.new_picture_seed())
+    )
 
     assert all(270 <= row["input_tokens"] <= 360 for row in found)
 
@@ -134,18 +127,6 @@ def test_replay(url: str, epd: LiveDeployment, tmp_path: Path) -> None:
     assert (first["input_tokens"], second["input_tokens"]) == (2000, 1000)
     assert (first["output_tokens"], second["output_tokens"]) == (4, 3)
     assert second["sent_ms"] >= 1400
-
-
-@pytest.mark.untimed
-def test_unknown(url: str) -> None:
-    """A model that the server has not is a failure of one kind, in the server's own words."""
-    command = [sys.executable, "-m", "ttft_otel.commands.main", "bench", "--url", url, "--json"]
-    words = ["--model", "absent", "--concurrency", "1", "--requests", "2"]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=240)
-
-    (run,) = json.loads(done.stdout)["targets"][0]["runs"]
-    assert done.returncode == 1 and sum(run["failures"].values()) == 2
-    assert any("absent" in said for said in run["complaints"].values())
 
 
 @pytest.mark.full
