@@ -66,8 +66,6 @@ class ModelRecipe:
 TEXT_RECIPE = ModelRecipe(vision=False)
 VISION_RECIPE = ModelRecipe()
 EXPERTS_RECIPE = ModelRecipe(vision=False, experts=4)
-# A 4k-token prefill takes about a second on one core: queueing becomes visible.
-HEAVY_RECIPE = ModelRecipe(hidden=512, layers=8)
 
 
 def get_cache_root() -> Path:

@@ -86,7 +86,7 @@ def test_bodies() -> None:
     assert places[0] & places[1]
 
 
-@pytest.mark.parametrize("protocol", receiver.PROTOCOLS)
+@pytest.mark.parametrize("protocol", ["http", pytest.param("grpc", marks=pytest.mark.full)])
 def test_whole_round(tmp_path: Path, protocol: str) -> None:
     """A round with a real receiver gives all figures; a body that it refuses ends the benchmark."""
     costs = receiver.ReceiverCosts()

@@ -14,7 +14,7 @@ from lab.evidence import Errors, ErrorTolerance, MedianInterval, measure_until_d
 
 DELAY = 80.0
 LIMIT = 2.0  # ms
-CASES = 200
+CASES = 100
 
 
 def get_tolerance(_: str) -> ErrorTolerance:
