@@ -19,18 +19,6 @@ def test_picture_is_current() -> None:
     )
 
 
-def test_package_imports_go_down() -> None:
-    """No import of the package's rooms is drawn against the order."""
-    order = list(room_imports.PACKAGE_ROOMS)
-    upward = [
-        (source, target)
-        for source, target in room_imports.count_package_imports()
-        if order.index(target) < order.index(source)
-    ]
-
-    assert upward == []
-
-
 def test_router_rooms() -> None:
     """Every folder and file of the router is a room."""
     found = {

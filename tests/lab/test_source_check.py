@@ -216,12 +216,12 @@ def test_class_of_field_gone(tree: Path) -> None:
     assert len(lost) == 4
 
 
-@pytest.mark.parametrize("content", [{}, {"__init__.py": ""}, {"v1/__init__.py": ""}])
-def test_not_vllm(tmp_path: Path, content: dict[str, str]) -> None:
+@pytest.mark.parametrize("name", ["__init__.py", "v1/__init__.py"])
+def test_not_vllm(tmp_path: Path, name: str) -> None:
     """A folder that is no vLLM, or one from before its V1 engine, is refused with a remedy."""
-    for name in content:
-        (tmp_path / "vllm" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "vllm" / name).touch()
+    assert run_source_check("--source", tmp_path / "nothing").exit_code == 2
+    (tmp_path / "vllm" / name).parent.mkdir(parents=True)
+    (tmp_path / "vllm" / name).touch()
 
     answer = run_source_check("--source", tmp_path)
 
@@ -230,14 +230,9 @@ def test_not_vllm(tmp_path: Path, content: dict[str, str]) -> None:
     assert "git clone https://github.com/vllm-project/vllm" in answer.output
 
 
-def test_no_such_folder(tmp_path: Path) -> None:
-    """A path that does not exist is refused in the same way."""
-    assert run_source_check("--source", tmp_path / "nothing").exit_code == 2
-
-
-@pytest.mark.parametrize("text", ["def broken(:\n", "\0"])
-def test_unreadable(tree: Path, text: str) -> None:
+def test_unreadable(tree: Path) -> None:
     """A file of ours to check that does not parse is an error that names it; others do not matter."""
+    text = "def broken(:\n"
     (tree / "vllm" / "unrelated.py").write_text(f"# class Base def _free_request(\n{text}")
     assert run_source_check("--source", tree).exit_code == 0
 
@@ -248,10 +243,9 @@ def test_unreadable(tree: Path, text: str) -> None:
     assert "is not Python that can be read" in answer.output
 
 
-@pytest.mark.parametrize("more", [["0.24.0"], ["--markdown"]])
-def test_source_alone(tree: Path, more: list[str]) -> None:
+def test_source_alone(tree: Path) -> None:
     """--source checks one folder and nothing else."""
-    answer = run_source_check("--source", tree, *more)
+    answer = run_source_check("--source", tree, "--markdown")
 
     assert answer.exit_code == 2
     assert "leave VERSION and --markdown out" in answer.output

@@ -5,16 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from lab import tiny_models
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of this test."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "ttft-otel"
 
 
 def test_race(tmp_path: Path) -> None:

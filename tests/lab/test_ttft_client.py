@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -31,34 +32,31 @@ def encode_token_event(text: str) -> bytes:
     return b"data: " + json.dumps({"choices": [{"delta": {"content": text}}]}).encode() + b"\n\n"
 
 
-class ScriptedServer:
-    """A server that plays one script of (pause in seconds, bytes) per connection."""
+@contextmanager
+def run_scripted_server(*script: tuple[float, bytes]) -> Iterator[tuple[str, list[bytes]]]:
+    """A server that plays (pause in seconds, bytes) to each connection; its URL, and requests."""
+    listener, requests = socket.create_server(("127.0.0.1", 0)), list[bytes]()
 
-    def __init__(self, script: Sequence[tuple[float, bytes]]) -> None:
-        """Listen; nothing is accepted yet."""
-        self.script = script
-        self.requests: list[bytes] = []
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-
-    def serve_connections(self) -> None:
-        """Answer connections until the socket is closed."""
-        accept_connections(self.socket, self.start_script)
-
-    def start_script(self, connection: socket.socket) -> None:
-        """Play the script to this connection in a thread of its own."""
-        threading.Thread(target=self.play_script, args=(connection,), daemon=True).start()
-
-    def play_script(self, connection: socket.socket) -> None:
-        """Read one request, then play the script; a caller who hangs up is fine."""
-        with connection:
-            self.requests.append(read_request(connection))
-            for pause, data in self.script:
+    def play_script(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):  # a caller who hangs up is fine
+            requests.append(read_request(connection))
+            for pause, data in script:
                 time.sleep(pause)
-                try:
-                    connection.sendall(data)
-                except OSError:
-                    return
+                connection.sendall(data)
+
+    def start_script(connection: socket.socket) -> None:
+        threading.Thread(target=play_script, args=(connection,), daemon=True).start()
+
+    serving = threading.Thread(
+        target=accept_connections, args=(listener, start_script), daemon=True
+    )
+    serving.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", requests
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        serving.join()
 
 
 def read_request(connection: socket.socket) -> bytes:
@@ -73,115 +71,62 @@ def read_request(connection: socket.socket) -> bytes:
     return head + b"\r\n\r\n" + body
 
 
-@contextmanager
-def run_scripted_server(*script: tuple[float, bytes]) -> Iterator[ScriptedServer]:
-    """A ScriptedServer for the length of a block."""
-    server = ScriptedServer(script)
-    thread = threading.Thread(target=server.serve_connections, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.socket.shutdown(socket.SHUT_RDWR)
-        server.socket.close()
-        thread.join()
+def test_stream() -> None:
+    """TTFT ends at the first body data that is no keep-alive comment, not at the headers or the last byte."""
+    script = [
+        (0.05, HEAD + encode_chunk(b": ping\n\n")),
+        (0.1, encode_chunk(encode_token_event("a"))),
+        (0.1, encode_chunk(encode_token_event("b")) + b"0\r\n\r\n"),
+    ]
+    with run_scripted_server(*script) as (url, requests):
+        answer = ttft_client.send_timed_request(url, headers={"traceparent": "00-1-2-01"})
+    sent = requests[0].lower()
+
+    assert answer.client_ttft_us is not None
+    assert 150_000 <= answer.client_ttft_us < 240_000
+    assert 250_000 <= answer.total_us < 400_000
+    assert ("r1", 200, "ab") == (answer.request_id, answer.status, answer.text)
+    assert {"receive": 0.25, "encoder.compute": 12.5} == answer.server_timing
+    assert len(answer.events) == 2
+    assert b"traceparent: 00-1-2-01" in sent and b"x-request-id: " in sent
 
 
-class TestAsk:
-    """One question."""
+def test_plain() -> None:
+    """A plain answer has a text and a total, but no time to first token."""
+    body = b'{"choices": [{"message": {"content": "yes"}}]}'
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with run_scripted_server((0, head % len(body) + body)) as (url, _):
+        answer = ttft_client.send_timed_request(url, stream=False)
 
-    def test_times(self) -> None:
-        """TTFT ends at the first body data, not at the headers and not at the last byte."""
-        script = [
-            (0.05, HEAD),
-            (0.1, encode_chunk(encode_token_event("a"))),
-            (0.1, encode_chunk(encode_token_event("b")) + b"0\r\n\r\n"),
-        ]
-        with run_scripted_server(*script) as server:
-            answer = ttft_client.send_timed_request(server.url)
-
-        assert answer.client_ttft_us is not None
-        assert 150_000 <= answer.client_ttft_us < 240_000
-        assert 250_000 <= answer.total_us < 400_000
-
-    def test_content(self) -> None:
-        """Text, id and Server-Timing come back parsed."""
-        with run_scripted_server(
-            (
-                0,
-                HEAD
-                + encode_chunk(encode_token_event("a"))
-                + encode_chunk(encode_token_event("b"))
-                + b"0\r\n\r\n",
-            )
-        ) as server:
-            answer = ttft_client.send_timed_request(server.url)
-
-        assert ("r1", 200, "ab") == (answer.request_id, answer.status, answer.text)
-        assert {"receive": 0.25, "encoder.compute": 12.5} == answer.server_timing
-
-    def test_keepalive(self) -> None:
-        """A keep-alive comment before the first token is not the first token."""
-        script = [
-            (0, HEAD + encode_chunk(b": ping\n\n")),
-            (0.1, encode_chunk(encode_token_event("a")) + b"0\r\n\r\n"),
-        ]
-        with run_scripted_server(*script) as server:
-            answer = ttft_client.send_timed_request(server.url)
-
-        assert answer.client_ttft_us is not None and answer.client_ttft_us >= 100_000
-        assert 1 == len(answer.events)
-
-    def test_plain(self) -> None:
-        """A plain answer has a text and a total, but no time to first token."""
-        body = b'{"choices": [{"message": {"content": "yes"}}]}'
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        with run_scripted_server((0, head % len(body) + body)) as server:
-            answer = ttft_client.send_timed_request(server.url, stream=False)
-
-        assert ("yes", None) == (answer.text, answer.client_ttft_us)
-
-    @pytest.mark.parametrize("script", [[(5.0, HEAD)], [(0, HEAD), (5.0, b"")]])
-    def test_abort(self, script: list[tuple[float, bytes]]) -> None:
-        """The client hangs up on time, before the headers or in the middle of the body."""
-        with run_scripted_server(*script) as server:
-            answer = ttft_client.send_timed_request(server.url, abort_s=0.1)
-
-        assert answer.aborted
-        # The time to connect is in abort_s.
-        assert 90_000 <= answer.total_us < 1_000_000
-
-    def test_headers(self) -> None:
-        """Extra headers are sent, and a request id is made where none is given."""
-        with run_scripted_server((0, HEAD + b"0\r\n\r\n")) as server:
-            ttft_client.send_timed_request(server.url, headers={"traceparent": "00-1-2-01"})
-            sent = server.requests[0].lower()
-
-        assert b"traceparent: 00-1-2-01" in sent
-        assert b"x-request-id: " in sent
-
-    def test_together(self) -> None:
-        """Many questions are under way at once, and the answers come in order."""
-        with run_scripted_server(
-            (0.2, HEAD + encode_chunk(encode_token_event("a")) + b"0\r\n\r\n")
-        ) as server:
-            began = time.monotonic()
-            answers = ttft_client.send_timed_requests(server.url, [ttft_client.TimedRequest()] * 8)
-
-        assert time.monotonic() - began < 1.0
-        assert ["a"] * 8 == [answer.text for answer in answers]
+    assert ("yes", None) == (answer.text, answer.client_ttft_us)
 
 
-class TestEvents:
-    """Cutting a stream."""
+@pytest.mark.parametrize("script", [[(5.0, HEAD)], [(0, HEAD), (5.0, b"")]])
+def test_abort(script: list[tuple[float, bytes]]) -> None:
+    """The client hangs up on time, before the headers or in the middle of the body."""
+    with run_scripted_server(*script) as (url, _):
+        answer = ttft_client.send_timed_request(url, abort_s=0.1)
 
-    def test_split(self) -> None:
-        """An event that comes in two pieces has the time of the second."""
-        events = ttft_client.split_events([(1_000, b"data: a"), (5_000, b"\n\ndata: b\n\n")], 0)
+    assert answer.aborted
+    # The time to connect is in abort_s.
+    assert 90_000 <= answer.total_us < 1_000_000
 
-        assert (ttft_client.TimedEvent(5, "a"), ttft_client.TimedEvent(5, "b")) == events
 
-    def test_timing(self) -> None:
-        """Server-Timing entries without a duration count as zero."""
-        assert {"a": 0.0, "b": 1.5} == ttft_client.parse_timing('a, b;desc="x";dur=1.5')
-        assert {} == ttft_client.parse_timing("")
+def test_together() -> None:
+    """Many questions are under way at once, and the answers come in order."""
+    token = encode_chunk(encode_token_event("a")) + b"0\r\n\r\n"
+    with run_scripted_server((0.2, HEAD + token)) as (url, _):
+        began = time.monotonic()
+        answers = ttft_client.send_timed_requests(url, [ttft_client.TimedRequest()] * 8)
+
+    assert time.monotonic() - began < 1.0
+    assert ["a"] * 8 == [answer.text for answer in answers]
+
+
+def test_pieces() -> None:
+    """An event that comes in two pieces has the time of the second; entries without a duration are zero."""
+    events = ttft_client.split_events([(1_000, b"data: a"), (5_000, b"\n\ndata: b\n\n")], 0)
+
+    assert (ttft_client.TimedEvent(5, "a"), ttft_client.TimedEvent(5, "b")) == events
+    assert {"a": 0.0, "b": 1.5} == ttft_client.parse_timing('a, b;desc="x";dur=1.5')
+    assert {} == ttft_client.parse_timing("")
