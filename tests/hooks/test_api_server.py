@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +12,7 @@ import pytest
 from hooks.process import DIRECT, PATCHER
 from hooks.server import STAGES_US, FakeClient, ServerPlan
 from lab import vllm_releases
-from ttft_otel.hooks import api_server, target_check, vllm_fields
+from ttft_otel.hooks import api_server, vllm_fields
 from ttft_otel.model import endpoints
 from ttft_otel.model.names import env_names, header_names, keys, span_names
 from ttft_otel.tracing import carrier, handoff, recorder, settings
@@ -38,11 +35,6 @@ def test_parts(client: FakeClient, drafts: bool) -> None:
         "transport": 46,
         "detokenize": 4,
     }
-
-
-def test_text_has_no_multimodal(client: FakeClient) -> None:
-    """A prompt without images has no multimodal part."""
-    assert api_server.stamp_multimodal_start(object(), {"prompt": "x"}) in (0, None)
 
 
 def test_siblings(client: FakeClient) -> None:
@@ -99,37 +91,12 @@ def test_render(client: FakeClient, monkeypatch: pytest.MonkeyPatch, has_engine:
     assert client.get_ttft().unattributed == 0 and record.server is not None
 
 
-def test_render_refused(client: FakeClient) -> None:
-    """One that fails is told with its error and no first token of a client."""
-    client.server.plan = ServerPlan(status=400)
-    asyncio.run(client.call_server("/v1/completions/render"))
-    ttft = client.get_ttft()
-
-    assert (ttft.error, ttft.died) == ("400", "receive")
-
-
-def test_other_path(client: FakeClient) -> None:
-    """Another endpoint that renders and generates nothing has no record."""
-    client.server.plan = ServerPlan(stream=False, renders=True)
-    asyncio.run(client.call_server("/tokenize"))
-
-    assert not client.records.kept
-
-
 def test_pooling(client: FakeClient) -> None:
     """An embedding request makes no first token and is not traced, in the engine core neither."""
     request = SimpleNamespace(request_id="p", trace_headers={"a": "b"}, pooling_params=object())
     api_server.register_request(DIRECT, None, request)
 
     assert request.trace_headers == {"a": "b", header_names.CARRIER_KEY: carrier.UNTRACED}
-    assert not recorder.awaiting_traces
-
-
-def test_foreign_outputs(client: FakeClient) -> None:
-    """Outputs of untraced requests pass unchanged."""
-    output = SimpleNamespace(request_id="other", trace_headers=None)
-    api_server.record_outputs(DIRECT, None, None, None, [output])
-
     assert not recorder.awaiting_traces
 
 
@@ -140,11 +107,9 @@ def test_foreign_outputs(client: FakeClient) -> None:
         (None, None, "mono"),
         ("ec_producer", None, "encode"),
         ("ec_consumer", None, "prefill_decode"),
-        ("ec_consumer", "kv_producer", "prefill"),
         (None, "kv_producer", "prefill"),
         (None, "kv_consumer", "decode"),
         (None, "kv_both", ""),
-        ("ec_consumer", "kv_both", ""),
         ("ec_both", None, ""),
     ],
 )
@@ -226,11 +191,9 @@ PUSHES_ITEMS = {"ec_transfer_params": {"consumer_zmq": "tcp://127.0.0.1:1", "ec_
     ("extra", "role"),
     [
         (None, ""),
-        ({}, ""),
         (KEEPS_BLOCKS, "prefill"),
         (TAKES_BLOCKS, "decode"),
         (ANNOUNCES_ITEMS, "prefill_decode"),
-        (KEEPS_BLOCKS | ANNOUNCES_ITEMS, "prefill"),
         (TAKES_BLOCKS | ANNOUNCES_ITEMS, "decode"),
         (PUSHES_ITEMS, "encode"),
         # NIXL's turn back: what D kept, taken by P. vLLM's own rule: do_remote_decode makes it P.
@@ -238,7 +201,6 @@ PUSHES_ITEMS = {"ec_transfer_params": {"consumer_zmq": "tcp://127.0.0.1:1", "ec_
         ({"kv_transfer_params": {"do_remote_decode": False, "do_remote_prefill": False}}, ""),
         # A client's nonsense, which vLLM refuses or ignores.
         ({"kv_transfer_params": "do_remote_decode"}, ""),
-        ({"kv_transfer_params": None, "ec_transfer_params": {}}, ""),
         ({"ec_transfer_params": ["consumer_zmq"]}, ""),
     ],
 )
@@ -247,11 +209,6 @@ def test_role_by_request(extra: dict[str, Any] | None, role: str) -> None:
     request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra))
 
     assert vllm_fields.get_request_role(request) == role
-
-
-def test_role_of_a_pooling_request() -> None:
-    """An embedding request has no sampling parameters, and says nothing."""
-    assert vllm_fields.get_request_role(SimpleNamespace(sampling_params=None)) == ""
 
 
 @pytest.mark.parametrize(
@@ -269,23 +226,6 @@ def test_behind_a_foreign_router(
     assert (record.role, record.outermost, record.service) == (role, outermost, f"vllm-{role}")
     assert record.ttft is not None
     assert ("egress" in record.ttft.stages) == (role == "prefill")
-
-
-def test_header_before_request(client: FakeClient) -> None:
-    """Our router's header wins over what the request carries."""
-    client.server.plan = ServerPlan(extra=TAKES_BLOCKS)
-    asyncio.run(client.call_server(x_ttft_leg="prefill"))
-
-    assert (client.records.kept[0].role, client.records.kept[0].outermost) == ("prefill", False)
-
-
-def test_configuration_before_request(client: FakeClient) -> None:
-    """A server without a connector ignores such parameters, as vLLM does: no client hides so."""
-    identity.role = "mono"
-    client.server.plan = ServerPlan(extra=KEEPS_BLOCKS)
-    asyncio.run(client.call_server())
-
-    assert (client.records.kept[0].role, client.records.kept[0].outermost) == ("mono", True)
 
 
 def test_an_encoder_that_runs_the_language_model(client: FakeClient) -> None:
@@ -314,57 +254,6 @@ def test_where_releases_carry_them(version: str) -> None:
         assert 'extra_args["kv_transfer_params"] = self.kv_transfer_params' in text
         announced = 'extra_args["ec_transfer_params"] = self.ec_transfer_params' in text
         assert announced == (version not in ("0.20.2", "0.24.0"))
-
-
-VLLM_CLASSES_CODE = """
-import json, sys
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.v1.engine import EngineCoreRequest
-from ttft_otel.hooks import vllm_fields
-for extra in json.loads(sys.argv[1]):
-    for body in (
-        ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "x"}], **extra),
-        CompletionRequest(model="m", prompt="x", **extra),
-    ):
-        sampling = body.to_sampling_params(1, {})
-        request = EngineCoreRequest("r", [1], None, sampling, None, 0.0, None, None, None)
-        print("ROLE", vllm_fields.get_request_role(request) or "none")
-"""
-
-
-@pytest.mark.full
-def test_role_on_vllms_classes() -> None:
-    """From a body to the engine's request through vLLM's own classes."""
-    if target_check.find_vllm_folder() is None:
-        pytest.skip("no vLLM here; run scripts/install")
-    bodies = [
-        {},
-        KEEPS_BLOCKS,
-        TAKES_BLOCKS,
-        ANNOUNCES_ITEMS,
-        PUSHES_ITEMS,
-        KEEPS_BLOCKS | ANNOUNCES_ITEMS,
-    ]
-    run = subprocess.run(
-        [sys.executable, "-c", VLLM_CLASSES_CODE, json.dumps(bodies)],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    printed_roles = [
-        line.split()[1] for line in run.stdout.splitlines() if line.startswith("ROLE ")
-    ]
-
-    assert printed_roles[::2] == printed_roles[1::2]
-    assert printed_roles[::2] == [
-        "none",
-        "prefill",
-        "decode",
-        "prefill_decode",
-        "encode",
-        "prefill",
-    ]
 
 
 @pytest.mark.usefixtures("blank_identity")

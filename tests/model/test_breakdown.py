@@ -422,33 +422,6 @@ def test_the_wait_for_other_ranks_is_a_part_of_dispatch() -> None:
     assert divide(steps=[step]) == [*parts[:3], ("dp_sync", 1450, 1500)]
 
 
-def test_parts_of_dispatch_between_chunks() -> None:
-    """The turnaround of the chunk before, then the next step; a stall between is no part."""
-    steps = [
-        EngineStep([(CODE_FORWARD, 1420, 1450)], 1455, taken=1410),
-        EngineStep(
-            [(CODE_ENCODER, 1540, 1560), (CODE_FORWARD, 1570, 1650)], 1700, taken=1535, sent=1533
-        ),
-    ]
-    first = [("ipc", 1400, 1410), ("prepare", 1410, 1420)]
-    last = [("prepare", 1535, 1540), ("prepare", 1560, 1570)]
-
-    assert divide(steps=steps, turns=[(1470, 0)]) == [
-        *first,
-        ("turnaround", 1450, 1470),
-        ("schedule", 1470, 1533),
-        ("ipc", 1533, 1535),
-        *last,
-    ]
-    assert divide(steps=steps, turns=[(1470, 1530)]) == [
-        *first,
-        ("turnaround", 1450, 1470),
-        ("schedule", 1530, 1533),
-        ("ipc", 1533, 1535),
-        *last,
-    ]
-
-
 @pytest.mark.parametrize("taken", [1390, 1400, 1401, 1440, 1499, 1500, 1510])
 @pytest.mark.parametrize("launched", [0, 1470])
 @pytest.mark.parametrize("sent", [0, 1401, 1440])

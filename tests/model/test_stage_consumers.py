@@ -259,37 +259,14 @@ def test_a_row_can_say_that_a_consumer_need_not_follow(change: str) -> None:
         ("prefill.queue", ("", "prefill.queue")),
         ("prefill.prefill.queue", ("prefill", "prefill.queue")),
         ("encode.encoder.compute", ("encode", "encoder.compute")),
-        ("prefill_decode.output", ("prefill_decode", "output")),
         ("encode.unattributed", ("encode", "unattributed")),
         ("router.hop.encode", ("", "router.hop.encode")),
-        ("encode", ("", "encode")),
         ("", ("", "")),
     ],
 )
 def test_split(name: str, split: tuple[str, str]) -> None:
     """A leg's prefix is told from a stage's own dot."""
     assert stages.split_stage(name) == split
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *stages.STAGE_NAMES,
-        *stages.ROUTER_STAGES,
-        "router.hop.decode",
-        "mono.sample",
-        "unattributed",
-    ],
-)
-def test_known(name: str) -> None:
-    """Stages, the router's own, and a leg's belong to the vocabulary."""
-    assert stages.is_known_stage(name)
-
-
-@pytest.mark.parametrize("name", ["", "ttft", "queue", "router.hop.other", "other.sample", "rest"])
-def test_unknown(name: str) -> None:
-    """Nothing else does."""
-    assert not stages.is_known_stage(name)
 
 
 def test_rows() -> None:

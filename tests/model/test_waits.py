@@ -88,20 +88,6 @@ def make_reason_part(changes: list[tuple[int, int]]) -> Ttft:
     return make_ttft(trace, cut)
 
 
-def test_one_reason() -> None:
-    """A queue with one reason has it on its own span; nothing is added."""
-    ttft = make_reason_part([(100, KV)])
-
-    assert [piece.attributes for piece in ttft.pieces] == [
-        {},
-        {keys.QUEUE_REASON: "kv_blocks"},
-        {},
-        {keys.STALL_REASON: "kv_blocks"},
-    ]
-    assert ttft.attributes["ttft.queue.kv_blocks_us"] == 300
-    assert ttft.attributes["ttft.stall.kv_blocks_us"] == 100
-
-
 def test_several_reasons() -> None:
     """A queue with several has a piece below it for each, and no reason of its own."""
     ttft = make_reason_part([(150, KV)])
@@ -220,11 +206,3 @@ def test_recorded() -> None:
         HeldBy(60, 2, "decode", "b"),
     )
     assert not stall.held_by and keys.HELD_BY_TRUNCATED not in ttft.attributes
-
-
-def test_not_sampled() -> None:
-    """A holder whose spans are not exported has no link; holders that may be missing are told."""
-    ttft = make_record_part([(90, 7, 0, "a", TRACEPARENT[:-1] + "0")], lost=True)
-
-    assert ttft.pieces[1].held_by == (HeldBy(90, 7, "prefill", "a"),)
-    assert ttft.attributes[keys.HELD_BY_TRUNCATED] is True

@@ -11,7 +11,6 @@ from ttft_otel.model.breakdown import (
     CODE_EC_TRANSFER,
     CODE_ENCODER,
     CODE_FORWARD,
-    LOST_FORWARD,
     EngineStep,
     Marks,
 )
@@ -108,24 +107,6 @@ def test_other_host() -> None:
     assert marks.foreign
 
 
-def test_lost_step() -> None:
-    """A step without a record is a step whose forward was lost, in its place."""
-    made, marks = make_timeline(), Marks(1)
-    made.add_step(None)
-    carrier.decode_timeline(carrier.encode_timeline(made), marks)
-
-    assert [step.lost for step in marks.steps] == [0, 4, LOST_FORWARD]
-
-
-def test_unknown_stage() -> None:
-    """A wait of a stage that this version does not know is left out."""
-    made, marks = make_timeline(), Marks(1)
-    made.open_details().waits += (99, 400, 500)
-    carrier.decode_timeline(carrier.encode_timeline(made), marks)
-
-    assert marks.waits == [("ec.transfer", 200, 300)]
-
-
 def test_plain_header() -> None:
     """It is plain text that any header may carry, however long the way."""
     made = make_timeline()
@@ -148,24 +129,6 @@ def test_media() -> None:
     assert carrier.list_timeline_attributes(found)[keys.ENCODER_OWN_ITEMS] == 1
     made.open_details().media = [1, 2]
     assert carrier.decode_timeline(carrier.encode_timeline(made), Marks(1)) is None
-
-
-def test_still_asking() -> None:
-    """A request that ends while a connector says "not yet" tells since when."""
-    made, marks = make_timeline(), Marks(1)
-    made.open_details().asked = 400
-    carrier.decode_timeline(carrier.encode_timeline(made), marks)
-
-    assert marks.asking == 400
-
-
-def test_kept_items() -> None:
-    """How long encodings were kept comes back; what is not ours is nothing."""
-    made = carrier.KeptItems(1, 5, 2, 128, 3, "evicted")
-
-    assert carrier.decode_answer(carrier.KeptItems, carrier.encode_answer(made)) == made
-    for text in ("", "[1]", "é", carrier.encode_answer(carrier.KeptBlocks(1, 5, 2, 3, True))):
-        assert carrier.decode_answer(carrier.KeptItems, text) is None
 
 
 @pytest.mark.parametrize("text", ["", "1", "x", "{}", "[99]", "null", '["a"]', "[2,[]]", "é"])

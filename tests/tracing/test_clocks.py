@@ -45,15 +45,6 @@ def test_calibration() -> None:
     assert abs(time.time_ns() - time.monotonic_ns() - offset) < bound + 50_000_000
 
 
-def test_wall() -> None:
-    """A mark's wall time lies where the mark lies."""
-    mark = clock.now_us()
-    at = clock.to_wall_ns(mark)
-
-    assert abs(time.time_ns() - at) < 1_000_000_000
-    assert clock.to_wall_ns(mark + 1_000_000) - at > 999_000_000
-
-
 def test_time_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Processes of one host whose time namespaces differ have different clocks, and boot numbers."""
     offsets = tmp_path / "timens_offsets"
@@ -226,17 +217,6 @@ def test_an_engine_core_on_another_host(boot: int, offset: int) -> None:
         assert abs(cut.stages[name] - length) <= trace.clock_error, name
     for name in ("dispatch", "encoder.compute", "prefill.compute", "sample"):
         assert cut.stages[name] == TRUE_STAGES_US[name]  # both ends are the remote host's
-
-
-def test_one_clock_is_not_estimated(records: tracing_fakes.MemorySender) -> None:
-    """On one host everything is as it was measured, and no error is on the span."""
-    trace, cut = trace_request(ProcessClock(), ProcessClock(), ProcessClock())
-    recorder.send_known_halves(trace, records, server=False)
-
-    assert (cut.stages, cut.unattributed, cut.clamped) == (TRUE_STAGES_US, 0, 0)
-    assert trace.clock_error == 0 and not clock_offsets._bounds
-    assert records.kept[0].ttft is not None
-    assert keys.CLOCK_ERROR_US not in records.kept[0].ttft.attributes
 
 
 def test_requests_narrow_the_offset(records: tracing_fakes.MemorySender) -> None:

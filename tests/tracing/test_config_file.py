@@ -162,11 +162,6 @@ def test_file_replaces_variables(read: Callable[..., Settings]) -> None:
         ),
         (
             "tracer_provider:",
-            "tracer_provider:\n  sampler: {mine: }",
-            "tracer_provider.sampler.mine",
-        ),
-        (
-            "tracer_provider:",
             "propagator: {composite: [{b3: }]}\ntracer_provider:",
             "leaves out tracecontext",
         ),

@@ -34,14 +34,11 @@ def test_continued() -> None:
     "bad",
     [
         "",
-        "garbage",
         f"00-{'0' * 32}-{PARENT_ID}-01",
         f"00-{TRACE_ID}-{'0' * 16}-01",
         f"ff-{TRACE_ID}-{PARENT_ID}-01",
         f"00-{TRACE_ID.upper()}-{PARENT_ID}-01",
         f"00-{TRACE_ID}-{PARENT_ID}-01-more",
-        f"00-{TRACE_ID}-{PARENT_ID}",
-        f"00-{TRACE_ID}-{PARENT_ID}-1",
         f"00-{TRACE_ID}-{PARENT_ID}-01" + "x" * 200,
     ],
 )
@@ -86,15 +83,6 @@ def test_ratio_like_the_sdk() -> None:
         ours = context.start_context(f"00-{trace}-{PARENT_ID}-00", "", settings).sampled
         wanted = theirs.should_sample(None, int(trace, 16), "x").decision
         assert ours is (wanted is sampling.Decision.RECORD_AND_SAMPLE)
-
-
-@pytest.mark.parametrize(("ratio", "sampled"), [(0.0, False), (1.0, True)])
-def test_ratio_ends(ratio: float, sampled: bool) -> None:
-    """None is none, and all is all."""
-    settings = Settings(on=True, sampler="traceidratio", ratio=ratio)
-    trace = "f" * 32
-
-    assert context.start_context(f"00-{trace}-{PARENT_ID}-00", "", settings).sampled is sampled
 
 
 def test_ids_are_nobody_elses() -> None:

@@ -176,12 +176,6 @@ def test_an_old_word_is_not_about_a_new_request(pending: RequestTrace) -> None:
     assert 0.2 < (seen["age"] or 0) < 5
 
 
-def test_nothing_is_told_where_nobody_can_be_asked(pending: RequestTrace) -> None:
-    """Without a way to the engine core no count is shown: 0 would be wrong."""
-    seen = asyncio.run(scrape())
-    assert set(seen.values()) == {None, seen["took"]}
-
-
 def test_an_engine_without_the_method_is_asked_once(
     pending: RequestTrace, guard_keeps: None
 ) -> None:
@@ -198,3 +192,9 @@ def test_an_engine_without_the_method_is_asked_once(
 
     asyncio.run(look())
     assert len(asked) == 1
+
+
+def test_nothing_is_told_where_nobody_can_be_asked(pending: RequestTrace) -> None:
+    """Without a way to the engine core no count is shown: 0 would be wrong."""
+    seen = asyncio.run(scrape())
+    assert set(seen.values()) == {None, seen["took"]}

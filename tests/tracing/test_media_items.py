@@ -6,8 +6,6 @@ from __future__ import annotations
 import pytest
 
 from ttft_otel.model.names import keys
-from ttft_otel.model.timing import EncoderCacheCounts
-from ttft_otel.tracing import media_items
 from ttft_otel.tracing.media_items import (
     BIT_ANNOUNCED,
     BIT_AWAITED,
@@ -94,35 +92,3 @@ def test_nobody_saw() -> None:
         keys.EC_CONNECTOR: "X",
         keys.EC_ITEMS: 2,
     }
-
-
-def test_attributes() -> None:
-    """A consumer's counts, also where they are 0; bytes only where something was fetched."""
-    found = count_items(
-        make_media(SOURCE_ENCODED | BIT_ANNOUNCED, SOURCE_REMOTE | BIT_ANNOUNCED, size=64),
-        True,
-        False,
-    )
-
-    assert list_item_attributes(found, "X") == {
-        keys.ENCODER_CACHED_ITEMS: 1,
-        keys.EC_CONNECTOR: "X",
-        keys.EC_ITEMS: 2,
-        keys.EC_LOCAL_ITEMS: 0,
-        keys.EC_REMOTE_ITEMS: 1,
-        keys.EC_RECOMPUTED_ITEMS: 1,
-        keys.EC_BYTES: 64,
-    }
-    assert summarize_items(found) == EncoderCacheCounts(2, 1, 0, 1, 64)
-    assert list_item_attributes(None, "X") == {} and summarize_items(None) is None
-
-
-def test_layout() -> None:
-    """The leading numbers have their places; the codes begin behind them."""
-    assert (
-        media_items.INDEX_OWN,
-        media_items.INDEX_STEP,
-        media_items.INDEX_BYTES,
-        media_items.INDEX_UNMATCHED,
-    ) == (*(0, 1, 2, 3),)
-    assert media_items.HEADER_LENGTH == 4

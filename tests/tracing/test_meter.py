@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import tracing_fakes
-from prometheus_client import REGISTRY, generate_latest
+from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from ttft_otel.model.names import env_names, metric_names
@@ -70,14 +70,6 @@ def test_errors(guard_keeps: None) -> None:
         raise ValueError
 
     assert read_value(f"{metric_names.HOOK_ERRORS}_total", place="some place") == 1
-
-
-def test_watch_twice() -> None:
-    """A second application in the process does not register twice."""
-    for _ in range(3):
-        meter.register_collector(recorder.awaiting_traces, dict)
-
-    assert generate_latest().count(f"# TYPE {metric_names.PENDING} gauge".encode()) == 1
 
 
 SERVER = Path(__file__).parent / "shared_metrics_server.py"

@@ -10,7 +10,6 @@ import tracing_fakes
 
 from ttft_otel.model import timing
 from ttft_otel.model.names import keys
-from ttft_otel.model.record import RECORD_VERSION
 from ttft_otel.tracing import carrier, measurement, recorder
 from ttft_otel.tracing.context import start_context
 from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
@@ -54,12 +53,6 @@ def test_begin() -> None:
     assert made is not None
     assert (made.timing_requested, made.leg, made.request_id) == (True, "encode", "r" * 256)
     assert made.context.sampled
-
-
-def test_nobody_asked() -> None:
-    """Neither sampled nor asked for: there is no trace."""
-    assert recorder.begin_trace([UNSAMPLED], ON) is None
-    assert recorder.begin_trace([UNSAMPLED, (b"x-ttft-timing", b"0")], ON) is None
 
 
 def test_counted_but_not_sampled() -> None:
@@ -132,13 +125,6 @@ def test_first_of_several() -> None:
     assert made.first_output.assign == 1100
 
 
-def test_unknown_output() -> None:
-    """An output that nobody waits for is nobody's."""
-    recorder.record_first_output("unknown", "", 1, 2)
-
-    assert not recorder.awaiting_traces
-
-
 def test_no_marks() -> None:
     """A trace of which only start and end are known is unattributed as a whole."""
     made = make_trace()
@@ -159,28 +145,6 @@ def test_failed(end: int) -> None:
     assert sum(cut.stages.values()) + cut.unattributed == end - 1000
 
 
-def test_handed_once(records: tracing_fakes.MemorySender) -> None:
-    """The ttft half goes once, whoever hands it; the halves share their ids."""
-    made = make_trace()
-    recorder.register_engine_request(made, "e")
-    recorder.record_first_output("e", "", 1900, 2000)
-    recorder.close_ttft(made, 2100)
-    recorder.send_known_halves(made, records, server=False)
-    recorder.send_known_halves(made, records, server=True)
-    recorder.send_known_halves(made, records, server=True)
-
-    assert [record.ttft is not None for record in records.kept] == [True, False, False]
-    assert [record.server is not None for record in records.kept] == [False, True, True]
-    assert {record.version for record in records.kept} == {RECORD_VERSION}
-
-
-def test_nothing_to_tell(records: tracing_fakes.MemorySender) -> None:
-    """Before its first token a trace sends nothing."""
-    recorder.send_known_halves(make_trace(), records, server=False)
-
-    assert not records.kept
-
-
 def test_no_content(records: tracing_fakes.MemorySender) -> None:
     """No header, prompt or token goes into a record beyond the names we publish."""
     made = make_trace()
@@ -192,15 +156,6 @@ def test_no_content(records: tracing_fakes.MemorySender) -> None:
     assert record.ttft is not None and record.server is not None
     for attributes in (record.attributes, record.ttft.attributes, record.server.attributes):
         assert set(attributes) <= known
-
-
-def test_unknown_leg() -> None:
-    """A leg that is no role is not believed: its span stays outermost."""
-    headers = [(b"x-ttft-leg", b"nonsense"), (b"x-ttft-timing", b"1")]
-    made = recorder.begin_trace(headers, Settings())
-
-    assert made is not None
-    assert made.leg == ""
 
 
 def make_closed_trace(media: list[int], **headers: str) -> RequestTrace:
@@ -260,24 +215,6 @@ def test_items_on_spans(
     )
     assert (found[keys.EC_LOCAL_ITEMS], found[keys.EC_RECOMPUTED_ITEMS]) == (0, 0)
     assert found[keys.ENCODER_CACHED_ITEMS] == 1
-
-
-@pytest.mark.parametrize(("takes", "leg"), [(False, ""), (True, "encode")])
-def test_encoders_take_nothing(
-    monkeypatch: pytest.MonkeyPatch, records: tracing_fakes.MemorySender, takes: bool, leg: str
-) -> None:
-    """On an encoder, also one that is ec_both, nothing is remote and nothing encoded again."""
-    monkeypatch.setattr(identity, "takes_encodings", takes)
-    monkeypatch.setattr(identity, "ec_connector", "ECCPUConnector")
-    made = make_closed_trace(FETCHED_ONE, x_ttft_leg=leg)
-    recorder.send_known_halves(made, records, server=False)
-    (record,) = records.kept
-
-    assert record.ttft is not None
-    assert record.ttft.attributes[keys.EC_ITEMS] == 2
-    assert not {keys.EC_REMOTE_ITEMS, keys.EC_RECOMPUTED_ITEMS} & set(record.ttft.attributes)
-    told = timing.parse_server_timing(recorder.format_timing_header(made, 9000))
-    assert told is not None and told.ec is None
 
 
 def test_header_counts_tokens() -> None:

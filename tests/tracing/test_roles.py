@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pytest
-import tracing_fakes
 
 from ttft_otel.model.stages import ROLES
 from ttft_otel.tracing.context import start_context
@@ -57,20 +56,3 @@ def test_only_who_answers_the_client_is_outermost(role: str) -> None:
     identity.role = role
 
     assert is_outermost(make_trace()) == (role in ("decode", "prefill_decode", "mono"))
-
-
-@pytest.mark.parametrize("role", ["decode", "mono"])
-def test_below_our_router_nobody_is(role: str) -> None:
-    """`x-ttft-leg` says that its sender is further out."""
-    identity.role = role
-
-    assert not is_outermost(make_trace(leg=role))
-
-
-def test_a_request_over_two_and_over_three_counts_once(records: tracing_fakes.MemorySender) -> None:
-    """P and D of one request, and E, P and D: of each exactly one is outermost, the last one."""
-    identity.role = ""
-    for legs in (("prefill", "decode"), ("encode", "prefill", "decode"), ("encode", "mono")):
-        outermost = [leg for leg in legs if is_outermost(make_trace(request_role=leg))]
-
-        assert outermost == [legs[-1]]

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from hooks.device.accelerator import SimulatedDevice
-from hooks.process import wrap_ec_connector, wrap_methods
+from hooks.process import wrap_methods
 from hooks.worker.runners import wrap_runner_methods
 from ttft_otel.model import breakdown
 
@@ -398,7 +398,6 @@ def wrap_accelerated_classes() -> dict[str, type[AcceleratedRunner]]:
         AcceleratedKvConnector,
         {"kv.load": "start_load_kv", "kv.save": "wait_for_save"},
     )
-    wrap_ec_connector(AcceleratedEcConnector(False))
     return {
         "V1": AcceleratedRunnerV1,
         "V2": AcceleratedRunnerV2,

@@ -24,7 +24,7 @@ from hooks.device.accelerator_loops import (
     judge_outcomes,
     make_step,
 )
-from hooks.process import WORKER
+from hooks.process import WORKER, wrap_ec_connector
 from ttft_otel.hooks.worker import device
 from ttft_otel.model import breakdown
 
@@ -240,9 +240,7 @@ def run_case(
         step_loop = LOOPS[loop](host, runner, case.gap_us)
         outcomes = step_loop.run(steps)
         encoder_errors = judge_encoder_runs(step_loop) if case.encode_only else []
-    roles = {*WORKER.ec_roles}
     WORKER.drop_all()
-    WORKER.ec_roles |= roles  # the connector stays
     for outcome in outcomes:
         outcome.truth.resolve_times(simulated)
     lost = breakdown.LATE_STAGE if case.receive_us else 0
@@ -261,6 +259,7 @@ def _make_runner(
         connectors["kv_connector"] = AcceleratedKvConnector()
     elif case.connector:
         connectors["ec_connector"] = AcceleratedEcConnector("synchronizing" in case.connector)
+        wrap_ec_connector(connectors["ec_connector"])
     return kind(
         simulated,
         case.work,

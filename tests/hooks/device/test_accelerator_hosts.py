@@ -168,6 +168,10 @@ def list_boundary_errors(seen: SeenRequest) -> list[int]:
     ]
 
 
+# What is between the two comes with --full.
+LOOPS_TRIED = [
+    pytest.param(loop, marks=pytest.mark.full if loop == "async" else ()) for loop in LOOPS
+]
 CASES_ON_HOSTS = (
     "one request at a time, 40 ms",
     "device-bound, 40 ms",
@@ -175,7 +179,7 @@ CASES_ON_HOSTS = (
 )
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", LOOPS_TRIED)
 @pytest.mark.parametrize("name", CASES_ON_HOSTS)
 def test_engine_cores_on_two_hosts(kinds: dict[str, Any], name: str, loop: str) -> None:
     """Data parallel over hosts, clocks ten days apart and drifting: places to 150 us, stages to 200 us."""
@@ -194,7 +198,7 @@ def test_engine_cores_on_two_hosts(kinds: dict[str, Any], name: str, loop: str) 
     assert len(seen) >= 100
 
 
-@pytest.mark.parametrize("name", CASES_ON_HOSTS)
+@pytest.mark.parametrize("name", CASES_ON_HOSTS[1:])
 def test_slower_way_back(kinds: dict[str, Any], name: str) -> None:
     """A way back that is always slower than the way there cannot be known: the told error has it."""
     seen = see_case(kinds, name, "async", REMOTE_HOSTS, (), Network((80, 250), (1_500, 2_500)))
@@ -240,7 +244,7 @@ def test_one_host_is_exact(kinds: dict[str, Any]) -> None:
         assert each.attributes[keys.CLOCK] == "device"
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", LOOPS_TRIED)
 @pytest.mark.parametrize(
     "name", ["last of two pipeline stages, 15 ms each", "last pipeline stage, images"]
 )
@@ -260,7 +264,7 @@ def test_pipeline_stages(kinds: dict[str, Any], name: str, loop: str) -> None:
         assert abs(pipeline + sent - each.true_cut.stages["pipeline"]) <= MAX_STAGE_ERROR_US
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", LOOPS_TRIED)
 def test_lengths_alone(kinds: dict[str, Any], loop: str) -> None:
     """A platform whose events nobody has placed: the work's lengths are true, the rest is unattributed."""
     name = "images, 30 ms encoder, 20 ms forward"

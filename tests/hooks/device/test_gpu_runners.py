@@ -34,6 +34,7 @@ def test_figures() -> None:
     assert shared["a_one_connection_beside_a_busy_stream_us"]["value"] > 10 * one
 
 
+@pytest.mark.full
 def test_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release in which the forward begins before the hook sees it misses its goal; the others do not."""
     runner = gpu_runners.AcceleratedRunnerV2Of026
@@ -52,6 +53,7 @@ def test_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missed == {"d_0.26_v2_place_p99_us", "d_0.26_v2_told_share"}
 
 
+@pytest.mark.full
 def test_clock_that_looks_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a look before the wait places under load are wrong, and no told error covers them."""
 

@@ -93,6 +93,7 @@ def test_long_prompt(drive: Callable[..., Any]) -> None:
     compare(drive, {150_000: {"tokens": 4096, "answer": 1}}, 20_000, max_num_batched_tokens=1024)
 
 
+@pytest.mark.full  # as long as the other one
 def test_long_answers(drive: Callable[..., Any]) -> None:
     """Two places, and two long answers that take them.
 

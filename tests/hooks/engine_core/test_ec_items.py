@@ -74,14 +74,6 @@ def test_equal_items(pair: InstancePair) -> None:
     assert count_items_of(timeline) == ItemCounts(3, 3, 2, 1, 0, 2 * pair.size)
 
 
-def test_nobody_encoded(pair: InstancePair) -> None:
-    """Without anything announced an item is encoded here, and not again."""
-    timeline = pair.consume_items("b", ("cat",), None)
-
-    assert count_items_of(timeline) == ItemCounts(1, 0, 0, 0, 0, 0)
-    assert count_items_of(timeline, encoded_before=True).recomputed == 1
-
-
 def test_lost_on_the_way(pair: InstancePair) -> None:
     """An item that was announced and can no longer be fetched is encoded again, and counted as that."""
     params = pair.encode_items("a", "cat")
@@ -93,18 +85,10 @@ def test_lost_on_the_way(pair: InstancePair) -> None:
     assert timeline.read_details().waits
 
 
-@pytest.mark.parametrize("change", [{"size_bytes": 7}, {"shape": [1, 1]}, {"size_bytes": None}])
-def test_unusable(pair: InstancePair, change: dict[str, Any]) -> None:
+def test_unusable(pair: InstancePair) -> None:
     """An announcement that the connector refuses at once still names its item."""
     params = pair.encode_items("a", "cat")
-    timeline = pair.consume_items("b", ("cat",), {"cat": {**params["cat"], **change}})
-
-    assert count_items_of(timeline).recomputed == 1
-
-
-def test_announced_without_address(pair: InstancePair) -> None:
-    """What the encoder no longer had when it answered is announced without an address."""
-    timeline = pair.consume_items("b", ("cat",), {"cat": {"item_indices": [0], "metadata": {}}})
+    timeline = pair.consume_items("b", ("cat",), {"cat": {**params["cat"], "size_bytes": 7}})
 
     assert count_items_of(timeline).recomputed == 1
 
@@ -117,13 +101,6 @@ def test_named_otherwise(pair: InstancePair) -> None:
 
     assert count_items_of(one) == ItemCounts(1, 0, 0, 0, 1, 0)
     assert count_items_of(two).recomputed == 1
-
-
-def test_one_encoder_failed(pair: InstancePair) -> None:
-    """Where one of two encoders failed, its item was encoded by nobody else: not again."""
-    timeline = pair.consume_items("b", ("cat", "dog"), pair.encode_items("a", "cat"))
-
-    assert count_items_of(timeline, encoded_before=True) == ItemCounts(2, 1, 1, 0, 0, pair.size)
 
 
 def test_covered_by_the_prefix(pair: InstancePair) -> None:
@@ -323,25 +300,6 @@ def test_mooncake(core: FakeEngineCore, clock: tracing_fakes.FakeClock) -> None:
     assert count_items_of(late) == ItemCounts(1, 1, 1, 0, 0, 64)
     assert late.read_details().waits and not again.read_details().waits
     assert count_items_of(again) == ItemCounts(1, 1, 0, 1, 0, 0)
-
-
-def test_mooncake_early(core: FakeEngineCore, clock: tracing_fakes.FakeClock) -> None:
-    """An item that was pushed before its request came is from the encoder all the same."""
-    pushed = PushedItems()
-    wrap_ec_connector(pushed.connector)
-    core.ec_connector = pushed.connector  # type: ignore[attr-defined]
-    pushed.push_item("t-1", "cat")
-    vllm_request = make_request("early", 20, items=0)
-    vllm_request.mm_features = [media_item(0, "cat")]
-    vllm_request.ec_transfer_params = {"ec_items": [{"transfer_id": "t-1"}]}
-    vllm_request.sampling_params = SimpleNamespace(
-        extra_args={"ec_transfer_params": vllm_request.ec_transfer_params}
-    )
-    core.add(vllm_request)
-    timeline = ask_mooncake(core, pushed, "early", clock)
-
-    assert count_items_of(timeline) == ItemCounts(1, 1, 1, 0, 0, 64)
-    assert timeline.read_details().media[media_items.HEADER_LENGTH] & media_items.BIT_ANNOUNCED
 
 
 def test_nobody_saw(core: FakeEngineCore) -> None:

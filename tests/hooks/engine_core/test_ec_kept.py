@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import tracing_fakes
 
 from hooks.fakes import decode_headers
-from hooks.process import CORE, PATCHER, wrap_ec_connector
+from hooks.process import CORE, PATCHER
 from ttft_otel.hooks.engine_core import ec_kept
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing.carrier import KEPT_ITEMS_BIT, KeptItems, decode_answer
@@ -58,15 +57,6 @@ def test_fetched(pair: InstancePair, clock: tracing_fakes.FakeClock) -> None:
     assert (kept.since, kept.items, kept.bytes) == (began, 2, 2 * pair.size)
     assert kept.until - began >= 5000 and kept.ready_at == began and not kept.end_reason
     assert query_kept(pair, "a") == "" and not CORE.encodings.leases_by_hash
-
-
-def test_asked_late(pair: InstancePair) -> None:
-    """A status request after the last read is answered at once, and only once."""
-    pair.consume_items("b", ("cat",), encode_and_keep(pair, "a", "cat"))
-    pair.encoder.run_step()
-
-    assert read_kept(pair, "a") is not None
-    assert read_kept(pair, "a") is None
 
 
 def test_ready_later(pair: InstancePair, clock: tracing_fakes.FakeClock) -> None:
@@ -225,21 +215,3 @@ def test_bounded(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert not CORE.encodings.leases and not CORE.encodings.leases_by_hash
     assert len(CORE.encodings.fetched_hashes) == 4 and len(CORE.encodings.unasked) == 4
-
-
-def test_bounded_items(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request of many items pushes out as many requests as that takes."""
-    monkeypatch.setattr(ec_kept, "MAX_WAITING_ENCODINGS", 4)
-    encode_and_keep(pair, "a", "cat")
-    encode_and_keep(pair, "b", "dog", "cow")
-    encode_and_keep(pair, "c", "ant", "bee", "fly")
-
-    assert list(CORE.encodings.leases) == ["c"] and len(CORE.encodings.leases_by_hash) == 3
-
-
-def test_other_connectors(nothing_patched: None) -> None:
-    """A connector without such a session is left alone."""
-    wrap_ec_connector(SimpleNamespace())
-    wrap_ec_connector(SimpleNamespace(connector_scheduler=SimpleNamespace()))
-
-    assert not PATCHER.is_active("transfer.fetched")

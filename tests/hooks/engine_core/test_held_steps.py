@@ -139,67 +139,6 @@ def test_long_prompt(drive: MakeDriver) -> None:
     assert sum_held(driver, "long", STALL_STAGE) == {}
 
 
-def test_decoding(drive: MakeDriver) -> None:
-    """One place: who decodes has held it, though it has ended when the wait ends."""
-    driver = drive(max_num_seqs=1)
-    driver.queue_behind(40)
-    driver.run_until_answered("second")
-
-    assert sum_held(driver, "second", *QUEUE_STAGES) == {"decode": 390_000}
-    assert read_holders(driver, "second") == [(390_000, 39, "decode", "first")]
-
-
-def test_came_in_a_step(drive: MakeDriver) -> None:
-    """Of the step in which it came only the rest counts; nobody waited when that step was scheduled."""
-    driver = drive()
-    driver.add("first", tokens=100, traced=False)
-    step = driver.begin_step()
-    driver.clock.tick(3_000)
-    late = driver.build("late")
-    driver.clock.tick(7_000)
-    driver.end_step(step)
-    driver.scheduler.add_request(late)
-    driver.clock.tick(500)
-    driver.run_until_answered("late")
-
-    assert sum_held(driver, "late", *QUEUE_STAGES) == {"prefill": 7_500}
-    assert read_holders(driver, "late") == [(7_500, 100, "prefill", "first")]
-
-
-def test_encoding(drive: MakeDriver) -> None:
-    """A step's time is divided by tokens and embeddings."""
-    driver = drive()
-    driver.limit_encoder(64)
-    for number in range(3):
-        driver.add(f"image{number}", tokens=80, images=(64,), answer=1)
-    driver.run_until_answered("image2")
-    held = sum_held(driver, "image2", *QUEUE_STAGES)
-
-    # Each step encodes 64 and computes 80 tokens of one request, and one token of those before.
-    assert held.keys() == {"prefill", "encoder", "decode"} or held.keys() == {"prefill", "encoder"}
-    assert sum(held.values()) == 20_000
-    assert held["encoder"] / 20_000 == pytest.approx(64 / 144, abs=0.01)
-    assert {kind for _, _, kind, _ in read_holders(driver, "image2")} == {"prefill", "encoder"}
-
-
-def test_other_rank(drive: MakeDriver) -> None:
-    """Who comes while its engine core runs a batch for another rank waits for that and its turnaround."""
-    driver = drive()
-    driver.clock.tick(5_000)
-    driver.run_dummy()  # nobody has come yet
-    driver.clock.tick(200)
-    late = driver.build("late")
-    driver.clock.tick(300)
-    driver.scheduler.add_request(late)
-    driver.run_dummy()
-    driver.clock.tick(700)
-    driver.run_until_answered("late")
-
-    assert sum_held(driver, "late", *QUEUE_STAGES) == {"idle": 300, "other_rank": 10_700}
-    assert read_holders(driver, "late") == []
-    assert not CORE.held.log.times
-
-
 def test_other_rank_of_a_real_engine_core(drive: MakeDriver) -> None:
     """The hook is around the method that DPEngineCoreProc calls, and its failure is vLLM's own."""
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCore
@@ -225,18 +164,6 @@ def test_other_rank_of_a_real_engine_core(drive: MakeDriver) -> None:
         put_back_classes()
 
     assert sum_held(driver, "late", *QUEUE_STAGES) == {"other_rank": 3_000}
-
-
-def test_alone(drive: MakeDriver) -> None:
-    """Nobody else is there: no step ran, and nobody is named."""
-    driver = drive()
-    driver.add("only", tokens=50)
-    driver.clock.tick(300)
-    driver.run_until_answered("only")
-
-    assert sum_held(driver, "only", *QUEUE_STAGES) == {"idle": 300}
-    assert read_holders(driver, "only") == []
-    assert not CORE.held.log.times
 
 
 def test_traced_holder(drive: MakeDriver) -> None:
@@ -272,16 +199,6 @@ def test_aborted(drive: MakeDriver) -> None:
     assert timeline.held[1::6] == [10_000, 2_500] and timeline.held[3::6] == [10_000, 2_500]
     assert timeline.read_details().holders[0][:4] == (12_500, 2, 1, "first")
     assert not CORE.held.unanswered and not CORE.held.log.times
-
-
-def test_untraced(drive: MakeDriver) -> None:
-    """While only others wait nothing is kept."""
-    driver = drive(max_num_seqs=1)
-    for number in range(4):
-        driver.add(f"r{number}", traced=False)
-        driver.step()
-
-    assert not (CORE.held.unanswered or CORE.held.unmarked or CORE.held.log.times)
 
 
 def test_many_holders(drive: MakeDriver) -> None:
@@ -436,22 +353,6 @@ def test_turnaround(drive: MakeDriver) -> None:
     assert read_holders(driver, "second") == [(9 * 10_700, 9, "decode", "first")]
 
 
-def test_came_in_a_turnaround(drive: MakeDriver) -> None:
-    """The same for whoever comes between two steps, whether others waited then or not: idle."""
-    driver = drive(max_num_seqs=1)
-    driver.add("first", answer=10)
-    driver.step()
-    for number in range(2):
-        driver.clock.tick(300)
-        driver.add(f"waiter{number}")
-        driver.clock.tick(400)
-        driver.step()
-    driver.run_until_answered("waiter0", "waiter1")
-
-    for number in range(2):
-        assert sum_held(driver, f"waiter{number}", *QUEUE_STAGES)["idle"] == 400
-
-
 def test_pause(drive: MakeDriver) -> None:
     """A pause between two steps is nobody's, nor is the turnaround before it."""
     driver = drive(max_num_seqs=1)
@@ -463,23 +364,6 @@ def test_pause(drive: MakeDriver) -> None:
 
     assert sum_held(driver, "second", *QUEUE_STAGES) == {"decode": 90_000, "idle": 5_300}
     assert read_holders(driver, "second") == [(90_000, 9, "decode", "first")]
-
-
-def test_nothing_schedulable(drive: MakeDriver) -> None:
-    """Of steps that schedule nothing all is idle, also until the next one."""
-    driver = drive(max_num_seqs=1)
-    driver.queue_behind(10)
-    driver.step()
-    limit = driver.scheduler.max_num_scheduled_tokens
-    driver.scheduler.max_num_scheduled_tokens = 0
-    driver.clock.tick(200)
-    driver.step(50)
-    driver.clock.tick(1_000)
-    driver.scheduler.max_num_scheduled_tokens = limit
-    driver.run_until_answered("second")
-
-    # The turnaround before is still that of a step with work.
-    assert sum_held(driver, "second", *QUEUE_STAGES) == {"decode": 90_200, "idle": 1_050}
 
 
 @pytest.mark.parametrize("steady", [True, False])

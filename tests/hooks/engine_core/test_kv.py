@@ -17,6 +17,7 @@ from hooks.worker.runners import RunnerV1, make_scheduler_output, wrap_runner_cl
 from ttft_otel.hooks.engine_core import kv
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.model.breakdown import CODE_FORWARD, CODE_KV_TRANSFER, LOST_AFTER, LOST_BEFORE
+from ttft_otel.model.failed_stage import find_failed_stage
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.tracing import carrier, context, record_parts, settings
 from ttft_otel.tracing import clock as clocks
@@ -323,16 +324,6 @@ def test_aborted(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
     kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
 
 
-def test_untraced(kv_core: Any) -> None:
-    """A request that is not traced is not looked at."""
-    kv_core.add(make_request("a", 40, traced=False))
-    ask_connector(kv_core, "a", (39, True))
-    kv_core.connector.keeps = True
-    kv_core.connector.request_finished(kv_core.requests["a"], [1])
-
-    assert not CORE.blocks.tracked
-
-
 def end_request(core: Any, name: str, block_ids: Any) -> None:
     """P's request ends with its first token, as inside vLLM's update."""
     core.add(make_request(name, 40))
@@ -357,19 +348,6 @@ def test_kept(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
     assert decode_answer(KeptBlocks, answer_future.result()) == carrier.KeptBlocks(
         began, began + 900, 40, 3, False
     )
-    assert CORE.blocks.answer_kept_blocks("a") == ""
-
-
-def test_kept_and_asked_late(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
-    """Who asks after they were fetched hears of it too, once; leases that ran out are told apart."""
-    end_request(kv_core, "a", [7, 8])
-    clock.tick(900)
-    kv_core._update_from_kv_xfer_finished(
-        make_connector_output(fetched=("a",), num_kv_expired_reqs=[1])
-    )
-    kept_blocks = decode_answer(KeptBlocks, CORE.blocks.answer_kept_blocks("a"))
-
-    assert kept_blocks is not None and (kept_blocks.blocks, kept_blocks.expired) == (2, True)
     assert CORE.blocks.answer_kept_blocks("a") == ""
 
 
@@ -408,23 +386,20 @@ def test_bounded_asked(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=("b",)))
 
 
-def test_not_ours() -> None:
-    """An answer of another form than ours is ignored."""
-    assert [decode_answer(KeptBlocks, each) for each in ("", "[1]", "é")] == [None] * 3
+@pytest.mark.parametrize("others", [(), ("other",)])
+def test_a_load_that_fails_ends_the_request(kv_core: Any, others: tuple[str, ...]) -> None:
+    """vLLM ends it within update_from_output() with an output that has no token, but marks."""
+    kv_core.add(make_request("a", 40), *map(make_request, others))
+    ask_connector(kv_core, "a", (39, True))
+    step = kv_core.schedule(others, dict.fromkeys(others, 10))
+    headers = kv_core.update(step, first=others, finish=("a",))
+    marks, timeline = decode_headers(headers["a"])
+    marks.render, marks.assign, marks.partial = 2, 3, not timeline.complete
 
-
-def test_older_class(nothing_patched: None) -> None:
-    """A class without one of the methods is wrapped as far as it goes."""
-
-    class Old:
-        def start_load_kv(self, context: Any) -> str:
-            return "loaded"
-
-    made = Old()
-    wrap_kv_connector(made)
-
-    assert made.start_load_kv(None) == "loaded"
-    assert PATCHER.is_active("kv.load") and not PATCHER.is_active("kv.save")
+    assert find_failed_stage(marks) == "kv.transfer"
+    assert CORE.answer_aborted("a") == ""
+    for name in others:
+        kv_core.free(name)
 
 
 class KvRunner(RunnerV1):
@@ -503,11 +478,3 @@ def test_step_unseen(runner: Any, gone: str, sync: bool, lost: int) -> None:
     PATCHER.switch()
 
     assert found == lost
-
-
-def test_step_elsewhere(runner: Any, clock: tracing_fakes.FakeClock) -> None:
-    """Outside a measured step connectors just work."""
-    runner.kv.start_load_kv(None)
-    runner.kv.wait_for_save()
-
-    assert clock.at == 1_000_000 + LOAD_US + SAVE_US

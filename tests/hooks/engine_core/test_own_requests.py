@@ -19,7 +19,7 @@ from ttft_otel.model import breakdown
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.model.record import Record, Ttft
 from ttft_otel.tracing import clock as clocks
-from ttft_otel.tracing import handoff, settings
+from ttft_otel.tracing import settings
 from ttft_otel.tracing.context import TraceContext
 from ttft_otel.tracing.roles import identity
 from ttft_otel.tracing.settings import Settings
@@ -133,7 +133,6 @@ def test_trace_headers(
         (f"cmpl-{PARENT}-0", PARENT),
         (f"{PARENT}-encode-1", PARENT),
         (f"chatcmpl-x{PARENT}", f"chatcmpl-x{PARENT}"),
-        ("chatcmpl-mine", "chatcmpl-mine"),
     ],
 )
 def test_behind_our_router(
@@ -199,10 +198,8 @@ def test_no_generation(
     ("address", "arrival", "before"),
     [
         ("ipc:///tmp/a", NOW_S - 0.002, 2000),
-        ("tcp://127.0.0.1:9", NOW_S - 0.002, 2000),
         ("tcp://10.0.0.1:9", NOW_S - 0.002, 0),  # another clock
         ("ipc:///tmp/a", NOW_S + 1, 0),
-        ("ipc:///tmp/a", NOW_S - 7200, 0),
         ("ipc:///tmp/a", 0.0, 0),
     ],
 )
@@ -304,14 +301,3 @@ def test_holder(core: FakeEngineCore) -> None:
     assert isinstance(report.context, TraceContext)
     assert made._ttft_headers[header_names.TRACEPARENT] == report.context.format_traceparent()
     CORE.own.reports.clear()
-
-
-def test_refused(
-    core: FakeEngineCore, clock: tracing_fakes.FakeClock, records: tracing_fakes.MemorySender
-) -> None:
-    """A full buffer loses the record and nothing else."""
-    records.full = True
-    core.add(make_own())
-    answer(core, clock, "chatcmpl-1")
-
-    assert handoff.get_counts()["dropped"] == 1

@@ -266,23 +266,15 @@ def test_paused_while_waiting(drive: MakeDriver) -> None:
     }
 
 
-# Two at once: which of them counts, written before the first run.
-TWO_AT_ONCE = {
-    ("max_num_seqs", "token_budget"): "max_num_seqs",
-    ("grammar", "max_num_seqs"): "grammar",
-    ("paused", "max_num_seqs"): "paused",
-}
-
-
-def test_two_at_once(drive: MakeDriver) -> None:
-    """A long prompt takes the only place and all tokens: no budget would help, another place would."""
-    driver = drive(max_num_seqs=1, max_num_batched_tokens=64)
-    driver.add("long", tokens=64 * 30)
+def test_paused_between_chunks(drive: MakeDriver) -> None:
+    """A prompt that has begun is left out by a pause in which no step runs: a stall, with this reason."""
+    driver = drive(max_num_batched_tokens=64)
+    driver.add("long", tokens=200)
     driver.step()
-    driver.add("short")
-    driver.run_until_answered("short")
+    driver.pause(30_000)
+    driver.run_until_answered("long")
 
-    assert_reason(driver, "short", TWO_AT_ONCE["max_num_seqs", "token_budget"])
+    assert driver.sum_reasons("long", STALL_STAGE) == {"paused": 30_000}
 
 
 def test_unknown_scheduler(drive: MakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,16 +306,6 @@ def test_ended_while_waiting(drive: MakeDriver) -> None:
 
     assert not CORE.queue.waiting and not CORE.queue.arrived
     assert "second" in CORE.aborted
-
-
-def test_untraced(drive: MakeDriver) -> None:
-    """Requests that are not traced are not followed."""
-    driver = drive(max_num_seqs=1)
-    for number in range(4):
-        driver.add(f"r{number}", traced=False)
-    driver.step()
-
-    assert not (CORE.queue.arrived or CORE.queue.waiting or CORE.queue._times)
 
 
 def ask_what_waits(driver: Any) -> tuple[dict[str, int], list[tuple[Any, ...]]]:

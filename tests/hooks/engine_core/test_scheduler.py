@@ -99,15 +99,6 @@ def test_after_the_first_output(core: FakeEngineCore) -> None:
     assert CORE.answer_aborted("a") == ""
 
 
-def test_untraced(core: FakeEngineCore) -> None:
-    """A request without our header leaves no state and marks no step."""
-    core.add(make_request("a", traced=False))
-    step = core.schedule(("a",), {"a": 10})
-
-    assert not hasattr(step, "_ttft_marked")
-    assert not CORE.awaiting
-
-
 def test_chunks(core: FakeEngineCore) -> None:
     """A long prompt in three chunks keeps one record per chunk."""
     add_requests(core, "a", tokens=30)
@@ -189,15 +180,6 @@ def test_preempted_and_resumed(core: FakeEngineCore) -> None:
         10,
         2,
     )
-
-
-def test_finished_in_update(core: FakeEngineCore) -> None:
-    """A request that ends with its first token (max_tokens=1) carries its marks all the same."""
-    add_requests(core, "a")
-    out = core.update(core.schedule(("a",), {"a": 10}), finish=("a",), record=STEP)
-
-    assert decode_headers(out["a"])[0].scheduled
-    assert not CORE.aborted
 
 
 def test_ended_without_output(core: FakeEngineCore) -> None:
@@ -319,10 +301,3 @@ def test_untraced_arrival(core: FakeEngineCore) -> None:
 
         assert not hasattr(arrived, "_ttft_timeline")
         assert arrived.trace_headers == left
-
-
-def test_utility(core: FakeEngineCore) -> None:
-    """The engine core answers over its own utility channel; an unknown request is an empty answer."""
-    core.preprocess_add_request(make_request("a"))
-
-    assert getattr(core, carrier.ABORTED_QUERY)("unknown") == ""

@@ -30,48 +30,6 @@ def connector(nothing_patched: None, clock: tracing_fakes.FakeClock) -> Iterator
     yield ec_connector
 
 
-def test_wait(connector: Any, clock: tracing_fakes.FakeClock) -> None:
-    """From the first no to the first yes the request waits for its item."""
-    timeline = EngineTimeline(1)
-    request = SimpleNamespace(_ttft_timeline=timeline)
-    for _ in range(3):
-        assert not connector.ensure_cache_available(request, 0)
-        clock.tick(100)
-    connector.available = True
-    connector.ensure_cache_available(request, 0)
-    connector.ensure_cache_available(request, 0)
-
-    assert timeline.read_details().waits == [CODE_EC_TRANSFER, 1_000_000, 1_000_300]
-
-
-def test_no_wait(connector: Any) -> None:
-    """An item that is there at once is no wait."""
-    timeline = EngineTimeline(1)
-    connector.available = True
-    connector.ensure_cache_available(SimpleNamespace(_ttft_timeline=timeline), 0)
-
-    assert timeline.details is None
-
-
-def test_untraced(connector: Any) -> None:
-    """A request that is not traced is not looked at."""
-    assert not connector.ensure_cache_available(SimpleNamespace(), 0)
-
-
-def test_outside_a_step(connector: Any, clock: tracing_fakes.FakeClock) -> None:
-    """Loads outside a measured step just happen."""
-    connector.start_load_caches()
-    connector.save_caches()
-
-    assert clock.at == 1_000_080
-    assert not WORKER.open_steps
-
-
-def test_roles(connector: Any) -> None:
-    """The worker knows from the connector what it can lose."""
-    assert WORKER.ec_roles == {"producer", "consumer"}
-
-
 class EmptyConnector:
     """In vLLM's base class these do nothing."""
 
@@ -86,14 +44,6 @@ class EmptyConnector:
         """Nothing to publish; the worker was there all the same."""
 
 
-class FlushingConnector(FakeEcConnector):
-    """A connector that starts its copies at the end of a step."""
-
-    def get_finished(self, ids: Any) -> None:
-        """Start them; here that takes until they are over."""
-        self.clock.tick(70)
-
-
 def test_empty_methods(nothing_patched: None) -> None:
     """vLLM's empty methods of the scheduler's side, and the empty flush, are left alone."""
     base = type("ECConnectorBase", (EmptyConnector,), dict(vars(EmptyConnector)))
@@ -103,46 +53,6 @@ def test_empty_methods(nothing_patched: None) -> None:
     assert {name: len(patches) for name, patches in PATCHER.installed.items()} == {
         "transfer.save": 2
     }
-
-
-@pytest.mark.parametrize(
-    ("encodes", "roles", "expected"),
-    [(True, {"producer"}, [70]), (False, {"producer"}, []), (True, {"consumer"}, [])],
-)
-def test_flush(
-    nothing_patched: None,
-    clock: tracing_fakes.FakeClock,
-    encodes: bool,
-    roles: set[str],
-    expected: list[int],
-) -> None:
-    """Copies that a step's end starts are ec.transfer, where it has encoded something to copy."""
-    ec_connector: Any = type("Mine", (FlushingConnector,), {})(clock)
-    wrap_ec_connector(ec_connector)
-    WORKER.ec_roles.clear()
-    WORKER.ec_roles.update(roles)
-    step = model_runners.StepStamps(HostClock(), encodes, False, 0)
-    WORKER.open_steps.append(step)
-    ec_connector.get_finished(set())
-    _, _, lost, *flat = WORKER.resolve_step(step)
-
-    assert lost & LOST_SAVE == 0
-    pairs = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
-    assert [end - start for code, start, end in pairs if code == CODE_EC_TRANSFER] == expected
-
-
-def test_flush_unseen(nothing_patched: None, clock: tracing_fakes.FakeClock) -> None:
-    """Without its hook nobody knows how long a step's end copied."""
-    ec_connector: Any = type("Mine", (FlushingConnector,), {})(clock)
-    wrap_ec_connector(ec_connector)
-    PATCHER.switch(off=["transfer.flush"])
-    lost = [
-        WORKER.resolve_step(model_runners.StepStamps(HostClock(), encodes, False, 0))[2]
-        for encodes in (True, False)
-    ]
-    PATCHER.switch()
-
-    assert [each & LOST_SAVE for each in lost] == [LOST_SAVE, 0]
 
 
 def test_scheduled_already(connector: Any, clock: tracing_fakes.FakeClock) -> None:

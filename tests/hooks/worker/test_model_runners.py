@@ -120,35 +120,12 @@ def test_other_ranks(make_runner: RunnerMaker) -> None:
     assert carrier.CODE_SYNC not in plain[carrier.RECORD_INTERVALS :: 3]
 
 
-def test_marked(make_runner: RunnerMaker) -> None:
-    """A step's record says when its forward ran and when its sampler was done."""
-    output = run_step(make_runner(), make_scheduler_output({"a": 10}))
-
-    begin = START_US + PREPARE_US
-    end = begin + FORWARD_US
-    boot, sampled, lost, *pairs = output._ttft_record
-    assert (boot, lost) == (clocks.get_boot_number(), 0)
-    assert pairs[:2] == [F, begin]
-    assert pairs[2] - end in (0, LOGITS_US)  # V2's forward ends with execute_model
-    assert sampled == end + LOGITS_US + SAMPLER_US
-    assert not WORKER.open_steps
-
-
 def test_unmarked(make_runner: RunnerMaker) -> None:
     """A step without a traced request leaves nothing on its output, and no state."""
     output = run_step(make_runner(), make_scheduler_output({"a": 1}, marked=False))
 
     assert not hasattr(output, "_ttft_record")
     assert not WORKER.open_steps and WORKER.clock is None
-
-
-def test_encoder(make_runner: RunnerMaker) -> None:
-    """Items are encoded before the forward, as a pair of their own."""
-    output = run_step(make_runner(), make_scheduler_output({"a": 10}, {"a": [0]}))
-
-    begin = START_US + PREPARE_US
-    assert output._ttft_record[3:6] == (E, begin, begin + ENCODER_US)
-    assert output._ttft_record[6:8] == (F, begin + ENCODER_US)
 
 
 def test_encoded_before(make_runner: RunnerMaker) -> None:
@@ -241,15 +218,6 @@ def test_async(make_runner: RunnerMaker) -> None:
     assert not WORKER.bound_steps
 
 
-def test_async_unread(make_runner: RunnerMaker) -> None:
-    """Outputs that nobody reads do not pile up."""
-    runner = make_runner(pending=True)
-    for _ in range(model_runners.MAX_BOUND_STEPS + 10):
-        run_step(runner, make_scheduler_output({"a": 10}))
-
-    assert len(WORKER.bound_steps) == model_runners.MAX_BOUND_STEPS
-
-
 def test_async_read_too_late(make_runner: RunnerMaker) -> None:
     """An output that is read after so many others tells nothing: its events are others' by then."""
     runner = make_runner(pending=True)
@@ -257,6 +225,7 @@ def test_async_read_too_late(make_runner: RunnerMaker) -> None:
         run_step(runner, make_scheduler_output({"a": 10}))
         for _ in range(model_runners.MAX_BOUND_STEPS + 1)
     ]
+    assert len(WORKER.bound_steps) == model_runners.MAX_BOUND_STEPS
     late, last = outputs[0].get_output(), outputs[-1].get_output()
 
     assert not hasattr(late, "_ttft_record") and last._ttft_record[3] == F
@@ -286,16 +255,6 @@ def test_raised(make_runner: RunnerMaker) -> None:
     assert not WORKER.open_steps
 
 
-def test_sampler_raised(make_runner: RunnerMaker) -> None:
-    """The same when the second call raised."""
-    runner = make_runner()
-    assert runner.execute_model(make_scheduler_output({"a": 10})) is None
-    output = run_step(runner, make_scheduler_output({"b": 10}))
-
-    assert len(drop_taken(output._ttft_record)) == 6
-    assert not WORKER.open_steps
-
-
 class PartlyReached(device.HostClock):
     """A device that has reached the first stamps of a step and is behind with the others."""
 
@@ -318,21 +277,16 @@ READ_AT = START_US + 5000
 CLOCK_ENTRY = (carrier.CODE_CLOCK, clocks.CLOCK_DEVICE, 17)
 
 
-def test_unready(make_runner: RunnerMaker) -> None:
-    """A device that is not done yet costs the step its marks, and says so."""
+def test_late_stamp(make_runner: RunnerMaker) -> None:
+    """One stamp that is late costs its own interval; a device that is behind with all, the step's."""
     WORKER.clock = PartlyReached(0)
     output = run_step(make_runner(), make_scheduler_output({"a": 10}))
-
     boot = clocks.get_boot_number()
     assert drop_taken(output._ttft_record) == (boot, 0, breakdown.LOST_FORWARD, *CLOCK_ENTRY)
 
-
-def test_late_stamp(make_runner: RunnerMaker) -> None:
-    """One stamp that is late costs its own interval, not the step's."""
+    begin = clocks.now_us() + PREPARE_US
     WORKER.clock = PartlyReached(2)
     output = run_step(make_runner(), make_scheduler_output({"a": 10}))
-
-    begin = START_US + PREPARE_US
     assert output._ttft_record[1:3] == (0, 0)
     assert output._ttft_record[3:5] == (F, begin)
     assert len(drop_taken(output._ttft_record)) == 9
@@ -386,15 +340,6 @@ def test_late_pipeline_stage(make_runner: RunnerMaker) -> None:
     assert output._ttft_record[3] == F
 
 
-def test_cached_items(make_runner: RunnerMaker) -> None:
-    """V2 does not call its encoder when all items are cached already: nothing is lost then."""
-    make_runner()
-    step = model_runners.StepStamps(device.HostClock(), True, False, 0)
-    step.close_interval(F, step.take_stamp())
-
-    assert WORKER.resolve_step(step)[2] == 0
-
-
 def test_partition(make_runner: RunnerMaker) -> None:
     """The record's pairs cut a step into stages that add up."""
     output = run_step(make_runner(), make_scheduler_output({"a": 10}, {"a": [0]}))
@@ -408,6 +353,10 @@ def test_partition(make_runner: RunnerMaker) -> None:
     assert cut.unattributed == 0
     assert sum(cut.stages.values()) == cut.end - cut.start
     assert cut.stages["encoder.compute"] == ENCODER_US
+    assert cut.stages["prefill.compute"] - FORWARD_US in (0, LOGITS_US)  # V2's ends with its call
+    assert cut.stages["prefill.compute"] + cut.stages["sample"] == (
+        FORWARD_US + LOGITS_US + SAMPLER_US
+    )
     assert cut.stages["dispatch"] == PREPARE_US
     assert cut.stages["output"] == 11
 
