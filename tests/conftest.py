@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 import tracing_fakes
 from file_schedule import FileScheduling, rank_file
-from hooks.process import PATCHER
+from hooks.process import PATCHER, count_state
 from hooks.server import FakeApiServer, FakeClient
 
 from ttft_otel.tracing import guard, recorder
@@ -137,8 +137,7 @@ def no_state_left() -> Iterator[None]:
         "recorder.awaiting": len(recorder.awaiting_traces),
         "recorder.unended": len(recorder.unended_requests),
     }
-    for tracer in PATCHER.tracers:
-        sizes |= tracer.count_requests()
+    sizes |= count_state()
     assert not any(sizes.values()), sizes
 
 

@@ -11,7 +11,7 @@ import tracing_fakes
 
 from hooks.device.accelerated_runners import wrap_accelerated_classes
 from hooks.fakes import FakeEngineCore, make_wrapped_core
-from hooks.process import CORE, PATCHER, put_back_classes
+from hooks.process import CORE, PATCHER, count_state, drop_state, put_back_classes
 from hooks.vllm_import import import_from_vllm
 from ttft_otel.tracing import recorder
 
@@ -20,9 +20,7 @@ from ttft_otel.tracing import recorder
 def core(nothing_patched: None, clock: tracing_fakes.FakeClock) -> Iterator[FakeEngineCore]:
     """A fake engine core; checks that no state of its requests is left."""
     yield make_wrapped_core()(clock)
-    CORE.queue.drop_all()  # of requests that the test has not scheduled
-    counts = CORE.count_requests()
-    assert not (counts["core.awaiting"] or counts["core.freed"]), counts
+    assert not (CORE.awaiting or CORE.freed or CORE.is_updating), count_state()
 
 
 @pytest.fixture(scope="session")
@@ -51,8 +49,7 @@ def no_state() -> Iterator[None]:
 def _drop_state() -> None:
     recorder.awaiting_traces.clear()
     recorder.unended_requests.clear()
-    for tracer in PATCHER.tracers:
-        tracer.drop_all()
+    drop_state()
 
 
 @pytest.fixture(scope="session")

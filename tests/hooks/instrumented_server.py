@@ -15,7 +15,9 @@ from ttft_otel.hooks import api_server, wrap
 
 PATCHER = wrap.Patcher()
 app_hook = {
-    "frontend.app": wrap.Hook(replace=lambda *args: api_server.build_middleware(PATCHER, *args))
+    "frontend.app": api_server.build_hooks(PATCHER, api_server.DirectCallTracer(PATCHER))[
+        "frontend.app"
+    ]
 }
 PATCHER.install_hooks(app_hook)
 

@@ -22,6 +22,11 @@ CORE: EngineCoreTracer
 WORKER: WorkerTracer
 DIRECT: DirectCallTracer
 CORE, WORKER, DIRECT = PATCHER.tracers
+# All that have a state, and what of it is not of single requests.
+OWNERS: Final[tuple[Any, ...]] = (
+    *(CORE, CORE.queue, CORE.held, CORE.blocks, CORE.encodings, CORE.own, WORKER, DIRECT),
+)
+LASTING: Final = ("ec_roles", "fetched_hashes", "_changes")
 
 
 def wrap_methods(owner: type, method_by_target: Mapping[str, str]) -> None:
@@ -38,6 +43,28 @@ def wrap_ec_connector(connector: Any) -> None:
 def wrap_kv_connector(connector: Any) -> None:
     """Wrap the class of a KV connector, as if its factory had made it."""
     HOOKS["kv.create"].after(None, connector)  # type: ignore[misc]
+
+
+def count_state() -> dict[str, int]:
+    """How much the tracers keep of requests and steps, by owner and name; what outlives them is left out."""
+    return {
+        f"{type(owner).__name__}.{name}": len(value)
+        for owner in OWNERS
+        for name, value in vars(owner).items()
+        if hasattr(value, "__len__") and name not in LASTING
+    } | {"updating": int(CORE.is_updating)}
+
+
+def drop_state() -> None:
+    """Forget all requests and steps, as in new processes; hooks keep the same containers."""
+    for owner in OWNERS:
+        for value in vars(owner).values():
+            if hasattr(value, "clear"):
+                value.clear()
+    CORE.held.log.reset()
+    CORE.is_updating = False
+    CORE.dropped_requests = CORE.encodings.dropped_leases = 0
+    WORKER.clock = None
 
 
 def put_back_classes() -> None:

@@ -270,7 +270,7 @@ def test_build() -> None:
     """The middleware goes around whatever stack the app has built; one route of ours is added."""
     stack, routes = object(), []
     router = SimpleNamespace(add_route=lambda path, *_, **__: routes.append(path))
-    built = api_server.build_middleware(PATCHER, stack, SimpleNamespace(router=router))
+    built = api_server.build_middleware(PATCHER, None, stack, SimpleNamespace(router=router))
 
     assert built.app is stack and isinstance(built.settings, Settings)
     assert routes == [endpoints.WAITING_PATH]

@@ -59,7 +59,7 @@ class HookCalls:
         self.before: list[tuple[Any, ...]] = []
         self.after: list[tuple[Any, ...]] = []
 
-    def make_hook(self, **more: Any) -> wrap.Hook:
+    def make_hook(self, **more: Any) -> guard.Hook:
         """Both halves as a Hook."""
 
         def before(*args: Any, **kwargs: Any) -> str:
@@ -69,7 +69,7 @@ class HookCalls:
         def after(token: Any, result: Any, *args: Any, **kwargs: Any) -> None:
             self.after.append((token, result))
 
-        return wrap.Hook(before, after, **more)
+        return guard.Hook(before, after, **more)
 
 
 def make_target(*places: str, reads: tuple[str, ...] = ("request",)) -> PatchTarget:
@@ -95,7 +95,7 @@ def install_hook(
     (tmp_path / "guesthost.py").write_text(HOST_CODE)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def install_row(target: PatchTarget, hook: wrap.Hook) -> None:
+    def install_row(target: PatchTarget, hook: guard.Hook) -> None:
         monkeypatch.setattr(wrap, "TARGETS", (target,))
         PATCHER.install_hooks({target.name: hook})
 
@@ -232,7 +232,7 @@ def test_hook_raises(
     def broken(*args: Any, **kwargs: Any) -> None:
         raise ValueError("ours")
 
-    install_hook(make_target(f"Host.{name}"), wrap.Hook(broken, broken))
+    install_hook(make_target(f"Host.{name}"), guard.Hook(broken, broken))
     for _ in range(3):
         result = getattr(host.Host(), name)("r")
         assert (asyncio.run(result) if name == "later" else result)[1] == "r"
@@ -258,13 +258,13 @@ def test_replace(install_hook: Callable[..., None], guard_keeps: None) -> None:
     """A replacing hook gives the caller something else, or the host's result when it fails."""
     host = import_host()
 
-    def replace(result: Any, owner: Any, name: str) -> Any:
+    def replace(_: None, result: Any, owner: Any, name: str) -> Any:
         assert isinstance(owner, host.Host) and result[1] == name
         if name == "bad":
             raise ValueError("ours")
         return ("wrapped", result)
 
-    install_hook(make_target("Host.plain"), wrap.Hook(replace=replace))
+    install_hook(make_target("Host.plain"), guard.Hook(after=replace, wrap=guard.wrap_result))
 
     assert host.Host().plain("r") == ("wrapped", ("host", "r", 0))
     assert host.Host().plain("bad") == ("host", "bad", 0)
@@ -336,13 +336,10 @@ def test_marked() -> None:
     """Our functions run for a marked step, or while one is open; the host's result is always its own."""
     calls: list[str] = []
     opened: list[int] = []
-    wrapper = guard.wrap_marked(
-        "p",
-        take,
-        lambda *_, **__: calls.append("before") or 1,
-        lambda *_: calls.append("after"),
-        opened,
+    hook = guard.Hook(
+        lambda *_, **__: calls.append("before") or 1, lambda *_: calls.append("after"), opened
     )
+    wrapper = guard.wrap_marked("p", take, hook)
 
     assert wrapper("self", PLAIN, 3) == ("self", PLAIN, 3) and calls == []
     assert wrapper("self", MARKED) == ("self", MARKED) and calls == ["before", "after"]
@@ -353,14 +350,16 @@ def test_marked() -> None:
 def test_marked_by_name() -> None:
     """A step that is passed by name is looked at by the hook itself."""
     seen: list[Any] = []
-    wrapper = guard.wrap_marked("p", take, lambda *_, **kw: seen.append(kw["step"]), take, [])
+    wrapper = guard.wrap_marked(
+        "p", take, guard.Hook(lambda *_, **kw: seen.append(kw["step"]), take, [])
+    )
 
     assert wrapper("self", step=PLAIN) == ("self", PLAIN) and seen == [PLAIN]
 
 
 def test_host_refuses(guard_keeps: None) -> None:
     """A call without a step raises what the host raises."""
-    wrapper = guard.wrap_marked("p", take, lambda *_: None, lambda *_: None, [])
+    wrapper = guard.wrap_marked("p", take, guard.Hook(lambda *_: None, lambda *_: None, []))
     with pytest.raises(TypeError, match="the host's own"):
         wrapper("self")
 
@@ -370,9 +369,8 @@ def test_new_requests() -> None:
     seen: list[Any] = []
     unanswered: dict[str, Any] = {}
     idle, admits = SimpleNamespace(scheduled_new_reqs=[]), SimpleNamespace(scheduled_new_reqs=[1])
-    wrapper = guard.wrap_new_requests(
-        "p", lambda output: output, lambda _, result, *args: seen.append(result), unanswered
-    )
+    hook = guard.Hook(after=lambda _, result, *args: seen.append(result), ready=unanswered)
+    wrapper = guard.wrap_new_requests("p", lambda output: output, hook)
 
     assert wrapper(idle) is idle and seen == []
     assert wrapper(admits) is admits and seen == [admits]
@@ -387,7 +385,7 @@ def test_keywords() -> None:
     def note(_: Any, result: Any, *args: Any) -> None:
         seen.append((result, args))
 
-    schedule = guard.wrap_new_requests("p", take, note, {"r": None})
+    schedule = guard.wrap_new_requests("p", take, guard.Hook(after=note, ready={"r": None}))
 
     assert schedule("self", later=2) == ("self", 2)
     assert seen == [(("self", 2), ("self",))]
@@ -396,7 +394,9 @@ def test_keywords() -> None:
 def test_without_the_field(guard_keeps: None) -> None:
     """A release whose result has no such field loses its marks, which is counted, and nothing else."""
     before = guard.error_counts["p"]
-    wrapper = guard.wrap_new_requests("p", lambda output: output, lambda *_: None, {})
+    wrapper = guard.wrap_new_requests(
+        "p", lambda output: output, guard.Hook(after=lambda *_: None, ready={})
+    )
 
     assert wrapper(5) == 5
     assert guard.error_counts["p"] == before + 1

@@ -26,9 +26,9 @@ from ttft_otel.model.breakdown import (
     EngineStep,
     Marks,
     divide_dispatch,
+    find_failed_stage,
     partition_marks,
 )
-from ttft_otel.model.failed_stage import find_failed_stage
 
 
 def make_marks(**changes: object) -> Marks:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -76,7 +77,8 @@ def is_stamped(stage: Stage) -> bool:
 
 def is_cut(stage: Stage) -> bool:
     """Whether the partition of marks can give the stage."""
-    return stage.in_worker or stage.name in list_strings("ttft_otel/model/breakdown.py")
+    partition = read_file("ttft_otel/model/breakdown.py").partition("def find_failed_stage")[0]
+    return stage.in_worker or f'"{stage.name}"' in partition
 
 
 def is_lost_with_its_hook(stage: Stage) -> bool:
@@ -101,8 +103,8 @@ def is_replayed(stage: Stage) -> bool:
 
 def is_told_of_failures(stage: Stage) -> bool:
     """Whether a request can be said to have ended in the stage that its row names."""
-    told = list_strings("ttft_otel/model/failed_stage.py")
-    return not stage.ends_as or stage.ends_as in told
+    told = inspect.getsource(breakdown.find_failed_stage)
+    return not stage.ends_as or f'"{stage.ends_as}"' in told
 
 
 def is_injected(stage: Stage) -> bool:
@@ -170,8 +172,8 @@ CONSUMERS: Final = (
         accounts_for=is_replayed,
     ),
     Consumer(
-        file="ttft_otel/model/failed_stage.py",
-        remedy="find requests that ended in it, or say in ends_as which stage is told instead",
+        file="ttft_otel/model/breakdown.py",
+        remedy="let find_failed_stage() tell it, or say in ends_as which stage is told instead",
         accounts_for=is_told_of_failures,
     ),
     Consumer(
@@ -248,9 +250,8 @@ def test_a_stage_that_nobody_knows_names_every_file() -> None:
 def test_a_row_can_say_that_a_consumer_need_not_follow(change: str) -> None:
     """A stage that what-if leaves as recorded, or that failures do not tell, asks for no edit there."""
     row = replace(NEW_STAGE, replayed="inside", ends_as="prefill.compute")
-    named = {line.split()[1] for line in list_gaps((row,))}
-    file = "whatif/fleet_model.py" if change == "inside" else "model/failed_stage.py"
-    assert not any(name.endswith(file) for name in named)
+    told = "fleet_model.py" if change == "inside" else "find_failed_stage"
+    assert not any(told in line for line in list_gaps((row,)))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from ttft_otel.hooks import target_check, vllm_fields
-from ttft_otel.hooks.wrap import Hook, Patcher
+from ttft_otel.hooks.wrap import Patcher
 from ttft_otel.model import endpoints
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.tracing import (
@@ -34,6 +34,7 @@ from ttft_otel.tracing import (
 )
 from ttft_otel.tracing.asgi import Headers, TracingMiddleware
 from ttft_otel.tracing.engine_queues import EngineCall
+from ttft_otel.tracing.guard import Hook
 from ttft_otel.tracing.request_trace import EngineRequest, RequestTrace
 from ttft_otel.tracing.roles import identity
 from ttft_otel.tracing.trace_ending import TraceEnding
@@ -46,17 +47,11 @@ MAX_QUEUED_INPUTS: Final = 256  # of one session
 
 def identify_server(patcher: Patcher, config: Any) -> None:
     """Fill roles.identity from vLLM's configuration, None where it is not known; logs the start line."""
-    role_setting = settings.get_settings().role
+    for name, value in vllm_fields.read_identity(config).items():
+        setattr(identity, name, value)
     # The operator's word first: an instance without vLLM's connectors would read as `mono`.
+    identity.role = settings.get_settings().role or identity.role
     identity.is_known = config is not None
-    identity.role = role_setting or (
-        vllm_fields.get_instance_role(config) if config is not None else "mono"
-    )
-    identity.default_role = vllm_fields.get_default_role(config)
-    identity.model = vllm_fields.get_model_name(config)
-    identity.kv_connector = vllm_fields.get_kv_connector_name(config)
-    identity.ec_connector = vllm_fields.get_ec_connector_name(config)
-    identity.takes_encodings = vllm_fields.is_ec_consumer(config)
     identity.can_see_outputs = partial(can_see_outputs, patcher)
     handoff.engine_settings.update(vllm_fields.read_engine_settings(config))
     identity.can_see_ends = partial(can_see_ends, patcher)
@@ -368,15 +363,6 @@ class DirectCallTracer:
                 for each in (trace, *self.queued.pop(engine_id, ())):
                     self._end(each, keys.ERROR_CANCELLED)
 
-    def drop_all(self) -> None:
-        """Forget all calls; hooks keep the same container."""
-        self.calls.clear()
-        self.queued.clear()
-
-    def count_requests(self) -> dict[str, int]:
-        """How many engine requests it keeps; zero when there are none."""
-        return {"frontend.direct": len(self.calls) + len(self.queued)}
-
     def _end(self, trace: RequestTrace, error: str) -> None:
         for engine_id in trace.engine_requests:
             if self.calls.get(engine_id) is trace:
@@ -478,7 +464,7 @@ def stamp_multimodal_start(renderer: Any, prompt: Any, *args: Any, **kwargs: Any
     return stamp_part_start()
 
 
-def build_middleware(patcher: Patcher, stack: Any, app: Any) -> Any:
+def build_middleware(patcher: Patcher, _: None, stack: Any, app: Any) -> Any:
     """Put our middleware around `stack`, the complete middleware stack of `app`."""
 
     # vLLM's facts come as functions, because asgi.py must not know vLLM.
@@ -506,7 +492,7 @@ def build_middleware(patcher: Patcher, stack: Any, app: Any) -> Any:
 def build_hooks(patcher: Patcher, direct: DirectCallTracer) -> dict[str, Hook]:
     """Hooks of the API server; `patcher` knows which of them are installed."""
     return {
-        "frontend.app": Hook(replace=partial(build_middleware, patcher)),
+        "frontend.app": Hook(after=partial(build_middleware, patcher), wrap=guard.wrap_result),
         "frontend.render": Hook(before=stamp_render),
         "frontend.media": Hook(before=stamp_part_start, after=_make_part_hook("media")),
         "frontend.tokenize": Hook(before=stamp_part_start, after=_make_part_hook("tokenize")),

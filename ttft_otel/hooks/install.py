@@ -15,9 +15,10 @@ from typing import Any, Final
 from ttft_otel.hooks import api_server, ec_fields, target_check
 from ttft_otel.hooks.engine_core.tracer import EngineCoreTracer
 from ttft_otel.hooks.worker.model_runners import WorkerTracer
-from ttft_otel.hooks.wrap import Hook, Patcher, find_patcher
+from ttft_otel.hooks.wrap import Patcher, find_patcher
 from ttft_otel.model.names import env_names
 from ttft_otel.tracing import settings
+from ttft_otel.tracing.guard import Hook
 
 log = logging.getLogger("ttft_otel")
 # Of vLLM: comma-separated names of variables that it copies to Ray's actors, beside its own ones.

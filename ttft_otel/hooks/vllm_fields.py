@@ -123,10 +123,23 @@ def get_instance_role(config: Any) -> str:
     return {"ec_consumer": "prefill_decode", "": "mono"}.get(ec_role, "")
 
 
-def get_default_role(config: Any) -> str:
-    """The role of a request without transfer parameters, where `config` leaves it to the request."""
-    transfer = getattr(config, "ec_transfer_config", None)
-    return "prefill_decode" if getattr(transfer, "ec_role", None) else "mono"
+def read_identity(config: Any) -> dict[str, Any]:
+    """The fields of roles.ServerIdentity that a VllmConfig gives; `config`: None where it is not known."""
+    encodings = getattr(config, "ec_transfer_config", None)
+    blocks = getattr(config, "kv_transfer_config", None)
+    ec_role = getattr(encodings, "ec_role", None)
+    # The first one under which the model is served.
+    name = getattr(getattr(config, "model_config", None), "served_model_name", "")
+    name = name[0] if isinstance(name, (list, tuple)) and name else name
+    return {
+        "role": get_instance_role(config),
+        "default_role": "prefill_decode" if ec_role else "mono",
+        # Cut, as all texts of unknown length that go on spans.
+        "model": str(name)[:256],
+        "kv_connector": str(getattr(blocks, "kv_connector", None) or "")[:256],
+        "ec_connector": str(getattr(encodings, "ec_connector", None) or "")[:256],
+        "takes_encodings": ec_role in ("ec_consumer", "ec_both"),
+    }
 
 
 def get_request_role(request: Any) -> str:
@@ -151,12 +164,6 @@ def get_request_role(request: Any) -> str:
     if isinstance(encodings, dict) and encodings:
         return "encode" if encodings.get("consumer_zmq") else "prefill_decode"
     return ""
-
-
-def get_kv_connector_name(config: Any) -> str:
-    """Name of the KV connector in `config`; "" without one."""
-    transfer = getattr(config, "kv_transfer_config", None)
-    return str(getattr(transfer, "kv_connector", None) or "")[:256]
 
 
 def find_child_connector(connector: Any, request_id: str) -> tuple[Any, int]:
@@ -216,19 +223,6 @@ def read_transfer(output: Any, connector: Any, request_id: str) -> list[int]:
         meta = getattr(meta, "metadata", {index: None})[index]
     load = getattr(getattr(meta, "transfer_stats", None), "load", None)  # OffloadingConnector
     return [int(getattr(load, "bytes", 0)), int(getattr(load, "time", 0.0) * 1e6)]
-
-
-def get_ec_connector_name(config: Any) -> str:
-    """Name of the encoder-cache connector in `config`; "" without one."""
-    transfer = getattr(config, "ec_transfer_config", None)
-    # Cut, as all texts of unknown length that go on spans.
-    return str(getattr(transfer, "ec_connector", None) or "")[:256]
-
-
-def is_ec_consumer(config: Any) -> bool:
-    """Whether `config` makes this instance take encodings from others (ec_consumer, ec_both)."""
-    transfer = getattr(config, "ec_transfer_config", None)
-    return getattr(transfer, "ec_role", None) in ("ec_consumer", "ec_both")
 
 
 def lacks_first_token(output: Any) -> bool:
@@ -297,12 +291,6 @@ def get_vllm_config(state: Any) -> Any:
     if vllm_config is None:
         vllm_config = getattr(getattr(state, "engine_client", None), "vllm_config", None)
     return vllm_config
-
-
-def get_model_name(config: Any) -> str:
-    """The first name under which the model of `config` is served; "" when unknown."""
-    name = getattr(getattr(config, "model_config", None), "served_model_name", "")
-    return str(name[0] if isinstance(name, (list, tuple)) and name else name)[:256]
 
 
 def get_data_parallel_rank(config: Any) -> int:

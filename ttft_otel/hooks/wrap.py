@@ -14,40 +14,17 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from ttft_otel.hooks.targets import TARGETS, TARGETS_BY_NAME, PatchTarget, TargetPlace
 from ttft_otel.tracing import guard
-
-AnyCall: TypeAlias = Callable[..., Any]
-ReadyContainer: TypeAlias = "list[Any] | dict[Any, Any] | tuple[int, ...]"
-ALWAYS: Final[tuple[int, ...]] = (1,)
-NEW_REQUESTS: Final = "new"  # guard.wrap_new_requests()
-MARKED_STEPS: Final = "marked"  # guard.wrap_marked()
-
-
-@dataclass(frozen=True, slots=True)
-class Hook:
-    """What runs around one vLLM function; see guard.wrap_call() for `before`, `after` and `ready`."""
-
-    before: AnyCall | None = None
-    after: AnyCall | None = None
-    ready: ReadyContainer = ALWAYS
-    #: `after` also runs when vLLM's function raised (with result None).
-    runs_after_error: bool = False
-    #: What makes it run although `ready` is empty, NEW_REQUESTS or MARKED_STEPS; "": nothing does.
-    watches: str = ""
-    #: For frontend.app only; the caller gets `replace(result, *args)` instead of the result.
-    replace: AnyCall | None = None
-    #: Called once with the class whose method is patched, to which it adds methods of ours.
-    extend: Callable[[type[Any]], None] | None = None
+from ttft_otel.tracing.guard import AnyCall, Hook
 
 
 @dataclass(slots=True)
 class Patch:
     """One installed wrapper: attribute `name` of `owner`, what it was before, and the wrapper."""
 
-    target: PatchTarget
     owner: Any
     name: str
     original: Any
@@ -148,8 +125,7 @@ class Patcher(importlib.abc.MetaPathFinder):
             return
         wrapper = _restore_kind(raw, _build_wrapper(target.name, call, hook))
         setattr(owner, name, wrapper)
-        patch = Patch(target, owner, name, raw, wrapper, hook)
-        self.installed.setdefault(target.name, []).append(patch)
+        self.installed.setdefault(target.name, []).append(Patch(owner, name, raw, wrapper, hook))
         self.missing.pop(target.name, None)
         if hook.extend is not None:
             hook.extend(owner)
@@ -183,8 +159,10 @@ class Patcher(importlib.abc.MetaPathFinder):
                 value = patch.original if name in self.disabled else patch.wrapper
                 if name in failing:
                     raw = patch.original
-                    # ALWAYS, so that it fails without a traced request, too.
-                    hook = Hook(_raise_error, _raise_error, ALWAYS, patch.hook.runs_after_error)
+                    # Without `ready`, so that it fails without a traced request, too.
+                    hook = Hook(
+                        _raise_error, _raise_error, runs_after_error=patch.hook.runs_after_error
+                    )
                     value = _restore_kind(raw, _build_wrapper(name, _unwrap_kind(raw), hook))
                 setattr(patch.owner, patch.name, value)
 
@@ -243,22 +221,7 @@ def _restore_kind(raw: Any, wrapper: AnyCall) -> Any:
 
 def _build_wrapper(place: str, original: AnyCall, hook: Hook) -> AnyCall:
     """Build the wrapper; its attribute __ttft_otel__ marks it, so that it is not wrapped again."""
-    wrapper: AnyCall
-    if hook.replace is not None:
-        wrapper = guard.wrap_result(place, original, hook.replace)
-    elif hook.watches == NEW_REQUESTS and hook.after is not None:
-        wrapper = guard.wrap_new_requests(place, original, hook.after, hook.ready)
-    elif hook.watches == MARKED_STEPS and hook.before is not None and hook.after is not None:
-        wrapper = guard.wrap_marked(place, original, hook.before, hook.after, hook.ready)
-    else:
-        wrapper = guard.wrap_call(
-            place,
-            original,
-            hook.before,
-            hook.after,
-            hook.ready,
-            runs_after_error=hook.runs_after_error,
-        )
+    wrapper: AnyCall = hook.wrap(place, original, hook)
     wrapper.__dict__["__ttft_otel__"] = place
     return wrapper
 

@@ -13,7 +13,8 @@ import inspect
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 AnyCall: TypeAlias = Callable[..., Any]
@@ -64,32 +65,36 @@ class Guard:
         return True
 
 
-def wrap_call(
-    place: str,
-    host: AnyCall,
-    before: AnyCall | None,
-    after: AnyCall | None,
-    ready: object,
-    *,
-    runs_after_error: bool = False,
-) -> AnyCall:
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """What runs around one vLLM function."""
+
+    #: Called as `before(*args)`; what it returns is the token. None (also after an exception) skips `after`.
+    before: AnyCall | None = None
+    #: Called as `after(token, result, *args)`; with token None where there is no `before`.
+    after: AnyCall | None = None
+    #: While this container is empty only vLLM's function is called.
+    ready: Collection[Any] = (1,)
+    #: `after` also runs when vLLM's function raised (with result None): for hooks that would leave state
+    #: behind otherwise.
+    runs_after_error: bool = False
+    #: Makes the wrapper of place, function and hook: wrap_call() or another one of this module.
+    wrap: AnyCall = lambda place, host, hook: wrap_call(place, host, hook)
+    #: Called once with the class whose method is patched, to which it adds methods of ours.
+    extend: Callable[[type[Any]], None] | None = None
+
+
+def wrap_call(place: str, host: AnyCall, hook: Hook) -> AnyCall:
     """Wrap the vLLM function `host` so that our functions run before and after it.
 
     Our exceptions are caught in line: a separate guarding wrapper would cost 0.2 us per call. `host` is
     called outside every `try` that catches. Handing on keywords that are not there costs a dictionary.
-
-    Args:
-        place: Name for errors, see above.
-        before: Called as `before(*args)`; what it returns is the token. None (also after an exception)
-            skips `after`.
-        after: Called as `after(token, result, *args)`; with token None where there is no `before`.
-        ready: A container; while it is empty only `host` is called.
-        runs_after_error: `after` always runs, also when `host` has raised (with result None): for hooks that
-            would leave state behind otherwise.
     """
     # Its call only creates the coroutine: `after` would run before vLLM's code had begun.
     if inspect.iscoroutinefunction(host):
-        return _wrap_coroutine(place, host, before, after, ready)
+        return _wrap_coroutine(place, host, hook)
+    before, after, ready = hook.before, hook.after, hook.ready
+    runs_after_error = hook.runs_after_error
     is_always = runs_after_error or before is None
 
     @functools.wraps(host)
@@ -120,15 +125,13 @@ def wrap_call(
     return wrapper
 
 
-def _wrap_coroutine(
-    place: str, host: AnyCall, before: AnyCall | None, after: AnyCall | None, ready: object
-) -> AnyCall:
-    run_before = silence_errors(place, before or _do_nothing)
-    run_after = silence_errors(place, after or _do_nothing)
+def _wrap_coroutine(place: str, host: AnyCall, hook: Hook) -> AnyCall:
+    run_before = silence_errors(place, hook.before or _do_nothing)
+    run_after = silence_errors(place, hook.after or _do_nothing)
 
     @functools.wraps(host)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not ready:
+        if not hook.ready:
             return await host(*args, **kwargs)
         token = run_before(*args, **kwargs)
         result = await host(*args, **kwargs)
@@ -139,12 +142,13 @@ def _wrap_coroutine(
     return wrapper
 
 
-def wrap_new_requests(place: str, host: AnyCall, after: AnyCall, ready: object) -> AnyCall:
+def wrap_new_requests(place: str, host: AnyCall, hook: Hook) -> AnyCall:
     """As wrap_call() with `after` alone, which also runs where the result has `scheduled_new_reqs`.
 
     For schedule(), which ends every step: looking that up here costs a tenth of calling `after` for it.
     `after` gets no keywords: a function that takes any makes a dictionary for each call.
     """
+    ready, after = hook.ready, hook.after or _do_nothing
 
     @functools.wraps(host)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -159,14 +163,13 @@ def wrap_new_requests(place: str, host: AnyCall, after: AnyCall, ready: object) 
     return wrapper
 
 
-def wrap_marked(
-    place: str, host: AnyCall, before: AnyCall, after: AnyCall, ready: object
-) -> AnyCall:
+def wrap_marked(place: str, host: AnyCall, hook: Hook) -> AnyCall:
     """As wrap_call(), but while `ready` is empty it only calls `host` for an argument without our mark.
 
     For execute_model(), which begins every step; its argument is the step, positional in all releases.
     """
-    wrapped = wrap_call(place, host, before, after, (place,))
+    ready = hook.ready
+    wrapped = wrap_call(place, host, Hook(hook.before, hook.after))
 
     @functools.wraps(host)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -179,16 +182,16 @@ def wrap_marked(
     return wrapper
 
 
-def wrap_result(place: str, host: AnyCall, replace: AnyCall) -> AnyCall:
-    """Wrap `host` so that it returns `replace(result, *args)`; its own result where `replace` fails."""
+def wrap_result(place: str, host: AnyCall, hook: Hook) -> AnyCall:
+    """Wrap `host` so that it returns what `after` makes of its result; its own one where that fails."""
     # Once per server start, so that the guard's extra call does not matter.
-    ours = silence_errors(place, replace)
+    replace = silence_errors(place, hook.after or _do_nothing)
 
     @functools.wraps(host)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = host(*args, **kwargs)
         # Whatever happens, the middleware stack is returned: without it there is no app.
-        return ours(result, *args) or result
+        return replace(None, result, *args) or result
 
     return wrapper
 

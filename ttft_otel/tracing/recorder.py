@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Final
 
-from ttft_otel.model import breakdown, failed_stage, stages, timing
+from ttft_otel.model import breakdown, stages, timing
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.model.record import RECORD_VERSION, Piece, Record, Server, Ttft, encode_record
 from ttft_otel.tracing import (
@@ -175,7 +175,7 @@ def collect_marks(trace: RequestTrace, egress: int, end: int = 0) -> breakdown.M
         trace.clock_offset = marks.clock_offset
         trace.clock_error = marks.clock_error
     # An ec_both instance used as an encoder also runs the language model.
-    marks.encode_only = marks.encode_only and not failed_stage.runs_language_model(marks)
+    marks.encode_only = marks.encode_only and not breakdown.runs_language_model(marks)
     return marks
 
 
@@ -195,7 +195,7 @@ def fail_trace(trace: RequestTrace, end: int, marks: str = "") -> breakdown.Brea
         engine.marks = marks
     failed_marks = collect_marks(trace, 0, end)
     failed_marks.partial = trace.timeline is not None and not trace.timeline.complete
-    trace.failed_stage = failed_stage.find_failed_stage(failed_marks)
+    trace.failed_stage = breakdown.find_failed_stage(failed_marks)
     trace.breakdown = breakdown.partition_marks(failed_marks, end, trace.failed_stage)
     _add_engine_parts(trace, failed_marks)
     return trace.breakdown

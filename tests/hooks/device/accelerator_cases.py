@@ -24,7 +24,7 @@ from hooks.device.accelerator_loops import (
     judge_outcomes,
     make_step,
 )
-from hooks.process import WORKER, wrap_ec_connector
+from hooks.process import WORKER, drop_state, wrap_ec_connector
 from ttft_otel.hooks.worker import device
 from ttft_otel.model import breakdown
 
@@ -240,7 +240,7 @@ def run_case(
         step_loop = LOOPS[loop](host, runner, case.gap_us)
         outcomes = step_loop.run(steps)
         encoder_errors = judge_encoder_runs(step_loop) if case.encode_only else []
-    WORKER.drop_all()
+    drop_state()
     for outcome in outcomes:
         outcome.truth.resolve_times(simulated)
     lost = breakdown.LATE_STAGE if case.receive_us else 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hooks.process import CORE
+from hooks.process import drop_state
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MAX_ERROR = 0.05
@@ -66,7 +66,7 @@ def compare(
 ) -> None:
     """The blamed time of all delayed requests is the time that they wait longer, within 5 %."""
     without = run_load(drive(**limits), {}, every_us)
-    CORE.drop_all()
+    drop_state()
     driver = drive(**limits)
     waits = run_load(driver, injected, every_us)
     changed = {name: wait - without[name] for name, wait in waits.items()}

@@ -17,7 +17,7 @@ import pytest
 
 from hooks.engine_core.scheduler_events import with_any_events
 from hooks.fakes import FakeEngineCore, make_request
-from hooks.process import CORE, put_back_classes, wrap_methods
+from hooks.process import CORE, drop_state, put_back_classes, wrap_methods
 from lab.fake_vllm.engine_objects import build_scheduler_output
 from ttft_otel.hooks import vllm_fields
 from ttft_otel.hooks.engine_core import held_steps, holders
@@ -286,7 +286,7 @@ def test_any_steps(
 
     overlapping: a step may be scheduled while another one runs, as with pipeline stages.
     """
-    CORE.drop_all()
+    drop_state()
     driver = drive(max_num_seqs=places, max_num_batched_tokens=tokens, blocks=512)
     driver.limit_encoder(48)
     facts = vllm_fields.get_facts(driver.scheduler)

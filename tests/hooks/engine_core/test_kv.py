@@ -16,8 +16,13 @@ from hooks.worker.runners import FORWARD_US as FORWARD_US
 from hooks.worker.runners import RunnerV1, make_scheduler_output, wrap_runner_classes
 from ttft_otel.hooks.engine_core import kv
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
-from ttft_otel.model.breakdown import CODE_FORWARD, CODE_KV_TRANSFER, LOST_AFTER, LOST_BEFORE
-from ttft_otel.model.failed_stage import find_failed_stage
+from ttft_otel.model.breakdown import (
+    CODE_FORWARD,
+    CODE_KV_TRANSFER,
+    LOST_AFTER,
+    LOST_BEFORE,
+    find_failed_stage,
+)
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.tracing import carrier, context, record_parts, settings
 from ttft_otel.tracing import clock as clocks

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hooks.engine_core.scheduler_events import with_any_events
-from hooks.process import CORE, HOOKS, PATCHER
+from hooks.process import CORE, HOOKS, PATCHER, drop_state
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.model.stages import (
     HOLDING_KIND_NAMES,
@@ -289,7 +289,7 @@ def test_unknown_scheduler(drive: MakeDriver, monkeypatch: pytest.MonkeyPatch) -
     driver.clock.tick(1)
     CORE.queue.record_queue(bare, output, None, driver.clock.at, False)
 
-    assert CORE.queue._codes == [WAIT_REASON_NAMES.index("other")]
+    assert CORE.queue._changes == [(driver.clock.at, WAIT_REASON_NAMES.index("other"))]
 
 
 def test_ended_while_waiting(drive: MakeDriver) -> None:
@@ -353,7 +353,7 @@ def test_sums(
     drive: MakeDriver, events: list[tuple[str, int, int]], places: int, tokens: int
 ) -> None:
     """Whatever happens, the reasons of a stage add up to it, to the microsecond."""
-    CORE.drop_all()
+    drop_state()
     driver = drive(max_num_seqs=places, max_num_batched_tokens=tokens, blocks=64)
     driver.limit_encoder(48)
     names = []

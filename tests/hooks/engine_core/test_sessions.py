@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hooks.fakes import HEADERS
-from hooks.process import CORE
+from hooks.process import CORE, count_state
 from ttft_otel.hooks.engine_core import tracer
 from ttft_otel.model.names import header_names
 from ttft_otel.tracing import carrier
@@ -55,7 +55,7 @@ def test_input_after_an_answer(drive: Any, overlapping: bool) -> None:
         assert found["prefill.compute"] == pytest.approx(STEP_US, abs=1)
         assert found.get("prefill.queue", 0) == 0
         assert len(marks.steps) == 1
-    assert not any(CORE.count_requests().values())
+    assert not any(count_state().values())
 
 
 @pytest.mark.parametrize("answer", [1, 5])
@@ -74,7 +74,7 @@ def test_inputs_at_once(drive: Any, answer: int) -> None:
         assert found["prefill.compute"] == pytest.approx(STEP_US, abs=1)
     for _ in range(answer):
         driver.step()
-    assert not any(CORE.count_requests().values())
+    assert not any(count_state().values())
 
 
 def test_reason_behind_an_answer(drive: Any) -> None:
@@ -128,7 +128,7 @@ def test_some_are_not_traced(drive: Any, traced: tuple[bool, ...]) -> None:
             driver.step()
         assert (NAME in driver.headers) is is_traced
         driver.headers.clear()
-    assert not any(CORE.count_requests().values())
+    assert not any(count_state().values())
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 4])
@@ -146,4 +146,4 @@ def test_aborted(drive: Any, steps: int) -> None:
     driver.step()
     driver.clock.tick(STEP_US)
     CORE.answer_aborted(NAME)
-    assert not any(CORE.count_requests().values())
+    assert not any(count_state().values())

@@ -14,11 +14,14 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from typing import Any, Final
 
+import msgspec
+
 from ttft_otel.hooks import ec_fields
 from ttft_otel.hooks.engine_core import ec_items
-from ttft_otel.hooks.wrap import Hook, Patcher
+from ttft_otel.hooks.wrap import Patcher
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.carrier import KEPT_ITEMS_BIT, KeptItems, encode_answer
+from ttft_otel.tracing.guard import Hook
 
 log = logging.getLogger("ttft_otel")
 
@@ -33,33 +36,22 @@ REASON_EXPIRED: Final = "expired"
 REASON_EVICTED: Final = "evicted"
 
 
-class EncodingLease:
+class EncodingLease(msgspec.Struct, eq=False):
     """Encodings of an answered request that are kept until another instance fetches them.
 
     Times in microseconds. waiting: mm_hashes that are not fetched yet. unready: those of them whose
     copy out of the device is still in progress. ready_at: when the last copy ended, 0 before.
+    answer_future: set when the API server asks before the end.
     """
 
-    __slots__ = (
-        "bytes",
-        "items",
-        "ready_at",
-        "request_id",
-        "since",
-        "answer_future",
-        "unready",
-        "waiting",
-    )
-
-    def __init__(self, request_id: str, waiting: set[str], unready: set[str], size: int) -> None:
-        self.request_id = request_id
-        self.since = clock.now_us()
-        self.waiting = waiting
-        self.unready = unready
-        self.items = len(waiting)
-        self.bytes = size
-        self.ready_at = 0 if unready else self.since
-        self.answer_future: Future[str] | None = None  # set when the API server asks before the end
+    request_id: str
+    since: int
+    waiting: set[str]
+    unready: set[str]
+    items: int
+    bytes: int
+    ready_at: int
+    answer_future: Future[str] | None = None
 
 
 class EncodingLeases:
@@ -67,15 +59,6 @@ class EncodingLeases:
 
     Without a lock: hooks and utility calls run on the engine core's main thread.
     """
-
-    __slots__ = (
-        "dropped_leases",
-        "fetched_hashes",
-        "leases",
-        "leases_by_hash",
-        "patcher",
-        "unasked",
-    )
 
     def __init__(self, patcher: Patcher) -> None:
         self.patcher = patcher
@@ -88,13 +71,6 @@ class EncodingLeases:
         #: mm_hashes that a consumer has fetched before.
         self.fetched_hashes: OrderedDict[str, None] = OrderedDict()
         #: Leases beyond MAX_LEASES or MAX_WAITING_ENCODINGS.
-        self.dropped_leases = 0
-
-    def drop_all(self) -> None:
-        self.leases.clear()
-        self.leases_by_hash.clear()
-        self.unasked.clear()
-        self.fetched_hashes.clear()
         self.dropped_leases = 0
 
     def build_session_hooks(self) -> dict[str, Hook]:
@@ -139,12 +115,13 @@ class EncodingLeases:
         unfetched = {name for name in sizes if name not in self.fetched_hashes}
         if unfetched:
             timeline.open_details().kept |= KEPT_ITEMS_BIT
+            unready &= unfetched
+            size = sum(sizes[name] for name in unfetched)
+            now = clock.now_us()
             self._add_lease(
                 EncodingLease(
-                    request.request_id,
-                    unfetched,
-                    unready & unfetched,
-                    sum(sizes[name] for name in unfetched),
+                    *(request.request_id, now, unfetched, unready, len(unfetched), size),
+                    0 if unready else now,
                 )
             )
 

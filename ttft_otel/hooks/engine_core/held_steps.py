@@ -31,8 +31,6 @@ _NO_STEP: Final = SimpleNamespace(
 class HeldRequests:
     """One engine core's traced requests that other requests' work may hold up, and the log of that work."""
 
-    __slots__ = ("_ended", "followed", "log", "unanswered", "unmarked")
-
     def __init__(self) -> None:
         #: Request ID -> request, from its arrival (input thread) to its first output or end.
         self.unanswered: dict[str, HeldRequest] = {}
@@ -43,13 +41,6 @@ class HeldRequests:
         # Those whose wait has ended since the last step's end.
         self._ended: list[HeldRequest] = []
         self.log = StepLog()
-
-    def drop_all(self) -> None:
-        self.unanswered.clear()
-        self.unmarked.clear()
-        self.followed.clear()
-        self._ended.clear()
-        self.log.reset()
 
     def follow_request(self, request_id: str, timeline: EngineTimeline) -> HeldRequest:
         """In the input thread: a traced request has arrived."""

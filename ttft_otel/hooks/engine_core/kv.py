@@ -26,8 +26,6 @@ MAX_UNASKED_ANSWERS: Final = 256  # answers that the API server has not asked fo
 class BlockTransfers:
     """KV blocks of one engine core's traced requests that are on their way here, or kept for others."""
 
-    __slots__ = ("asked", "patcher", "tracked", "unasked")
-
     def __init__(self, patcher: Patcher) -> None:
         self.patcher = patcher
         #: By engine request ID: the timeline while blocks are transferred here, KeptBlocks while they are
@@ -37,11 +35,6 @@ class BlockTransfers:
         self.asked: dict[str, Future[str]] = {}
         #: Answers about leases that ended before the query came.
         self.unasked: OrderedDict[str, str] = OrderedDict()
-
-    def drop_all(self) -> None:
-        self.tracked.clear()
-        self.asked.clear()
-        self.unasked.clear()
 
     def record_match(
         self, _: None, match: Any, connector: Any, request: Any, *args: Any, **kw: Any

@@ -30,8 +30,6 @@ _ROUTED_ID: Final = re.compile(r"(?:^|-)(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2
 class OwnRequests:
     """The requests that this engine core traces by itself, until their first token."""
 
-    __slots__ = ("_is_identified", "patcher", "reports")
-
     def __init__(self, patcher: Patcher) -> None:
         self.patcher = patcher
         #: Engine request ID -> what is known of it; filled by the input thread, emptied by the main thread.

@@ -66,21 +66,6 @@ class HeldRequest(msgspec.Struct, eq=False, gc=False):
 class StepLog:
     """The steps since the first of the waiting requests came."""
 
-    __slots__ = (
-        "all_sums",
-        "edge",
-        "ending",
-        "extended",
-        "halted",
-        "holders",
-        "in_flight",
-        "latest",
-        "steady",
-        "step_end",
-        "sums",
-        "times",
-    )
-
     def __init__(self) -> None:
         self.reset()
 

@@ -21,13 +21,14 @@ from ttft_otel.hooks.engine_core.own_requests import OwnRequests, find_error
 from ttft_otel.hooks.engine_core.waiting import WaitingQueue
 from ttft_otel.hooks.vllm_fields import SchedulerFacts
 from ttft_otel.hooks.worker.model_runners import MAX_UNFINISHED_STEPS, WorkerTracer, stamp_time
-from ttft_otel.hooks.wrap import NEW_REQUESTS, Hook, Patcher
+from ttft_otel.hooks.wrap import Patcher
 from ttft_otel.model import breakdown
 from ttft_otel.model.names import header_names, keys
-from ttft_otel.tracing import carrier, clock
+from ttft_otel.tracing import carrier, clock, guard
 from ttft_otel.tracing.carrier import EncoderRun, QueueReport
 from ttft_otel.tracing.engine_report import EngineReport
 from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing.guard import Hook
 from ttft_otel.tracing.media_items import HEADER_LENGTH, SOURCE_ALLOCATED, SOURCE_MASK
 
 log = logging.getLogger("ttft_otel")
@@ -56,24 +57,6 @@ class EngineCoreTracer:
     whose steps may be those of this engine core.
     """
 
-    __slots__ = (
-        "aborted",
-        "awaiting",
-        "blocks",
-        "dropped_requests",
-        "encoder_runs",
-        "encodings",
-        "freed",
-        "held",
-        "is_updating",
-        "own",
-        "patcher",
-        "queue",
-        "resumed",
-        "resuming",
-        "worker",
-    )
-
     def __init__(self, patcher: Patcher, worker: WorkerTracer) -> None:
         self.patcher = patcher
         self.worker = worker
@@ -99,38 +82,6 @@ class EngineCoreTracer:
         #: Requests beyond MAX_AWAITING_REQUESTS.
         self.dropped_requests = 0
 
-    def drop_all(self) -> None:
-        """Forget all requests, as in a new engine core; hooks keep the same containers."""
-        self.queue.drop_all()
-        self.held.drop_all()
-        self.blocks.drop_all()
-        self.encodings.drop_all()
-        self.own.reports.clear()
-        self.awaiting.clear()
-        self.aborted.clear()
-        self.freed.clear()
-        self.resuming.clear()
-        self.resumed.clear()
-        self.encoder_runs.clear()
-        self.is_updating = False
-        self.dropped_requests = 0
-
-    def count_requests(self) -> dict[str, int]:
-        """How many requests each part keeps something of; all zero when there are none."""
-        return {
-            "core.unanswered": len(self.held.unanswered),
-            "core.awaiting": len(self.awaiting),
-            "core.aborted": len(self.aborted),
-            "core.freed": len(self.freed) + self.is_updating,
-            "core.resumed": len(self.resuming) + len(self.resumed),
-            "core.encoder_runs": len(self.encoder_runs),
-            "core.own": len(self.own.reports),
-            "core.arrived": len(self.queue.arrived),
-            "core.waiting": len(self.queue.waiting),
-            "core.blocks": len(self.blocks.tracked) + len(self.blocks.unasked),
-            "core.encodings": len(self.encodings.leases) + len(self.encodings.unasked),
-        }
-
     def build_hooks(self) -> dict[str, Hook]:
         """Hooks of the functions that have an address; connectors' methods: install.py."""
         # Requests that wait, or have no first token, are in it; a new request may not be, see _find_unseen().
@@ -140,7 +91,7 @@ class EngineCoreTracer:
                 before=self.stamp_input, after=self.attach_timeline, extend=self.add_queries
             ),
             "scheduler.schedule": Hook(
-                after=self.record_schedule, ready=unanswered, watches=NEW_REQUESTS
+                after=self.record_schedule, ready=unanswered, wrap=guard.wrap_new_requests
             ),
             "scheduler.update": Hook(
                 before=self.record_step,

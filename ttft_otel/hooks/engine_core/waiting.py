@@ -33,14 +33,13 @@ from ttft_otel.tracing.engine_timeline import EngineTimeline
 MAX_WAITING: Final = 2048  # requests that are followed; reasons of more are "other"
 MAX_LOOKED_AT: Final = 32  # requests per step whose own reason is asked for
 MAX_CHANGES: Final = 512  # of the queue's reason that are kept
+MAX_CODE: Final = 1 << 30  # more than that of any reason
 MAX_OWN_CHANGES: Final = 48  # that travel with a request; the older ones are put together by reason
 MAX_MISSES: Final = 16  # steps until an arrival that never reaches the scheduler is given up
 
 
 class WaitingQueue:
     """The traced requests in one scheduler's queue, and what its reasons were while they waited."""
-
-    __slots__ = ("_blocked", "_codes", "_times", "arrived", "held", "waiting")
 
     def __init__(self, held: HeldRequests) -> None:
         self.held = held
@@ -50,15 +49,7 @@ class WaitingQueue:
         # Those of them that have a reason of their own.
         self._blocked: dict[str, HeldRequest] = {}
         # When the queue's reason changed, while anybody waits, and to what.
-        self._times: list[int] = []
-        self._codes: list[int] = []
-
-    def drop_all(self) -> None:
-        self.arrived.clear()
-        self.waiting.clear()
-        self._blocked.clear()
-        self._times.clear()
-        self._codes.clear()
+        self._changes: list[tuple[int, int]] = []
 
     def record_queue(
         self, scheduler: Any, output: Any, preempted: Any, now: int, throttled: bool
@@ -70,13 +61,12 @@ class WaitingQueue:
         # Before anything returns: an arrival that no step looks at would stay in the deque.
         joined = self._take_arrivals(scheduler.requests) if self.arrived else ()
         if not (self.waiting or joined):
-            if self._times:
-                self._times.clear()
-                self._codes.clear()
+            if self._changes:
+                self._changes.clear()
             return
         facts = get_facts(scheduler)
         reason = find_common_reason(scheduler, facts, output, preempted, throttled)
-        if not self._codes or self._codes[-1] != reason:
+        if not self._changes or self._changes[-1][1] != reason:
             self._note_change(reason, now)
         for entry in joined:
             if len(self.waiting) < MAX_WAITING:
@@ -94,7 +84,7 @@ class WaitingQueue:
     def record_pause(self, pause_state: Any) -> None:
         """After set_pause_state(): no step may run, and note it, until the scheduler goes on."""
         self.held.note_pause()
-        if pause_state and self.waiting and (not self._codes or self._codes[-1] != PAUSED):
+        if pause_state and self.waiting:
             self._note_change(PAUSED, clock.now_us())
 
     def _take_arrivals(self, known: Any) -> Sequence[HeldRequest]:
@@ -117,12 +107,11 @@ class WaitingQueue:
         return joined
 
     def _note_change(self, reason: int, now: int) -> None:
-        if len(self._times) >= MAX_CHANGES:
-            self._times[:], self._codes[:] = _shorten_changes(
-                self._times, self._codes, MAX_CHANGES // 2
-            )
-        self._times.append(now)
-        self._codes.append(reason)
+        if self._changes and self._changes[-1][1] == reason:
+            return
+        if len(self._changes) >= MAX_CHANGES:
+            self._changes[:] = _shorten_changes(self._changes, MAX_CHANGES // 2)
+        self._changes.append((now, reason))
 
     def _note_overtaken(self, known: dict[str, Any], admitted: Any) -> None:
         for data in admitted:
@@ -167,15 +156,15 @@ class WaitingQueue:
 
     def _copy_shared(self, entry: HeldRequest, now: int) -> None:
         """Copy what the queue's reasons were while they were this request's, up to `now`."""
-        if not entry.shared_since or not self._times:
+        if not entry.shared_since or not self._changes:
             return
         # The change before `since`: its reason still held when this request joined.
-        first = max(0, bisect_right(self._times, entry.shared_since) - 1)
+        first = max(0, bisect_right(self._changes, (entry.shared_since, MAX_CODE)) - 1)
         reasons = entry.timeline.open_details().reasons
-        reasons += (entry.shared_since, self._codes[first])
-        for index in range(first + 1, len(self._times)):
-            if self._times[index] < now:
-                reasons += (self._times[index], self._codes[index])
+        reasons += (entry.shared_since, self._changes[first][1])
+        for change in self._changes[first + 1 :]:
+            if change[0] < now:
+                reasons += change
 
     def end_wait(self, timeline: EngineTimeline, request_id: str, now: int) -> None:
         """A step has taken the request, or it has ended: put its reasons into its timeline."""
@@ -189,17 +178,16 @@ class WaitingQueue:
         entry.request = None  # it is vLLM's, and ends with its answer
         reasons = timeline.read_details().reasons
         if len(reasons) > 2 * MAX_OWN_CHANGES:
-            shortened = _shorten_changes(reasons[::2], reasons[1::2], MAX_OWN_CHANGES // 2)
-            timeline.open_details().reasons = [
-                value for pair in zip(*shortened, strict=True) for value in pair
-            ]
+            changes = list(zip(reasons[::2], reasons[1::2], strict=True))
+            shortened = _shorten_changes(changes, MAX_OWN_CHANGES // 2)
+            timeline.open_details().reasons = [value for pair in shortened for value in pair]
 
     def count_reasons(self, is_paused: bool) -> Counter[int]:
         """How many wait, by the code of the reason that the last schedule() has left them with.
 
         is_paused: no step may run that would look at those which came since.
         """
-        shared = self._codes[-1] if self._codes else OTHER
+        shared = self._changes[-1][1] if self._changes else OTHER
         found = Counter(
             shared if each.reason == NO_REASON else each.reason for each in self.waiting.values()
         )
@@ -224,13 +212,12 @@ class WaitingQueue:
             reasons += (now, reason)
 
 
-def _shorten_changes(times: list[int], codes: list[int], kept: int) -> tuple[list[int], list[int]]:
+def _shorten_changes(changes: list[tuple[int, int]], kept: int) -> list[tuple[int, int]]:
     """The last `kept` changes, and before them each earlier reason once, as long as it was in total."""
-    cut = len(times) - kept
-    lengths = (times[index + 1] - times[index] for index in range(cut))
-    position, early_times, early_codes = times[0], [], []
-    for code, length in gather_reasons(zip(codes[:cut], lengths, strict=True)):
-        early_times.append(position)
-        early_codes.append(code)
+    cut = len(changes) - kept
+    lengths = [(code, changes[at + 1][0] - since) for at, (since, code) in enumerate(changes[:cut])]
+    position, early = changes[0][0], []
+    for code, length in gather_reasons(lengths):
+        early.append((position, code))
         position += length
-    return early_times + times[cut:], early_codes + codes[cut:]
+    return early + changes[cut:]

@@ -47,7 +47,6 @@ FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
         marks="part of preprocess: fetch and decode",
         why="vLLM has no event for it",
         drop_when=VLLM_EMITS_IT,
-        part=True,
     ),
     PatchTarget(
         # The plural method: render_cmpl_async() gathers its prompts through it in one call.
@@ -57,7 +56,6 @@ FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
         marks="part of preprocess: tokenizer",
         why="vLLM has no event for it",
         drop_when=VLLM_EMITS_IT,
-        part=True,
     ),
     PatchTarget(
         # Called for text as well: the hook reads `prompt` to leave that out.
@@ -68,7 +66,6 @@ FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
         why="enable_mm_processor_stats only sums it, per server",
         drop_when=VLLM_EMITS_IT,
         reads=("prompt",),
-        part=True,
     ),
     PatchTarget(
         # Whoever calls an engine: vLLM's own servers, too, whose HTTP request has a trace already.
@@ -82,7 +79,6 @@ FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
         why="scripts, gRPC, WebSockets, Dynamo and Ray Serve call the engine without an ASGI application",
         drop_when="vLLM begins a span of its own at the engine",
         reads=("request_id", "params", "arrival_time", "trace_headers"),
-        part=True,
     ),
     PatchTarget(
         # Adds 8 random characters to the client's ID; all paths of AsyncLLM call it.
@@ -130,7 +126,6 @@ FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
         why="process_outputs() would have to be asked at each decode step",
         drop_when=VLLM_EMITS_IT,
         reads=("req_state", "finish_reason"),
-        part=True,
     ),
     PatchTarget(
         # The middleware sees that an HTTP client has left; of other callers nobody else says it.
@@ -141,6 +136,5 @@ FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
         why="vLLM reports no end of an aborted request",
         drop_when=VLLM_EMITS_IT,
         reads=("request_ids",),
-        part=True,
     ),
 )

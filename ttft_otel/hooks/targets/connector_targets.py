@@ -93,7 +93,6 @@ TRANSFER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         why="vLLM does not report per request which of its items it encoded",
         drop_when="outputs say per item where its encoding came from",
         reads=("request", "index"),
-        part=True,
     ),
     PatchTarget(
         name="transfer.keep",
@@ -103,7 +102,6 @@ TRANSFER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         why="request_finished is the only place that has the request and what it announces",
         drop_when=_CONNECTORS_REPORT_IT,
         reads=("request",),
-        part=True,
     ),
     PatchTarget(
         name="transfer.ready",
@@ -112,7 +110,6 @@ TRANSFER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         marks="since when kept encodings can be read: the worker's copies are over",
         why="a consumer that asks earlier has to ask again, and no event is emitted",
         drop_when=_CONNECTORS_REPORT_IT,
-        part=True,
     ),
     PatchTarget(
         # A fetch that is gone after _drain_notifs() was read; after _sweep_timeouts() it was not.
@@ -122,7 +119,6 @@ TRANSFER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         marks="kept encodings were read (ECCPUConnector's ProducerSession._drain_notifs)",
         why="only that session is notified; ECMooncakeConnector's scheduler never is",
         drop_when=_CONNECTORS_REPORT_IT,
-        part=True,
     ),
     PatchTarget(
         name="transfer.lease",
@@ -131,7 +127,6 @@ TRANSFER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         marks="kept encodings were not read in time, or evicted (ProducerSession._sweep_timeouts)",
         why="vLLM only logs it",
         drop_when=_CONNECTORS_REPORT_IT,
-        part=True,
     ),
     PatchTarget(
         name="kv.create",
@@ -183,7 +178,6 @@ TRANSFER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         why="vLLM only counts the leases that ran out",
         drop_when=_CONNECTORS_REPORT_IT,
         reads=("request",),
-        part=True,
     ),
     PatchTarget(
         # V1 and V2 call it inside the step, before the forward or (async loads, newer V2) after it.

@@ -50,7 +50,6 @@ CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
         why="a paused engine core runs no step in which it could be seen",
         drop_when="scheduling events say that requests wait, and why",
         reads=("pause_state",),
-        part=True,
     ),
     PatchTarget(
         # DPEngineCoreProc's loop, for models with experts; every rank takes part in each step of any.
@@ -60,7 +59,6 @@ CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
         marks="that a queued request waits for a batch of another data-parallel rank",
         why="it runs without schedule(), so that no step is seen",
         drop_when="scheduling events say that requests wait, and why",
-        part=True,
     ),
     PatchTarget(
         # Called by finish_requests() (aborts) and by update_from_output(): hooks distinguish them.
@@ -71,7 +69,6 @@ CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
         why="every end of a request passes here",
         drop_when="vLLM reports aborted requests",
         reads=("request",),
-        part=True,
     ),
     PatchTarget(
         # Called when the input comes, or when the answer to the one before it ends.
@@ -84,6 +81,5 @@ CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
         why="a session is one request to the scheduler, which has one QUEUED event",
         drop_when="events of an input's own",
         reads=("session", "update"),
-        part=True,
     ),
 )

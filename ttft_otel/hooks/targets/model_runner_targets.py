@@ -24,7 +24,6 @@ WORKER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         marks="which model runner the platform has",
         why="a runner of another package can have an execute_model() that passes our hooks",
         drop_when=VLLM_EMITS_IT,
-        part=True,
     ),
     PatchTarget(
         # MMEncoderModelRunner (0.29) is V2's runner without a language model, with its own method.
@@ -89,7 +88,6 @@ WORKER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         marks="dispatch: the wait for other data-parallel ranks",
         why="runner internals have no events",
         drop_when=VLLM_EMITS_IT,
-        part=True,
     ),
     PatchTarget(
         name="worker.sample",
@@ -111,7 +109,6 @@ WORKER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         marks="output: the drafter, with speculative decoding",
         why="runner internals have no events",
         drop_when=VLLM_EMITS_IT,
-        part=True,
     ),
     PatchTarget(
         # execute_model() has returned None: the forward is queued, and sampling follows here.

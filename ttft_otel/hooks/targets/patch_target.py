@@ -53,7 +53,7 @@ class PatchTarget:
     methods: tuple[TargetPlace, ...] = ()
     #: What the hook measures.
     marks: str
-    #: Stages that become unattributed without it; the total stays exact.
+    #: Stages that become unattributed without it, () for a detail inside a stage; the total stays exact.
     lost: tuple[str, ...] = ()
     #: Why a patch is needed.
     why: str
@@ -63,5 +63,3 @@ class PatchTarget:
     reads: tuple[str, ...] = ()
     #: `lost` on an encoder instance; None: the same.
     lost_encode: tuple[str, ...] | None = None
-    #: A detail inside a stage: without it nothing becomes unattributed.
-    part: bool = False

@@ -18,9 +18,10 @@ import msgspec
 
 from ttft_otel.hooks import vllm_fields
 from ttft_otel.hooks.worker import device
-from ttft_otel.hooks.wrap import MARKED_STEPS, Hook, Patcher
+from ttft_otel.hooks.wrap import Patcher
 from ttft_otel.model import breakdown
 from ttft_otel.tracing import carrier, clock, guard
+from ttft_otel.tracing.guard import Hook
 
 log = logging.getLogger("ttft_otel")
 MAX_BOUND_STEPS: Final = 64  # outputs that are never read must not accumulate
@@ -112,8 +113,6 @@ class AwaitedEvent:
 class WorkerTracer:
     """What one worker process measures of its marked steps; its methods are the hooks."""
 
-    __slots__ = ("bound_steps", "clock", "ec_roles", "open_steps", "patcher", "unfinished_steps")
-
     def __init__(self, patcher: Patcher) -> None:
         self.patcher = patcher
         #: The step that is running, if it is marked. Empty otherwise, so that hooks return at once.
@@ -127,29 +126,13 @@ class WorkerTracer:
         #: None before the first marked step: the platform is known once the worker has started.
         self.clock: device.StepClock | None = None
 
-    def drop_all(self) -> None:
-        """Forget all steps, connectors and the clock, as in a new worker; hooks keep the same containers."""
-        self.open_steps.clear()
-        self.bound_steps.clear()
-        self.unfinished_steps.clear()
-        self.ec_roles.clear()
-        self.clock = None
-
-    def count_requests(self) -> dict[str, int]:
-        """How many steps each part keeps something of; all zero when there are none."""
-        return {
-            "worker.open": len(self.open_steps),
-            "worker.bound": len(self.bound_steps),
-            "worker.unfinished": len(self.unfinished_steps),
-        }
-
     def build_hooks(self) -> dict[str, Hook]:
         """Hooks of both model runners."""
         steps = self.open_steps
         return {
             "worker.start": Hook(after=report_unhooked_runner),
             "worker.execute": Hook(
-                before=self.open_step, after=self.close_step, ready=steps, watches=MARKED_STEPS
+                before=self.open_step, after=self.close_step, ready=steps, wrap=guard.wrap_marked
             ),
             "worker.encoder": Hook(
                 before=self.stamp_encoder_start, after=self.record_encoder, ready=steps
