@@ -2,7 +2,7 @@
 """Check which of our targets a vLLM source tree has, and where the others have moved.
 
 For vLLM versions without a wheel. The tree (`scripts/compat --source`) is only parsed, nothing of it is
-imported or run. The targets are those of hooks/targets/.
+imported or run. The targets are those of hooks/targets.py.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ def format_source_result(result: SourceResult) -> str:
         lines += [
             "",
             # What to do next stands at the end, where a terminal leaves the reader.
-            "Add the new address in ttft_otel/hooks/targets/ as a TargetPlace with `since`, or the",
+            "Add the new address in ttft_otel/hooks/targets.py as a TargetPlace with `since`, or the",
         ]
         lines += ["new name in hooks/; then scripts/compat VERSION once there is a wheel."]
     return "\n".join(lines)

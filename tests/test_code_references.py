@@ -111,7 +111,7 @@ def test_walk() -> None:
 @pytest.mark.parametrize(
     ("text", "missing"),
     [
-        ("`tests/live`, `hooks/targets/`, `plugin.py`, `docker-compose.yml`", []),
+        ("`tests/live`, `hooks/worker/`, `plugin.py`, `docker-compose.yml`", []),
         ("`tests/dead`, `hooks/aims/`, `nouns.py`", ["tests/dead", "hooks/aims/", "nouns.py"]),
         ("    scripts/lint  # tests/dead\n    scripts/comb", ["scripts/comb"]),
         ("`tests/stack/tools/NAME`, `tests/stack/toys/NAME`", ["tests/stack/toys/NAME"]),

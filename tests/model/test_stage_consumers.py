@@ -16,7 +16,7 @@ import pytest
 from grafana.build import ttft_queries
 from lab.vllm_plugins.inject.ttft_inject import places
 from ttft_otel.explain.explain.remedies import LOOK_AT
-from ttft_otel.hooks.targets import TARGETS, patch_target
+from ttft_otel.hooks.targets import TARGETS, WORKER_STAGES
 from ttft_otel.model import breakdown, palette, stages
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import STAGES, Stage
@@ -84,9 +84,7 @@ def is_cut(stage: Stage) -> bool:
 def is_lost_with_its_hook(stage: Stage) -> bool:
     """Whether the target whose hook measures an interval of the worker says that it is lost without it."""
     return not stage.in_worker or any(
-        stage.name in target.lost
-        for target in TARGETS
-        if len(target.lost) < len(patch_target.WORKER_STAGES)
+        stage.name in target.lost for target in TARGETS if len(target.lost) < len(WORKER_STAGES)
     )
 
 
@@ -157,7 +155,7 @@ CONSUMERS: Final = (
         accounts_for=is_stamped,
     ),
     Consumer(
-        file="ttft_otel/hooks/targets/model_runner_targets.py",
+        file="ttft_otel/hooks/targets.py",
         remedy="name the stage in `lost` of the target whose hook measures it",
         accounts_for=is_lost_with_its_hook,
     ),

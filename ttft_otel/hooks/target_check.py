@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check which patch targets (hooks/targets/) an installed vLLM has, by parsing its sources.
+"""Check which patch targets (hooks/targets.py) an installed vLLM has, by parsing its sources.
 
 Used by doctor, for the log line at the start, and by tests/hooks/test_target_check.py.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch the targets of hooks/targets/ as their modules are imported; the only code that patches.
+"""Patch the targets of hooks/targets.py as their modules are imported; the only code that patches.
 
 install.py makes the Patcher of a process and gives it the hooks of all files. Nothing of vLLM is imported
 from here: each process patches only modules that it imports itself.

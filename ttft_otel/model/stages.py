@@ -44,7 +44,7 @@ class Stage:
         rule_group: which rules of `explain` answer for it.
         replayed: what-if's model of the engine makes it anew ("modelled"), or it stays as recorded: before
             the engine has the request, inside the engine ("inside"), or after its last step.
-        lost_with: the narrowest group of patch targets without which it is unattributed; see hooks/targets/.
+        lost_with: the narrowest group of patch targets without which it is unattributed (hooks/targets.py).
         injected_at: places at which tests delay vLLM to show that the delay is in this stage and in no other.
         ends_as: what `ttft.died_in` says of a request that ended in it; "" where that cannot be told.
         in_worker: whether it is an interval that the worker measures inside a step.

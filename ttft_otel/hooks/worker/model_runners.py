@@ -3,7 +3,7 @@
 
 The scheduler's hook marks steps with traced requests, and finds the record (carrier.py describes it) on the
 step's output. V1 (gpu_model_runner.py, also on CPU) and V2 (gpu/model_runner.py, default
-on CUDA) call encoder and forward in different places, see targets/; V2's forward ends with
+on CUDA) call encoder and forward in different places, see targets.py; V2's forward ends with
 execute_model().
 """
 

@@ -1,0 +1,611 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All vLLM functions that we patch, as data. wrap.py installs them, doctor checks them, and
+tests/hooks/test_target_check.py checks them against the sources of each supported release.
+
+`lost` are the stages that become unattributed (the total stays exact) without the target; on an
+encoder instance `lost_encode` applies instead, where it is given (tests/live/test_targets.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ttft_otel.model.stages import QUEUE_STAGES, STAGES
+
+
+def _list_lost(*groups: str) -> tuple[str, ...]:
+    return tuple(stage.name for stage in STAGES if stage.lost_with in groups)
+
+
+# Losing a mark also loses its neighbours: the partition cannot know where one of them ends.
+COMPUTE_STAGES: Final = _list_lost("compute")
+WORKER_STAGES: Final = _list_lost("compute", "worker")
+ENGINE_STAGES: Final = _list_lost("compute", "worker", "engine")
+ALL_STAGES: Final = _list_lost("compute", "worker", "engine", "server")
+# For `drop_when`: what has to come upstream before a patch can go.
+VLLM_EMITS_IT: Final = "vLLM emits this time per request itself"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPlace:
+    """Address of a target: module and dotted name.
+
+    since: first vLLM release that has it, until: first one that has not; "" is unbounded.
+    """
+
+    module: str
+    name: str
+    since: str = ""
+    until: str = ""
+
+    @property
+    def address(self) -> str:
+        """The form used in messages: "module:Class.method"."""
+        return f"{self.module}:{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchTarget:
+    """One patched function."""
+
+    name: str
+    #: The vLLM processes in which it runs: "api", "core", "worker" or "core+worker".
+    process: str
+    #: Where it is in each release; () for a connector's method.
+    places: tuple[TargetPlace, ...] = ()
+    #: A connector's method on vLLM's base classes; it is wrapped on the class that vLLM's factory makes.
+    methods: tuple[TargetPlace, ...] = ()
+    #: What the hook measures.
+    marks: str
+    #: Stages that become unattributed without it, () for a detail inside a stage; the total stays exact.
+    lost: tuple[str, ...] = ()
+    #: Why a patch is needed.
+    why: str
+    #: What vLLM has to offer before the patch can go.
+    drop_when: str
+    #: Parameters that the hook reads by name.
+    reads: tuple[str, ...] = ()
+    #: `lost` on an encoder instance; None: the same.
+    lost_encode: tuple[str, ...] | None = None
+
+
+# In the API server, from the ASGI call to the engine and back; hooks: api_server.py.
+_FRONTEND: Final[tuple[PatchTarget, ...]] = (
+    PatchTarget(
+        # Starlette builds the stack at the first call, after all add_middleware(): ours is outside.
+        name="frontend.app",
+        process="api",
+        places=(TargetPlace("fastapi.applications", "FastAPI.build_middleware_stack"),),
+        marks="arrival, first chunk, end; trace context; Server-Timing",
+        lost=ALL_STAGES,
+        why="--middleware needs a flag and endpoint plugins (0.29) VLLM_PLUGINS; a patch is always outermost",
+        drop_when="a plugin that nobody has to name can add the outermost middleware",
+    ),
+    PatchTarget(
+        # Each sets arrival_time in its first line (renderers/base.py): no rendering is before.
+        name="frontend.render",
+        process="api",
+        places=(
+            TargetPlace("vllm.renderers.base", "BaseRenderer.render_chat_async"),
+            TargetPlace("vllm.renderers.base", "BaseRenderer.render_cmpl_async"),
+        ),
+        marks="end of receive",
+        lost=("receive", "preprocess"),
+        why="vLLM sets arrival_time here and does not hand it out",
+        drop_when=VLLM_EMITS_IT,
+    ),
+    PatchTarget(
+        # Once per URL of a message, so that a request has as many parts as it has media.
+        name="frontend.media",
+        process="api",
+        places=(
+            TargetPlace("vllm.multimodal.media.connector", "MediaConnector.load_from_url_async"),
+        ),
+        marks="part of preprocess: fetch and decode",
+        why="vLLM has no event for it",
+        drop_when=VLLM_EMITS_IT,
+    ),
+    PatchTarget(
+        # The plural method: render_cmpl_async() gathers its prompts through it in one call.
+        name="frontend.tokenize",
+        process="api",
+        places=(TargetPlace("vllm.renderers.base", "BaseRenderer.tokenize_prompts_async"),),
+        marks="part of preprocess: tokenizer",
+        why="vLLM has no event for it",
+        drop_when=VLLM_EMITS_IT,
+    ),
+    PatchTarget(
+        # Called for text as well: the hook reads `prompt` to leave that out.
+        name="frontend.multimodal",
+        process="api",
+        places=(TargetPlace("vllm.renderers.base", "BaseRenderer.process_for_engine_async"),),
+        marks="part of preprocess: multimodal processor",
+        why="enable_mm_processor_stats only sums it, per server",
+        drop_when=VLLM_EMITS_IT,
+        reads=("prompt",),
+    ),
+    PatchTarget(
+        # Whoever calls an engine: vLLM's own servers, too, whose HTTP request has a trace already.
+        name="frontend.direct",
+        process="api",
+        places=(
+            TargetPlace("vllm.v1.engine.async_llm", "AsyncLLM.add_request"),
+            TargetPlace("vllm.v1.engine.llm_engine", "LLMEngine.add_request"),
+        ),
+        marks="arrival of a request that came without HTTP; its parent",
+        why="scripts, gRPC, WebSockets, Dynamo and Ray Serve call the engine without an ASGI application",
+        drop_when="vLLM begins a span of its own at the engine",
+        reads=("request_id", "params", "arrival_time", "trace_headers"),
+    ),
+    PatchTarget(
+        # Adds 8 random characters to the client's ID; all paths of AsyncLLM call it.
+        name="frontend.assign",
+        process="api",
+        places=(TargetPlace("vllm.v1.engine.input_processor", "InputProcessor.assign_request_id"),),
+        marks="end of preprocess; the role that the request's transfer parameters give",
+        lost=("preprocess", "ipc"),
+        why="the last call before the request leaves for the engine, in all releases",
+        drop_when=VLLM_EMITS_IT,
+        reads=("request",),
+    ),
+    PatchTarget(
+        # Late enough: before, AsyncLLM.add_request() drops headers if vLLM's tracing is off.
+        name="frontend.register",
+        process="api",
+        places=(TargetPlace("vllm.v1.engine.output_processor", "OutputProcessor.add_request"),),
+        marks="engine request id; trace headers",
+        lost=("ipc", *ENGINE_STAGES, "egress"),
+        why="the only place where every engine request (n > 1 too) has its final id",
+        drop_when="trace headers reach the engine core without --otlp-traces-endpoint",
+        reads=("request",),
+    ),
+    PatchTarget(
+        # Called for slices of a batch (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE), each with its own times.
+        name="frontend.outputs",
+        process="api",
+        places=(TargetPlace("vllm.v1.engine.output_processor", "OutputProcessor.process_outputs"),),
+        marks="end of output; the engine's marks",
+        lost=("ipc", *ENGINE_STAGES, "egress"),
+        why="vLLM's own first-token time is a wall-clock difference",
+        drop_when=VLLM_EMITS_IT,
+        reads=("engine_core_outputs",),
+    ),
+    PatchTarget(
+        # Once for each request, whether or not vLLM keeps statistics; not for one that is aborted.
+        name="frontend.end",
+        process="api",
+        places=(
+            TargetPlace(
+                "vllm.v1.engine.output_processor", "OutputProcessor._update_stats_from_finished"
+            ),
+        ),
+        marks="end of a generation: its tokens, finish reason, time per token",
+        why="process_outputs() would have to be asked at each decode step",
+        drop_when=VLLM_EMITS_IT,
+        reads=("req_state", "finish_reason"),
+    ),
+    PatchTarget(
+        # The middleware sees that an HTTP client has left; of other callers nobody else says it.
+        name="frontend.abort",
+        process="api",
+        places=(TargetPlace("vllm.v1.engine.output_processor", "OutputProcessor.abort_requests"),),
+        marks="end of a request that came without HTTP and was aborted",
+        why="vLLM reports no end of an aborted request",
+        drop_when=VLLM_EMITS_IT,
+        reads=("request_ids",),
+    ),
+)
+
+# In the engine core: input and scheduler; hooks: engine_core/tracer.py.
+_ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
+    PatchTarget(
+        # In the input thread (process_input_sockets), while a step may run on the main thread.
+        name="engine.input",
+        process="core",
+        places=(TargetPlace("vllm.v1.engine.core", "EngineCore.preprocess_add_request"),),
+        marks="end of ipc",
+        lost=("ipc", *QUEUE_STAGES, "kv.transfer"),
+        why="QUEUED is stamped later, after the wait for the running step",
+        drop_when="a QUEUED event at the input thread",
+        reads=("request",),
+    ),
+    PatchTarget(
+        # AsyncScheduler and other subclasses inherit it, so that a patch of the base reaches them.
+        name="scheduler.schedule",
+        process="core",
+        places=(TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),),
+        marks="end of the queue; which steps the worker measures",
+        lost=("ipc", *ENGINE_STAGES),
+        why="a custom scheduler_cls would exclude the operator's own",
+        drop_when="scheduled events carry the step and its encoder inputs",
+    ),
+    PatchTarget(
+        # Its argument names the step's requests; under async scheduling another step runs already.
+        name="scheduler.update",
+        process="core",
+        places=(TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),),
+        marks="joins the worker's marks; sends them along",
+        lost=("ipc", *ENGINE_STAGES),
+        why="the only place that has one step's input and output together",
+        drop_when="EngineCoreOutput has a field for timings",
+        reads=("scheduler_output", "model_runner_output"),
+    ),
+    PatchTarget(
+        # Called for a pause and for its end alike; the state is the argument.
+        name="scheduler.pause",
+        process="core",
+        places=(TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.set_pause_state"),),
+        marks="since when a queued request waits for the end of a pause",
+        why="a paused engine core runs no step in which it could be seen",
+        drop_when="scheduling events say that requests wait, and why",
+        reads=("pause_state",),
+    ),
+    PatchTarget(
+        # DPEngineCoreProc's loop, for models with experts; every rank takes part in each step of any.
+        name="engine.dummy",
+        process="core",
+        places=(TargetPlace("vllm.v1.engine.core", "EngineCore.execute_dummy_batch"),),
+        marks="that a queued request waits for a batch of another data-parallel rank",
+        why="it runs without schedule(), so that no step is seen",
+        drop_when="scheduling events say that requests wait, and why",
+    ),
+    PatchTarget(
+        # Called by finish_requests() (aborts) and by update_from_output(): hooks distinguish them.
+        name="scheduler.free",
+        process="core",
+        places=(TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler._free_request"),),
+        marks="where an aborted request was",
+        why="every end of a request passes here",
+        drop_when="vLLM reports aborted requests",
+        reads=("request",),
+    ),
+    PatchTarget(
+        # Called when the input comes, or when the answer to the one before it ends.
+        name="scheduler.session",
+        process="core",
+        places=(
+            TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler._update_request_as_session"),
+        ),
+        marks="which input of a stream (/v1/realtime) the steps of its session are for",
+        why="a session is one request to the scheduler, which has one QUEUED event",
+        drop_when="events of an input's own",
+        reads=("session", "update"),
+    ),
+)
+
+# In the worker, in both of vLLM's model runners; hooks: worker/model_runners.py.
+# A release can have both; a server uses one of them.
+_V1: Final = "vllm.v1.worker.gpu_model_runner"
+_V2: Final = "vllm.v1.worker.gpu.model_runner"
+
+_WORKER: Final[tuple[PatchTarget, ...]] = (
+    PatchTarget(
+        name="worker.start",
+        process="worker",
+        places=(TargetPlace("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device"),),
+        marks="which model runner the platform has",
+        why="a runner of another package can have an execute_model() that passes our hooks",
+        drop_when=VLLM_EMITS_IT,
+    ),
+    PatchTarget(
+        # MMEncoderModelRunner (0.29) is V2's runner without a language model, with its own method.
+        name="worker.execute",
+        process="worker",
+        places=(
+            TargetPlace(_V1, "GPUModelRunner.execute_model"),
+            TargetPlace(_V2, "GPUModelRunner.execute_model"),
+            TargetPlace(
+                "vllm.v1.worker.mm_encoder_model_runner",
+                "MMEncoderModelRunner.execute_model",
+                since="0.29",
+            ),
+        ),
+        marks="opens the step's record",
+        lost=(*WORKER_STAGES, "sample", "output"),
+        why="runner internals have no events",
+        drop_when=VLLM_EMITS_IT,
+        reads=("scheduler_output", "intermediate_tensors"),
+    ),
+    PatchTarget(
+        # V1 calls it in every step with multimodal models, V2 only with something to encode.
+        name="worker.encoder",
+        process="worker",
+        places=(
+            TargetPlace(_V1, "GPUModelRunner._execute_mm_encoder"),
+            TargetPlace("vllm.v1.worker.gpu.mm.encoder_runner", "EncoderRunner.execute_mm_encoder"),
+        ),
+        marks="encoder.compute",
+        lost=("dispatch", "encoder.compute"),
+        why="vLLM's own encoder timing synchronizes the device",
+        drop_when=VLLM_EMITS_IT,
+        lost_encode=("dispatch", "encoder.compute", "output"),
+    ),
+    PatchTarget(
+        # V2 has no method around its forward: what runs just before it marks the start.
+        name="worker.forward",
+        process="worker",
+        places=(
+            TargetPlace(_V1, "GPUModelRunner._model_forward"),
+            TargetPlace(
+                "vllm.v1.worker.gpu.async_utils", "StepTimingCollector.forward_start", "0.29"
+            ),
+            TargetPlace("vllm.v1.worker.gpu.kv_connector", "KVConnector.pre_forward", until="0.29"),
+            TargetPlace(
+                "vllm.v1.worker.gpu.kv_connector", "ActiveKVConnector.pre_forward", until="0.29"
+            ),
+        ),
+        marks="prefill.compute",
+        lost=("dispatch", "prefill.compute", "prefill.stall", "sample"),
+        why="vLLM has no event for the forward pass",
+        drop_when=VLLM_EMITS_IT,
+    ),
+    PatchTarget(
+        # Only with experts. V2 does it in a function of its own, before encoder and forward as V1.
+        name="worker.dp_sync",
+        process="worker",
+        places=(
+            TargetPlace("vllm.v1.worker.dp_utils", "_synchronize_dp_ranks"),
+            TargetPlace("vllm.v1.worker.gpu.dp_utils", "sync_cudagraph_and_dp_padding"),
+        ),
+        marks="dispatch: the wait for other data-parallel ranks",
+        why="runner internals have no events",
+        drop_when=VLLM_EMITS_IT,
+    ),
+    PatchTarget(
+        name="worker.sample",
+        process="worker",
+        places=(
+            TargetPlace(_V1, "GPUModelRunner._sample"),
+            TargetPlace(_V2, "GPUModelRunner.sample"),
+        ),
+        marks="end of sample",
+        lost=("sample", "output"),
+        why="vLLM has no event for the sampler's end",
+        drop_when=VLLM_EMITS_IT,
+    ),
+    PatchTarget(
+        # V1 drafts before its output is ready, V2 after it has gone.
+        name="worker.draft",
+        process="worker",
+        places=(TargetPlace(_V1, "GPUModelRunner.propose_draft_token_ids"),),
+        marks="output: the drafter, with speculative decoding",
+        why="runner internals have no events",
+        drop_when=VLLM_EMITS_IT,
+    ),
+    PatchTarget(
+        # execute_model() has returned None: the forward is queued, and sampling follows here.
+        name="worker.tokens",
+        process="worker",
+        places=(
+            TargetPlace(_V1, "GPUModelRunner.sample_tokens"),
+            TargetPlace(_V2, "GPUModelRunner.sample_tokens"),
+        ),
+        marks="binds the step's record to its output",
+        lost=(*WORKER_STAGES, "sample", "output"),
+        why="under async scheduling the next step starts before this one's output is read",
+        drop_when=VLLM_EMITS_IT,
+        lost_encode=(),
+    ),
+    PatchTarget(
+        # get_output() waits for the copy's event itself (synchronize()), so that our hook need not.
+        name="worker.output",
+        process="worker",
+        places=(
+            TargetPlace(_V1, "AsyncGPUModelRunnerOutput.get_output"),
+            TargetPlace("vllm.v1.worker.gpu.async_utils", "AsyncOutput.get_output"),
+        ),
+        marks="resolves device events once the output copy is complete",
+        lost=(*WORKER_STAGES, "sample", "output"),
+        why="the only moment when all events are known to be complete without a synchronization",
+        drop_when=VLLM_EMITS_IT,
+        lost_encode=(),
+    ),
+)
+
+# In encoder-cache and KV connectors, which can be third-party classes; hooks: install.py. Their methods are
+# wrapped on the class that vLLM's factory makes, and checked on vLLM's base classes. The session that serves
+# an encoder's fetches has only one class.
+_EC: Final = "vllm.distributed.ec_transfer.ec_connector.base"
+_SESSION: Final = "vllm.distributed.ec_transfer.ec_connector.cpu.session"
+_KV: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_CONNECTORS_REPORT_IT: Final = "connectors report per-request timings"
+
+_CONNECTORS: Final[tuple[PatchTarget, ...]] = (
+    PatchTarget(
+        # In both processes: the scheduler's half waits for encodings, the worker's half moves them.
+        name="transfer.create",
+        process="core+worker",
+        places=(
+            TargetPlace(
+                "vllm.distributed.ec_transfer.ec_connector.factory",
+                "ECConnectorFactory.create_connector",
+            ),
+        ),
+        marks="finds the encoder-cache connector's class",
+        lost=(*QUEUE_STAGES, "dispatch", "ec.transfer", "encoder.compute"),
+        why="connectors are third-party classes: only vLLM's factory has the instance's class",
+        drop_when=_CONNECTORS_REPORT_IT,
+        lost_encode=(*QUEUE_STAGES, "dispatch", "ec.transfer", "encoder.compute", "output"),
+    ),
+    PatchTarget(
+        # An encoder waits for nobody's encodings, hence nothing is lost on one.
+        name="transfer.wait",
+        process="core",
+        methods=(
+            # Before 0.24 an encoder-cache connector could not make a request wait.
+            TargetPlace(_EC, "ECConnectorBase.ensure_cache_available", since="0.24"),
+        ),
+        marks="ec.transfer: waiting for an item",
+        lost=(*QUEUE_STAGES, "ec.transfer"),
+        why="connectors have no timings per request",
+        drop_when=_CONNECTORS_REPORT_IT,
+        reads=("request",),
+        lost_encode=(),
+    ),
+    PatchTarget(
+        name="transfer.load",
+        process="worker",
+        methods=(TargetPlace(_EC, "ECConnectorBase.start_load_caches"),),
+        marks="ec.transfer: load",
+        lost=("dispatch", "ec.transfer"),
+        why="connectors have no timings per request",
+        drop_when=_CONNECTORS_REPORT_IT,
+        lost_encode=(),
+    ),
+    PatchTarget(
+        # V1 saves inside of the encoder's call, whose length would have the save in it.
+        name="transfer.save",
+        process="worker",
+        methods=(
+            TargetPlace(_EC, "ECConnectorBase.save_caches"),
+            # Publishes what an earlier step has encoded: save_caches() is never called for that.
+            TargetPlace(_EC, "ECConnectorBase.start_save_caches", since="0.32"),
+        ),
+        marks="ec.transfer: save",
+        lost=("ec.transfer", "encoder.compute", "dispatch"),
+        why="connectors have no timings per request",
+        drop_when=_CONNECTORS_REPORT_IT,
+        lost_encode=("ec.transfer", "encoder.compute", "output"),
+    ),
+    PatchTarget(
+        # vLLM calls it after each step, also of connectors that do nothing in it.
+        name="transfer.flush",
+        process="worker",
+        methods=(TargetPlace(_EC, "ECConnectorBase.get_finished"),),
+        marks="ec.transfer: get_finished(), where ECCPUConnector starts the copies of what a step encoded",
+        lost=("ec.transfer", "encoder.compute", "dispatch"),
+        why="ECCPUConnector's save_caches only writes descriptors",
+        drop_when=_CONNECTORS_REPORT_IT,
+        lost_encode=("ec.transfer", "encoder.compute", "output"),
+    ),
+    PatchTarget(
+        name="transfer.place",
+        process="core",
+        methods=(TargetPlace(_EC, "ECConnectorBase.update_state_after_alloc"),),
+        marks="whether a media item was fetched, found in a cache or encoded here",
+        why="vLLM does not report per request which of its items it encoded",
+        drop_when="outputs say per item where its encoding came from",
+        reads=("request", "index"),
+    ),
+    PatchTarget(
+        name="transfer.keep",
+        process="core",
+        methods=(TargetPlace(_EC, "ECConnectorBase.request_finished"),),
+        marks="how long encodings are kept for another instance after the answer",
+        why="request_finished is the only place that has the request and what it announces",
+        drop_when=_CONNECTORS_REPORT_IT,
+        reads=("request",),
+    ),
+    PatchTarget(
+        name="transfer.ready",
+        process="core",
+        methods=(TargetPlace(_EC, "ECConnectorBase.update_connector_output"),),
+        marks="since when kept encodings can be read: the worker's copies are over",
+        why="a consumer that asks earlier has to ask again, and no event is emitted",
+        drop_when=_CONNECTORS_REPORT_IT,
+    ),
+    PatchTarget(
+        # A fetch that is gone after _drain_notifs() was read; after _sweep_timeouts() it was not.
+        name="transfer.fetched",
+        process="core",
+        methods=(TargetPlace(_SESSION, "ProducerSession._drain_notifs", since="0.32"),),
+        marks="kept encodings were read (ECCPUConnector's ProducerSession._drain_notifs)",
+        why="only that session is notified; ECMooncakeConnector's scheduler never is",
+        drop_when=_CONNECTORS_REPORT_IT,
+    ),
+    PatchTarget(
+        name="transfer.lease",
+        process="core",
+        methods=(TargetPlace(_SESSION, "ProducerSession._sweep_timeouts", since="0.32"),),
+        marks="kept encodings were not read in time, or evicted (ProducerSession._sweep_timeouts)",
+        why="vLLM only logs it",
+        drop_when=_CONNECTORS_REPORT_IT,
+    ),
+    PatchTarget(
+        name="kv.create",
+        process="core+worker",
+        places=(
+            TargetPlace(
+                "vllm.distributed.kv_transfer.kv_connector.factory",
+                "KVConnectorFactory.create_connector",
+            ),
+        ),
+        marks="finds the KV connector's class",
+        lost=(*QUEUE_STAGES, *COMPUTE_STAGES, "kv.transfer", "sample", "output"),
+        why="connectors are third-party classes: only vLLM's factory has the instance's class",
+        drop_when=_CONNECTORS_REPORT_IT,
+    ),
+    PatchTarget(
+        # Called again until blocks are allocated; only the last answer before that counts.
+        name="kv.match",
+        process="core",
+        methods=(TargetPlace(_KV, "KVConnectorBase_V1.get_num_new_matched_tokens"),),
+        marks="kv.transfer: how much comes from elsewhere, and since when it is on its way",
+        lost=(*QUEUE_STAGES, "kv.transfer"),
+        why="a connector that looks for blocks, or loads them, has no event per request",
+        drop_when=_CONNECTORS_REPORT_IT,
+        reads=("request",),
+    ),
+    PatchTarget(
+        # On the scheduler, not on connectors: one address, whatever the connector's class is.
+        name="kv.arrive",
+        process="core",
+        places=(
+            TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler._update_from_kv_xfer_finished"),
+        ),
+        marks="kv.transfer: the blocks are there; those kept for another instance are freed",
+        lost=(*QUEUE_STAGES, "kv.transfer"),
+        why="the only place that every connector notifies",
+        drop_when=_CONNECTORS_REPORT_IT,
+        reads=("kv_connector_output",),
+    ),
+    PatchTarget(
+        name="kv.keep",
+        process="core",
+        methods=(
+            TargetPlace(_KV, "KVConnectorBase_V1.request_finished"),
+            # The scheduler calls it instead for all SupportsHMA connectors (hybrid KV caches).
+            TargetPlace(_KV, "SupportsHMA.request_finished_all_groups"),
+        ),
+        marks="how long blocks are kept for another instance after the answer",
+        why="vLLM only counts the leases that ran out",
+        drop_when=_CONNECTORS_REPORT_IT,
+        reads=("request",),
+    ),
+    PatchTarget(
+        # V1 and V2 call it inside the step, before the forward or (async loads, newer V2) after it.
+        name="kv.load",
+        process="worker",
+        methods=(TargetPlace(_KV, "KVConnectorBase_V1.start_load_kv"),),
+        marks="kv.transfer: a load inside a step",
+        lost=("dispatch", "prefill.compute", "prefill.stall", "kv.transfer", "sample", "output"),
+        why="connectors have no timings per request",
+        drop_when=_CONNECTORS_REPORT_IT,
+    ),
+    PatchTarget(
+        # wait_for_save() returns when all is saved: its length is time that the step spends in it.
+        name="kv.save",
+        process="worker",
+        methods=(TargetPlace(_KV, "KVConnectorBase_V1.wait_for_save"),),
+        marks="kv.transfer: a save that its step waits for",
+        lost=("kv.transfer", "prefill.stall", "sample", "output"),
+        why="connectors have no timings per request",
+        drop_when=_CONNECTORS_REPORT_IT,
+    ),
+)
+
+# In the order in which a request passes the processes; connectors, in two of them, last.
+TARGETS: Final[tuple[PatchTarget, ...]] = (
+    *_FRONTEND,
+    *_ENGINE_CORE,
+    *_WORKER,
+    *_CONNECTORS,
+)
+# For connectors' hooks, which patch a class at run time, and for doctor's messages.
+TARGETS_BY_NAME: Final[dict[str, PatchTarget]] = {target.name: target for target in TARGETS}
+
+# Of those methods, as of all targets, names and parameters can be checked.
+CONNECTOR_METHODS: Final[dict[str, tuple[TargetPlace, ...]]] = {
+    target.name: target.methods for target in TARGETS if target.methods
+}
