@@ -24,7 +24,8 @@ DIRECT: DirectCallTracer
 CORE, WORKER, DIRECT = PATCHER.tracers
 # All that have a state, and what of it is not of single requests.
 OWNERS: Final[tuple[Any, ...]] = (
-    *(CORE, CORE.queue, CORE.held, CORE.blocks, CORE.encodings, CORE.own, WORKER, DIRECT),
+    *(CORE, CORE.queue, CORE.held, CORE.own, WORKER, DIRECT),
+    *(CORE.blocks, CORE.blocks.answers, CORE.encodings, CORE.encodings.answers),
 )
 LASTING: Final = ("ec_roles", "fetched_hashes", "_changes")
 

@@ -147,13 +147,20 @@ def parse_server_timing(text: str) -> ServerTiming | None:
     if not text or len(text) > MAX_HEADER_CHARS:
         return None
     # Counts first: their quoted text would not pass the fast path below.
-    tokens: list[int] = []
-    items: list[int] = []
-    clock = None
+    tokens = ec = clock = None
     if _DESCRIPTION in text:
-        text, tokens = _cut_counts(text, _TOKENS_MARK, _TOKENS)
-        text, items = _cut_counts(text, _EC_MARK, _EC)
-        text, clock = _cut_clock(text)
+        text, said = _cut_entry(text, _TOKENS_MARK, _TOKENS)
+        tokens = TokenCounts(*map(int, said)) if said else None
+        text, said = _cut_entry(text, _EC_MARK, _EC)
+        ec = EncoderCacheCounts(*map(int, said)) if said else None
+        text, said = _cut_entry(text, _CLOCK_MARK, _CLOCK)
+        clock = ClockNote(said[0], int(said[1])) if said else None
+        # Another program on the way may have written entries of these names: what contradicts itself is not
+        # used. An item may be fetched, evicted and then encoded: only each count is at most that of items.
+        if tokens is not None and tokens.cached > tokens.prompt:
+            tokens = None
+        if ec is not None and max(ec.remote, ec.local, ec.recomputed) > ec.items:
+            ec = None
     values = _parse_own_format(text) or {
         name: round(float(value) * 1000) for name, value in _ENTRY.findall(text)
     }
@@ -167,51 +174,19 @@ def parse_server_timing(text: str) -> ServerTiming | None:
     # A proxy in between may have dropped or merged entries: what does not add up is not used.
     if ttft is None or sum(parts.values()) + unattributed != ttft:
         return None
-    return ServerTiming(
-        parts, unattributed, ttft, rest, _read_tokens(tokens), _read_ec(items), clock
-    )
+    return ServerTiming(parts, unattributed, ttft, rest, tokens, ec, clock)
 
 
-def _cut_counts(text: str, mark: str, form: re.Pattern[str]) -> tuple[str, list[int]]:
-    """Remove the entry that begins with `mark`; returns the other entries, and its numbers.
+def _cut_entry(text: str, mark: str, form: re.Pattern[str]) -> tuple[str, tuple[str, ...]]:
+    """Remove the entry that begins with `mark`; returns the other entries, and what it says.
 
-    No numbers where there is no such entry, or one of another form, which stays in the text.
+    () where there is no such entry, or one of another form, which stays in the text.
     """
     before, separator, after = text.partition(mark)
-    counts = form.match(after) if separator else None
-    if counts is None:
-        return text, []
-    return before + after[counts.end() :], [int(number) for number in counts.groups()]
-
-
-def _cut_clock(text: str) -> tuple[str, ClockNote | None]:
-    """Remove the clock's entry; returns the other entries, and what it says."""
-    before, separator, after = text.partition(_CLOCK_MARK)
-    found = _CLOCK.match(after) if separator else None
+    found = form.match(after) if separator else None
     if found is None:
-        return text, None
-    return before + after[found.end() :], ClockNote(found[1], int(found[2]))
-
-
-def _read_tokens(counts: list[int]) -> TokenCounts | None:
-    """The four numbers, unless they contradict each other."""
-    if not counts:
-        return None
-    tokens = TokenCounts(*counts)
-    # Another program on the way may have written its own entry of this name.
-    return tokens if tokens.cached <= tokens.prompt else None
-
-
-def _read_ec(counts: list[int]) -> EncoderCacheCounts | None:
-    """The five numbers, unless they contradict each other.
-
-    Only each one is compared with `items`, not their sum: an item may be fetched, evicted and then
-    encoded.
-    """
-    if not counts:
-        return None
-    ec = EncoderCacheCounts(*counts)
-    return ec if max(ec.remote, ec.local, ec.recomputed) <= ec.items else None
+        return text, ()
+    return before + after[found.end() :], found.groups()
 
 
 def _parse_own_format(text: str) -> dict[str, int]:

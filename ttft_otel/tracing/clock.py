@@ -13,6 +13,7 @@ from typing import Final
 # Nanoseconds between the two monotonic reads around a wall-clock read, at most; 100 ns when the
 # process is not preempted in between.
 MAX_BRACKET_NS: Final = 20_000
+MAX_READS: Final = 5
 # Error bound of to_wall_ns(): half a bracket, plus the rounding of a mark to one microsecond. A read
 # that was preempted is repeated; on an overloaded machine one of five was always undisturbed.
 WALL_ERROR_US: Final = MAX_BRACKET_NS // 2000 + 1
@@ -35,36 +36,24 @@ def count_switches() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
-def measure_wall_offset(tries: int = 5, tight_enough_ns: int = 0) -> tuple[int, int]:
-    """Measure wall clock minus monotonic clock; returns the offset and its error bound, both in ns.
-
-    Reads the wall clock between two monotonic reads and keeps the tightest of these brackets.
-    tries: number of brackets at most.
-    tight_enough_ns: stop at the first bracket that is no longer than this.
-    """
-    best = (0, 1 << 62)
-    for _ in range(tries):
-        before = time.monotonic_ns()
-        wall = time.time_ns()
-        after = time.monotonic_ns()
-        if after - before < best[1]:
-            best = (wall - (before + after) // 2, after - before)
-        if best[1] <= tight_enough_ns:
-            break
-    return best
-
-
 def to_wall_ns(mark: int) -> int:
     """Unix time in nanoseconds of `mark` (microseconds of now_us()).
 
-    The offset is measured at each call, so that steps of the wall clock (NTP) are followed.
+    The offset is measured at each call, so that steps of the wall clock (NTP) are followed: the wall clock
+    is read between two monotonic reads, and of MAX_READS such brackets the tightest counts.
     """
-    before = time.monotonic_ns()
-    wall = time.time_ns()
-    after = time.monotonic_ns()
-    if after - before <= MAX_BRACKET_NS:  # nearly always: half the time of a loop
-        return mark * 1000 + wall - (before + after) // 2
-    return mark * 1000 + measure_wall_offset(tight_enough_ns=MAX_BRACKET_NS)[0]
+    offset = 0
+    tightest = 1 << 62
+    for _ in range(MAX_READS):
+        before = monotonic_ns()
+        wall = time.time_ns()
+        after = monotonic_ns()
+        if after - before < tightest:
+            tightest = after - before
+            offset = wall - (before + after) // 2
+            if tightest <= MAX_BRACKET_NS:  # nearly always the first
+                break
+    return mark * 1000 + offset
 
 
 @functools.lru_cache(maxsize=1)

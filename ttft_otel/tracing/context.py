@@ -57,7 +57,7 @@ def start_context(traceparent: str, tracestate: str, settings: Settings) -> Trac
     tracestate: passed on unchanged; dropped when it is too long or not ASCII.
     settings: sampler, its ratio, and whether the caller's `sampled` flag is honoured.
     """
-    parsed = _parse_traceparent(traceparent) if traceparent else None
+    parsed = parse_traceparent(traceparent) if traceparent else None
     if parsed is None:
         trace_id = new_trace_id()
         sampled = _decide_sampling(trace_id, None, settings)
@@ -79,7 +79,8 @@ def new_trace_id() -> str:
     return _random.getrandbits(128).to_bytes(16, "little").hex()
 
 
-def _parse_traceparent(text: str) -> tuple[str, str, int] | None:
+def parse_traceparent(text: str) -> tuple[str, str, int] | None:
+    """Trace ID, span ID and flags of the header `text`; None where it is malformed."""
     match = _TRACEPARENT.fullmatch(text.strip()) if len(text) <= 128 else None
     if match is None:
         return None

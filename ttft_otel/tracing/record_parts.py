@@ -12,7 +12,7 @@ from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, HeldBy, Piece, Server, Ttft
 from ttft_otel.model.wait_reasons import WAIT_STAGES, ReasonSlice
 from ttft_otel.tracing import carrier, media_items
-from ttft_otel.tracing.context import SAMPLED_FLAG, new_span_id
+from ttft_otel.tracing.context import SAMPLED_FLAG, new_span_id, parse_traceparent
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 from ttft_otel.tracing.request_trace import RequestTrace
 from ttft_otel.tracing.roles import identity, resolve_role
@@ -175,17 +175,11 @@ def list_holders(timeline: EngineTimeline) -> tuple[HeldBy, ...]:
         # A kind of a later version has no name here.
         if 0 <= code < len(stages.HOLDING_KIND_NAMES):
             kind = stages.HOLDING_KIND_NAMES[code]
-            ids = parse_traceparent(parent)
-            found.append(HeldBy(us, tokens, kind, request_id[:MAX_ID_CHARS], *ids))
+            trace_id, span_id, flags = parse_traceparent(parent) or ("", "", 0)
+            if not flags & SAMPLED_FLAG:
+                trace_id = span_id = ""
+            found.append(HeldBy(us, tokens, kind, request_id[:MAX_ID_CHARS], trace_id, span_id))
     return tuple(found)
-
-
-def parse_traceparent(header: str) -> tuple[str, str]:
-    """Trace and span ID of a traceparent that format_traceparent() made; empty if it is not sampled."""
-    parts = header.split("-")
-    if len(parts) != 4 or not int(parts[3], 16) & SAMPLED_FLAG:
-        return "", ""
-    return parts[1], parts[2]
 
 
 def _make_stage_pieces(

@@ -31,7 +31,7 @@ PROPAGATOR: Final = "tracecontext"
 DETAILS: Final = ("full", "stages", "ttft")  # exporter/spans/span_writer.py: which spans each has
 # lowmemory: delta where the SDK need not keep a sum for it, which is so for all of our metrics.
 TEMPORALITIES: Final = ("cumulative", "delta", "lowmemory")
-SERVER_ROLES: Final = tuple(role for role in stages.ROLES if role != "router")
+SERVER_ROLES: Final = ("", *(role for role in stages.ROLES if role != "router"))
 GRPC_PORT: Final = 4317  # OTLP's; where no protocol is set, it means grpc
 DEFAULT_HTTP_ENDPOINT: Final = "http://127.0.0.1:4318"
 DEFAULT_GRPC_ENDPOINT: Final = "http://127.0.0.1:4317"
@@ -117,7 +117,7 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
         trust_sampled=_read_flag(source, env_names.TTFT_OTEL_TRUST_SAMPLED, True, problems),
         sampling_key=source.get(env_names.TTFT_OTEL_SAMPLING_KEY, ""),
         queue_bytes=_read_bytes(source, env_names.TTFT_OTEL_QUEUE_BYTES, 4 << 20, problems),
-        role=_read_role(source, problems),
+        role=_read_word(source, env_names.TTFT_OTEL_ROLE, SERVER_ROLES, problems),
         detail=_read_word(source, env_names.TTFT_OTEL_DETAIL, DETAILS, problems),
         metrics=_read_metrics(source, problems),
         temporality=_read_word(
@@ -316,24 +316,14 @@ def _read_sampler(source: Mapping[str, str], problems: list[str]) -> tuple[str, 
     return sampler, ratio
 
 
-def _read_role(source: Mapping[str, str], problems: list[str]) -> str:
-    word = source.get(env_names.TTFT_OTEL_ROLE, "").strip().lower()
-    if word and word not in SERVER_ROLES:
-        problems.append(
-            f"{env_names.TTFT_OTEL_ROLE}={word!r} is not a role; "
-            f"use one of {', '.join(SERVER_ROLES)}, or unset it"
-        )
-        return ""
-    return word
-
-
 def _read_word(
     source: Mapping[str, str], name: str, words: tuple[str, ...], problems: list[str]
 ) -> str:
     """The word in the variable `name`, one of `words`; the first of them is the default."""
     word = source.get(name, "").strip().lower() or words[0]
     if word not in words:
-        problems.append(f"{name}={word!r} is unknown; use one of {', '.join(words)}, or unset it")
+        known = ", ".join(filter(None, words))
+        problems.append(f"{name}={word!r} is unknown; use one of {known}, or unset it")
         return words[0]
     return word
 

@@ -11,6 +11,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeAlias
 
+import msgspec
+
 from ttft_otel.model import endpoints, stages
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, Piece
@@ -27,12 +29,6 @@ ENGINE_QUERY_TIMEOUT_S: Final = 5.0
 MAX_KEPT_SPAN_TASKS: Final = 1024  # concurrent queries that wait until kept data is freed
 _GUARD_END: Final = Guard("asgi end")  # made once, as it holds nothing of a request
 
-# One call per kind: each is answered when its own data are gone.
-KEPT_QUERIES = (
-    (carrier.KEPT_BLOCKS_BIT, carrier.KEPT_BLOCKS_QUERY),
-    (carrier.KEPT_ITEMS_BIT, carrier.KEPT_ITEMS_QUERY),
-    (carrier.ENCODER_RUN_BIT, carrier.ENCODER_QUERY),
-)
 # Seconds before each further query about an encoder that still runs.
 PENDING_PAUSES_S: Final = (0.05, 0.2, 1.0, 5.0)
 
@@ -151,7 +147,7 @@ def list_queries(trace: RequestTrace) -> list[str]:
         return []
     if trace.leg not in ("", "encode"):  # "": without our router it may be an encoder's request
         kept_bits &= ~carrier.KEPT_ITEMS_BIT
-    return [question for bit, question in KEPT_QUERIES if kept_bits & bit]
+    return [query for query, (bit, *_) in KEPT_QUERIES.items() if kept_bits & bit]
 
 
 def send_kept_span(trace: RequestTrace, query: str, answer: str, sender: RecordSender) -> bool:
@@ -159,28 +155,27 @@ def send_kept_span(trace: RequestTrace, query: str, answer: str, sender: RecordS
 
     query: the utility call that was answered, one of KEPT_QUERIES.
     """
-    piece = PIECE_MAKERS[query](trace, answer)
+    _, kind, name, list_attributes = KEPT_QUERIES[query]
+    kept = carrier.decode_answer(kind, answer)
+    if kept is None:
+        return False
+    since, until = msgspec.structs.astuple(kept)[:2]
+    piece = _make_piece(trace, name, since, until, list_attributes(kept))
     if piece is not None:
         recorder.send_record(trace, sender, late=(piece,))
     return piece is not None
 
 
-def _make_blocks_piece(trace: RequestTrace, answer: str) -> Piece | None:
-    kept = carrier.decode_answer(carrier.KeptBlocks, answer)
-    if kept is None:
-        return None
+def _list_block_attributes(kept: carrier.KeptBlocks) -> Attributes:
     attributes: Attributes = {keys.KV_TOKENS: kept.tokens, keys.KV_BLOCKS: kept.blocks}
     if identity.kv_connector:
         attributes[keys.KV_CONNECTOR] = identity.kv_connector
     if kept.expired:
         attributes[keys.ERROR_TYPE] = "expired"
-    return _make_piece(trace, span_names.KV_KEPT, kept.since, kept.until, attributes)
+    return attributes
 
 
-def _make_items_piece(trace: RequestTrace, answer: str) -> Piece | None:
-    kept = carrier.decode_answer(carrier.KeptItems, answer)
-    if kept is None:
-        return None
+def _list_item_attributes(kept: carrier.KeptItems) -> Attributes:
     attributes: Attributes = {keys.EC_ITEMS: kept.items, keys.EC_BYTES: kept.bytes}
     if identity.ec_connector:
         attributes[keys.EC_CONNECTOR] = identity.ec_connector
@@ -189,14 +184,7 @@ def _make_items_piece(trace: RequestTrace, answer: str) -> Piece | None:
     # An error: the encodings were made and nobody fetched them.
     if kept.end_reason:
         attributes[keys.ERROR_TYPE] = kept.end_reason
-    return _make_piece(trace, span_names.EC_KEPT, kept.since, kept.until, attributes)
-
-
-def _make_encoder_piece(trace: RequestTrace, answer: str) -> Piece | None:
-    run = carrier.decode_answer(carrier.EncoderRun, answer)
-    return (
-        None if run is None else _make_piece(trace, span_names.ENCODER_RUN, run.start, run.end, {})
-    )
+    return attributes
 
 
 def _make_piece(
@@ -213,8 +201,16 @@ def _make_piece(
     return Piece("late", name, max(0, start), min(end, known_end), attributes)
 
 
-PIECE_MAKERS: Final = {
-    carrier.KEPT_BLOCKS_QUERY: _make_blocks_piece,
-    carrier.KEPT_ITEMS_QUERY: _make_items_piece,
-    carrier.ENCODER_QUERY: _make_encoder_piece,
+# By the bit of EngineDetails.kept, one utility call per kind, as each is answered when its own data are gone;
+# the type of its answer, the name of the span, and what makes its attributes.
+KEPT_QUERIES: Final[dict[str, tuple[int, Any, str, Callable[[Any], Attributes]]]] = {
+    carrier.KEPT_BLOCKS_QUERY: (
+        *(carrier.KEPT_BLOCKS_BIT, carrier.KeptBlocks, span_names.KV_KEPT, _list_block_attributes),
+    ),
+    carrier.KEPT_ITEMS_QUERY: (
+        *(carrier.KEPT_ITEMS_BIT, carrier.KeptItems, span_names.EC_KEPT, _list_item_attributes),
+    ),
+    carrier.ENCODER_QUERY: (
+        *(carrier.ENCODER_RUN_BIT, carrier.EncoderRun, span_names.ENCODER_RUN, lambda run: {}),
+    ),
 }

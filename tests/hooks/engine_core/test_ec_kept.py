@@ -12,7 +12,7 @@ import tracing_fakes
 
 from hooks.fakes import decode_headers
 from hooks.process import CORE, PATCHER
-from ttft_otel.hooks.engine_core import ec_kept
+from ttft_otel.hooks.engine_core import ec_kept, kv
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing.carrier import KEPT_ITEMS_BIT, KeptItems, decode_answer
 
@@ -194,13 +194,9 @@ def test_unseen(pair: InstancePair) -> None:
 
 def test_bounded(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many are kept, fetched or never asked for, the state has a bound, and drops are counted."""
-    for name in (
-        "MAX_LEASES",
-        "MAX_UNASKED_ANSWERS",
-        "MAX_FETCHED_HASHES",
-        "MAX_WAITING_ENCODINGS",
-    ):
+    for name in ("MAX_LEASES", "MAX_FETCHED_HASHES", "MAX_WAITING_ENCODINGS"):
         monkeypatch.setattr(ec_kept, name, 4)
+    monkeypatch.setattr(kv, "MAX_UNASKED_ANSWERS", 4)
     encode_and_keep(pair, "asked", "item")
     answer_future = query_kept(pair, "asked")
     params = {}
@@ -208,10 +204,10 @@ def test_bounded(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> None:
         params[number] = encode_and_keep(pair, f"r{number}", f"item-{number}")
     assert len(CORE.encodings.leases) == len(CORE.encodings.leases_by_hash) == 4
     assert CORE.encodings.dropped_leases == 6 and answer_future.result(0) == ""
-    assert len(CORE.encodings.unasked) == 4
+    assert len(CORE.encodings.answers.unasked) == 4
     for number in range(9):
         pair.consume_items(f"c{number}", (f"item-{number}",), params[number])
         pair.encoder.run_step()
 
     assert not CORE.encodings.leases and not CORE.encodings.leases_by_hash
-    assert len(CORE.encodings.fetched_hashes) == 4 and len(CORE.encodings.unasked) == 4
+    assert len(CORE.encodings.fetched_hashes) == 4 and len(CORE.encodings.answers.unasked) == 4

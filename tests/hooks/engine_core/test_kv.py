@@ -87,7 +87,7 @@ def kv_core(core: FakeEngineCore, clock: tracing_fakes.FakeClock) -> Iterator[An
     wrap_kv_connector(core.connector)  # type: ignore[attr-defined]
     yield core
     assert not CORE.blocks.tracked
-    CORE.blocks.unasked.clear()
+    CORE.blocks.answers.unasked.clear()
 
 
 def ask_connector(core: Any, name: str, found: tuple[int | None, bool]) -> None:
@@ -374,7 +374,7 @@ def test_bounded(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(CORE.blocks.tracked) == 10
     kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=tuple(CORE.blocks.tracked)))
 
-    assert not CORE.blocks.tracked and len(CORE.blocks.unasked) == 5
+    assert not CORE.blocks.tracked and len(CORE.blocks.answers.unasked) == 5
 
 
 def test_bounded_asked(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from concurrent.futures import Future
 from typing import Any, Final
 
 import msgspec
 
 from ttft_otel.hooks import ec_fields
 from ttft_otel.hooks.engine_core import ec_items
+from ttft_otel.hooks.engine_core.kv import KeptAnswers
 from ttft_otel.hooks.wrap import Patcher
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.carrier import KEPT_ITEMS_BIT, KeptItems, encode_answer
@@ -27,7 +27,6 @@ log = logging.getLogger("ttft_otel")
 
 MAX_LEASES: Final = 8192  # answered requests whose encodings are not fetched yet
 MAX_WAITING_ENCODINGS: Final = 65536  # encodings of those requests
-MAX_UNASKED_ANSWERS: Final = 256  # answers that the API server has not asked for yet
 MAX_FETCHED_HASHES: Final = 8192  # encodings remembered as fetched
 # Microseconds: twice the longest time that ECCPUConnector's consumer waits for an encoding (60 s,
 # vLLM's _ADMIT_DEFER_TIMEOUT_S). After that it has encoded the item itself, or failed.
@@ -41,7 +40,6 @@ class EncodingLease(msgspec.Struct, eq=False):
 
     Times in microseconds. waiting: mm_hashes that are not fetched yet. unready: those of them whose
     copy out of the device is still in progress. ready_at: when the last copy ended, 0 before.
-    answer_future: set when the API server asks before the end.
     """
 
     request_id: str
@@ -51,14 +49,10 @@ class EncodingLease(msgspec.Struct, eq=False):
     items: int
     bytes: int
     ready_at: int
-    answer_future: Future[str] | None = None
 
 
 class EncodingLeases:
-    """Encodings of one engine core's answers that are kept until other instances fetch them.
-
-    Without a lock: hooks and utility calls run on the engine core's main thread.
-    """
+    """Encodings of one engine core's answers that are kept until other instances fetch them."""
 
     def __init__(self, patcher: Patcher) -> None:
         self.patcher = patcher
@@ -66,8 +60,7 @@ class EncodingLeases:
         self.leases: OrderedDict[str, EncodingLease] = OrderedDict()
         #: By mm_hash.
         self.leases_by_hash: dict[str, list[EncodingLease]] = {}
-        #: Answers about leases that ended before the query came.
-        self.unasked: OrderedDict[str, str] = OrderedDict()
+        self.answers = KeptAnswers()
         #: mm_hashes that a consumer has fetched before.
         self.fetched_hashes: OrderedDict[str, None] = OrderedDict()
         #: Leases beyond MAX_LEASES or MAX_WAITING_ENCODINGS.
@@ -159,12 +152,7 @@ class EncodingLeases:
                 others.remove(lease)
             if not others:
                 self.leases_by_hash.pop(name, None)
-        if lease.answer_future is not None:
-            lease.answer_future.set_result(answer)
-            return
-        self.unasked[lease.request_id] = answer
-        if len(self.unasked) > MAX_UNASKED_ANSWERS:
-            self.unasked.popitem(last=False)
+        self.answers.settle(lease.request_id, answer)
 
     def record_saved(
         self, _: None, result: Any, connector: Any, output: Any, *args: Any, **kw: Any
@@ -220,15 +208,8 @@ class EncodingLeases:
                 self._end_lease(lease, REASON_EXPIRED)
 
     def answer_kept_items(self, request_id: str) -> Any:
-        """Utility call: how long encodings were kept, as KeptItems JSON; "" when unknown.
-
-        Returns a Future while they are kept, which vLLM's utility channel awaits.
-        """
-        lease = self.leases.get(request_id)
-        if lease is None:
-            return self.unasked.pop(request_id, "")
-        lease.answer_future = lease.answer_future or Future()
-        return lease.answer_future
+        """Utility call: how long encodings were kept, as KeptItems JSON; see KeptAnswers.ask()."""
+        return self.answers.ask(request_id, request_id in self.leases)
 
 
 def snapshot_reads(session: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | None:

@@ -23,6 +23,34 @@ MAX_TRACKED_REQUESTS: Final = 8192  # with blocks in transfer, or kept for anoth
 MAX_UNASKED_ANSWERS: Final = 256  # answers that the API server has not asked for yet
 
 
+class KeptAnswers:
+    """Answers about what was kept for another instance; the API server asks for each before or after its end.
+
+    Without a lock: hooks and utility calls run on the engine core's main thread.
+    """
+
+    def __init__(self) -> None:
+        #: The API server's queries about what is still kept.
+        self.asked: dict[str, Future[str]] = {}
+        #: Answers that came before the query.
+        self.unasked: OrderedDict[str, str] = OrderedDict()
+
+    def settle(self, request_id: str, answer: str) -> None:
+        """Nothing is kept any more: `answer` who has asked, or will; "" where it is not known."""
+        if request_id in self.asked:
+            self.asked.pop(request_id).set_result(answer)
+            return
+        self.unasked[request_id] = answer
+        if len(self.unasked) > MAX_UNASKED_ANSWERS:
+            self.unasked.popitem(last=False)
+
+    def ask(self, request_id: str, is_kept: bool) -> Any:
+        """The answer, "" when unknown; a Future while it is kept, which vLLM's utility channel awaits."""
+        if not is_kept:
+            return self.unasked.pop(request_id, "")
+        return self.asked.setdefault(request_id, Future())
+
+
 class BlockTransfers:
     """KV blocks of one engine core's traced requests that are on their way here, or kept for others."""
 
@@ -31,10 +59,7 @@ class BlockTransfers:
         #: By engine request ID: the timeline while blocks are transferred here, KeptBlocks while they are
         #: kept for another instance. While it is empty the hooks return at once.
         self.tracked: dict[str, EngineTimeline | KeptBlocks] = {}
-        #: The API server's queries about blocks that are still kept.
-        self.asked: dict[str, Future[str]] = {}
-        #: Answers about leases that ended before the query came.
-        self.unasked: OrderedDict[str, str] = OrderedDict()
+        self.answers = KeptAnswers()
 
     def record_match(
         self, _: None, match: Any, connector: Any, request: Any, *args: Any, **kw: Any
@@ -67,10 +92,8 @@ class BlockTransfers:
     def _track_request(self, request_id: str, state: EngineTimeline | KeptBlocks) -> None:
         if len(self.tracked) >= MAX_TRACKED_REQUESTS:
             oldest = next(iter(self.tracked))
-            del self.tracked[oldest]
-            if oldest in self.asked:
-                # unknown: the caller must not wait any longer
-                self.asked.pop(oldest).set_result("")
+            if isinstance(self.tracked.pop(oldest), KeptBlocks):
+                self.answers.settle(oldest, "")  # its caller must not wait any longer
         self.tracked[request_id] = state
 
     def close_wait(self, timeline: EngineTimeline, request: Any, facts: SchedulerFacts) -> bool:
@@ -141,22 +164,11 @@ class BlockTransfers:
     def _end_lease(self, request_id: str, lease: KeptBlocks, expired: bool) -> None:
         lease.until = clock.now_us()
         lease.expired = expired
-        answer = encode_answer(lease)
-        if request_id in self.asked:
-            self.asked.pop(request_id).set_result(answer)
-            return
-        self.unasked[request_id] = answer
-        if len(self.unasked) > MAX_UNASKED_ANSWERS:
-            self.unasked.popitem(last=False)
+        self.answers.settle(request_id, encode_answer(lease))
 
     def answer_kept_blocks(self, request_id: str) -> Any:
-        """Utility call: how long blocks were kept, as KeptBlocks JSON; "" when unknown.
-
-        Returns a Future while they are kept, which vLLM's utility channel awaits.
-        """
-        if not isinstance(self.tracked.get(request_id), KeptBlocks):
-            return self.unasked.pop(request_id, "")
-        return self.asked.setdefault(request_id, Future())
+        """Utility call: how long blocks were kept, as KeptBlocks JSON; see KeptAnswers.ask()."""
+        return self.answers.ask(request_id, isinstance(self.tracked.get(request_id), KeptBlocks))
 
 
 def has_expired(output: Any) -> bool:
