@@ -107,24 +107,6 @@ def test_intermediate(client: FakeClient, role: str, monkeypatch: pytest.MonkeyP
     assert (keys.OUTPUT_TOKENS in found) is (role == "prefill")
 
 
-def test_client_leaves_while_decoding(client: FakeClient) -> None:
-    """vLLM tells no end of what it aborts: nothing is said of it but why the request ended."""
-    send = client.send
-
-    async def leave(message: Any) -> None:
-        await send(message)
-        if message.get("body"):
-            raise asyncio.CancelledError
-
-    client.send = leave  # type: ignore[method-assign]
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(client.call_server())
-
-    *_, last = client.records.kept
-    assert last.server is not None and last.server.error == keys.ERROR_CANCELLED
-    assert read_end(client.records) == {}
-
-
 def test_stream_that_ends_too_soon(client: FakeClient) -> None:
     """Starlette ends a stream whose client has left like a complete one; vLLM has told no end."""
     client.server.plan = ServerPlan(is_left=True)

@@ -347,16 +347,6 @@ def test_marked() -> None:
     assert wrapper("self", PLAIN) == ("self", PLAIN) and calls == ["before", "after"] * 2
 
 
-def test_marked_by_name() -> None:
-    """A step that is passed by name is looked at by the hook itself."""
-    seen: list[Any] = []
-    wrapper = guard.wrap_marked(
-        "p", take, guard.Hook(lambda *_, **kw: seen.append(kw["step"]), take, [])
-    )
-
-    assert wrapper("self", step=PLAIN) == ("self", PLAIN) and seen == [PLAIN]
-
-
 def test_host_refuses(guard_keeps: None) -> None:
     """A call without a step raises what the host raises."""
     wrapper = guard.wrap_marked("p", take, guard.Hook(lambda *_: None, lambda *_: None, []))
@@ -378,6 +368,17 @@ def test_new_requests() -> None:
     assert wrapper(idle) is idle and seen == [admits, idle]
 
 
+def test_without_the_field(guard_keeps: None) -> None:
+    """A release whose result has no such field loses its marks, which is counted, and nothing else."""
+    before = guard.error_counts["p"]
+    wrapper = guard.wrap_new_requests(
+        "p", lambda output: output, guard.Hook(after=lambda *_: None, ready={})
+    )
+
+    assert wrapper(5) == 5
+    assert guard.error_counts["p"] == before + 1
+
+
 def test_keywords() -> None:
     """A later release may pass keywords: its function gets them, ours runs without."""
     seen: list[Any] = []
@@ -389,14 +390,3 @@ def test_keywords() -> None:
 
     assert schedule("self", later=2) == ("self", 2)
     assert seen == [(("self", 2), ("self",))]
-
-
-def test_without_the_field(guard_keeps: None) -> None:
-    """A release whose result has no such field loses its marks, which is counted, and nothing else."""
-    before = guard.error_counts["p"]
-    wrapper = guard.wrap_new_requests(
-        "p", lambda output: output, guard.Hook(after=lambda *_: None, ready={})
-    )
-
-    assert wrapper(5) == 5
-    assert guard.error_counts["p"] == before + 1

@@ -38,12 +38,6 @@ def test_quantiles_are_numpys(count: int) -> None:
         assert compute_quantile(iter(values), 0.95) == pytest.approx(cuts[94])
 
 
-def test_quantiles_of_nothing() -> None:
-    """Without values they are 0, and whole numbers give floats."""
-    assert compute_quantiles([], SHARES) == (0.0,) * len(SHARES)
-    assert isinstance(compute_quantile([7], 0.99), float)
-
-
 @pytest.mark.parametrize(
     ("degrees", "quantile"),
     # scipy.stats.t.ppf(0.975, degrees)
@@ -132,3 +126,9 @@ def test_imports_without_numpy() -> None:
         "assert compute_quantile([1, 3], 0.5) == 2 and compute_t_quantile(9.0) < 2.3\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_quantiles_of_nothing() -> None:
+    """Without values they are 0, and whole numbers give floats."""
+    assert compute_quantiles([], SHARES) == (0.0,) * len(SHARES)
+    assert isinstance(compute_quantile([7], 0.99), float)

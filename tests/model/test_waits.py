@@ -45,11 +45,6 @@ def test_reasons_divided() -> None:
     ]
 
 
-def test_unknown_code() -> None:
-    """A reason of a later version is "other", and the sum stays."""
-    assert [part.reason for part in divide_waits(PIECES[1:2], [(100, 99)])] == ["other"]
-
-
 def test_many_changes() -> None:
     """Of many short reasons each has one slice, as long as all of its own together."""
     changes = [(100 + 10 * number, (KV, TOKENS)[number % 2]) for number in range(30)]
@@ -86,18 +81,6 @@ def make_reason_part(changes: list[tuple[int, int]]) -> Ttft:
     trace = RequestTrace(0, start_context("", "", Settings(on=True)), False)
     cut = Breakdown(0, 600, PIECES, {QUEUE: 300}, 0, 0, divide_waits(PIECES, changes))
     return make_ttft(trace, cut)
-
-
-def test_several_reasons() -> None:
-    """A queue with several has a piece below it for each, and no reason of its own."""
-    ttft = make_reason_part([(150, KV)])
-    below = [piece for piece in ttft.pieces if piece.kind == "reason"]
-
-    assert [(piece.name, piece.start, piece.end) for piece in below] == [
-        ("in_step", 100, 150),
-        ("kv_blocks", 150, 400),
-    ]
-    assert not ttft.pieces[1].attributes
 
 
 # From 50 on: 100 us of prompts, 200 us half prompts and half answers, nothing, own and others.
@@ -206,3 +189,20 @@ def test_recorded() -> None:
         HeldBy(60, 2, "decode", "b"),
     )
     assert not stall.held_by and keys.HELD_BY_TRUNCATED not in ttft.attributes
+
+
+def test_unknown_code() -> None:
+    """A reason of a later version is "other", and the sum stays."""
+    assert [part.reason for part in divide_waits(PIECES[1:2], [(100, 99)])] == ["other"]
+
+
+def test_several_reasons() -> None:
+    """A queue with several has a piece below it for each, and no reason of its own."""
+    ttft = make_reason_part([(150, KV)])
+    below = [piece for piece in ttft.pieces if piece.kind == "reason"]
+
+    assert [(piece.name, piece.start, piece.end) for piece in below] == [
+        ("in_step", 100, 150),
+        ("kv_blocks", 150, 400),
+    ]
+    assert not ttft.pieces[1].attributes

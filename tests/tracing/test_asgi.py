@@ -431,32 +431,6 @@ def test_asked_not_sampled(client: FakeClient) -> None:
     assert not client.records.kept
 
 
-@pytest.mark.parametrize("scope", [{"type": "websocket"}, {"type": "http", "method": "GET"}])
-def test_other_scopes(client: FakeClient, scope: dict[str, Any]) -> None:
-    """What is no POST passes untouched."""
-    seen: list[Any] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(send)
-
-    client.app.app = app
-    asyncio.run(client.app(scope, client.receive, client.send))
-
-    assert seen == [client.send]
-
-
-def test_lifespan(client: FakeClient) -> None:
-    """At its start the server learns its role."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        return None
-
-    client.app.app = app
-    asyncio.run(client.app({"type": "lifespan", "app": client.server}, client.receive, client.send))
-
-    assert identity.role == "mono"
-
-
 def test_broken_begin(client: FakeClient, guard_keeps: None) -> None:
     """When our part fails the request is served, untraced."""
 
@@ -470,58 +444,12 @@ def test_broken_begin(client: FakeClient, guard_keeps: None) -> None:
     assert not client.records.kept
 
 
-def test_full_queue(client: FakeClient) -> None:
-    """An exporter that takes nothing costs the record, not the request."""
-    client.records.full = True
-    asyncio.run(client.call_server())
-
-    assert client.list_types() == ["start", "data: one", "data: two"]
-    assert client.records.dropped == 2
-
-
-def test_spans(client: FakeClient) -> None:
-    """The whole trace of one stream, as a picture."""
-    asyncio.run(client.call_server())
-    by_id = {span.context.span_id: span for span in client.records.build_spans()}
-
-    picture = sorted(
-        (by_id[span.parent.span_id].name if span.parent else "", span.name)
-        for span in by_id.values()
-    )
-    assert picture == sorted(
-        [
-            ("", "POST /v1/chat/completions"),
-            ("POST /v1/chat/completions", span_names.TTFT),
-            *((span_names.TTFT, stage) for stage in (*STAGES_US, "egress")),
-            *(("preprocess", part) for part in ("tokenize", "multimodal")),
-            *(("output", part) for part in ("collect", "transport", "detokenize")),
-        ]
-    )
-
-
 async def test_concurrent(client: FakeClient) -> None:
     """Requests at the same time, of one connection or many, keep their marks apart."""
     await asyncio.gather(*(client.call_server(x_request_id=f"r{number}") for number in range(20)))
 
     assert {record.request_id for record in client.records.kept} == {f"r{n}" for n in range(20)}
     assert all(get_closed_stages(record) for record in client.records.kept if record.ttft)
-
-
-@pytest.mark.parametrize(
-    ("sampler", "parent", "kept"),
-    [
-        ("always_on", UNSAMPLED, True),
-        ("always_off", "", False),
-        ("parentbased_always_off", "", False),
-        ("parentbased_always_off", UNSAMPLED[:-1] + "1", True),
-    ],
-)
-def test_sampler(client: FakeClient, sampler: str, parent: str, kept: bool) -> None:
-    """The operator's sampler decides who is measured."""
-    client.app.settings = Settings(on=True, sampler=sampler)
-    asyncio.run(client.call_server(traceparent=parent))
-
-    assert bool(client.records.kept) is kept
 
 
 async def test_context_is_cleared(client: FakeClient) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 import time
@@ -237,21 +236,6 @@ def test_requests_narrow_the_offset(records: tracing_fakes.MemorySender) -> None
     assert late.clock_error == 550  # older bounds are forgotten, as clocks drift
 
 
-@pytest.mark.parametrize("drift_ppm", [50, -50])
-def test_clocks_that_drift(drift_ppm: int) -> None:
-    """What earlier requests told gets less certain with time: the told error covers the true one."""
-    chance = random.Random(3)
-    for second in range(60):
-        begin = second * 1_000_000
-        remote = ProcessClock(TEN_DAYS_US + second * drift_ppm, boot=7)
-        # Seldom a message is fast; the bounds of such a request are narrow.
-        up, down = (60 if chance.random() < 0.2 else chance.randrange(200, 900) for _ in range(2))
-        with mock.patch.dict(TRUE_TIMES, added=5_000 + up, received=60_000 + down):
-            trace, cut = trace_request(ProcessClock(), remote, remote, begin)
-
-        assert abs(cut.stages["ipc"] - up) <= trace.clock_error + 1, second
-
-
 def test_a_step_between_two_requests() -> None:
     """What was known of an offset is dropped when it is no longer true."""
     api, core = ProcessClock(), ProcessClock(5_000, 100_000, -3_600_000_000, boot=7)
@@ -269,20 +253,6 @@ def test_a_step_within_a_request() -> None:
 
     assert cut.stages == {"receive": 1_000, "preprocess": 4_000, "egress": 2_000}
     assert cut.unattributed == 56_000 and trace.clock_error == 0
-
-
-def test_a_worker_on_another_host_than_its_engine_core() -> None:
-    """Its lengths count where they can be true; the gaps around them are unattributed."""
-    trace, cut = trace_request(
-        ProcessClock(), ProcessClock(TEN_DAYS_US, boot=7), ProcessClock(-1_000_000, boot=8)
-    )
-    assert (cut.stages["encoder.compute"], cut.stages["prefill.compute"]) == (10_000, 29_000)
-    assert cut.unattributed > 0
-
-    stepped = ProcessClock(0, 30_000, 3_600_000_000, boot=8)
-    trace, cut = trace_request(ProcessClock(), ProcessClock(), stepped)
-    check_closed(trace, cut)
-    assert "prefill.compute" not in cut.stages and "ipc" in cut.stages
 
 
 def test_an_aborted_request_on_another_host() -> None:

@@ -112,39 +112,6 @@ def test_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         recorder.forget_trace(made)
 
 
-def test_first_of_several() -> None:
-    """The engine request whose output came first is the trace's."""
-    made = make_trace()
-    made.assign_times = {"p": 1100}
-    for number in range(3):
-        recorder.register_engine_request(made, f"{number}_p")
-    for number in (1, 0, 2):
-        recorder.record_first_output(f"{number}_p", "", 1500 + number, 1600 + number)
-
-    assert made.first_output is made.engine_requests["1_p"]
-    assert made.first_output.assign == 1100
-
-
-def test_no_marks() -> None:
-    """A trace of which only start and end are known is unattributed as a whole."""
-    made = make_trace()
-    recorder.register_engine_request(made, "e")
-    recorder.record_first_output("e", "", 1900, 2000)
-    cut = recorder.close_ttft(made, 2100)
-
-    assert (cut.stages, cut.unattributed) == ({"egress": 100}, 1000)
-
-
-@pytest.mark.parametrize("end", [1000, 1001, 5000])
-def test_failed(end: int) -> None:
-    """One that failed before anything is known of it was in `receive`."""
-    made = make_trace()
-    cut = recorder.fail_trace(made, end)
-
-    assert made.failed_stage == "receive"
-    assert sum(cut.stages.values()) + cut.unattributed == end - 1000
-
-
 def test_no_content(records: tracing_fakes.MemorySender) -> None:
     """No header, prompt or token goes into a record beyond the names we publish."""
     made = make_trace()

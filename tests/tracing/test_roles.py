@@ -42,14 +42,6 @@ def test_configuration_then_header_then_request(
     assert resolve_role(make_trace(leg, request_role)) == role
 
 
-def test_a_request_that_says_nothing_has_the_usual_role() -> None:
-    """An ec_both instance answers as prefill_decode unless it is told otherwise."""
-    identity.role, identity.default_role = "", "prefill_decode"
-
-    assert resolve_role(make_trace()) == "prefill_decode"
-    assert resolve_role(make_trace(leg="encode")) == "encode"
-
-
 @pytest.mark.parametrize("role", [each for each in ROLES if each != "router"])
 def test_only_who_answers_the_client_is_outermost(role: str) -> None:
     """Encoders and prefill instances feed another one: theirs is not the client's first token."""

@@ -353,19 +353,6 @@ def test_turnaround(drive: MakeDriver) -> None:
     assert read_holders(driver, "second") == [(9 * 10_700, 9, "decode", "first")]
 
 
-def test_pause(drive: MakeDriver) -> None:
-    """A pause between two steps is nobody's, nor is the turnaround before it."""
-    driver = drive(max_num_seqs=1)
-    driver.queue_behind(10)
-    driver.step()
-    driver.clock.tick(300)
-    driver.pause(5_000)
-    driver.run_until_answered("second")
-
-    assert sum_held(driver, "second", *QUEUE_STAGES) == {"decode": 90_000, "idle": 5_300}
-    assert read_holders(driver, "second") == [(90_000, 9, "decode", "first")]
-
-
 @pytest.mark.parametrize("steady", [True, False])
 def test_same_requests_decode(drive: MakeDriver, steady: bool) -> None:
     """Steps in which the same requests decode are one segment, with turnarounds; a prompt divides it."""

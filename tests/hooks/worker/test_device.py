@@ -75,20 +75,6 @@ def test_idle_stream_that_wakes_late(clocked: ClockedDevice) -> None:
     assert late >= 5
 
 
-def test_unfinished(clocked: ClockedDevice) -> None:
-    """Marks that the device has not reached have no place, the others have; nothing waits for the device."""
-    stamps = clocked.stamp_work(5000)
-    clocked.host.sleep(4000)
-    asked_at = clocked.host.at
-    placement = clocked.clock.place_stamps(stamps)
-
-    assert clocked.host.at - asked_at < 10
-    assert all(placement.places[:-1]) and placement.places[-1] == 0
-    assert asked_at - 1 < placement.read_at < clocked.host.at
-    clocked.host.sleep(2000)
-    assert all(clocked.clock.place_stamps(stamps).places)
-
-
 def test_nothing_reached(clocked: ClockedDevice) -> None:
     """On a device that is busy with other work no mark has a place, not even the anchor."""
     clocked.device.main.queue_work(1e6)
@@ -158,18 +144,6 @@ def test_step_without_output(clocked: ClockedDevice, result: Any) -> None:
 
     assert clocked.device.calls["record"] >= 2000 and clocked.device.calls["make"] < 20
     assert not clocked.device.calls["elapsed"] and not WORKER.open_steps
-
-
-def test_never_read(clocked: ClockedDevice) -> None:
-    """Steps whose output nobody reads leave nothing: no events, no chain of anchors."""
-    for _ in range(100):
-        clocked.stamp_work(10)
-        clocked.host.sleep(device.ANCHOR_RENEWAL_US + 1)
-    gc.collect()
-
-    assert not clocked.clock.pool
-    anchors = [each for each in gc.get_objects() if type(each) is device.Anchor]
-    assert len(anchors) <= 2
 
 
 def test_bounds_pass_to_the_next_anchor(clocked: ClockedDevice) -> None:
@@ -402,3 +376,15 @@ def test_reached_while_it_is_asked(host: SimulatedHost) -> None:
     placement = step_clock.place_stamps(stamps)
 
     assert placement.read_at and all(placement.places)
+
+
+def test_never_read(clocked: ClockedDevice) -> None:
+    """Steps whose output nobody reads leave nothing: no events, no chain of anchors."""
+    for _ in range(100):
+        clocked.stamp_work(10)
+        clocked.host.sleep(device.ANCHOR_RENEWAL_US + 1)
+    gc.collect()
+
+    assert not clocked.clock.pool
+    anchors = [each for each in gc.get_objects() if type(each) is device.Anchor]
+    assert len(anchors) <= 2
