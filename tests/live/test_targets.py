@@ -51,7 +51,7 @@ DELAYED = {
     "kv.save": "sample",
     "transfer.flush": "ec_save",
 }
-PARTS = [target.name for target in TARGETS if target.part]
+PARTS = [target.name for target in TARGETS if not target.lost]
 # An image that the encoder has encoded: prefill_decode neither encodes nor saves it. V1 without async has
 # no late output.
 ON_PD = [
