@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from ttft_otel.model.breakdown import Breakdown
 from ttft_otel.model.held_waits import (
     SEGMENT_SIZE,
-    add_other_rank,
     divide_held,
     halve_segments,
     split_length,
@@ -101,8 +100,6 @@ def test_divided() -> None:
     assert stall.lengths == (50, 0, 0, 50, 0, 0)
     (stall,) = divide_held(PIECES[-1:], [0, 1000, 0, 0, 0, 0, 1000])
     assert stall.lengths == (0, 0, 0, 0, 0, 100)
-    old = [50, 100, 100, 0, 0, 0, 200, 100, 100, 0, 0, 140, 0, 0, 0, 0, 120, 60, 0, 0, 60]
-    assert add_other_rank(old) == SEGMENTS and add_other_rank([]) == []
 
 
 def test_unknown() -> None:

@@ -85,19 +85,6 @@ def test_parts() -> None:
     assert marks.steps == [step]
 
 
-def test_release_before() -> None:
-    """An engine core of the release before does not know waits for other ranks; all else is read."""
-    made, marks = make_timeline(), Marks(1)
-    made.held = [100, 700, 500, 100, 0, 0, 0]
-    text = carrier.encode_timeline(made)
-    old = text.replace("[11,", "[10,", 1).replace("500,100,0,0,0]", "500,100,0,0]")
-    found = carrier.decode_timeline(old, marks)
-
-    assert old != text and found is not None
-    assert marks.held == made.held and len(marks.steps) == 2
-    assert carrier.decode_timeline(old.replace("[10,", "[9,", 1), Marks(1)) is None
-
-
 def test_other_host() -> None:
     """A worker with another boot makes the marks foreign."""
     made, marks = make_timeline(), Marks(1)

@@ -98,15 +98,6 @@ def _divide_piece(start: int, end: int, segments: Sequence[int]) -> tuple[int, .
     return (*sums[:_IDLE], end - start - sum(sums), *sums[_IDLE:])
 
 
-def add_other_rank(segments: list[int]) -> list[int]:
-    """Segments of a release that did not know the last kind, with it."""
-    size = SEGMENT_SIZE - 1
-    wider = segments[:1]
-    for index in range(1, len(segments), size):
-        wider += (*segments[index : index + size], 0)
-    return wider
-
-
 def halve_segments(segments: list[int]) -> None:
     """Make one segment of each two neighbours; the sums stay."""
     merged = segments[:1]

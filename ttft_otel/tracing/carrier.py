@@ -13,17 +13,12 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from ttft_otel.model.breakdown import LOST_FORWARD, EngineStep, Marks
-from ttft_otel.model.held_waits import add_other_rank
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import Attributes
 from ttft_otel.model.stages import STAGES_BY_CODE
 from ttft_otel.model.timing import ClockNote
 from ttft_otel.tracing import clock, media_items
-from ttft_otel.tracing.engine_timeline import (
-    TIMELINE_VERSION,
-    WITHOUT_RANKS_VERSION,
-    EngineTimeline,
-)
+from ttft_otel.tracing.engine_timeline import TIMELINE_VERSION, EngineTimeline
 
 # Positions in a worker's record: the boot number of its host, the end of sampling, flags (LOST_* and
 # ENCODER_UNFINISHED), and from there on code, start and end of each interval.
@@ -143,12 +138,9 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
     except (msgspec.DecodeError, UnicodeEncodeError):
         return None
     details = timeline.read_details()
-    if 0 < len(details.media) < media_items.HEADER_LENGTH:
+    is_short = 0 < len(details.media) < media_items.HEADER_LENGTH
+    if is_short or timeline.version != TIMELINE_VERSION:
         return None
-    if timeline.version != TIMELINE_VERSION:
-        if timeline.version != WITHOUT_RANKS_VERSION:
-            return None
-        timeline.held = add_other_rank(timeline.held)
     for place in range(0, len(details.waits) - 2, 3):
         code, start, end = details.waits[place : place + 3]
         # A code of a later version is left out; its time then stays with the queue.

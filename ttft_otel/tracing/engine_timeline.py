@@ -11,7 +11,6 @@ import msgspec
 
 # Hosts of one data-parallel deployment may have different releases of this package.
 TIMELINE_VERSION: Final = 11
-WITHOUT_RANKS_VERSION: Final = 10  # its `held` has no other_rank; all else is the same
 # Steps kept per request. Of a prompt with more chunks the first ones and the last one stay, so that
 # the time between them becomes unattributed.
 MAX_STEPS: Final = 512

@@ -22,7 +22,7 @@ def with_any_events(kinds: Sequence[str]) -> Callable[[Callable[..., None]], Cal
         "tokens": st.sampled_from([32, 64, 512]),
     }
     repeated = settings(
-        max_examples=settings.default.max_examples * 2 // 5,  # 40, or 8 with the profile `quick`
+        max_examples=settings.default.max_examples // 5,  # 20, or 4 with the profile `quick`
         deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.function_scoped_fixture],

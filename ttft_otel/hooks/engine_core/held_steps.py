@@ -16,7 +16,12 @@ from typing import Any, Final
 
 from ttft_otel.hooks import vllm_fields
 from ttft_otel.hooks.engine_core.holders import HolderShare
-from ttft_otel.hooks.engine_core.step_log import NO_SUMS, HeldRequest, StepLog
+from ttft_otel.hooks.engine_core.step_log import (
+    NO_SUMS,
+    HeldRequest,
+    StepLog,
+    drop_arrival,
+)
 from ttft_otel.hooks.engine_core.step_work import StepWork, describe_step, take_out_own
 from ttft_otel.model.held_waits import MAX_SEGMENTS, SEGMENT_SIZE, halve_segments, split_step
 from ttft_otel.tracing import clock
@@ -304,7 +309,7 @@ class HeldRequests:
             self._end_early(held, scheduler, now)
         elif held in self._ended:  # its first step runs, whose end is not noted any more
             self._ended.remove(held)
-            self._forget_arrival(held)
+            drop_arrival(self.unmarked, held.timeline)
         self._release(request_id)
 
     def _end_early(self, held: HeldRequest, scheduler: Any, now: int) -> None:
@@ -319,7 +324,7 @@ class HeldRequests:
         elapsed = max(now - begin, 0)
         if held.start is None:
             self._mark_start(held, work, begin, elapsed)
-            self._forget_arrival(held)
+            drop_arrival(self.unmarked, held.timeline)
         held.ended = now
         self._name_holders(held, scheduler, work, elapsed)
         self._write_wait(held)
@@ -328,11 +333,6 @@ class HeldRequests:
         if elapsed and work.total:
             shares = split_step(elapsed, work.prefill, work.decode, work.encoder, work.total)
             held.timeline.held += (elapsed, *shares, 0, 0)
-
-    def _forget_arrival(self, held: HeldRequest) -> None:
-        for _ in range(len(self.unmarked)):  # the input thread may append meanwhile
-            if (each := self.unmarked.popleft()) is not held:
-                self.unmarked.append(each)
 
     def _release(self, request_id: str) -> None:
         self.followed.pop(request_id, None)

@@ -63,6 +63,13 @@ class HeldRequest(msgspec.Struct, eq=False, gc=False):
         self.sums = sums
 
 
+def drop_arrival(arrivals: deque[HeldRequest], timeline: EngineTimeline) -> None:
+    """Take the request of `timeline` out of `arrivals`, to which the input thread may append meanwhile."""
+    for _ in range(len(arrivals)):
+        if (each := arrivals.popleft()).timeline is not timeline:
+            arrivals.append(each)
+
+
 class StepLog:
     """The steps since the first of the waiting requests came."""
 

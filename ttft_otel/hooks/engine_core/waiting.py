@@ -24,7 +24,7 @@ from ttft_otel.hooks.engine_core.queue_reasons import (
     find_common_reason,
     find_own_reason,
 )
-from ttft_otel.hooks.engine_core.step_log import HeldRequest
+from ttft_otel.hooks.engine_core.step_log import HeldRequest, drop_arrival
 from ttft_otel.hooks.vllm_fields import SchedulerFacts, get_facts
 from ttft_otel.model.wait_reasons import gather_reasons
 from ttft_otel.tracing import clock
@@ -171,7 +171,7 @@ class WaitingQueue:
         entry = self.waiting.pop(request_id, None)
         if entry is None:
             if not timeline.scheduled:
-                self._drop_arrival(request_id)
+                drop_arrival(self.arrived, timeline)
             return
         self._blocked.pop(request_id, None)
         self._copy_shared(entry, now)
@@ -196,13 +196,6 @@ class WaitingQueue:
         if came:
             found[PAUSED if is_paused else IN_STEP] += came
         return found
-
-    def _drop_arrival(self, request_id: str) -> None:
-        """Of a request that ended before any step saw it; the input thread may append meanwhile."""
-        for _ in range(len(self.arrived)):
-            entry = self.arrived.popleft()
-            if entry.request_id != request_id:
-                self.arrived.append(entry)
 
     def note_stall(self, timeline: EngineTimeline, reason: int, now: int) -> None:
         """Between a prompt's chunks: from `now` on, `reason` keeps the rest of it waiting."""

@@ -58,6 +58,8 @@ class StepStamps(msgspec.Struct, eq=False):
     tokens: bool = False
     #: Indices of the drafter's start and end.
     draft: tuple[int, int] | None = None
+    #: The attribute of its async output in whose place an AwaitedEvent is; "" without one.
+    awaited_event: str = ""
     #: When the worker took the step, and the engine core sent it, by the host's clock.
     taken: int = 0
     sent: int = 0
@@ -276,6 +278,7 @@ class WorkerTracer:
         if step.clock.note_pending(step.stamps, step.awaited):
             if name := vllm_fields.find_awaited_event(pending):
                 setattr(pending, name, AwaitedEvent(getattr(pending, name), step))
+                step.awaited_event = name
         return step
 
     def resolve_output(
@@ -283,9 +286,8 @@ class WorkerTracer:
     ) -> None:
         """After an async output's get_output(): its copy has ended, so the step's work has."""
         pending._ttft_step = None  # its events are used again by others
-        name = vllm_fields.find_awaited_event(pending)
-        if name and isinstance(event := getattr(pending, name), AwaitedEvent):
-            setattr(pending, name, event.event)
+        if name := step.awaited_event:
+            setattr(pending, name, getattr(pending, name).event)
         try:
             self.bound_steps.remove(step)
         except ValueError:
@@ -302,7 +304,6 @@ class WorkerTracer:
         placement = step.clock.place_stamps(step.stamps)
         flags = 0
         flat: list[int] = []
-        seen_codes: set[int] = set()
         for code, first, last in step.pairs:
             begin, end = placement.places[first], placement.places[last]
             if not end and not step.tokens and placement.read_at:
@@ -315,8 +316,8 @@ class WorkerTracer:
             # Most connectors only look at an empty list here, in every step.
             if code == breakdown.CODE_KV_TRANSFER and end - begin < MIN_TRANSFER_US:
                 continue
-            seen_codes.add(code)
             flat += (code, begin, end)
+        lost = self._list_lost_flags(step, flat[::3])
         if step.draft is not None:
             begin, end = (placement.places[index] for index in step.draft)
             flat += (carrier.CODE_DRAFT, begin, end) if begin and end else ()
@@ -337,11 +338,11 @@ class WorkerTracer:
         return (
             clock.get_boot_number(),
             sampled,
-            flags | self._list_lost_flags(step, seen_codes),
+            flags | lost,
             *flat,
         )
 
-    def _list_lost_flags(self, step: StepStamps, seen_codes: set[int]) -> int:
+    def _list_lost_flags(self, step: StepStamps, seen_codes: list[int]) -> int:
         lost = breakdown.LATE_STAGE if step.late_stage else 0
         # V2 does not call the encoder when all items of the step are cached or prompt embeddings.
         if step.encodes and breakdown.CODE_ENCODER not in seen_codes:
