@@ -47,6 +47,8 @@ class InjectionControl:
         self.log.unlink(missing_ok=True)
         self.applied = path.with_name(path.name + ".applied")  # a file for each process: its number
         shutil.rmtree(self.applied, ignore_errors=True)
+        # Requests that a scheduler runs at once, in every content from the next one on; 0: as it was started.
+        self.max_active = 0
         # Counts contents: processes note the number that they have applied.
         self.number = 0
         self.set_injections()
@@ -84,6 +86,7 @@ class InjectionControl:
             "busy": busy,
             "device": device,
             "min_tokens": min_tokens,
+            "max_active": self.max_active,
             "number": self.number + 1,
         }
         self.number += 1

@@ -10,6 +10,7 @@ import statistics
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from lab.injection import InjectedDelay, InjectionControl
 from lab.local_deployment import LocalDeployment
 from lab.ttft_client import TimedResponse
 from ttft_otel.model import stages, timing
-from ttft_otel.model.names import header_names
+from ttft_otel.model.names import header_names, keys, span_names
 from ttft_otel.router.disagg.request_plan import KEEP_BLOCKS_PARAMS
 
 MAX_WAIT_S = 60.0  # for spans of a busy machine; they come within a second
@@ -42,7 +43,7 @@ def medians(samples: Sequence[dict[str, int]]) -> dict[str, float]:
 
 
 def mark_repeated(names: Iterable[str], elsewhere: Container[str]) -> list[Any]:
-    """The names, those of `elsewhere` for --full only: every run shows the same on another server."""
+    """The names, those of `elsewhere` for --full only: every run shows the same in another place."""
     return [
         pytest.param(each, marks=pytest.mark.full if each in elsewhere else ()) for each in names
     ]
@@ -70,6 +71,20 @@ def make_trace_id() -> str:
 def make_parent_header(trace: str) -> dict[str, str]:
     """A traceparent header with the sampled flag that continues the trace."""
     return {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+
+
+def list_trunks(spans: Iterable[dict[str, Any]], role: str = "") -> list[dict[str, Any]]:
+    """Attributes of the `ttft` and `encode` spans, of those of `role` if one is given."""
+    wanted = (span_names.TTFT, span_names.ENCODE)
+    found = [span["attributes"] for span in spans if span["name"] in wanted]
+    return [each for each in found if not role or each[keys.ROLE] == role]
+
+
+def is_whole(spans: Iterable[dict[str, Any]], *roles: str) -> bool:
+    """Whether both halves of each of these roles' requests are there, as often as the role is named."""
+    servers = Counter(span["attributes"][keys.ROLE] for span in spans if span["kind"] == "server")
+    trunks = Counter(each[keys.ROLE] for each in list_trunks(spans))
+    return Counter(roles) <= servers and Counter(roles) <= trunks
 
 
 def read_metric(url: str, name: str) -> list[float]:
@@ -124,6 +139,12 @@ class LiveDeployment:
         answer = ttft_client.send_timed_request(url, headers=headers, **fields)
         self.latest_client_us = answer.client_ttft_us or answer.total_us
         return answer
+
+    def send_traced(self, url: str = "", **fields: Any) -> tuple[TimedResponse, str]:
+        """Send one request ("": to the front) as part of a new trace; the answer and the trace's ID."""
+        trace = make_trace_id()
+        headers = {**make_parent_header(trace), **fields.pop("headers", {})}
+        return self.send_request(url or self.front_url, headers=headers, **fields), trace
 
     def read_one(self, server: str = "", image: bool = False, **fields: Any) -> dict[str, int]:
         """The breakdown of one request to a server ("": the front), with an image that is in no cache."""
@@ -186,6 +207,24 @@ class LiveDeployment:
                 return spans
             time.sleep(0.2)
         raise AssertionError(f"only {[span['name'] for span in spans]} of {trace_id}")
+
+    def wait_for_roles(self, trace: str, *roles: str, also: str = "") -> list[dict[str, Any]]:
+        """The spans of a trace, once it is_whole() and has a span named `also`."""
+        found: list[dict[str, Any]] = self.wait_for_trace(
+            trace,
+            lambda got: (
+                is_whole(got, *roles) and (not also or any(span["name"] == also for span in got))
+            ),
+        )
+        return found
+
+    def fetch_ttft(self, trace: str, role: str = "") -> dict[str, Any]:
+        """The attributes of the only `ttft` or `encode` span (of `role`); its sum is checked."""
+        spans = self.wait_for_trace(trace, lambda got: bool(list_trunks(got, role)))
+        (found,) = list_trunks(spans, role)
+        parts = [us for key, us in found.items() if keys.parse_stage_attribute(key)]
+        assert sum(parts) == found[keys.TOTAL_US]
+        return found
 
     def list_complaints(self, server: str) -> list[str]:
         """Log lines of a server that report a failure of our hooks."""

@@ -5,11 +5,11 @@ Fixtures: `epd` (the encoder, prefill_decode, router, receiver; V1 runner, encod
 (prefill and decode over NIXL, router), `epd3` (the encoder, prefill, decode, router). With CUDA's defaults,
 V2 runner and async scheduling: `nixl` (the encoder, prefill_decode, router; encodings over NIXL), `newer`
 (only its prefill_decode, which does everything when no encodings are announced to it), `newer_pd` (prefill
-and decode), `nixl3` (the encoder, prefill, decode; all over NIXL). `features` is one text server with
-vLLM's features switched on (test_engine_features.py), `small` one with few places, tokens, KV blocks and
-adapters (test_limits.py, test_kv_events.py). Each is started once; a test that needs another one stops the
-one that runs. `epd` is started while `small` is still in use, whose tests measure no times; the next ones
-while nothing is measured because tests of units and of the stack still run: what waits takes no CPU time.
+and decode), `nixl3` (the encoder, prefill, decode; all over NIXL). `small` is one text server with few
+places, tokens, KV blocks and adapters (test_limits.py, test_kv_events.py); `features` is the same one with
+a single place (test_engine_features.py). Each deployment is started once; a test that needs another one stops
+the one that runs. `epd` is started beside `small`, whose tests measure no times; the next ones while nothing
+is measured because tests of units and of the stack still run: what waits takes no CPU time.
 
 scripts/test runs tests of units and of the stack beside these: tests marked `untimed` come first and
 hold on a busy machine, the others wait until those have ended.
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/live/" in str(item.path):
             item.add_marker(pytest.mark.live)
-            if get_needed_deployment(item) in ("features", "small"):
+            if get_needed_deployment(item) == "small":
                 item.add_marker(pytest.mark.untimed)
             if get_needed_deployment(item) in ONLY_FULL:
                 item.add_marker(pytest.mark.full)
@@ -101,7 +101,6 @@ def list_next_shapes(item: pytest.Item) -> list[str]:
 
 DEPLOYMENT_ORDER = (
     "",
-    "features",
     "small",
     "epd",
     "pd",
@@ -175,6 +174,7 @@ class DeploymentDeck:
             self.bench = LiveDeployment(fleet, control)
             self.shape = shape
             self.bench.warm_up()
+        self.bench.control.max_active = 0
         self.bench.control.set_injections()
         return self.bench
 
@@ -281,7 +281,6 @@ nixl = make_deployment_fixture(
     NIXL_SHAPE, "E and PD with CUDA's defaults, ECCPUConnector over NIXL; router, receiver."
 )
 newer_pd = make_deployment_fixture("pd-v2-async", "P and D with CUDA's defaults.")
-features = make_deployment_fixture("features", "One text server with vLLM's features.")
 nixl3 = make_deployment_fixture(
     "epd3-nixl-v2-async", "E, P and D with CUDA's defaults; encodings and KV blocks over NIXL."
 )
@@ -301,4 +300,12 @@ def small(deck: DeploymentDeck, request: pytest.FixtureRequest) -> LiveDeploymen
     Its tests measure no times: what comes next is started beside it.
     """
     wanted = any(get_needed_deployment(item) == "epd" for item in request.session.items)
-    return deck.use_deployment("small", beside="epd" if wanted else "")
+    return deck.use_deployment("text", beside="epd" if wanted else "")
+
+
+@pytest.fixture
+def features(small: LiveDeployment) -> LiveDeployment:
+    """The server of `small` with one place, so that a second request waits."""
+    small.control.max_active = 1
+    small.control.set_injections()
+    return small

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from lab.ttft_client import TimedResponse
-from tests.live.bench import LiveDeployment
+from tests.live.bench import LiveDeployment, make_parent_header, make_trace_id
 from ttft_otel.commands import main as cli
 
 # To compare with: 20 are needed, and those that were delayed on purpose must stay below a tenth.
@@ -38,6 +38,11 @@ class LikeRequests:
     def send_one(self, **fields: Any) -> str:
         """One more, which is new to every cache; returns its ID. fields: what is other than usual."""
         return str(self.time_one(**fields).request_id)
+
+    def trace_one(self, **fields: Any) -> tuple[str, str]:
+        """The same; its ID and that of its trace."""
+        trace = make_trace_id()
+        return self.send_one(headers=make_parent_header(trace), **fields), trace
 
     def time_one(self, **more: Any) -> TimedResponse:
         """One more; its answer with the client's times."""

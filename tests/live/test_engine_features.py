@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's features on one real server: drafts, LoRA, structured outputs, priorities, pauses, sleep mode,
-background responses. Answers are fine, sums close, no hook fails, and nothing is left behind.
+"""vLLM's features on one real server: LoRA, structured outputs, priorities, pauses, sleep mode, background
+responses. Answers are fine, sums close, no hook fails, and nothing is left behind.
 
-What this machine cannot run is in docs/limits.md.
+Drafts: test_alone.py. What this machine cannot run is in docs/limits.md.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 import urllib.request
@@ -23,11 +22,10 @@ from lab import ttft_client
 from tests.live.bench import (
     LiveDeployment,
     count_at_engine,
-    make_parent_header,
     read_breakdown,
     read_metric,
 )
-from tests.live.server_plans import ADAPTER_NAME
+from tests.live.server_plans import ADAPTERS
 from ttft_otel.model import stages, timing
 from ttft_otel.model.names import header_names, keys, metric_names
 
@@ -35,16 +33,13 @@ MAX_WAIT_S = 30.0
 MAX_ARRIVAL_S = 5.0  # of a request at the engine
 LONG_TOKENS = 4000  # some ten seconds, unless it is aborted
 
-REPEATED = "the quick brown fox jumps over the lazy dog " * 8
 KINDS: dict[str, dict[str, Any]] = {
-    "drafts": {"prompt": REPEATED, "max_tokens": 60},
-    "drafts plain": {"prompt": REPEATED, "max_tokens": 60, "stream": False},
-    "adapter": {"model": ADAPTER_NAME},
-    "adapter plain": {"model": ADAPTER_NAME, "stream": False},
+    "adapter": {"model": ADAPTERS[0]},
+    "adapter plain": {"model": ADAPTERS[0], "stream": False},
     "choice": {"extra": {"structured_outputs": {"choice": ["yes", "no"]}, "ignore_eos": False}},
     "urgent": {"extra": {"priority": -5}},
-    "two answers of an adapter": {"model": ADAPTER_NAME, "n": 2},
-    "completion": {"path": ttft_client.COMPLETIONS_PATH, "prompt": REPEATED},
+    "two answers of an adapter": {"model": ADAPTERS[0], "n": 2},
+    "completion": {"path": ttft_client.COMPLETIONS_PATH, "words": 80},
     "responses": {"path": ttft_client.RESPONSES_PATH},
 }
 
@@ -62,21 +57,12 @@ def sum_metric(bench: LiveDeployment, name: str) -> float:
     return sum(read_metric(bench.front_url, f"{name}[{{ ]"))
 
 
-def fetch_ttft_span(bench: LiveDeployment, trace: str) -> dict[str, Any]:
-    """The attributes of a trace's `ttft` span, whose sum is checked."""
-    spans = bench.wait_for_trace(trace, lambda got: any(s["name"] == "ttft" for s in got))
-    (found,) = [span["attributes"] for span in spans if span["name"] == "ttft"]
-    parts = [us for key, us in found.items() if keys.parse_stage_attribute(key)]
-    assert sum(parts) == found[keys.TOTAL_US]
-    return dict(found)
-
-
 @contextmanager
 def run_request(bench: LiveDeployment, **fields: Any) -> Iterator[Any]:
-    """A request in a thread of its own, which is at the engine by now; gives the Future of its answer."""
+    """A request in a thread of its own, at the engine by now; the Future of its answer and trace."""
     before = count_at_engine(bench.front_url)
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(bench.send_request, bench.front_url, **fields)
+        future = pool.submit(bench.send_traced, **fields)
         time.sleep(0.3)
         wait_for_arrival(bench, before, future)
         yield future
@@ -106,54 +92,35 @@ def check_nothing_is_left(features: LiveDeployment) -> Iterator[None]:
     assert after[stages.UNATTRIBUTED] == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_feature_closes(features: LiveDeployment, kind: str) -> None:
+def test_each_feature_closes(features: LiveDeployment) -> None:
     """Server-Timing and span add up, with nothing unattributed."""
-    trace = os.urandom(16).hex()
-    answer = features.send_request(
-        features.front_url, headers=make_parent_header(trace), **KINDS[kind]
-    )
-
-    assert answer.status == 200, answer.body[:300]
-    assert kind != "choice" or answer.text in ("yes", "no")
-    assert read_breakdown(answer)[stages.UNATTRIBUTED] == 0
-    found = fetch_ttft_span(features, trace)
-    assert found[keys.UNATTRIBUTED_US] == 0 and keys.ERROR_TYPE not in found
-
-
-def test_drafts_are_used(features: LiveDeployment) -> None:
-    """The server really drafts, several tokens a step; on the V1 runner the first token waits for it."""
-    before = sum_metric(features, "vllm:spec_decode_num_drafts_total")
-    trace = os.urandom(16).hex()
-    for kind in ("drafts plain", "drafts"):
-        features.send_request(features.front_url, headers=make_parent_header(trace), **KINDS[kind])
-    spans = features.wait_for_trace(
-        trace, lambda got: sum(span["name"] == "ttft" for span in got) == 2
-    )
-
-    by_id = {span["span_id"]: span["name"] for span in spans}
-    above = [by_id[span["parent_id"]] for span in spans if span["name"] == "draft"]
-    assert above == ["output"] * 2
-    assert sum_metric(features, "vllm:spec_decode_num_drafts_total") > before
+    traces = {}
+    for kind, fields in KINDS.items():
+        answer, traces[kind] = features.send_traced(**fields)
+        assert answer.status == 200, (kind, answer.body[:300])
+        assert kind != "choice" or answer.text in ("yes", "no")
+        assert read_breakdown(answer)[stages.UNATTRIBUTED] == 0, kind
+    for kind, trace in traces.items():
+        found = features.fetch_ttft(trace)
+        assert found[keys.UNATTRIBUTED_US] == 0 and keys.ERROR_TYPE not in found, kind
 
 
 def test_a_pause_aborts(features: LiveDeployment) -> None:
     """/pause aborts what runs and what waits: who has no token has no TTFT, and died where it was."""
-    trace = os.urandom(16).hex()
     try:
         with (
             run_request(features, max_tokens=LONG_TOKENS) as running,
-            run_request(features, headers=make_parent_header(trace)) as waiting,
+            run_request(features) as waiting,
         ):
             call(features, "/pause?mode=abort")
-            first, second = running.result(), waiting.result()
+            (first, _), (second, trace) = running.result(), waiting.result()
     finally:
         call(features, "/resume")
 
     assert first.status == second.status == 200
     assert read_breakdown(first)[stages.UNATTRIBUTED] == 0
     assert timing.reports_no_token(second.headers[header_names.SERVER_TIMING])
-    found = fetch_ttft_span(features, trace)
+    found = features.fetch_ttft(trace)
     assert (found[keys.ERROR_TYPE], found[keys.DIED_IN]) == ("error", "prefill.queue")
 
 
@@ -185,10 +152,7 @@ def test_a_stopped_engine_is_a_wait(features: LiveDeployment, stop: str, go_on: 
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_background_response(features: LiveDeployment, is_cancelled: bool) -> None:
     """It is answered at once, and traced all the same, below its request, whichever is first."""
-    trace = os.urandom(16).hex()
-    answer = features.send_request(
-        features.front_url,
-        headers=make_parent_header(trace),
+    answer, trace = features.send_traced(
         path=ttft_client.RESPONSES_PATH,
         stream=False,
         max_tokens=LONG_TOKENS if is_cancelled else 8,
@@ -215,5 +179,4 @@ def test_a_background_response(features: LiveDeployment, is_cancelled: bool) -> 
     (own,) = [span for span in spans if keys.DIRECT in span["attributes"]]
     assert own["parent_id"] == http["span_id"]
     assert (own["attributes"].get(keys.ERROR_TYPE) == keys.ERROR_CANCELLED) is is_cancelled
-    found = fetch_ttft_span(features, trace)
-    assert found[keys.UNATTRIBUTED_US] == 0
+    assert features.fetch_ttft(trace)[keys.UNATTRIBUTED_US] == 0

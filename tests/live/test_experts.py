@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from lab import tiny_models
-from tests.live.bench import LiveDeployment, make_parent_header, make_trace_id
+from tests.live.bench import LiveDeployment
 from tests.live.conftest import DeploymentDeck
-from tests.live.test_alone import run_alone
+from tests.live.test_alone import read_dispatch_parts, run_alone
 from tests.live.test_injected import Injection, check_stage
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
@@ -47,15 +47,9 @@ def send_to_rank(bench: LiveDeployment, rank: int, **fields: Any) -> dict[str, i
     return bench.read_one(headers={"X-data-parallel-rank": str(rank)}, max_tokens=1, **fields)
 
 
-def trace_at_rank(bench: LiveDeployment, rank: int) -> list[dict[str, Any]]:
-    """The spans of one request to this rank."""
-    trace = make_trace_id()
-    headers = make_parent_header(trace) | {"X-data-parallel-rank": str(rank)}
-    bench.send_request(bench.front_url, max_tokens=1, headers=headers)
-    spans: list[dict[str, Any]] = bench.wait_for_trace(
-        trace, lambda got: any(span["name"] == "ttft" for span in got)
-    )
-    return spans
+def trace_at_rank(bench: LiveDeployment, rank: int) -> str:
+    """The trace of one request to this rank."""
+    return bench.send_traced(max_tokens=1, headers={"X-data-parallel-rank": str(rank)})[1]
 
 
 def test_both_ranks_close(ranks: LiveDeployment) -> None:
@@ -64,8 +58,7 @@ def test_both_ranks_close(ranks: LiveDeployment) -> None:
 
     assert all(each[stages.UNATTRIBUTED] == 0 for each in found), found
     for rank in (0, 1):
-        ttft = next(span for span in trace_at_rank(ranks, rank) if span["name"] == "ttft")
-        assert ttft["attributes"][keys.RANK] == rank
+        assert ranks.fetch_ttft(trace_at_rank(ranks, rank))[keys.RANK] == rank
     assert ranks.list_complaints("mono") == []
 
 
@@ -75,14 +68,8 @@ def test_a_late_rank_is_dispatch(ranks: LiveDeployment) -> None:
         ranks, Injection("other_rank", 400, 100), "dispatch", lambda: send_to_rank(ranks, 0)
     )
     with ranks.control.inject_delay("other_rank", DELAY_US / 1000):
-        spans = trace_at_rank(ranks, 1)
-    ttft = next(span["attributes"] for span in spans if span["name"] == "ttft")
-    parts: dict[str, int] = {}
-    for span in spans:
-        if (part := span["attributes"].get(keys.PART)) in stages.STAGE_PARTS["dispatch"]:
-            parts[part] = parts.get(part, 0) + (span["end_ns"] - span["start_ns"]) // 1000
+        parts = read_dispatch_parts(ranks, trace_at_rank(ranks, 1))
 
-    assert sum(parts.values()) == ttft[keys.name_stage_attribute("dispatch")], parts
     assert 0.9 * DELAY_US <= parts["dp_sync"] <= 1.2 * DELAY_US, parts
 
 
@@ -97,13 +84,10 @@ def test_a_batch_for_another_rank_holds_the_queue(ranks: LiveDeployment) -> None
             "extra": {"ignore_eos": True},
         },
     )
-    found = []
     with ranks.control.inject_delay("forward", 100):
         answer.start()
         time.sleep(1)
-        for _ in range(6):
-            spans = trace_at_rank(ranks, 1)
-            found.append(next(span["attributes"] for span in spans if span["name"] == "ttft"))
+        found = [ranks.fetch_ttft(trace_at_rank(ranks, 1)) for _ in range(6)]
     answer.join()
 
     queued = sum(each.get(keys.name_stage_attribute("prefill.queue"), 0) for each in found)

@@ -7,7 +7,6 @@ TWO_AT_ONCE says which one is told. Every step is slowed down, so that waits are
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Sequence
@@ -18,13 +17,13 @@ import pytest
 
 from lab import ttft_client
 from lab.ttft_client import TimedResponse
-from tests.live.bench import LiveDeployment, make_parent_header
+from tests.live.bench import LiveDeployment
 from tests.live.like_requests import FEWER_LIKE, LikeRequests, check_cause, check_stage
 from tests.live.server_plans import (
+    ADAPTERS,
     BLOCK_TOKENS,
     CACHE_BLOCKS,
-    SMALL_ADAPTERS,
-    SMALL_PLACES,
+    TEXT_PLACES,
 )
 from tests.live.test_engine_features import run_request, sum_metric
 from tests.live.test_queue_reasons import MIN_SHARE, get_share, read_reasons
@@ -36,7 +35,7 @@ LONG_STEP_MS: Final = 800.0
 ATTEMPTS: Final = 3  # of each case: programs beside these stretch single steps
 LARGE_BLOCKS: Final = 58  # leave room for short prompts, and none for another of SECOND_BLOCKS
 SECOND_BLOCKS: Final = CACHE_BLOCKS - LARGE_BLOCKS
-FIRST, SECOND = SMALL_ADAPTERS
+FIRST, SECOND = ADAPTERS
 
 Fields = dict[str, Any]
 
@@ -66,14 +65,14 @@ def plan_holders(bench: LiveDeployment, case: str) -> tuple[list[Fields], Fields
     """Who comes first in a case, and who then waits: the last of the holders is the first to end."""
     long_prompt = make_prompt(LARGE_BLOCKS)
     more_blocks = make_prompt(SECOND_BLOCKS)
-    others = [make_answer(200)] * (SMALL_PLACES - 1)
+    others = [make_answer(140)] * (TEXT_PLACES - 1)
     plans: dict[str, Any] = {
-        "max_num_seqs": lambda: ([*others, make_answer(60)], {}),
+        "max_num_seqs": lambda: ([*others, make_answer(40)], {}),
         "token_budget": lambda: ([long_prompt], {}),
-        "kv_blocks": lambda: ([cache_prompt(bench, 90)], more_blocks),
+        "kv_blocks": lambda: ([cache_prompt(bench, 60)], more_blocks),
         # Each grows by a block with its first token: of 71 that is one too many, and the last one has to go.
-        "preempted": lambda: ([cache_prompt(bench, 90, 23) for _ in range(3)], {}),
-        "lora": lambda: ([make_answer(60, model=FIRST)], {"model": SECOND}),
+        "preempted": lambda: ([cache_prompt(bench, 60, 23) for _ in range(3)], {}),
+        "lora": lambda: ([make_answer(40, model=FIRST)], {"model": SECOND}),
         "max_num_seqs, token_budget": lambda: ([*others, long_prompt], {}),
         "max_num_seqs, kv_blocks": lambda: ([*others, cache_prompt(bench, 60)], more_blocks),
         "max_num_seqs, lora": lambda: (
@@ -91,14 +90,16 @@ def plan_holders(bench: LiveDeployment, case: str) -> tuple[list[Fields], Fields
     return found
 
 
-def wait_behind(bench: LiveDeployment, holders: Sequence[Fields], waiter: Fields) -> TimedResponse:
-    """Send the waiter while the holders are at the engine; its answer."""
+def wait_behind(
+    bench: LiveDeployment, holders: Sequence[Fields], waiter: Fields
+) -> tuple[TimedResponse, str]:
+    """Send the waiter while the holders are at the engine; its answer and its trace."""
     bench.control.set_injections({"forward": STEP_MS})
     try:
         with ExitStack() as stack:
             for each in holders:
                 stack.enter_context(run_request(bench, **each))
-            return bench.send_request(bench.front_url, **{"max_tokens": 2, **waiter})
+            return bench.send_traced(**{"max_tokens": 2, **waiter})
     finally:
         bench.control.set_injections()
 
@@ -107,9 +108,7 @@ def measure_case(bench: LiveDeployment, case: str, reason: str) -> str:
     """The ID of a request that waited in `case`; fails unless `reason` has nearly all of the wait."""
     seen = []
     for _ in range(ATTEMPTS):
-        trace = os.urandom(16).hex()
-        holders, waiter = plan_holders(bench, case)
-        answer = wait_behind(bench, holders, {**waiter, "headers": make_parent_header(trace)})
+        answer, trace = wait_behind(bench, *plan_holders(bench, case))
         assert answer.status == 200, answer.body[:300]
         reasons = read_reasons(bench, trace)
         seen.append(reasons)
@@ -195,8 +194,8 @@ def test_long_prompt(small: LiveDeployment) -> None:
 
 def test_cache_miss(small: LiveDeployment) -> None:
     """The prompt is as long as others, of which the prefix cache has all but the last block."""
-    like = LikeRequests(small, count=FEWER_LIKE, **make_prompt(LARGE_BLOCKS))
-    reported = like.explain(like.send_one(**make_prompt(LARGE_BLOCKS)))
+    like = LikeRequests(small, count=FEWER_LIKE, **make_prompt(LARGE_BLOCKS // 2))
+    reported = like.explain(like.send_one(**make_prompt(LARGE_BLOCKS // 2)))
 
     check_cause(reported, "cold_prefix_cache")
     assert reported["cause"]["hits_to"] < 0.1 < 0.5 < reported["cause"]["hits_from"]

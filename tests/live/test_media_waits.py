@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why requests with images wait, on real servers: for late encodings, and for their turn at the encoder."""
+"""Why requests with images wait for a real server's encoder; for late encodings: test_explain.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Any, Final
 import pytest
 
 from lab import tiny_models
-from tests.live.bench import LiveDeployment
 from tests.live.conftest import DeploymentDeck
 from tests.live.like_requests import FEWER_LIKE, LikeRequests, check_cause
 from tests.live.test_alone import run_alone
-from tests.live.test_engine_features import fetch_ttft_span
 from tests.live.test_queue_reasons import MIN_SHARE
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
@@ -27,7 +25,6 @@ LARGE: Final[dict[str, Any]] = {
 }
 IMAGES: Final = 10  # with the text before each image fewer than the step's tokens
 ENCODER_MS: Final = 80.0
-LATE_MS: Final = 400.0
 
 
 def read_stall_reasons(found: dict[str, Any]) -> dict[str, int]:
@@ -39,25 +36,6 @@ def read_stall_reasons(found: dict[str, Any]) -> dict[str, int]:
     }
     assert sum(reasons.values()) == found.get(keys.name_stage_attribute(stages.STALL_STAGE), 0)
     return reasons
-
-
-def test_late_encoding(epd: LiveDeployment) -> None:
-    """An item that comes late is waited for as `ec.transfer`, and the queue has nothing of it."""
-    like = LikeRequests(epd, count=FEWER_LIKE, image=True)
-    epd.control.set_injections({"ec_wait": LATE_MS})
-    try:
-        reported = like.explain(like.send_one())
-    finally:
-        epd.control.set_injections()
-    check_cause(reported, "slow_hop")
-    assert reported["cause"]["stage"] == "prefill_decode.ec.transfer"
-    times = {
-        each["name"].removeprefix("prefill_decode."): each["late_ms"] for each in reported["stages"]
-    }
-    queued = times.get("encoder.queue", 0.0) + times.get("prefill.queue", 0.0)
-
-    assert times["ec.transfer"] >= LATE_MS
-    assert times["ec.transfer"] >= MIN_SHARE * (times["ec.transfer"] + queued), times
 
 
 @pytest.mark.full
@@ -78,7 +56,7 @@ def test_one_image_at_a_time(deck: DeploymentDeck, tmp_path: Path) -> None:
         bench.control.set_injections()
         last = max(sent, key=lambda each: each.client_ttft_us or 0)
         reported = like.explain(str(last.request_id))
-        found = fetch_ttft_span(bench, reported["examples"][0]["trace_id"])
+        found = bench.fetch_ttft(reported["examples"][0]["trace_id"])
     reasons = read_stall_reasons(found)
 
     assert reasons["encoder_budget"] >= MIN_SHARE * sum(reasons.values()), reasons

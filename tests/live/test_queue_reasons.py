@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why requests wait, on one real server: alone, and where two reasons hold at once.
 
-The server of `features` has one place (max_num_seqs 1), structured outputs and the endpoints for pauses; the
+The server of `features` has one place, structured outputs and the endpoints for pauses; the
 sum of the reasons is checked on every request. One reason alone, with the cause that `ttft-otel explain`
 names: test_explain.py and test_limits.py; media: test_media_waits.py.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tests.live.bench import LiveDeployment, make_parent_header
-from tests.live.test_engine_features import call, fetch_ttft_span, run_request
+from tests.live.bench import LiveDeployment
+from tests.live.test_engine_features import call, run_request
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 
 MIN_SHARE = 0.95
 MAX_ATTEMPTS = 6
+STEP_MS = 20.0  # by which steps are slowed down, so that an answer takes as long on any machine
 CHOICES = 6000  # of a grammar: two seconds of one core
 
 
 def read_reasons(bench: LiveDeployment, trace: str) -> dict[str, int]:
     """Microseconds per reason of a trace's queue; fails unless they add up to it."""
-    found = fetch_ttft_span(bench, trace)
+    found = bench.fetch_ttft(trace)
     reasons = {
         parsed[1]: us
         for key, us in found.items()
@@ -51,8 +51,7 @@ def check_reason(bench: LiveDeployment, trace: str, *names: str) -> None:
 
 def test_alone(features: LiveDeployment) -> None:
     """Nobody else is there: at most the engine's own loop is waited for, and no span is added."""
-    trace = os.urandom(16).hex()
-    features.send_request(features.front_url, max_tokens=2, headers=make_parent_header(trace))
+    _, trace = features.send_traced(max_tokens=2)
     reasons = read_reasons(features, trace)
     spans: list[dict[str, Any]] = features.wait_for_trace(
         trace, lambda got: any(span["name"] == "prefill.queue" for span in got)
@@ -80,18 +79,15 @@ def test_grammar_and_place(features: LiveDeployment) -> None:
     """The only place is taken at first, and a grammar is compiled for longer than that."""
     # On a busy machine the first one may have ended before the other comes: then it gets a longer answer,
     # not by so much that it would outlast the grammar.
+    features.control.set_injections({"forward": STEP_MS})
     for attempt in range(MAX_ATTEMPTS):
-        trace = os.urandom(16).hex()
         with (
-            run_request(features, max_tokens=round(300 * 1.5**attempt)),
-            run_request(
-                features, max_tokens=2, headers=make_parent_header(trace), **make_grammar()
-            ) as second,
+            run_request(features, max_tokens=round(50 * 1.2**attempt)),
+            run_request(features, max_tokens=2, **make_grammar()) as second,
         ):
-            assert second.result().status == 200
-        held_by_decoding = fetch_ttft_span(features, trace).get(
-            keys.name_held_attribute("decode"), 0
-        )
+            answer, trace = second.result()
+            assert answer.status == 200
+        held_by_decoding = features.fetch_ttft(trace).get(keys.name_held_attribute("decode"), 0)
         if held_by_decoding:
             break
     assert held_by_decoding > 0, "the place was not taken meanwhile"
@@ -100,21 +96,15 @@ def test_grammar_and_place(features: LiveDeployment) -> None:
 
 def test_pause_and_place(features: LiveDeployment) -> None:
     """The engine is paused with its only place taken; who took it goes away before the engine goes on."""
-    trace = os.urandom(16).hex()
     with run_request(features, max_tokens=4000, abort_s=2.0) as first:
         call(features, "/pause?mode=keep&clear_cache=false")
         try:
             with ThreadPoolExecutor(1) as pool:
-                second = pool.submit(
-                    features.send_request,
-                    features.front_url,
-                    max_tokens=2,
-                    headers=make_parent_header(trace),
-                )
-                gone = first.result()
+                second = pool.submit(features.send_traced, max_tokens=2)
+                gone, _ = first.result()
                 time.sleep(0.3)  # until the engine has been told so
                 call(features, "/resume")
-                found = second.result()
+                found, trace = second.result()
         finally:
             call(features, "/resume")
     assert gone.aborted and found.status == 200

@@ -13,11 +13,12 @@ import os
 def register() -> None:
     """Entry point of `vllm.general_plugins`, called in every vLLM process."""
     # Imported here: reading the entry point must cost a server nothing while it is not steered.
-    from . import encodings, forced, importing, places, switch
+    from . import active, encodings, forced, importing, places, switch
 
     if os.environ.get("TTFT_LAB_CONTROL"):
         importing.install(places.build_patches())
         importing.install(encodings.build_patches())
+        importing.install(active.build_patches())
         switch.start()
     if os.environ.get("TTFT_LAB_ASYNC") == "1":
         importing.install(forced.build_patches())
