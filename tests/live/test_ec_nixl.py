@@ -16,7 +16,13 @@ import pytest
 from lab import ttft_client
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
 from lab.ttft_client import TimedRequest, TimedResponse
-from tests.live.bench import LiveDeployment, make_parent_header, make_trace_id, read_breakdown
+from tests.live.bench import (
+    LiveDeployment,
+    list_trunks,
+    make_parent_header,
+    make_trace_id,
+    read_breakdown,
+)
 from tests.live.test_closing import check_closed
 from tests.live.test_injected import Injection, check_stage
 from ttft_otel.model.names import header_names, keys, span_names
@@ -39,32 +45,16 @@ WAITS = {
     # The encoder starts its copy: this much its answer waits for.
     "ec_save": (Injection("ec_save"), "encode.ec.transfer"),
 }
+ENCODED_HEADERS = {header_names.LEG: "prefill_decode", header_names.MEDIA_ENCODED: "1"}
 AT_ONCE = 50
 LATE = 400.0  # ms
 LEGS = ("encode", "prefill_decode")
-
-
-def list_role_attributes(spans: list[dict[str, Any]], role: str) -> list[dict[str, Any]]:
-    """Attributes of this role's `ttft` or `encode` spans."""
-    found = (
-        span["attributes"] for span in spans if span["name"] in (span_names.TTFT, span_names.ENCODE)
-    )
-    return [each for each in found if each[keys.ROLE] == role]
-
-
-def is_whole(spans: list[dict[str, Any]], encoders: int, last: str = "prefill_decode") -> bool:
-    """Whether the trace has the router, `encoders` encoder legs and the leg that answers, each completely."""
-    wanted = {"router": 1, "encode": encoders, last: 1}
-    ended = [span["attributes"][keys.ROLE] for span in spans if span["kind"] == "server"]
-    return all(
-        len(list_role_attributes(spans, role)) >= count and ended.count(role) >= count
-        for role, count in wanted.items()
-    )
+ROLES = ("router", *LEGS)
 
 
 def read_items(spans: list[dict[str, Any]], role: str) -> dict[str, int]:
     """The counts of a request's media items by source, from the consumer's span."""
-    (own,) = list_role_attributes(spans, role)
+    (own,) = list_trunks(spans, role)
     item_keys = (keys.EC_ITEMS, keys.EC_REMOTE_ITEMS, keys.EC_LOCAL_ITEMS, keys.EC_RECOMPUTED_ITEMS)
     return {key: own[key] for key in item_keys}
 
@@ -94,31 +84,18 @@ def test_no_image_is_encoded_twice(nixl: LiveDeployment, kind: str) -> None:
     before, *fresh = (nixl.new_picture_seed() for _ in range(3))
     nixl.send_request(nixl.front_url, pictures=(before,), max_tokens=1)
     pictures = tuple(before if number < 0 else fresh[number] for number in numbers)
-    trace = make_trace_id()
 
     prompt = f"{nixl.new_picture_seed()}"
-    answer = nixl.send_request(
-        nixl.front_url,
-        prompt=prompt,
-        pictures=pictures,
-        headers=make_parent_header(trace),
-        **fields,
-    )
-    distinct = len(set(pictures))
-    spans = nixl.wait_for_trace(trace, lambda found: is_whole(found, distinct))
+    answer, trace = nixl.send_traced(prompt=prompt, pictures=pictures, **fields)
+    spans = nixl.wait_for_roles(trace, *ROLES, *["encode"] * (len(set(pictures)) - 1))
 
     assert answer.status == 200
     check_closed(spans)
     assert all(
-        each[keys.UNATTRIBUTED_US] == 0
-        for role in LEGS
-        for each in list_role_attributes(spans, role)
+        each[keys.UNATTRIBUTED_US] == 0 for role in LEGS for each in list_trunks(spans, role)
     )
-    assert (
-        sum(each.get(keys.ENCODER_OWN_ITEMS, 0) for each in list_role_attributes(spans, "encode"))
-        == new
-    )
-    (consumer,) = list_role_attributes(spans, "prefill_decode")
+    assert sum(each.get(keys.ENCODER_OWN_ITEMS, 0) for each in list_trunks(spans, "encode")) == new
+    (consumer,) = list_trunks(spans, "prefill_decode")
     assert consumer.get(keys.ENCODER_OWN_ITEMS, 0) == 0
     assert keys.name_stage_attribute("encoder.compute") not in consumer
     items = read_items(spans, "prefill_decode")
@@ -146,9 +123,9 @@ def test_fifty_at_once_are_encoded_once_each(nixl: LiveDeployment) -> None:
 
     assert {answer.status for answer in answers} == {200}
     for trace in traces:
-        spans = nixl.wait_for_trace(trace, lambda found: is_whole(found, 1))
+        spans = nixl.wait_for_roles(trace, *ROLES)
         check_closed(spans)
-        (encoder,), (consumer,) = (list_role_attributes(spans, role) for role in LEGS)
+        (encoder,), (consumer,) = (list_trunks(spans, role) for role in LEGS)
         assert (encoder[keys.ENCODER_OWN_ITEMS], consumer.get(keys.ENCODER_OWN_ITEMS, 0)) == (1, 0)
         assert read_items(spans, "prefill_decode")[keys.EC_REMOTE_ITEMS] == 1
         assert consumer[keys.UNATTRIBUTED_US] == encoder[keys.UNATTRIBUTED_US] == 0
@@ -156,20 +133,13 @@ def test_fifty_at_once_are_encoded_once_each(nixl: LiveDeployment) -> None:
 
 def test_an_image_encoded_twice_is_told(nixl: LiveDeployment) -> None:
     """Without the encoder's parameters prefill_decode encodes the image again, and its span says so."""
-    pictures, trace = (nixl.new_picture_seed(),), make_trace_id()
-    headers = {
-        **make_parent_header(trace),
-        header_names.LEG: "prefill_decode",
-        header_names.MEDIA_ENCODED: "1",
-    }
+    pictures = (nixl.new_picture_seed(),)
     ask_alone(nixl, pictures, max_tokens=1, stream=False)
 
-    answer = nixl.send_request(
-        nixl.fleet.get_url("prefill_decode"), pictures=pictures, headers=headers
+    answer, trace = nixl.send_traced(
+        nixl.fleet.get_url("prefill_decode"), pictures=pictures, headers=ENCODED_HEADERS
     )
-    spans = nixl.wait_for_trace(
-        trace, lambda found: bool(list_role_attributes(found, "prefill_decode"))
-    )
+    spans = nixl.wait_for_trace(trace, lambda found: bool(list_trunks(found, "prefill_decode")))
 
     assert read_items(spans, "prefill_decode")[keys.EC_RECOMPUTED_ITEMS] == 1
     assert (
@@ -208,17 +178,9 @@ def measure_late_copy(bench: LiveDeployment) -> Errors:
     wait ends; ms.
     """
     to_wall_ns = time.time_ns() - time.monotonic_ns()
-    trace, began_ns = make_trace_id(), time.monotonic_ns()
-    answer = bench.send_request(
-        bench.front_url,
-        pictures=(bench.new_picture_seed(),),
-        headers=make_parent_header(trace),
-        max_tokens=1,
-    )
-    spans = bench.wait_for_trace(
-        trace,
-        lambda found: is_whole(found, 1) and any(s["name"] == span_names.EC_KEPT for s in found),
-    )
+    began_ns = time.monotonic_ns()
+    answer, trace = bench.send_traced(pictures=(bench.new_picture_seed(),), max_tokens=1)
+    spans = bench.wait_for_roles(trace, *ROLES, also=span_names.EC_KEPT)
     (delay,) = bench.control.read_delays(began_ns)
     (kept,) = [span for span in spans if span["name"] == span_names.EC_KEPT]
     ready_ns = kept["start_ns"] + kept["attributes"][keys.EC_READY_US] * 1000
@@ -237,24 +199,19 @@ def test_an_image_closes_through_all_three_over_nixl(nixl3: LiveDeployment, kind
     """
     numbers, new, fields = KINDS[kind]
     fresh = [nixl3.new_picture_seed() for _ in range(2)]
-    pictures, trace = tuple(fresh[number] for number in numbers), make_trace_id()
+    pictures = tuple(fresh[number] for number in numbers)
 
-    answer = nixl3.send_request(
-        nixl3.front_url, pictures=pictures, headers=make_parent_header(trace), **fields
-    )
-    spans = nixl3.wait_for_trace(
-        trace,
-        lambda found: is_whole(found, new, "prefill") and is_whole(found, new, "decode"),
-    )
+    answer, trace = nixl3.send_traced(pictures=pictures, **fields)
+    spans = nixl3.wait_for_roles(trace, "router", "prefill", "decode", *["encode"] * new)
 
     assert answer.status == 200
     check_closed(spans)
     for role in ("encode", "prefill", "decode"):
-        assert all(each[keys.UNATTRIBUTED_US] == 0 for each in list_role_attributes(spans, role))
+        assert all(each[keys.UNATTRIBUTED_US] == 0 for each in list_trunks(spans, role))
     items = read_items(spans, "prefill")
     assert items[keys.EC_RECOMPUTED_ITEMS] == 0
     assert items[keys.EC_REMOTE_ITEMS] == new
-    (consumer,), (decoder,) = (list_role_attributes(spans, role) for role in ("prefill", "decode"))
+    (consumer,), (decoder,) = (list_trunks(spans, role) for role in ("prefill", "decode"))
     assert consumer[keys.name_stage_attribute("ec.transfer")] > 0
     assert keys.name_stage_attribute("encoder.compute") not in {*consumer, *decoder}
     assert decoder[keys.name_stage_attribute("kv.transfer")] > 0

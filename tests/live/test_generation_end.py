@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import pytest
 
 from lab.ttft_client import TimedResponse
-from tests.live.bench import LiveDeployment, make_parent_header, read_breakdown, read_output_tokens
+from tests.live.bench import LiveDeployment, read_breakdown, read_output_tokens
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
 from ttft_otel.model.names import keys
 
@@ -21,9 +20,7 @@ END_NAMES = {keys.OUTPUT_TOKENS, keys.FINISH_REASONS, keys.TIME_PER_OUTPUT_TOKEN
 
 def call(bench: LiveDeployment, **fields: Any) -> tuple[TimedResponse, dict[str, Any]]:
     """One request to the server that decodes; its answer, and its server span's attributes."""
-    trace = os.urandom(16).hex()
-    headers = make_parent_header(trace)
-    answer = bench.send_request(bench.fleet.get_url("prefill_decode"), headers=headers, **fields)
+    answer, trace = bench.send_traced(bench.fleet.get_url("prefill_decode"), **fields)
     spans = bench.wait_for_trace(
         trace, lambda got: any(keys.HTTP_METHOD in span["attributes"] for span in got)
     )
@@ -33,8 +30,7 @@ def call(bench: LiveDeployment, **fields: Any) -> tuple[TimedResponse, dict[str,
     return answer, server["attributes"]
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
+@pytest.mark.parametrize(("path", "stream"), [(CHAT_PATH, True), (COMPLETIONS_PATH, False)])
 def test_end(epd: LiveDeployment, path: str, stream: bool) -> None:
     """Tokens are those of `usage`; decode steps of 30 ms make the time per token at least that."""
     epd.control.set_injections({"forward": 30})
@@ -62,23 +58,18 @@ def test_several_generations(epd: LiveDeployment) -> None:
 
 def test_stop_string(epd: LiveDeployment) -> None:
     """A stop string, found in the API server itself, ends the generation with vLLM's word for it."""
-    plain, _ = call(
-        epd,
-        stream=False,
-        path=COMPLETIONS_PATH,
-        max_tokens=12,
-        extra={"ignore_eos": True, "temperature": 0, "seed": 1},
-    )
-    text = plain.json()["choices"][0]["text"]
+    fields = {"stream": False, "path": COMPLETIONS_PATH, "max_tokens": 12}
+    extra = {"ignore_eos": True, "temperature": 0, "seed": 1}
+    text = epd.send_request(epd.front_url, extra=extra, **fields).text
     stop = text[len(text) // 2 :][:3]
-    extra = {"ignore_eos": True, "temperature": 0, "seed": 1, "stop": [stop]}
-    answer, reported = call(epd, stream=False, path=COMPLETIONS_PATH, max_tokens=12, extra=extra)
+    answer, reported = call(epd, extra={**extra, "stop": [stop]}, **fields)
 
     assert answer.json()["choices"][0]["finish_reason"] == "stop"
     assert json.loads(reported[keys.FINISH_REASONS]) == ["stop"]
     assert reported[keys.OUTPUT_TOKENS] == read_output_tokens(answer) <= 12
 
 
+@pytest.mark.full  # its first one takes ten seconds
 def test_beam_search(epd: LiveDeployment) -> None:
     """The steps of a beam search are not the answer's: nothing is told of them."""
     extra = {"use_beam_search": True, "ignore_eos": True}
@@ -103,9 +94,7 @@ def test_client_leaves(epd: LiveDeployment) -> None:
 def test_unknown_model(epd: LiveDeployment) -> None:
     """A model that only the client knows is on no span, neither of the router nor of the server."""
     for url in (epd.front_url, epd.fleet.get_url("prefill_decode")):
-        trace = os.urandom(16).hex()
-        headers = make_parent_header(trace)
-        answer = epd.send_request(url, headers=headers, model="made-up", stream=False)
+        answer, trace = epd.send_traced(url, model="made-up", stream=False)
         assert answer.status == 404
         spans = epd.wait_for_trace(trace, lambda got: any(s["name"] == "ttft" for s in got))
         assert not any("made-up" in str(span["attributes"].values()) for span in spans)

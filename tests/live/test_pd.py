@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.live.bench import LiveDeployment, make_parent_header, make_trace_id, read_breakdown
+from tests.live.bench import (
+    LiveDeployment,
+    list_trunks,
+    make_parent_header,
+    make_trace_id,
+    read_breakdown,
+)
 from tests.live.echo_server import EchoServer
 from tests.live.test_closing import check_closed
 from tests.live.test_injected import check_stage
@@ -31,45 +37,28 @@ LEGS = ("prefill", "decode")
 
 def get_trunks_by_role(spans: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Attributes of the `ttft` or `encode` span of each role."""
-    return {
-        span["attributes"][keys.ROLE]: span["attributes"]
-        for span in spans
-        if span["name"] in (span_names.TTFT, span_names.ENCODE)
-    }
+    return {found[keys.ROLE]: found for found in list_trunks(spans)}
 
 
-def is_whole(spans: list[dict[str, Any]], *roles: str) -> bool:
-    """Whether the trace has both halves of each role, and the span of the blocks that prefill kept."""
-    servers = {span["attributes"][keys.ROLE] for span in spans if span["kind"] == "server"}
-    fetched = any(span["name"] == span_names.KV_KEPT for span in spans)
-    return set(roles) <= set(get_trunks_by_role(spans)) and set(roles) <= servers and fetched
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_closes_on_prefill_and_decode(pd: LiveDeployment, kind: str) -> None:
+def test_each_kind_closes_on_prefill_and_decode(pd: LiveDeployment) -> None:
     """A request through router, prefill and decode leaves one trace: every parent is in it, every sum is
     exact.
     """
-    trace = make_trace_id()
-
-    answer = pd.send_request(
-        pd.front_url,
-        prompt=str(pd.new_picture_seed()),
-        words=300,
-        headers=make_parent_header(trace),
-        **KINDS[kind],
-    )
-    spans = pd.wait_for_trace(trace, lambda found: is_whole(found, "router", *LEGS))
-
-    assert answer.status == 200
-    check_closed(spans)
-    found = get_trunks_by_role(spans)
-    assert found["prefill"][keys.UNATTRIBUTED_US] == found["decode"][keys.UNATTRIBUTED_US] == 0
-    assert found["decode"][keys.name_stage_attribute("kv.transfer")] > 0
-    # A connector's call that has nothing to do, and whose process had to wait for its core.
-    assert found["prefill"].get(keys.name_stage_attribute("kv.transfer"), 0) < 5_000
-    timing = read_breakdown(answer)
-    assert sum(us for name, us in timing.items() if name != "ttft") == timing["ttft"]
+    traces = {}
+    for kind, fields in KINDS.items():
+        prompt = str(pd.new_picture_seed())
+        answer, traces[kind] = pd.send_traced(prompt=prompt, words=300, **fields)
+        assert answer.status == 200
+        timing = read_breakdown(answer)
+        assert sum(us for name, us in timing.items() if name != "ttft") == timing["ttft"]
+    for trace in traces.values():
+        spans = pd.wait_for_roles(trace, "router", *LEGS, also=span_names.KV_KEPT)
+        check_closed(spans)
+        found = get_trunks_by_role(spans)
+        assert found["prefill"][keys.UNATTRIBUTED_US] == found["decode"][keys.UNATTRIBUTED_US] == 0
+        assert found["decode"][keys.name_stage_attribute("kv.transfer")] > 0
+        # A connector's call that has nothing to do, and whose process had to wait for its core.
+        assert found["prefill"].get(keys.name_stage_attribute("kv.transfer"), 0) < 5_000
 
 
 def test_what_moved_is_told(pd: LiveDeployment) -> None:
@@ -79,7 +68,7 @@ def test_what_moved_is_told(pd: LiveDeployment) -> None:
     trace = make_trace_id()
 
     first, second = pd.prefill_then_decode(headers=make_parent_header(trace))
-    spans = pd.wait_for_trace(trace, lambda found: is_whole(found, *LEGS))
+    spans = pd.wait_for_roles(trace, *LEGS, also=span_names.KV_KEPT)
 
     params = first.json()["kv_transfer_params"]
     (blocks,) = params["remote_block_ids"]
@@ -115,6 +104,7 @@ def test_a_late_transfer_shows_in_kv_transfer(pd: LiveDeployment) -> None:
     )
 
 
+@pytest.mark.full
 def test_what_no_server_accounts_for_is_little_with_two_legs(
     pd: LiveDeployment, echo: EchoServer
 ) -> None:
@@ -157,7 +147,7 @@ def test_closes_on_cudas_runner(newer_pd: LiveDeployment) -> None:
     trace = make_trace_id()
 
     first, second = newer_pd.prefill_then_decode(headers=make_parent_header(trace))
-    spans = newer_pd.wait_for_trace(trace, lambda found: is_whole(found, *LEGS))
+    spans = newer_pd.wait_for_roles(trace, *LEGS, also=span_names.KV_KEPT)
 
     assert (
         read_breakdown(first)[stages.UNATTRIBUTED]
@@ -183,18 +173,10 @@ def test_an_image_closes_through_all_three(epd3: LiveDeployment, kind: str) -> N
     """A request with an image through router, the encoder, prefill and decode leaves one trace in which
     every sum is exact.
     """
-    trace = make_trace_id()
     roles = ("router", "encode", *LEGS)
-
     picture = (epd3.new_picture_seed(),)
-    answer = epd3.send_request(
-        epd3.front_url,
-        pictures=picture,
-        words=300,
-        headers=make_parent_header(trace),
-        **KINDS[kind],
-    )
-    spans = epd3.wait_for_trace(trace, lambda found: is_whole(found, *roles))
+    answer, trace = epd3.send_traced(pictures=picture, words=300, **KINDS[kind])
+    spans = epd3.wait_for_roles(trace, *roles, also=span_names.KV_KEPT)
 
     assert answer.status == 200
     check_closed(spans)

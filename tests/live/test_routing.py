@@ -14,8 +14,6 @@ from lab import local_deployment
 from lab.local_servers import LocalServer
 from tests.live.bench import (
     LiveDeployment,
-    make_parent_header,
-    make_trace_id,
     read_breakdown,
     read_metric,
 )
@@ -60,16 +58,12 @@ def test_prompts_prefixes_and_predictions(newer: LiveDeployment, routed: LocalSe
             routed.url, prompt=f"{newer.new_picture_seed()}", words=words, max_tokens=1
         )
         assert read_breakdown(answer)["router.tokenize"] > 0
-    prompt = f"{newer.new_picture_seed()}"
-    traces = [make_trace_id() for _ in range(2)]
-    for trace in traces:
-        asked = {
-            "prompt": prompt,
-            "words": 1200,
-            "max_tokens": 1,
-            "headers": make_parent_header(trace),
-        }
-        assert newer.send_request(routed.url, **asked).status == 200
+    asked = {"prompt": f"{newer.new_picture_seed()}", "words": 1200, "max_tokens": 1}
+    traces = []
+    for _ in range(2):
+        answer, trace = newer.send_traced(routed.url, **asked)
+        assert answer.status == 200
+        traces.append(trace)
     spans = newer.wait_for_trace(
         traces[1], lambda found: sum(each["name"] == span_names.TTFT for each in found) == 2
     )

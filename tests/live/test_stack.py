@@ -8,8 +8,7 @@ exported again, unchanged.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,6 @@ from opentelemetry.trace.status import Status, StatusCode
 from lab.stack import binaries
 from lab.stack.go_builds import GoMissingError
 from tests.live.bench import LiveDeployment as Live
-from tests.live.bench import make_parent_header
 from tests.stack.known_requests import export_spans
 from tests.stack.running_stack import RunningStack, StackStarter, wait_until
 from ttft_otel.model.names import keys, span_names
@@ -67,13 +65,6 @@ def export_again(span: StoredSpan) -> ReadableSpan:
     )
 
 
-def is_whole(spans: Sequence[dict[str, Any]]) -> bool:
-    """Whether the trace has both halves of router, the encoder and prefill_decode."""
-    trunks = [span for span in spans if span["name"] in (span_names.TTFT, span_names.ENCODE)]
-    servers = [span for span in spans if span["kind"] == "server"]
-    return len(trunks) >= 3 and len(servers) >= 3
-
-
 def get_tempo_attribute(span: dict[str, Any], name: str) -> Any:
     """An attribute of a span in Tempo's JSON."""
     [found] = [each["value"] for each in span["attributes"] if each["key"] == name]
@@ -89,12 +80,8 @@ def wait_for_spans(stack: RunningStack, trace_id: str, many: int) -> list[dict[s
 
 def test_a_live_request_through_the_stack(epd: Live, stack: RunningStack) -> None:
     """One trace is found by request ID; its ttft_ms is the router's TTFT rounded down; metrics add up."""
-    trace_id = os.urandom(16).hex()
-    parent = make_parent_header(trace_id)
-    answer = epd.send_request(
-        epd.front_url, pictures=(epd.new_picture_seed(),), max_tokens=2, headers=parent
-    )
-    epd.wait_for_trace(trace_id, is_whole)
+    answer, trace_id = epd.send_traced(pictures=(epd.new_picture_seed(),), max_tokens=2)
+    epd.wait_for_roles(trace_id, "router", "encode", "prefill_decode")
     report = epd.get_json(f"/ttft_report/{answer.request_id}", "router")
     own = round(report["combined"]["ttft_ms"] * 1000)
     with open_reader(epd.fleet.database) as database:

@@ -19,8 +19,8 @@ from lab.server_commands import VllmOptions
 from tests.live.bench import LiveDeployment, make_parent_header, make_trace_id
 from tests.live.conftest import DeploymentDeck
 from tests.live.server_plans import BLOCK_TOKENS
-from tests.live.test_pd import LEGS, get_trunks_by_role, is_whole
-from ttft_otel.model.names import keys
+from tests.live.test_pd import LEGS, get_trunks_by_role
+from ttft_otel.model.names import keys, span_names
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
@@ -65,7 +65,7 @@ def test_another_instance_is_told(tiers: LiveDeployment) -> None:
     """Blocks that decode fetches from prefill came from an instance, by NIXL, with the bytes of its read."""
     trace = make_trace_id()
     tiers.prefill_then_decode(headers=make_parent_header(trace))
-    found = get_trunks_by_role(tiers.wait_for_trace(trace, lambda spans: is_whole(spans, *LEGS)))
+    found = get_trunks_by_role(tiers.wait_for_roles(trace, *LEGS, also=span_names.KV_KEPT))
 
     own = found["decode"]
     assert own[keys.UNATTRIBUTED_US] == 0 < own[keys.name_stage_attribute("kv.transfer")]
@@ -77,14 +77,11 @@ def test_another_instance_is_told(tiers: LiveDeployment) -> None:
 def test_cpu_tier_is_told(tiers: LiveDeployment) -> None:
     """Blocks that this instance had offloaded came from its host, by OffloadingConnector."""
     prompt, url = str(tiers.new_picture_seed()), tiers.fleet.get_url("prefill")
-    trace = make_trace_id()
-    for headers in ({}, make_parent_header(trace)):
-        answer = tiers.send_request(
-            url, prompt=prompt, words=300, max_tokens=4, stream=False, headers=headers
-        )
+    for _ in range(2):
+        answer, trace = tiers.send_traced(url, prompt=prompt, words=300, max_tokens=4, stream=False)
         assert answer.status == 200
         urllib.request.urlopen(f"{url}/reset_prefix_cache", data=b"", timeout=10).close()
-    (own,) = get_trunks_by_role(tiers.wait_for_trace(trace, get_trunks_by_role)).values()
+    own = tiers.fetch_ttft(trace)
 
     assert own[keys.UNATTRIBUTED_US] == 0 < own[keys.name_stage_attribute("kv.transfer")]
     assert (own[keys.KV_CONNECTOR], own[keys.KV_SOURCE]) == ("OffloadingConnector", "host")
