@@ -10,7 +10,7 @@ import pytest
 
 from lab.compat import PLACES_BY_KIND
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
-from tests.live.bench import LiveDeployment, medians
+from tests.live.bench import LiveDeployment, mark_repeated, medians
 from ttft_otel.model import stages
 
 DELAY_MS = 80.0
@@ -106,13 +106,14 @@ def test_text_delays_show_in_their_stage(epd: LiveDeployment, place: str) -> Non
     check_stage(epd, place, TEXT[place], lambda: epd.read_one("prefill_decode", max_tokens=1))
 
 
+@pytest.mark.full
 def test_a_delay_in_another_stage_than_expected_fails(epd: LiveDeployment) -> None:
     """The measurement itself fails when a delay of the forward pass is expected in `sample`."""
     with pytest.raises(AssertionError, match=r"prefill\.compute: .* is outside"):
         check_stage(epd, "forward", "sample", lambda: epd.read_one("prefill_decode", max_tokens=1))
 
 
-@pytest.mark.parametrize("place", ENCODE)
+@pytest.mark.parametrize("place", mark_repeated(ENCODE, ("media",)))
 def test_encoder_delays_show_in_their_stage(epd: LiveDeployment, place: str) -> None:
     """On the encoder with the V1 runner a delay of an image's request shows in its stage."""
 

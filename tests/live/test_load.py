@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 
 import pytest
@@ -15,11 +14,11 @@ from lab.ttft_client import TimedRequest
 from tests.live.bench import (
     ASK_HEADERS,
     LiveDeployment,
-    make_parent_header,
     medians,
     read_breakdown,
 )
 from ttft_otel.model import stages
+from ttft_otel.model.names import keys
 
 DELAY_MS = 80.0
 CONTROL_MS = 10.0  # see test_injected.py
@@ -56,6 +55,9 @@ def six(bench: LiveDeployment) -> list[dict[str, int]]:
 # Six decoders sleep side by side and hide what each would have waited for the one processor thread:
 # 68 of 80 ms were seen. (The first table said 72.)
 LEAST = {"media": 0.7}
+# Each waits for its item beside the others' steps, which take longer than a short delay: 59 of 70 ms more
+# were seen. What is compared must outlast them.
+CONTROLS_MS = {"ec_wait": 80.0}
 
 
 def check_shared_delay(
@@ -69,7 +71,7 @@ def check_shared_delay(
     Each round takes the median over its six requests: of the sum of the allowed stages, and of each other
     stage.
     """
-    difference = DELAY_MS - CONTROL_MS
+    difference, control_ms = DELAY_MS - CONTROL_MS, CONTROLS_MS.get(place, CONTROL_MS)
     least = LEAST.get(place, 0.9) * difference
     limits = {"allowed": ErrorTolerance(least - difference, math.inf, difference)}
     other = ErrorTolerance(-math.inf, MAX_STRAY_MS, difference)
@@ -81,7 +83,7 @@ def check_shared_delay(
         return medians([sum_allowed(each, allowed) for each in found])
 
     def measure_round() -> Errors:
-        control, delayed = measure(CONTROL_MS), measure(DELAY_MS)
+        control, delayed = measure(control_ms), measure(control_ms + difference)
         known = {*control, *delayed, "allowed"}
         expected = {"allowed": difference}
         return {
@@ -182,14 +184,10 @@ def test_aborted_requests_say_where_they_died_and_leave_nothing(epd: LiveDeploym
     """A client that hangs up during a long prefill leaves an error status, the stage, and no state."""
     epd.control.set_injections({"forward": 150})
     url = epd.fleet.get_url("prefill_decode")
-    trace = "ab" * 16
-    headers = make_parent_header(trace)
 
-    answer = epd.send_request(url, words=3000, abort_s=0.4, headers=headers)
-    spans = epd.wait_for_trace(trace, lambda found: any(span["name"] == "ttft" for span in found))
+    answer, trace = epd.send_traced(url, words=3000, abort_s=0.4)
+    found = epd.fetch_ttft(trace)
 
     assert answer.aborted
-    ttft = next(span for span in spans if span["name"] == "ttft")
-    assert ttft["attributes"]["ttft.died_in"] in ("prefill.compute", "prefill.stall")
-    assert ttft["attributes"]["error.type"]
-    time.sleep(0.5)
+    assert found[keys.DIED_IN] in ("prefill.compute", "prefill.stall")
+    assert found[keys.ERROR_TYPE]

@@ -14,7 +14,7 @@ from tests.router import media_bodies
 from ttft_otel.model.endpoints import MESSAGES_PATH, RESPONSES_PATH
 from ttft_otel.router.disagg.request_body import parse_body
 
-pytestmark = pytest.mark.untimed
+pytestmark = [pytest.mark.untimed, pytest.mark.full]  # vLLM's imports take half a minute
 EC_PARAMS = {"a": {"peer_host": "h", "unknown": [1]}}
 # In a process of its own: vLLM's imports warn, and warnings are errors here.
 CONVERT_SCRIPT = """

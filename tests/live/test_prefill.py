@@ -25,6 +25,7 @@ from tests.live.bench import (
     LiveDeployment,
     make_parent_header,
     make_trace_id,
+    mark_repeated,
     read_breakdown,
     read_metric,
 )
@@ -164,7 +165,7 @@ def is_first_token_early(answer: TimedResponse) -> bool:
 
 
 @pytest.mark.parametrize("path", (CHAT_PATH, COMPLETIONS_PATH))
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mark_repeated(MODES, ("off",)))
 def test_every_mode_answers_as_one_server(modes: RouterModes, mode: str, path: str) -> None:
     """At temperature 0 every mode gives one server's events: text, finish reason, usage, model and [DONE]."""
     usage = {"stream_options": {"include_usage": True}}
@@ -283,9 +284,8 @@ def get_prefill_leg_us(found: dict[str, int]) -> int:
 def test_the_handover_is_in_the_trace(modes: RouterModes) -> None:
     """The span ttft.handover is below the router's server span, and its steps add up."""
     trace = make_trace_id()
-    modes.send_request(
-        "strip", prompt=modes.make_prompt(), words=200, headers=make_parent_header(trace)
-    )
+    headers = make_parent_header(trace)
+    modes.send_request("strip", prompt=modes.make_prompt(), words=200, headers=headers)
     spans = modes.bench.wait_for_trace(
         trace, lambda found: list_spans_named(found, span_names.HANDOVER)
     )
@@ -335,7 +335,7 @@ def list_what_is_left(modes: RouterModes, seconds: float = 8.0) -> dict[str, dic
     return left
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mark_repeated(MODES, ("off",)))
 def test_nothing_is_left_on_prefill(modes: RouterModes, mode: str) -> None:
     """When the answer has one token, ends on prefill or is refused by decode, prefill releases its blocks
     at once.
@@ -351,7 +351,7 @@ def test_nothing_is_left_on_prefill(modes: RouterModes, mode: str) -> None:
         assert list_what_is_left(modes) == {}, fields
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mark_repeated(MODES, ("off",)))
 def test_nothing_is_left_by_clients_that_leave(modes: RouterModes, mode: str) -> None:
     """When clients hang up while prefill computes or decode waits, both servers are idle within seconds."""
     # Long answers: on a fast machine a short one has come before its client leaves.

@@ -16,7 +16,7 @@ from lab.delay_proxy import DelayProxy
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
 from lab.local_servers import LocalServer
 from lab.ttft_client import TimedResponse
-from tests.live.bench import LiveDeployment, read_breakdown, read_metric
+from tests.live.bench import LiveDeployment, mark_repeated, read_breakdown, read_metric
 from tests.live.echo_server import EchoServer, measure_clock
 from tests.live.test_injected import CONTROL_MS, DELAY_MS, MAX_STRAY_MS
 from tests.live.test_routing import READ_PROMPTS_METRIC
@@ -24,6 +24,7 @@ from tests.live.unaccounted_share import MAX_SHARE, check_unaccounted_share
 from ttft_otel.model.names import env_names
 from ttft_otel.model.stages import REPORT_FIELDS
 
+FEW_ROUNDS, ALL_ROUNDS = 8, 50  # every day, and with --full
 WIRE_MS = 0.02 * DELAY_MS + 0.5
 
 
@@ -49,13 +50,17 @@ def measure_router_clock(epd: LiveDeployment, pictures: int) -> tuple[float, flo
     return answer.client_ttft_us / 1000, excess_us / 1000
 
 
-@pytest.mark.parametrize("pictures", (pytest.param(0, marks=pytest.mark.full), 1))
+@pytest.mark.parametrize(
+    ("pictures", "rounds"),
+    ((1, FEW_ROUNDS), *(pytest.param(many, ALL_ROUNDS, marks=pytest.mark.full) for many in (0, 1))),
+)
 def test_the_routers_ttft_is_what_the_client_measured(
-    epd: LiveDeployment, echo: EchoServer, pictures: int
+    epd: LiveDeployment, echo: EchoServer, pictures: int, rounds: int
 ) -> None:
     """The median difference is at most 1 ms and p95 at most 3 % of the client's TTFT, beyond a bare echo's.
 
-    Each request is followed by an echo, so that both compete for the cores in the same moments.
+    Each request is followed by an echo, so that both compete for the cores in the same moments. Few rounds
+    have no p95.
     """
     shares: dict[str, list[float]] = {"router": [], "echo": []}
 
@@ -66,10 +71,11 @@ def test_the_routers_ttft_is_what_the_client_measured(
         return {"router's clock": excess_ms - own_ms}
 
     measure_until_decided(
-        measure_round, lambda _: ErrorTolerance(-1.0, 1.0, 4.0), min_rounds=40, max_rounds=80
+        measure_round, lambda _: ErrorTolerance(-1.0, 1.0, 4.0), min_rounds=rounds, max_rounds=80
     )
-    p95 = {name: compute_quantile(values, 0.95) for name, values in shares.items()}
-    assert p95["router"] <= 0.03 + p95["echo"], p95
+    if rounds == ALL_ROUNDS:
+        p95 = {name: compute_quantile(values, 0.95) for name, values in shares.items()}
+        assert p95["router"] <= 0.03 + p95["echo"], p95
 
 
 @pytest.mark.full
@@ -84,20 +90,23 @@ def test_a_router_that_starts_its_clock_late_fails(epd: LiveDeployment, echo: Ec
         measure_until_decided(measure_round, lambda _: ErrorTolerance(-1.0, 1.0, 4.0))
 
 
-@pytest.mark.full
-def test_what_no_server_accounts_for_is_little(epd: LiveDeployment, echo: EchoServer) -> None:
+@pytest.mark.parametrize("rounds", (FEW_ROUNDS, pytest.param(ALL_ROUNDS, marks=pytest.mark.full)))
+def test_what_no_server_accounts_for_is_little(
+    epd: LiveDeployment, echo: EchoServer, rounds: int
+) -> None:
     """hop + unattributed: median <= 5 % of the router's TTFT, p99 <= 15 %, each beyond an echo's.
 
-    Prompts of five chunks, in turns without and with an image.
+    Prompts of five chunks, in turns without and with an image. Few rounds have no p99.
     """
     shares = check_unaccounted_share(
-        lambda number: send_long_prompt(epd, number % 2), echo, min_rounds=50, max_rounds=80
+        lambda number: send_long_prompt(epd, number % 2), echo, min_rounds=rounds, max_rounds=80
     )
+    if rounds == ALL_ROUNDS:
+        p99 = {name: compute_quantile(values, 0.99) for name, values in shares.items()}
+        assert p99["router"] <= 0.15 + p99["echo"], p99
 
-    p99 = {name: compute_quantile(values, 0.99) for name, values in shares.items()}
-    assert p99["router"] <= 0.15 + p99["echo"], p99
 
-
+@pytest.mark.full
 def test_twice_the_allowed_unaccounted_time_fails(epd: LiveDeployment, echo: EchoServer) -> None:
     """The measurement itself fails when twice the allowed share of the TTFT is added."""
     with pytest.raises(AssertionError, match="unaccounted: .* is outside"):
@@ -124,7 +133,7 @@ def run_router_behind_proxies(
             proxy.close()
 
 
-@pytest.mark.parametrize("leg", ("encode", "prefill_decode"))
+@pytest.mark.parametrize("leg", mark_repeated(("encode", "prefill_decode"), ("prefill_decode",)))
 def test_a_delay_on_the_wire_shows_in_its_hop(epd: LiveDeployment, leg: str) -> None:
     """A delay of 80 ms between router and instance shows in `router.hop.<leg>` and nowhere else."""
     hop = f"router.hop.{leg}"
