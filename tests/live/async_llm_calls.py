@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program that calls vLLM's AsyncLLM without a server, as Dynamo's workers do.
 
-test_direct_calls.py starts it with the model's folder and a number of requests. It writes a line for each:
+test_front_doors.py starts it with the model's folder and a number of requests. It writes a line for each:
 name, microseconds until its first output by its own clock, "-" where it left before.
 """
 

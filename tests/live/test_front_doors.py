@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other front doors of a real vLLM than its HTTP server: gRPC, batches, render, Dynamo and Ray Serve LLM.
+"""Other front doors of a real vLLM than its HTTP server: AsyncLLM without a server, gRPC, batches, render,
+Dynamo, Ray Serve LLM, and vLLM's front-end in Rust.
 
 Each starts an engine of its own and runs only with `scripts/test --full`. Packages that vLLM does not need
 are installed beside it, without what they require: theirs is a vLLM for CUDA.
@@ -11,6 +12,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -22,10 +24,11 @@ import grpc
 import httpx
 import pytest
 
-from lab import free_ports, tiny_models
-from lab.local_deployment import build_receiver_command
+from lab import free_ports, server_commands, tiny_models
+from lab.local_deployment import build_receiver_command, build_router_command
 from lab.local_servers import LocalServer, run_servers
 from lab.server_commands import ServerCommand, VllmOptions, build_vllm_environment
+from ttft_otel.hooks import target_check
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -38,6 +41,10 @@ DYNAMO = (
     "from dynamo.vllm.main import main\n"
     "main()"
 )
+CALLS, CALLED = Path(__file__).with_name("async_llm_calls.py"), 8
+RUST_BINARY = os.environ.get(
+    "VLLM_RUST_FRONTEND_PATH", ""
+)  # may be of another release than the engine core
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 
 
@@ -82,7 +89,13 @@ def check_stages(*reports: dict[str, Any]) -> None:
         assert not {"receive", "egress"} & set(report["stages"])
         assert {"prefill.queue", "prefill.compute", "output"} <= set(report["stages"])
         assert report["unattributed_ms"] == 0.0
-        assert sum(report["stages"].values()) == pytest.approx(report["ttft_ms"], abs=0.01)
+        check_sum(report)
+
+
+def check_sum(report: dict[str, Any]) -> None:
+    """Its stages and what is unattributed add up."""
+    total = sum(report["stages"].values()) + report["unattributed_ms"]
+    assert total == pytest.approx(report["ttft_ms"], abs=0.01)
 
 
 def require_packages(module: str, packages: str) -> pytest.MarkDecorator:
@@ -93,6 +106,32 @@ def require_packages(module: str, packages: str) -> pytest.MarkDecorator:
         reason=f"no {module}: uv pip install --python .venv --target {folder} --no-deps {packages}, "
         f"then run this test with PYTHONPATH={folder}",
     )
+
+
+def test_calls_without_a_server(receiver: LocalServer, environment: dict[str, str]) -> None:
+    """Of AsyncLLM's own callers, as Dynamo's workers: what the caller's clock has more is its own wake-up.
+
+    A request whose caller left is told as cancelled, and in which stage.
+    """
+    model = tiny_models.build_model(tiny_models.TEXT_RECIPE)
+    argv = (sys.executable, str(CALLS), str(model), str(CALLED))
+    done = subprocess.run(
+        argv, env=os.environ | environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("request ")]
+    printed = {name: text for _, name, text in lines}
+    # The exporter may still send when its host has ended.
+    found = wait_for_requests(receiver, lambda each: True, CALLED + 1)
+    reports = {each["request_id"]: each for each in found}
+
+    assert reports["left"]["error"] == "cancelled" and reports["left"]["died_in"]
+    # vLLM's and our first ones take longer.
+    called = [reports[f"r-{number}"] for number in range(2, CALLED)]
+    check_stages(*called)
+    beyond = [int(printed[each["request_id"]]) / 1000 - each["ttft_ms"] for each in called]
+    assert min(beyond) > 0  # the caller cannot have it before it was processed
+    assert statistics.median(beyond) < statistics.median(each["ttft_ms"] for each in called)
 
 
 @require_packages(
@@ -183,8 +222,7 @@ def test_render(receiver: LocalServer, environment: dict[str, str], tmp_path: Pa
         (report,) = wait_for_requests(receiver, lambda each: len(each["roles"]) > 1)
 
     assert {"render.receive", "render.preprocess", "mono.prefill.compute"} <= set(report["stages"])
-    total = sum(report["stages"].values()) + report["unattributed_ms"]
-    assert total == pytest.approx(report["ttft_ms"], abs=0.01)
+    check_sum(report)
 
 
 def ask_until_ready(url: str, server: LocalServer) -> float:
@@ -200,10 +238,15 @@ def ask_until_ready(url: str, server: LocalServer) -> float:
                 pass  # nobody listens yet
             time.sleep(1)
         assert server.is_alive, server.read_log_tail()
-        begun, first = time.monotonic(), 0.0
-        with client.stream("POST", "/v1/completions", json=TOKENS, headers=parent) as answer:
-            for _ in answer.raise_for_status().iter_raw():
-                first = first or time.monotonic() - begun
+        return time_first_bytes(client, parent)
+
+
+def time_first_bytes(client: httpx.Client, headers: dict[str, str]) -> float:
+    """Milliseconds from a request to the answer's first bytes."""
+    begun, first = time.monotonic(), 0.0
+    with client.stream("POST", "/v1/completions", json=TOKENS, headers=headers) as answer:
+        for _ in answer.raise_for_status().iter_raw():
+            first = first or time.monotonic() - begun
     return first * 1000
 
 
@@ -256,3 +299,38 @@ def test_ray_serve(receiver: LocalServer, environment: dict[str, str], tmp_path:
         (report,) = wait_for_requests(receiver, lambda each: each["trace_id"] == TRACE_ID)
     check_stages(report)
     assert report["ttft_ms"] < waited_ms
+
+
+@pytest.mark.skipif(
+    not os.access(RUST_BINARY, os.X_OK),
+    reason="no VLLM_RUST_FRONTEND_PATH: python3 -m pip download 'vllm==0.32.*' --no-deps, then "
+    "python3 -m zipfile -e vllm-*.whl /tmp/vllm-wheel; chmod +x /tmp/vllm-wheel/vllm/vllm-rs; "
+    "run this test with VLLM_RUST_FRONTEND_PATH=/tmp/vllm-wheel/vllm/vllm-rs",
+)
+def test_rust_frontend(receiver: LocalServer, environment: dict[str, str], tmp_path: Path) -> None:
+    """Of requests to vLLM's Rust front-end the engine core's own spans, alone and behind our router."""
+    own = environment | {target_check.RUST_FRONTEND: "1", "VLLM_RUST_FRONTEND_PATH": RUST_BINARY}
+    model = tiny_models.build_model(tiny_models.TEXT_RECIPE)
+    mono = server_commands.build_mono_command(VllmOptions(model, env=own))
+    router = build_router_command({"mono": [f"http://{mono.host}:{mono.port}"]}, environment)
+    with run_servers(mono, router, timeout=600, logs=tmp_path / "logs") as (vllm, front):
+        with httpx.Client(base_url=vllm.url, timeout=60) as client:
+            waited_ms = time_first_bytes(client, {"x-request-id": "alone"})
+        (alone,) = wait_for_requests(receiver, lambda each: "alone" in each["request_id"])
+        with httpx.Client(base_url=front.url, timeout=60) as client:
+            routed_ms = time_first_bytes(client, {})
+        time.sleep(3)  # the engine core's span and the router's come by two exporters
+        (routed,) = wait_for_requests(receiver, lambda each: "router" in each["roles"])
+        assert len(wait_for_requests(receiver, lambda each: True, 2)) == 2
+        said = vllm.log_path.read_text(errors="replace")
+
+    assert {"prefill.queue", "prefill.compute", "sample", "output"} <= set(alone["stages"])
+    assert not {"receive", "preprocess", "ipc", "egress"} & set(alone["stages"])
+    check_sum(alone)
+    assert alone["ttft_ms"] < waited_ms
+    assert {"router.route", "mono.prefill.queue", "mono.prefill.compute"} <= set(routed["stages"])
+    check_sum(routed)
+    assert 0 < routed["unattributed_ms"] < routed["ttft_ms"] < routed_ms
+    # At the start: once what is not seen, and once who sends.
+    assert said.count(f"{target_check.RUST_FRONTEND} is set") == 1
+    assert said.count("front-end without its hooks") == 1
