@@ -13,14 +13,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from ttft_otel.router.routing.prompts.child_frames import (
+from ttft_otel.router.routing.prompts.tokenizer_worker import (
+    CHILD_MODULE,
     LENGTH_BYTES,
     TokenizeAnswer,
     TokenizeQuestion,
     answer_decoder,
     frame_message,
 )
-from ttft_otel.router.routing.prompts.tokenizer_worker import CHILD_MODULE
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}"

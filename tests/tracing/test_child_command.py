@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from ttft_otel.router.errors import UnreadablePrompt
-from ttft_otel.router.routing.prompts.child_frames import TokenizeQuestion
-from ttft_otel.router.routing.prompts.tokenizer_worker import TokenizerWorker
+from ttft_otel.router.routing.prompts.tokenizer_worker import TokenizeQuestion, TokenizerWorker
 from ttft_otel.tracing.handoff import RecordSender, build_child_command
 from ttft_otel.tracing.settings import Settings
 

@@ -7,13 +7,16 @@ import asyncio
 import json
 import logging
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -27,11 +30,13 @@ from ttft_otel.router.routing.prompts import (
     local_reader,
     tokenizer_worker,
 )
-from ttft_otel.router.routing.prompts.child_frames import NO_TOKENIZER, TokenizeQuestion
 from ttft_otel.router.routing.prompts.local_reader import LocalPromptReader
 from ttft_otel.router.routing.prompts.tokenizer_worker import (
+    CHILD_MODULE,
     MAX_QUEUE_WAIT_S,
+    NO_TOKENIZER,
     REQUEST_WAIT_S,
+    TokenizeQuestion,
     TokenizerWorker,
 )
 from ttft_otel.router.types import parse_instance_url
@@ -42,7 +47,13 @@ CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 HELLO_BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hello"}]}).encode()
 BROKEN_CHILDREN = {"died": "pass", "stuck": "import time; time.sleep(60)"}
 ABSENT_URL = "http://127.0.0.1:9"
-GARBAGE_ANSWERS = ("x", "\\x98", "\\x92\\1", "\\xc1")
+SECRET_BODIES = [
+    HELLO_BODY.replace(b"Hello", b"s3cret"),
+    b'{"messages": "s3cret"}',
+    b"s3cret",
+    b'{"messages": [{"role": "user", "content": ["s3cret", 1]}]}',
+]
+GARBAGE_ANSWERS = ("x", "\\x92\\1")
 
 
 def build_fleet(*urls: str, root: str = "", leg: str = "mono", **card: Any) -> InstancePool:
@@ -94,20 +105,37 @@ def light_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
 
 
-@pytest.mark.parametrize("module", ["transformers", "light_transformers"])
-async def test_local(folder: str, module: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    "module", [pytest.param("transformers", marks=pytest.mark.full), "light_transformers"]
+)
+async def test_local(
+    folder: str,
+    module: str,
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """The tokenizer that an instance names is loaded in a child, which ends with the reader.
 
-    The stand-in's token ids are those of transformers, held against the Rust tokenizer's.
+    The stand-in's token ids are those of transformers, held against the Rust tokenizer's. An adapter has
+    its base model's tokenizer and its own blocks. What a prompt says is in no log and no output, whatever
+    is wrong with it.
     """
     if module == "light_transformers":
         request.getfixturevalue(module)
+    caplog.set_level(logging.DEBUG)
+    many = build_fleet(root=folder)
+    (each,) = many
+    each.model_cards = (*each.model_cards, {"id": "lora", "root": "/adapter", "parent": "m"})
 
-    async with run_reader(None, "local", build_fleet(root=folder)) as read:
+    async with run_reader(None, "local", many) as read:
         found = await wait_for_prompt(read)
         again = await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
-        (load,) = read._loads.values()
-        pid = load.worker.pid
+        lora = await read.read_prompt(CHAT_PATH, "lora", HELLO_BODY, 4)
+        for body in SECRET_BODIES:
+            await read.read_prompt(CHAT_PATH, "m", body, 4)
+        (worker,) = read._workers.values()
+        pid = worker.pid
         os.kill(pid, 0)
 
     text = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
@@ -116,7 +144,12 @@ async def test_local(folder: str, module: str, request: pytest.FixtureRequest) -
     assert found.block_keys == compute_block_keys(found.token_ids, 4)
     assert found.tokens == len(found.token_ids) > 0
     assert again == found
-    assert read.counts["cached"] == 1
+    assert read.counts["cached"] == 2
+    assert lora is not None and lora.token_ids == found.token_ids
+    more = {at: encode_extra_keys(["lora"]) for at in range(len(found.block_keys))}
+    assert lora.block_keys == compute_block_keys(found.token_ids, 4, more)
+    assert read.counts["failed-malformed"] == 3
+    assert "s3cret" not in caplog.text + str(capfd.readouterr())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -131,23 +164,6 @@ async def test_named(folder: str) -> None:
 
 
 @pytest.mark.usefixtures("light_transformers")
-async def test_adapter(folder: str) -> None:
-    """An adapter has its base model's tokenizer and its own blocks."""
-    many = build_fleet(root=folder)
-    (each,) = many
-    each.model_cards = (*each.model_cards, {"id": "lora", "root": "/adapter", "parent": "m"})
-
-    async with run_reader(None, "local", many) as read:
-        base = await wait_for_prompt(read)
-        lora = await read.read_prompt(CHAT_PATH, "lora", HELLO_BODY, 4)
-
-    assert lora is not None
-    assert lora.token_ids == base.token_ids
-    more = {at: encode_extra_keys(["lora"]) for at in range(len(base.block_keys))}
-    assert lora.block_keys == compute_block_keys(base.token_ids, 4, more)
-
-
-@pytest.mark.usefixtures("light_transformers")
 @pytest.mark.parametrize("place", ["local", "engine"])
 async def test_gone(folder: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a model's last instance its tokenizer's process goes too; it comes when it is needed."""
@@ -156,17 +172,17 @@ async def test_gone(folder: str, place: str, monkeypatch: pytest.MonkeyPatch) ->
 
     async with run_reader(None, place, many) as read:
         await asyncio.sleep(0.2)
-        assert bool(read._loads) == (place == "local")
+        assert bool(read._workers) == (place == "local")
         await wait_for_prompt(read)
-        (load,) = read._loads.values()
+        (worker,) = read._workers.values()
         many.replace_instances({"mono": []})
-        while read._loads:
+        while read._workers:
             await asyncio.sleep(0.05)
         assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
         assert read.counts["failed-model"] == 1
         await asyncio.gather(*read._closing_tasks)
         with pytest.raises(ProcessLookupError):
-            os.kill(load.worker.pid, 0)
+            os.kill(worker.pid, 0)
 
 
 @pytest.mark.parametrize(("path", "size"), [("/v1/embeddings", 4), (CHAT_PATH, 0)])
@@ -177,6 +193,7 @@ async def test_path(path: str, size: int) -> None:
         assert read.counts["failed-path"] == 1
 
 
+@pytest.mark.usefixtures("light_transformers")
 async def test_no_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
     """A model that cannot be loaded is said once, with the remedy, and tried again after a pause."""
     with caplog.at_level(logging.WARNING):
@@ -184,16 +201,16 @@ async def test_no_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
             while not read.counts["failed-load"]:
                 assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
                 await asyncio.sleep(0.05)
-            (load,) = read._loads.values()
-            task = load.task
+            (worker,) = read._workers.values()
+            task = worker.load_task
             for _ in range(3):
                 assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
 
-            assert load.task is task
-            load.retry_at_s = 0.0
+            assert worker.load_task is task
+            worker.retry_at_s = 0.0
             await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
-            assert load.task is not task
-            await load.task
+            assert worker.load_task is not task
+            await worker.load_task
     (line,) = [
         each.getMessage() for each in caplog.records if "routed without" in each.getMessage()
     ]
@@ -202,39 +219,35 @@ async def test_no_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.usefixtures("light_transformers")
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"prompt": [*range(1, 11)]},
-        {"prompt": [[1, 2, 3, 4, 5], [6, 7]]},
-        {"prompt": [*range(1, 11)], "cache_salt": "s"},
-    ],
-)
-async def test_ids_need_no_tokenizer(
-    folder: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_ids_need_no_tokenizer(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token ids are read while no tokenizer is there, as they are with it; text and odd ids are not."""
     monkeypatch.setattr(local_reader, "MODEL_CHECK_INTERVAL_S", 0.1)
-    body = json.dumps({"model": "m", **more}).encode()
+    bodies = [
+        json.dumps({"model": "m", **fields}).encode()
+        for fields in (
+            {"prompt": [*range(1, 11)]},
+            {"prompt": [[1, 2, 3, 4, 5], [6, 7]]},
+            {"prompt": [*range(1, 11)], "cache_salt": "s"},
+        )
+    ]
     text, odd = (json.dumps({"prompt": each}).encode() for each in ("Hello", [1, "a"]))
 
     async with run_reader(None, "local", build_fleet(root=folder)) as read:
         await wait_for_prompt(read)
-        known = await read.read_prompt(COMPLETIONS_PATH, "m", body, 4)
-        assert known is not None and known.block_keys
-        assert NO_TOKENIZER not in read._loads
+        known = [await read.read_prompt(COMPLETIONS_PATH, "m", each, 4) for each in bodies]
+        assert all(each is not None and each.block_keys for each in known)
+        assert NO_TOKENIZER not in read._workers
     async with run_reader(None, "local", build_fleet(root="/nowhere/at/all")) as read:
-        while (found := await read.read_prompt(COMPLETIONS_PATH, "m", body, 4)) is None:
-            assert not read.counts["failed-load"]
+        found = [await wait_for_prompt(read, each, COMPLETIONS_PATH) for each in bodies]
         assert found == known
         # A second check of the models does not take it for one that nobody wants.
         await asyncio.sleep(2.5 * local_reader.MODEL_CHECK_INTERVAL_S)
-        assert await read.read_prompt(COMPLETIONS_PATH, "m", body, 4) == known
+        assert await read.read_prompt(COMPLETIONS_PATH, "m", bodies[0], 4) == known[0]
         assert await read.read_prompt(COMPLETIONS_PATH, "m", text, 4) is None
         assert await read.read_prompt(COMPLETIONS_PATH, "m", odd, 4) is None
         assert read.counts["failed-malformed"] == 1
         assert read.counts["failed-load"] + read.counts["failed-loading"] >= 1
-        pid = read._loads[NO_TOKENIZER].worker.pid
+        pid = read._workers[NO_TOKENIZER].pid
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -255,25 +268,7 @@ async def test_missing(module: str, tmp_path: Path, caplog: pytest.LogCaptureFix
     assert f"{module} is not installed; {remedy}" in caplog.text
 
 
-@pytest.mark.usefixtures("light_transformers")
-async def test_prompts_stay(folder: str, caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
-    """What a prompt says is in no log and no output, whatever is wrong with it."""
-    bodies = [
-        HELLO_BODY.replace(b"Hello", b"s3cret"),
-        b'{"messages": "s3cret"}',
-        b"s3cret",
-        b'{"messages": [{"role": "user", "content": ["s3cret", 1]}]}',
-    ]
-
-    with caplog.at_level(logging.DEBUG):
-        async with run_reader(None, "local", build_fleet(root=folder)) as read:
-            await wait_for_prompt(read)
-            for body in bodies:
-                await read.read_prompt(CHAT_PATH, "m", body, 4)
-            assert read.counts["failed-malformed"] == 3
-    assert "s3cret" not in caplog.text + str(capfd.readouterr())
-
-
+@pytest.mark.full  # many seconds of waiting
 @pytest.mark.usefixtures("light_transformers")
 async def test_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A template that never ends costs its own request a second, then the child is another one."""
@@ -287,18 +282,18 @@ async def test_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async with run_reader(None, "local", build_fleet(root=folder)) as read:
         found = await wait_for_prompt(read)
-        (load,) = read._loads.values()
-        pid, begun = load.worker.pid, time.monotonic()
+        (worker,) = read._workers.values()
+        pid, begun = worker.pid, time.monotonic()
         assert await read.read_prompt(CHAT_PATH, "m", body, 4) is None
         assert time.monotonic() - begun < 3
         assert read.counts["failed-late"] == 1
-        while load.worker._process is not None:
+        while worker._process is not None:
             await asyncio.sleep(0.05)
         while (again := await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)) is None:
             await asyncio.sleep(0.05)
 
         assert again == found
-        assert load.worker.pid != pid
+        assert worker.pid != pid
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
@@ -340,6 +335,22 @@ time.sleep(60)
     await found.close()
 
 
+@pytest.mark.usefixtures("light_transformers")
+def test_orphan(tmp_path: Path) -> None:
+    """A tokenizer process whose router was killed ends by itself, even while it is busy."""
+    hurried = f"import {CHILD_MODULE} as child; child.PROMPT_TIMEOUT_S = 1; child.main()"
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", hurried], stdin=pipe, stdout=pipe)
+    child = small_tokenizer.TokenizerChild(process)
+    folder = small_tokenizer.build_tokenizer(tmp_path, template=small_tokenizer.ENDLESS_TEMPLATE)
+    assert child.read_prompt(folder).error == ""
+
+    with suppress(EOFError, msgspec.DecodeError):
+        child.read_prompt(folder, "chat", messages=[{"role": "endless", "content": "a"}])
+
+    assert child.close() == -signal.SIGALRM
+
+
 async def test_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more wait than may, in number or in bytes; whoever waits at the end is told."""
     monkeypatch.setattr(tokenizer_worker, "MAX_QUESTIONS", 2)
@@ -360,6 +371,7 @@ async def test_busy(monkeypatch: pytest.MonkeyPatch) -> None:
             await task
 
 
+@pytest.mark.full  # a time
 @pytest.mark.usefixtures("light_transformers")
 async def test_loop_free(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of a hundred thousand tokens costs the event loop some milliseconds.
@@ -457,27 +469,30 @@ async def test_engine_completion() -> None:
 
 
 @pytest.mark.usefixtures("light_transformers")
-@pytest.mark.parametrize(
-    ("status", "remedy"), [(403, "--enable-scale-out"), (401, "--upstream-key")]
-)
 async def test_engine_refuses(
-    status: int, remedy: str, folder: str, caplog: pytest.LogCaptureFixture
+    folder: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An instance that does not render, or wants a key, is asked once; what is to be set is said once."""
+    """Instances that do not render, or want a key, are asked once; what is to be set is said once.
+
+    One that is not there is left alone for a while, too. Tokens then come from the tokenizer.
+    """
+    monkeypatch.setattr(engine_reader, "FAILURE_PAUSE_S", 600.0)
     with caplog.at_level(logging.WARNING):
-        vllm = FakeVllm(status=status)
+        refusing = [FakeVllm(status=403), FakeVllm(status=401)]
         async with (
-            vllm.run_server() as url,
-            run_reader(None, "engine", build_fleet(url, root=folder)) as read,
+            refusing[0].run_server() as one,
+            refusing[1].run_server() as other,
+            run_reader(None, "engine", build_fleet(one, other, ABSENT_URL, root=folder)) as read,
         ):
             # None while the tokenizer is loading.
             assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
             found = await wait_for_prompt(read)
             assert found.tokens == len(found.token_ids) > 0
-            assert [path for path, _, _ in vllm.received if path != "/tokenize"] == [
-                f"{CHAT_PATH}/render"
-            ]
-    assert caplog.text.count(remedy) == 1
+            for vllm in refusing:
+                asked = [path for path, _, _ in vllm.received if path != "/tokenize"]
+                assert asked == [f"{CHAT_PATH}/render"]
+            assert read.counts["failed-unreachable"] == 1
+    assert caplog.text.count("--enable-scale-out") == caplog.text.count("--upstream-key") == 1
 
 
 FAILING_SERVERS: list[tuple[FakeVllm, str]] = [
@@ -516,8 +531,8 @@ async def test_differs(folder: str, same: bool, caplog: pytest.LogCaptureFixture
             run_reader(None, "local", build_fleet(url, root=folder)) as read,
         ):
             await wait_for_prompt(read)
-            (load,) = read._loads.values()
-            await load.task
+            (worker,) = read._workers.values()
+            await worker.load_task
             assert read.counts["differs"] == (0 if same else 1)
             assert [path for path, _, _ in vllm.received] == ["/tokenize"]
     assert ("--tokenize engine" in caplog.text) is not same
@@ -525,7 +540,7 @@ async def test_differs(folder: str, same: bool, caplog: pytest.LogCaptureFixture
 
 SLOW_CHILD_CODE = """
 import sys, time
-from ttft_otel.router.routing.prompts.child_frames import (
+from ttft_otel.router.routing.prompts.tokenizer_worker import (
     LENGTH_BYTES, TokenizeAnswer, question_decoder, frame_message,
 )
 while len(head := sys.stdin.buffer.read(LENGTH_BYTES)) == LENGTH_BYTES:
@@ -560,7 +575,7 @@ async def test_overload() -> None:
 
     await worker.ask_child(TokenizeQuestion("m"))
     tasks, begun = [], time.monotonic()
-    for _ in range(300):  # 100 a second, and it can do 20
+    for _ in range(150):  # 100 a second, and it can do 20
         tasks.append(asyncio.create_task(classify_outcome(worker, "0.05")))
         await asyncio.sleep(0.01)
     lasted = time.monotonic() - begun
@@ -615,17 +630,6 @@ async def test_many(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
             assert found.ensure_loaded(source) is None
     assert caplog.text.count("tokenizers are wanted") == 1
     assert "--tokenizer" in caplog.text
-
-
-@pytest.mark.usefixtures("light_transformers")
-async def test_engine_away(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When nobody is there, tokens come from the tokenizer, and instances are left alone for a while."""
-    monkeypatch.setattr(engine_reader, "FAILURE_PAUSE_S", 600.0)
-
-    async with run_reader(None, "engine", build_fleet(ABSENT_URL, root=folder)) as read:
-        found = await wait_for_prompt(read)
-        assert found.tokens == len(found.token_ids) > 0
-        assert read.counts["failed-unreachable"] == 1
 
 
 @pytest.mark.parametrize("away", [True, False])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a request's prompt as the engine will see it: token ids and block keys, for routing.
 
-local_reader.py tokenizes in a child process (tokenizer_worker.py, child_frames.py, tokenizer_child.py);
+local_reader.py tokenizes in a child process (tokenizer_worker.py, tokenizer_child.py);
 engine_reader.py asks an instance. The child reads prompts by means of
 transformers, and remembers tokenized prefixes; chat_messages.py changes chats before the template gets them,
 as vLLM does, and placeholders.py expands media placeholders.

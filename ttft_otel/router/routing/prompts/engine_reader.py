@@ -153,9 +153,9 @@ class EnginePromptReader(LocalPromptReader):
             )
             first_prompt = prompts[0]
             ids = array("I", first_prompt.token_ids)
-            source = self.find_tokenizer(model)
+            tokenizer = self.find_tokenizer(model)
             # Part of the block keys, but not of what an instance renders.
-            adapter = source.adapter if source else ""
+            adapter = tokenizer.adapter if tokenizer else ""
             spans = _list_spans(first_prompt.features)
         except (*JSON_ERRORS, IndexError, OverflowError) as error:
             raise UnreadablePrompt("malformed") from error

@@ -17,15 +17,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
 from ttft_otel.router.errors import UnreadablePrompt
-from ttft_otel.router.routing.prompts.child_frames import (
+from ttft_otel.router.routing.prompts.tokenizer_worker import (
     NO_TOKENIZER,
-    TokenizeAnswer,
+    REQUEST_WAIT_S,
     TokenizeQuestion,
+    TokenizerWorker,
 )
-from ttft_otel.router.routing.prompts.tokenizer_worker import REQUEST_WAIT_S, TokenizerWorker
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import JSON_ERRORS, Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
@@ -67,30 +68,6 @@ class Prompt:
     encoder_items: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerSource:
-    """The tokenizer of a model."""
-
-    source: str  # its folder or hub name
-    adapter: str = ""  # the model's LoRA adapter, part of its block keys
-    max_prompt_tokens: int = 0  # the model's longest prompt, 0 if unknown
-
-
-@dataclass(slots=True)
-class TokenizerLoad:
-    """The child process of one tokenizer and the state of loading it."""
-
-    worker: TokenizerWorker
-    child_number: int = 0  # of the child that has loaded it: another one has not
-    task: asyncio.Task[None] | None = None
-    is_ready: bool = False
-    retry_at_s: float = 0.0  # event-loop time from which a failed load is tried again
-
-    @property
-    def is_loading(self) -> bool:
-        return self.task is not None and not self.task.done() and not self.is_ready
-
-
 class LocalPromptReader:
     """Runs one child per tokenizer, so that one that loads does not delay prompts of other models.
 
@@ -108,7 +85,7 @@ class LocalPromptReader:
         self.counts: Counter[str] = Counter()
         self._tokenizer = tokenizer
         self._pool = pool
-        self._loads: dict[str, TokenizerLoad] = {}
+        self._workers: dict[str, TokenizerWorker] = {}  # by tokenizer
         self._last_warnings: dict[str, str] = {}  # last logged problem by source
         self._watch_task: asyncio.Task[None] | None = None
         self._closing_tasks: set[asyncio.Task[None]] = set()
@@ -122,7 +99,7 @@ class LocalPromptReader:
         if self._watch_task is not None:
             self._watch_task.cancel()
             await asyncio.gather(self._watch_task, return_exceptions=True)
-        for source in list(self._loads):
+        for source in list(self._workers):
             self._close_tokenizer(source)
         await asyncio.gather(*self._closing_tasks)
 
@@ -152,27 +129,22 @@ class LocalPromptReader:
         kind = next((PROMPT_KINDS[each] for each in PROMPT_KINDS if path.endswith(each)), "")
         if not kind or block_size < 1:
             raise UnreadablePrompt("path")
-        tokenizer = self.find_tokenizer(model)
-        if tokenizer is None:
+        question = self.find_tokenizer(model)
+        if question is None:
             raise UnreadablePrompt("model")
-        source, load = tokenizer.source, self.ensure_loaded(tokenizer.source)
-        is_ready = load is not None and load.is_ready
-        if not is_ready and kind == PROMPT_KINDS[COMPLETIONS_PATH] and _is_token_ids(body):
+        worker = self.ensure_loaded(question.source)
+        is_loaded = worker is not None and worker.is_loaded
+        if not is_loaded and kind == PROMPT_KINDS[COMPLETIONS_PATH] and _is_token_ids(body):
             # The child that needs no tokenizer reads it, and loads in no time.
-            source, load = NO_TOKENIZER, self.ensure_loaded(NO_TOKENIZER)
-            if load is not None and load.task is not None and load.is_loading:
-                await asyncio.wait({load.task})
-        if load is None or not load.is_ready:
-            raise UnreadablePrompt("loading" if load is not None and load.is_loading else "load")
-        question = TokenizeQuestion(
-            source=source,
-            path=kind,
-            body=body,
-            block_size=block_size,
-            adapter=tokenizer.adapter,
-            max_prompt_tokens=tokenizer.max_prompt_tokens,
+            question = replace(question, source=NO_TOKENIZER)
+            worker = self.ensure_loaded(NO_TOKENIZER)
+            if worker is not None and worker.load_task is not None and worker.is_loading:
+                await asyncio.wait({worker.load_task})
+        if worker is None or not worker.is_loaded:
+            raise UnreadablePrompt("loading" if worker and worker.is_loading else "load")
+        answer = await worker.ask_child(
+            replace(question, path=kind, body=body, block_size=block_size)
         )
-        answer = await load.worker.ask_child(question)
         if answer.error:
             raise UnreadablePrompt(answer.error)
         self.counts["read"] += 1
@@ -180,66 +152,58 @@ class LocalPromptReader:
             self.counts["cached"] += 1
         return Prompt(answer.tokens, _unpack_ids(answer.ids), answer.blocks, answer.item_tokens)
 
-    def find_tokenizer(self, model: str) -> TokenizerSource | None:
-        """The tokenizer of `model`; None while no instance lists the model."""
+    def find_tokenizer(self, model: str) -> TokenizeQuestion | None:
+        """The question that loads the tokenizer of `model`; None while no instance lists the model."""
         for _, card, cards in self._list_model_cards():
             if not model or card.get("id") == model:
                 return self._locate_tokenizer(card, cards)
-        return TokenizerSource(self._tokenizer) if self._tokenizer else None
+        return TokenizeQuestion(self._tokenizer) if self._tokenizer else None
 
-    def ensure_loaded(self, source: str) -> TokenizerLoad | None:
-        """The state of the tokenizer `source`, starting to load it if necessary; None beyond MAX_TOKENIZERS.
+    def ensure_loaded(self, source: str) -> TokenizerWorker | None:
+        """The worker of the tokenizer `source`, starting to load it if necessary; None beyond MAX_TOKENIZERS.
 
         A failed load is tried again after LOAD_RETRY_DELAY_S.
         """
-        load = self._loads.get(source)
-        if load is None:
-            if source != NO_TOKENIZER and len({*self._loads} - {NO_TOKENIZER}) >= MAX_TOKENIZERS:
+        worker = self._workers.get(source)
+        if worker is None:
+            if source != NO_TOKENIZER and len({*self._workers} - {NO_TOKENIZER}) >= MAX_TOKENIZERS:
                 self.warn_once("", _TOO_MANY_TOKENIZERS)
                 return None
-            load = self._loads[source] = TokenizerLoad(TokenizerWorker())
-        if load.is_ready and load.child_number != load.worker.child_count:
-            load.is_ready = False  # its child died
+            worker = self._workers[source] = TokenizerWorker()
         now_s = asyncio.get_running_loop().time()
-        if not load.is_ready and not load.is_loading and now_s >= load.retry_at_s:
-            load.task = asyncio.create_task(self._load_tokenizer(source, load))
-        return load
+        if not worker.is_loaded and not worker.is_loading and now_s >= worker.retry_at_s:
+            worker.load_task = asyncio.create_task(self._load_tokenizer(source, worker))
+        return worker
 
-    async def _load_tokenizer(self, source: str, load: TokenizerLoad) -> None:
-        try:
-            answer = await load.worker.ask_child(TokenizeQuestion(source))
-        except UnreadablePrompt as error:
-            detail = f"the tokenizer process of {source!r} failed: {error.reason}"
-            answer = TokenizeAnswer(error.reason, detail)
-        load.child_number = load.worker.child_count
+    async def _load_tokenizer(self, source: str, worker: TokenizerWorker) -> None:
+        answer = await worker.load_tokenizer(source)
         if answer.error == "closed":
             return
         if answer.error:
-            load.retry_at_s = asyncio.get_running_loop().time() + LOAD_RETRY_DELAY_S
+            worker.retry_at_s = asyncio.get_running_loop().time() + LOAD_RETRY_DELAY_S
             self.warn_once(source, f"prompts are routed without token ids: {answer.detail}")
             return
-        load.is_ready = True
         self._last_warnings.pop(source, None)
-        await self._compare_with_instance(source, load)
+        await self._compare_with_instance(source, worker)
 
     def _close_tokenizer(self, source: str) -> None:
         """Close in a task of its own, so that cancelling the caller leaves no process behind."""
         self._last_warnings.pop(source, None)
-        task = asyncio.create_task(_close_load(self._loads.pop(source)))
+        task = asyncio.create_task(self._workers.pop(source).close())
         self._closing_tasks.add(task)
         task.add_done_callback(self._closing_tasks.discard)
 
-    async def _compare_with_instance(self, source: str, load: TokenizerLoad) -> None:
+    async def _compare_with_instance(self, source: str, worker: TokenizerWorker) -> None:
         for instance, card, cards in list(self._list_model_cards()):
-            tokenizer = self._locate_tokenizer(card, cards)
-            if tokenizer.source != source or tokenizer.adapter:
+            question = self._locate_tokenizer(card, cards)
+            if question.source != source or question.adapter:
                 continue
             body = build_probe_body(str(card.get("id")))
             instance_ids = await self._request_token_ids(instance.url, body)
             if instance_ids is None:
                 continue
             try:
-                answer = await load.worker.ask_child(TokenizeQuestion(source, "chat", body, 1))
+                answer = await worker.ask_child(TokenizeQuestion(source, "chat", body, 1))
             except UnreadablePrompt:
                 return
             if _unpack_ids(answer.ids).tolist() != instance_ids:
@@ -275,7 +239,7 @@ class LocalPromptReader:
             for source in wanted_sources if self.loads_early else ():
                 self.ensure_loaded(source)
             # The last instance of these models is gone.
-            for source in set(self._loads) - wanted_sources - {NO_TOKENIZER}:
+            for source in set(self._workers) - wanted_sources - {NO_TOKENIZER}:
                 self._close_tokenizer(source)
             await asyncio.sleep(MODEL_CHECK_INTERVAL_S)
 
@@ -286,8 +250,8 @@ class LocalPromptReader:
 
     def _locate_tokenizer(
         self, card: dict[str, Any], cards: tuple[dict[str, Any], ...]
-    ) -> TokenizerSource:
-        """The tokenizer of a model card: an adapter uses that of its base model.
+    ) -> TokenizeQuestion:
+        """What loads the tokenizer of a model card: an adapter uses that of its base model.
 
         cards: all of the same instance. The adapter's name is part of its block keys.
         """
@@ -296,9 +260,8 @@ class LocalPromptReader:
         max_model_len = base.get("max_model_len")
         source = self._tokenizer or str(base.get("root") or base.get("id"))
         adapter = str(card.get("id")) if base is not card else ""
-        return TokenizerSource(
-            source, adapter, max_model_len if isinstance(max_model_len, int) else 0
-        )
+        limit = max_model_len if isinstance(max_model_len, int) else 0
+        return TokenizeQuestion(source, adapter=adapter, max_prompt_tokens=limit)
 
 
 def build_probe_body(model: str) -> bytes:
@@ -320,10 +283,3 @@ def _is_token_ids(body: bytes) -> bool:
         return False
     prompt = memoryview(fields.get("prompt", b""))[:PROMPT_PEEK_BYTES].tobytes()
     return prompt[:1] == b"[" and prompt.lstrip(b"[ \t\r\n")[:1].isdigit()
-
-
-async def _close_load(load: TokenizerLoad) -> None:
-    await load.worker.close()
-    if load.task is not None:
-        load.task.cancel()
-        await asyncio.gather(load.task, return_exceptions=True)

@@ -26,7 +26,7 @@ import msgspec
 from ttft_otel.router.errors import UnreadablePrompt
 from ttft_otel.router.routing.policies.block_index import compute_block_keys
 from ttft_otel.router.routing.prompts import chat_messages, placeholders
-from ttft_otel.router.routing.prompts.child_frames import (
+from ttft_otel.router.routing.prompts.tokenizer_worker import (
     LENGTH_BYTES,
     NO_TOKENIZER,
     TokenizeAnswer,

@@ -2,7 +2,9 @@
 """Runs a tokenizer child process and kills it when it hangs; local_reader.py has one per tokenizer.
 
 A process and not a thread, because templates and tokenizers hold the GIL and a template may never end.
-Questions queue here and not in the pipe, so that those of disconnected clients can be dropped.
+Questions queue here and not in the pipe, so that those of disconnected clients can be dropped. A frame is
+the length of a message, big-endian, followed by the message in msgpack; the child answers each question
+before it reads the next one.
 """
 
 from __future__ import annotations
@@ -17,13 +19,6 @@ from typing import Final
 import msgspec
 
 from ttft_otel.router.errors import UnreadablePrompt
-from ttft_otel.router.routing.prompts.child_frames import (
-    LENGTH_BYTES,
-    TokenizeAnswer,
-    TokenizeQuestion,
-    answer_decoder,
-    frame_message,
-)
 from ttft_otel.tracing.handoff import build_child_command
 
 CHILD_MODULE: Final = "ttft_otel.router.routing.prompts.tokenizer_child"
@@ -40,12 +35,57 @@ LOAD_TIMEOUT_S: Final = 300.0  # seconds; the model may have to be downloaded
 _RESTART_DELAY_S: Final = 1.0  # seconds between two starts
 
 
+# MessagePack does not tell its length in front, and a pipe has no message bounds.
+LENGTH_BYTES: Final = 4  # bytes of a frame's length
+# The `source` of prompts that are token ids already and need no tokenizer; no model has this name.
+NO_TOKENIZER: Final = "\0"
+
+
+# array_like: fields by position, since both ends are of the same version.
+class TokenizeQuestion(msgspec.Struct, array_like=True, frozen=True):
+    """A request to load the tokenizer `source`, or with a `path` to read the prompt of `body`."""
+
+    source: str
+    path: str = ""  # "chat" or "completion"
+    body: bytes = b""
+    block_size: int = 0  # tokens per block
+    adapter: str = ""  # the LoRA adapter, if any
+    max_prompt_tokens: int = 0  # the model's limit, 0 if unknown
+
+
+class TokenizeAnswer(msgspec.Struct, array_like=True, frozen=True):
+    """The response to a question."""
+
+    error: str = ""  # one word, "" for success
+    detail: str = ""  # for logs, about the model and never of a prompt
+    tokens: int = 0
+    ids: bytes = b""  # an array("I") as bytes
+    blocks: tuple[int, ...] = ()
+    item_tokens: tuple[int, ...] = ()  # placeholder tokens per media item
+    cached_tokens: int = 0  # tokens taken from the cache of tokenizer_child.py
+
+
+def frame_message(message: TokenizeQuestion | TokenizeAnswer) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+
+question_decoder: Final = msgspec.msgpack.Decoder(TokenizeQuestion)
+answer_decoder: Final = msgspec.msgpack.Decoder(TokenizeAnswer)
+
+
 class TokenizerWorker:
-    """Starts its child (of `command`) at the first question, and a new one after it died."""
+    """Starts its child (of `command`) at the first question, and a new one after it died.
+
+    load_task, retry_at_s: its reader's, which loads a tokenizer; event-loop time of the next attempt.
+    """
 
     def __init__(self, command: Sequence[str] = build_child_command(CHILD_MODULE)) -> None:
         self.pid = 0
-        self.child_count = 0  # children started; a new one has no tokenizer loaded
+        self.load_task: asyncio.Task[None] | None = None
+        self.retry_at_s = 0.0
+        # Numbers of the latest child, and of the one that has loaded the tokenizer: another one has not.
+        self._child_count = self._loaded_child = 0
         self._command = tuple(command)
         self._process: asyncio.subprocess.Process | None = None
         self._read_task: asyncio.Task[None] | None = None
@@ -59,6 +99,25 @@ class TokenizerWorker:
         self._start_lock = asyncio.Lock()
         self._last_start_s = float("-inf")
         self._is_closed = False
+
+    @property
+    def is_loaded(self) -> bool:
+        return 0 < self._loaded_child == self._child_count
+
+    @property
+    def is_loading(self) -> bool:
+        return self.load_task is not None and not self.load_task.done() and not self.is_loaded
+
+    async def load_tokenizer(self, source: str) -> TokenizeAnswer:
+        """Have the child load the tokenizer `source`; the answer says what was wrong."""
+        try:
+            answer = await self.ask_child(TokenizeQuestion(source))
+        except UnreadablePrompt as error:
+            detail = f"the tokenizer process of {source!r} failed: {error.reason}"
+            return TokenizeAnswer(error.reason, detail)
+        if not answer.error:
+            self._loaded_child = self._child_count
+        return answer
 
     async def ask_child(self, question: TokenizeQuestion) -> TokenizeAnswer:
         """Send `question` and return the answer. Raises UnreadablePrompt: busy, stuck, died or closed."""
@@ -98,6 +157,9 @@ class TokenizerWorker:
             _kill_process(process)
         if self._read_task is not None:
             await self._read_task
+        if self.load_task is not None:
+            self.load_task.cancel()
+            await asyncio.gather(self.load_task, return_exceptions=True)
 
     async def _ensure_started(self) -> None:
         async with self._start_lock:
@@ -121,7 +183,7 @@ class TokenizerWorker:
                 )
             except OSError as error:
                 raise UnreadablePrompt("died") from error
-            self.child_count += 1
+            self._child_count += 1
             self.pid = self._process.pid
             self._read_task = asyncio.create_task(self._read_answers(self._process))
 
