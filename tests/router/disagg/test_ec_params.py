@@ -89,7 +89,6 @@ async def test_parts_that_differ_may_be_the_same_image() -> None:
     [
         b'{"choices": []}',
         b'{"ec_transfer_params": null}',
-        b'{"ec_transfer_params": {}}',
         b'{"ec_transfer_params": {"a": null}}',
     ],
 )
@@ -116,8 +115,7 @@ async def test_clients_own_parameters_are_replaced() -> None:
         assert not any(EC_PARAMS_FIELD in each.json for each in e.received)
 
 
-@pytest.mark.parametrize("mode", ["off", "strip"])
-@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize(("mode", "stream"), [("off", False), ("strip", True)])
 async def test_prefill_gets_them_and_decode_does_not(mode: str, stream: bool) -> None:
     """With all three legs prefill fetches encodings, and decode fetches blocks; the same for the header."""
     model = fake_pair.PairModel()
@@ -224,15 +222,27 @@ HOSTILE_ANSWERS = {
         json.dumps({EC_PARAMS_FIELD: {str(number): {} for number in range(4097)}}).encode(),
         "4096 entries",
     ),
-    "long": (b'{"x": "%b"}' % (b"x" * 10_000_000), "longer than 1048576 bytes"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE_ANSWERS)
-async def test_a_hostile_answer_is_a_502(name: str) -> None:
-    """An unusable encoder answer is retried once; then the client gets a 502 with the reason."""
+def test_a_hostile_answer_is_refused(name: str) -> None:
+    """Each for its reason, which names nothing of what it says."""
     answer, why = HOSTILE_ANSWERS[name]
+    with pytest.raises(InvalidAnswer, match=why):
+        TransferParams().add_answer(answer)
 
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        HOSTILE_ANSWERS["html"],
+        (b'{"x": "%b"}' % (b"x" * 10_000_000), "longer than 1048576 bytes"),
+    ],
+    ids=["html", "long"],
+)
+async def test_a_hostile_answer_is_a_502(answer: bytes, why: str) -> None:
+    """An unusable encoder answer is retried once; then the client gets a 502 with the reason."""
     async with fake_instances.run_routed_instances(
         encoders=[plan_encoder(lambda _: answer), plan_encoder(lambda _: answer)]
     ) as (router, e1, e2, server):
@@ -242,8 +252,7 @@ async def test_a_hostile_answer_is_a_502(name: str) -> None:
         assert error["type"] == "UpstreamError" and error["code"] == 502
         message = error["message"]
         assert message.startswith("The encode instance failed: ") and message.endswith(".")
-        with pytest.raises(AssertionError, match=why):
-            raise AssertionError(message)
+        assert why in message
         assert len(e1.received) == len(e2.received) == 1 and not server.received
         (record, *_) = await router.wait_for_records(1)
         assert [call.error for call in record.calls] == ["InvalidAnswer"] * 2
@@ -295,9 +304,7 @@ JSON = LEAVES | LISTS | some.dictionaries(some.text(max_size=5), LEAVES | LISTS,
 OBJECTS = some.dictionaries(some.text(max_size=8) | some.just(EC_PARAMS_FIELD), JSON, max_size=4)
 
 
-EXAMPLES = settings(
-    max_examples=3 * settings.default.max_examples, deadline=None, derandomize=True, database=None
-)
+EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
 
 @EXAMPLES

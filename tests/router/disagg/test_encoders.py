@@ -108,19 +108,6 @@ async def test_prompts_are_read_before_encoders_are_asked(apart: bool) -> None:
         assert told.stages["router.lookup"] == ttft.stages["router.lookup"]
 
 
-@pytest.mark.parametrize("line", [None, PrefillLine(0.01, 1e-4, 1e-8)], ids=["pairs", "seconds"])
-def test_less_work_wins_over_fewer_items(line: PrefillLine | None) -> None:
-    """Three small items are less to do than a big one, by pairs as by learnt seconds."""
-    state = PolicyState(BlockHolders(1), models=PrefillModels(line))
-    policy = LeastTtftPolicy(state)
-    state.record_sent(build_item_request(0, 4000), Decision(A, 0.0, ""), 0)
-    for number in (1, 2, 3):
-        state.record_sent(build_item_request(number, 100), Decision(B, 0.0, ""), 0)
-    assert policy.choose_instance(build_item_request(4, 100), (A, B), 0, False).instance is B
-    state.record_sent(build_item_request(5, 8000), Decision(B, 0.0, ""), 0)
-    assert policy.choose_instance(build_item_request(6, 100), (A, B), 0, False).instance is A
-
-
 def test_sizes_are_of_distinct_items() -> None:
     """An item that comes twice is encoded once; counts that are of other parts say nothing."""
     body = RequestBody(b"", media_items=(b"a", b"b"), item_positions=(0, 2), media_part_count=3)
@@ -218,7 +205,9 @@ async def test_items_of_unknown_size_are_alike() -> None:
         assert (state.models.list_fits(), len(state.pending)) == ({}, 0)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["E+PD", "E+P+D"])
+@pytest.mark.parametrize(
+    "apart", [pytest.param(False, marks=pytest.mark.full), True], ids=["E+PD", "E+P+D"]
+)
 async def test_what_the_encoders_policy_believes_is_seen(apart: bool) -> None:
     """GET /instances and /metrics show encoders' load and learnt speed; `ttft.predicted_ms` excludes them."""
     plan, routing = InstancePlan(), build_routing_factory(encoders="ttft")

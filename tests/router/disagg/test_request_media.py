@@ -243,7 +243,9 @@ def test_those_that_say_nothing_count_nothing() -> None:
     assert INSTANCES[0].recomputed_items == before
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize(
+    "stream", [pytest.param(False, marks=pytest.mark.full), True], ids=["plain", "stream"]
+)
 async def test_what_a_server_encoded_again_is_on_metrics(
     stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -93,7 +93,7 @@ def build_app(
                 yield
         finally:
             # First: releases are sent by the session that is closed next.
-            await endpoint.prefill_decode.releases.wait_pending()
+            await endpoint.prefill_decode.wait_releases()
             await endpoint.upstream.close()
 
     app = FastAPI(

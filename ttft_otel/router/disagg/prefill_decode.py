@@ -8,6 +8,7 @@ instance. Blocks that no decode instance fetches are always released.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -53,58 +54,6 @@ SHUTDOWN_WAIT_S: Final = 2.0  # seconds to wait for running releases at shutdown
 MAX_PENDING_RELEASES: Final = 256
 
 
-class KvReleases:
-    """Releases KV blocks that no decode instance will fetch, in the background.
-
-    The prefill instance keeps the blocks of a request until a time-out (NIXL: half a minute to eight minutes,
-    by release). A decode instance that refuses a request with the prefill parameters tells it to free them,
-    so a decode instance is sent a request that it must refuse.
-    """
-
-    def __init__(self, upstream: UpstreamClient) -> None:
-        self._upstream = upstream
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def start_release(self, kv_params: Raw, client_headers: Mapping[str, str]) -> None:
-        """Release the blocks that `kv_params` name; `client_headers` give the authorization."""
-        pool = self._upstream.pool
-        # an instance whose breaker is open can still refuse, and there may be no other
-        candidates = pool.get_candidates(DECODE) or pool.get(DECODE)
-        if candidates and len(self._tasks) < MAX_PENDING_RELEASES:
-            task = asyncio.create_task(
-                self._send_refused_request(candidates[0], kv_params, client_headers)
-            )
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def wait_pending(self) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=SHUTDOWN_WAIT_S)
-
-    async def _send_refused_request(
-        self, instance: Instance, kv_params: Raw, client_headers: Mapping[str, str]
-    ) -> None:
-        fields = {
-            "model": UNKNOWN_MODEL,
-            "prompt": "-",
-            "max_tokens": 1,
-            "kv_transfer_params": kv_params,
-        }
-        # a trace of its own, not sampled: no client asked for this request
-        key = client_headers.get("authorization", "")
-        headers = {"Authorization": key} if key else {}
-        traceparent = f"00-{context.new_span_id() * 2}-{context.new_span_id()}-00"
-        try:
-            await self._upstream.queries.ask(
-                f"{instance.url}{COMPLETIONS_PATH}",
-                body=msgspec.json.encode(fields),
-                headers={**headers, header_names.TRACEPARENT: traceparent},
-                timeout_s=RELEASE_TIMEOUT_S,
-            )
-        except QUERY_ERRORS:
-            return  # the prefill instance's time-out frees the blocks
-
-
 class DisaggregatedRequest(msgspec.Struct):
     """One request on its way through a prefill and a decode instance."""
 
@@ -129,9 +78,16 @@ class DisaggregatedRequest(msgspec.Struct):
 
 
 class PrefillDecodeFlow:
+    """Serves requests by both legs, and releases KV blocks that no decode instance will fetch.
+
+    The prefill instance keeps the blocks of a request until a time-out (NIXL: half a minute to eight minutes,
+    by release). A decode instance that refuses a request with the prefill parameters tells it to free them,
+    so a decode instance is sent a request that it must refuse, in the background.
+    """
+
     def __init__(self, upstream: UpstreamClient) -> None:
         self.upstream = upstream
-        self.releases = KvReleases(upstream)
+        self._releases: set[asyncio.Task[None]] = set()
         # Requests whose first token the decode instance generated differently.
         self.mismatch_count = 0
 
@@ -157,7 +113,45 @@ class PrefillDecodeFlow:
         finally:
             # Also when the client has left: the prefill instance would keep the blocks until its time-out.
             if job.unfetched_kv_params:
-                self.releases.start_release(job.unfetched_kv_params, job.leg_headers)
+                self._start_release(job.unfetched_kv_params, job.leg_headers)
+
+    def _start_release(self, kv_params: Raw, client_headers: Mapping[str, str]) -> None:
+        """Release the blocks that `kv_params` name; `client_headers` give the authorization."""
+        pool = self.upstream.pool
+        # an instance whose breaker is open can still refuse, and there may be no other
+        candidates = pool.get_candidates(DECODE) or pool.get(DECODE)
+        if candidates and len(self._releases) < MAX_PENDING_RELEASES:
+            task = asyncio.create_task(
+                self._send_refused_request(candidates[0], kv_params, client_headers)
+            )
+            self._releases.add(task)
+            task.add_done_callback(self._releases.discard)
+
+    async def wait_releases(self) -> None:
+        if self._releases:
+            await asyncio.wait(self._releases, timeout=SHUTDOWN_WAIT_S)
+
+    async def _send_refused_request(
+        self, instance: Instance, kv_params: Raw, client_headers: Mapping[str, str]
+    ) -> None:
+        fields = {
+            "model": UNKNOWN_MODEL,
+            "prompt": "-",
+            "max_tokens": 1,
+            "kv_transfer_params": kv_params,
+        }
+        # a trace of its own, not sampled: no client asked for this request
+        key = client_headers.get("authorization", "")
+        headers = {"Authorization": key} if key else {}
+        traceparent = f"00-{context.new_span_id() * 2}-{context.new_span_id()}-00"
+        # Else the prefill instance's time-out frees the blocks.
+        with contextlib.suppress(*QUERY_ERRORS):
+            await self.upstream.queries.ask(
+                f"{instance.url}{COMPLETIONS_PATH}",
+                body=msgspec.json.encode(fields),
+                headers={**headers, header_names.TRACEPARENT: traceparent},
+                timeout_s=RELEASE_TIMEOUT_S,
+            )
 
     async def _run_prefill(self, job: DisaggregatedRequest) -> tuple[InstanceAnswer, bytes]:
         """The prefill answer and its body, one token. Raises UpstreamRefused, UpstreamUnavailable."""
@@ -291,7 +285,7 @@ class PrefillDecodeFlow:
         self.upstream.pool.record_ended(attempts[-1])
         self.upstream.retry_counts[DECODE] = self.upstream.retry_counts.get(DECODE, 0) + 1
         # At once: the prefill instance needs the memory for other requests.
-        self.releases.start_release(job.unfetched_kv_params, request.headers)
+        self._start_release(job.unfetched_kv_params, request.headers)
         job.unfetched_kv_params = None
         body = job.plan.build_decode_body(None)
         # It computes the whole prompt, media included.

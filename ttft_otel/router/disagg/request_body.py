@@ -31,7 +31,6 @@ _LENIENT_TOO_LARGE: Final = (
     "The body is not valid JSON. NaN, Infinity and lone surrogates are accepted in bodies of at "
     f"most {MAX_LENIENT_JSON_BYTES} bytes."
 )
-_NULL_JSON: Final = Raw(b"null")
 # Whatever a body of so many bytes consists of, all that is done with it takes less than 25 ms.
 MAX_SMALL_BYTES: Final = 64 << 10
 # Larger ones are counted, up to here on the loop: it takes 0.4 ms per MB, or ends early.
@@ -57,13 +56,13 @@ class _RequestFields(_TransferParams):
     """The fields that are read; msgspec skips the others without building objects."""
 
     # Raw, since any type may come: a wrong one is for the instance to refuse.
-    model: Raw = _NULL_JSON
-    stream: Raw = _NULL_JSON
-    background: Raw = _NULL_JSON
-    priority: Raw = _NULL_JSON
-    messages: Raw = _NULL_JSON
-    input: Raw = _NULL_JSON
-    vllm_xargs: Raw = _NULL_JSON
+    model: Raw = request_media.NULL_JSON
+    stream: Raw = request_media.NULL_JSON
+    background: Raw = request_media.NULL_JSON
+    priority: Raw = request_media.NULL_JSON
+    messages: Raw = request_media.NULL_JSON
+    input: Raw = request_media.NULL_JSON
+    vllm_xargs: Raw = request_media.NULL_JSON
     # These change how an image is processed, so the encoder must see them too.
     mm_processor_kwargs: Raw | UnsetType = UNSET
     media_io_kwargs: Raw | UnsetType = UNSET
@@ -108,7 +107,7 @@ def parse_body(data: bytes, path: str = "") -> RequestBody:
     """
     try:
         fields = _fields_decoder.decode(data)
-        has_extra_params = _begins_with(fields.vllm_xargs, b"{") and (
+        has_extra_params = request_media.starts_with(fields.vllm_xargs, b"{") and (
             _params_decoder.decode(fields.vllm_xargs).is_given
         )
         # Only these bodies are encoded anew; all others pass byte for byte.
@@ -119,7 +118,9 @@ def parse_body(data: bytes, path: str = "") -> RequestBody:
             _decode_text(fields.model),
             bytes(fields.stream) == b"true",
             bytes(fields.background) == b"true",
-            _decode_number(fields.priority) if fields.priority is not _NULL_JSON else 0,
+            _decode_number(fields.priority)
+            if fields.priority is not request_media.NULL_JSON
+            else 0,
         )
     except JSON_ERRORS:
         # NaN or a lone surrogate, perhaps; or no JSON.
@@ -190,7 +191,7 @@ def _drop_transfer_params(data: bytes | Raw) -> dict[str, Raw]:
 
 def _decode_text(raw: Raw) -> str:
     """A JSON string; "" for any other value."""
-    return _text_decoder.decode(raw) if _begins_with(raw, b'"') else ""
+    return _text_decoder.decode(raw) if request_media.starts_with(raw, b'"') else ""
 
 
 def _decode_number(raw: Raw) -> int:
@@ -201,11 +202,6 @@ def _decode_number(raw: Raw) -> int:
         return _number_decoder.decode(raw)
     except msgspec.ValidationError:
         return 0
-
-
-def _begins_with(raw: Raw, character: bytes) -> bool:
-    # A view, since the value may be as large as the body.
-    return bytes(memoryview(raw)[:1]) == character
 
 
 def _add_media(parsed: RequestBody, path: str, fields: _RequestFields) -> None:

@@ -35,7 +35,7 @@ PREPARATION_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     MESSAGES_PATH: ("chat_template_kwargs",),
     RESPONSES_PATH: ("mm_processor_kwargs", "media_io_kwargs", "chat_template_kwargs"),
 }
-_NULL_JSON: Final = Raw(b"null")
+NULL_JSON: Final = Raw(b"null")
 _DEFAULT_MEDIA_TYPE: Final = Raw(b'"image/jpeg"')  # what vLLM takes a source without media_type for
 _TOOL_OUTPUTS: Final = ("function_call_output", "custom_tool_call_output")
 
@@ -45,19 +45,19 @@ class _Item(msgspec.Struct):
 
     type: Any = None
     role: Any = None
-    content: Raw = _NULL_JSON
-    source: Raw = _NULL_JSON  # of an image block
-    output: Raw = _NULL_JSON  # what a tool returned
+    content: Raw = NULL_JSON
+    source: Raw = NULL_JSON  # of an image block
+    output: Raw = NULL_JSON  # what a tool returned
 
 
 class _Part(msgspec.Struct):
     """A part of a message of chats or of /v1/responses."""
 
     type: Any = None
-    image_url: Raw = _NULL_JSON
-    audio_url: Raw = _NULL_JSON
-    input_audio: Raw = _NULL_JSON
-    video_url: Raw = _NULL_JSON
+    image_url: Raw = NULL_JSON
+    audio_url: Raw = NULL_JSON
+    input_audio: Raw = NULL_JSON
+    video_url: Raw = NULL_JSON
 
 
 class _Source(msgspec.Struct):
@@ -65,8 +65,8 @@ class _Source(msgspec.Struct):
 
     type: Any = None
     media_type: Raw = _DEFAULT_MEDIA_TYPE
-    data: Raw = _NULL_JSON
-    url: Raw = _NULL_JSON
+    data: Raw = NULL_JSON
+    url: Raw = NULL_JSON
 
 
 _items_decoder: Final = msgspec.json.Decoder(list[_Item])
@@ -140,13 +140,13 @@ def _find_in_messages(conversation: Raw) -> Iterator[bytes]:
 
 def _convert_source(raw: Raw) -> list[bytes]:
     """An image block's source as a part of a chat message (_convert_image_source_to_url)."""
-    if not _starts_with(raw, b"{"):
+    if not starts_with(raw, b"{"):
         return []
     source = _source_decoder.decode(raw)
     if source.type == "url":
         return _build_image_part(bytes(source.url))
     # Neither is decoded: an image may have megabytes.
-    if not _is_text(source.data) or not _starts_with(source.media_type, b'"'):
+    if not _is_text(source.data) or not starts_with(source.media_type, b'"'):
         return []
     # both are JSON strings: spliced without their quotes they are one again
     media_type, data = memoryview(source.media_type)[1:-1], memoryview(source.data)[1:-1]
@@ -155,7 +155,7 @@ def _convert_source(raw: Raw) -> list[bytes]:
 
 def _find_in_responses(conversation: Raw) -> Iterator[bytes]:
     """`input_image` parts of messages and of what tools returned (responses/utils.py)."""
-    if not _starts_with(conversation, b"["):
+    if not starts_with(conversation, b"["):
         return  # a text
     for item in _items_decoder.decode(conversation):
         parts = item.output if item.type in _TOOL_OUTPUTS else item.content
@@ -173,15 +173,16 @@ def _build_image_part(url: bytes) -> list[bytes]:
 
 def _list_objects(content: Raw) -> list[Raw]:
     """The JSON objects of a list; none where it is a text or null."""
-    if not _starts_with(content, b"["):
+    if not starts_with(content, b"["):
         return []
     # Between them may be strings, which are texts.
-    return [each for each in _list_decoder.decode(content) if _starts_with(each, b"{")]
+    return [each for each in _list_decoder.decode(content) if starts_with(each, b"{")]
 
 
 def _is_text(raw: Raw | bytes) -> bool:
-    return _starts_with(raw, b'"') and len(memoryview(raw)) > 2
+    return starts_with(raw, b'"') and len(memoryview(raw)) > 2
 
 
-def _starts_with(raw: Raw | bytes, character: bytes) -> bool:
+def starts_with(raw: Raw | bytes, character: bytes) -> bool:
+    # A view, since the value may be as large as the body.
     return bytes(memoryview(raw)[:1]) == character
