@@ -9,7 +9,7 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -18,18 +18,6 @@ from msgspec import Meta, Raw
 
 from ttft_otel.router.errors import MalformedEvents
 
-STORED_FIELDS: Final = (
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-    "extra_keys",
-    "group_idx",
-    "kv_cache_spec_kind",
-)
 REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx")
 # vLLM's batches are those of one step; lists have their length in front, so that longer ones cost nothing.
 MAX_EVENTS: Final = 200_000  # of a message
@@ -70,6 +58,7 @@ _decode_any: Final = _build_decoder(Any)
 _decode_bytes: Final = _build_decoder(bytes)
 _decode_optional_text: Final = _build_decoder(str | None)
 _decode_optional_number: Final = _build_decoder(int | None)
+# In the order of a stored event that is an array.
 _FIELD_DECODERS: Final[Mapping[str, Callable[[bytes | Raw], Any]]] = {
     "block_hashes": _build_decoder(Annotated[list[int | bytes], Meta(max_length=MAX_EVENT_BLOCKS)]),
     "parent_block_hash": _build_decoder(int | bytes | None),
@@ -159,12 +148,12 @@ def _parse_event(raw: RawEvent) -> KvEvent:
             _read_hashes(fields), fields.get("medium") or "GPU", fields.get("group_idx") or 0
         )
     if tag == "BlockStored":
-        return _parse_stored(_decode_fields(raw, STORED_FIELDS))
+        return _parse_stored(_decode_fields(raw, _FIELD_DECODERS))
     # None, for events of later releases: counted as unknown.
     return CacheCleared() if tag == "AllBlocksCleared" else None
 
 
-def _decode_fields(raw: RawEvent, names: Sequence[str]) -> Mapping[str, Any]:
+def _decode_fields(raw: RawEvent, names: Collection[str]) -> Mapping[str, Any]:
     # Shorter if a release lacks a field or omits defaults, longer if it has more fields.
     named = raw if isinstance(raw, dict) else dict(zip(names, raw[1:], strict=False))
     return {name: _FIELD_DECODERS[name](named[name]) for name in names if name in named}
