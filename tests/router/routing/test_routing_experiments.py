@@ -201,6 +201,7 @@ def test_capacity() -> None:
     assert compute_capacity([*rows, [0, 0, 1, 0, 60_000]], 8) == pytest.approx(4, rel=0.05)
 
 
+@pytest.mark.full  # all of the pictures are drawn
 def test_page() -> None:
     """The report shows the kept results with their pictures, all of them."""
     found = json.loads(LIVE_RESULTS.read_text("utf-8"))

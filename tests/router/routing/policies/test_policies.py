@@ -19,7 +19,7 @@ from msgspec import structs
 from ttft_otel.router.errors import SloUnreachable
 from ttft_otel.router.routing.policies import policy_registry
 from ttft_otel.router.routing.policies.block_index import BlockHolders, SentHistory
-from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND, PendingLoads
+from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
 from ttft_otel.router.routing.policies.policy_registry import (
     POINTS_PER_INSTANCE,
     POLICIES,
@@ -108,19 +108,11 @@ def set_in_flight(*counts: int) -> list[Instance]:
 PAIRS_BY_PROMPT = [
     (0, 0, 0),
     (1, 0, 1),
-    (1, 1, 0),
-    (2, 0, 3),
     (2, 1, 2),
-    (3, 1, 5),
-    (10, 0, 55),
     (10, 4, 45),
     (16, 16, 0),
-    (100, 0, 5050),
     (100, 99, 100),
-    (1000, 512, 369_172),
-    (4096, 0, 8_390_656),
     (4096, 2048, 6_292_480),
-    (20_260, 260, 205_210_000),
     (131_072, 0, 8_590_000_128),
     (131_072, 131_056, 2_097_032),
 ]
@@ -171,14 +163,6 @@ def test_one_token() -> None:
 
     assert known.estimate_cached(build_request(0, 64, range(4)), INSTANCES) == [48, 0, 0]
     assert known.estimate_cached(build_request(0, 65, range(4)), INSTANCES) == [64, 0, 0]
-
-
-def test_shared() -> None:
-    """With a cache that all share, the longest prefix counts for each."""
-    known = build_state(shared_cache=True)
-    known.index.add_blocks(B.url, range(2))
-
-    assert known.estimate_cached(build_request(0, 64, range(4)), INSTANCES) == [32, 32, 32]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -533,28 +517,6 @@ def test_outcome() -> None:
 
     assert known.outcomes[A.url].mape == pytest.approx(0.2)
     assert known.outcomes[A.url].r2 == pytest.approx(0.6, rel=0.01)
-
-
-def test_elsewhere() -> None:
-    """A request that is sent to another instance is no longer counted at the first one."""
-    known = build_state()
-    add_load_entry(known, build_request(1, 100), A)
-    add_load_entry(known, build_request(1, 100), B, now=5)
-
-    assert [known.pending.get_load(each.url).pairs for each in INSTANCES] == [0, 5050, 0]
-    assert len(known.pending) == 1
-
-
-def test_time_out() -> None:
-    """A request whose end is never reported is forgotten after a while; its instance keeps no state."""
-    pending = PendingLoads(max_pending_us=10 * US_PER_SECOND)
-    known = PolicyState(BlockHolders(BLOCK_TOKENS), pending=pending)
-    add_load_entry(known, build_request(1, 100), A)
-    add_load_entry(known, build_request(2, 100), B, now=9 * US_PER_SECOND)
-    add_load_entry(known, build_request(3, 100), B, now=11 * US_PER_SECOND)
-
-    assert pending.get_load(A.url).entries == {}
-    assert len(pending) == 2
 
 
 def test_history() -> None:

@@ -266,26 +266,21 @@ async def test_unknown_instance(caplog: pytest.LogCaptureFixture) -> None:
     assert "http://127.0.0.1:9, which is no instance that prefills" in caplog.text
 
 
-def test_slices() -> None:
+async def test_slices() -> None:
     """Long work yields to the event loop at short intervals."""
 
-    async def run_scenario() -> int:
-        turns = 0
+    def work_in_slices() -> Any:
+        for _ in range(50):
+            end = monotonic() + 0.001
+            while monotonic() < end:
+                pass
+            yield
 
-        def work_in_slices() -> Any:
-            for _ in range(50):
-                end = monotonic() + 0.001
-                while monotonic() < end:
-                    pass
-                yield
-
-        task = asyncio.ensure_future(run_sliced(work_in_slices()))
-        while not task.done():
-            turns += 1
-            await asyncio.sleep(0)
-        return turns
-
-    assert asyncio.run(run_scenario()) > 20
+    turns, task = 0, asyncio.ensure_future(run_sliced(work_in_slices()))
+    while not task.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > 20
 
 
 def test_given() -> None:
@@ -344,19 +339,14 @@ def test_without_zmq(monkeypatch: pytest.MonkeyPatch) -> None:
         prefixes.build_source("kv-events")
 
 
-def test_many_instances() -> None:
+async def test_many_instances() -> None:
     """The more instances, the less of each one's history is kept."""
-
-    async def run_scenario() -> int:
-        urls = [f"http://127.0.0.1:{port}" for port in range(1, 101)]
-        source = prefixes.build_source("history", block_size=BLOCK_TOKENS)
-        async with run_source(build_fleet(*urls), source):
-            for number in range(20):
-                source.index.record_served(urls[0], range(number * 1000, number * 1000 + 1000))
-            told: dict[str, int] = source.describe_instances()[urls[0]]
-            return told["blocks"]
-
-    assert asyncio.run(run_scenario()) == 10_000
+    urls = [f"http://127.0.0.1:{port}" for port in range(1, 101)]
+    source = prefixes.build_source("history", block_size=BLOCK_TOKENS)
+    async with run_source(build_fleet(*urls), source):
+        for number in range(20):
+            source.index.record_served(urls[0], range(number * 1000, number * 1000 + 1000))
+        assert source.describe_instances()[urls[0]]["blocks"] == 10_000
 
 
 @asynccontextmanager
