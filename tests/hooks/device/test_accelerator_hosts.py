@@ -198,19 +198,6 @@ def test_engine_cores_on_two_hosts(kinds: dict[str, Any], name: str, loop: str) 
     assert len(seen) >= 100
 
 
-@pytest.mark.parametrize("name", CASES_ON_HOSTS[1:])
-def test_slower_way_back(kinds: dict[str, Any], name: str) -> None:
-    """A way back that is always slower than the way there cannot be known: the told error has it."""
-    seen = see_case(kinds, name, "async", REMOTE_HOSTS, (), Network((80, 250), (1_500, 2_500)))
-
-    assert max(max(list_boundary_errors(each)) for each in seen) > 500
-    for each in seen:
-        assert max(list_boundary_errors(each)) <= each.told_us + LAUNCH_AND_READ_US
-        for stage in WORKER_STAGES[1:]:
-            length = each.true_cut.stages.get(stage, 0)
-            assert abs(each.cut.stages.get(stage, 0) - length) <= MAX_STAGE_ERROR_US, stage
-
-
 def test_marks_taken_as_local(kinds: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What a release without offsets would tell of another host's marks: nothing is right, or all is lost."""
     monkeypatch.setattr(clock_offsets, "align_marks", lambda *_: None)

@@ -13,7 +13,7 @@ import tracing_fakes
 from hooks.fakes import FakeEngineCore, decode_headers, drop_taken, make_request
 from hooks.process import CORE, HOOKS, PATCHER, put_back_classes, wrap_kv_connector
 from hooks.worker.runners import FORWARD_US as FORWARD_US
-from hooks.worker.runners import RunnerV1, make_scheduler_output, wrap_runner_classes
+from hooks.worker.runners import make_scheduler_output, wrap_runner_classes
 from ttft_otel.hooks.engine_core import kv
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.model.breakdown import (
@@ -407,32 +407,10 @@ def test_a_load_that_fails_ends_the_request(kv_core: Any, others: tuple[str, ...
         kv_core.free(name)
 
 
-class KvRunner(RunnerV1):
-    """V1's runner with a KV connector around its forward."""
-
-    kv: Any
-
-    def _model_forward(self) -> None:
-        if self.state.has_sync_kv_loads:
-            self.kv.start_load_kv(None)
-        self._forward()
-        if not self.state.has_sync_kv_loads:
-            self.kv.start_load_kv(None)
-        self.kv.wait_for_save()
-
-    def _forward(self) -> None:
-        self.clock.tick(FORWARD_US)
-
-
 @pytest.fixture
 def runner(nothing_patched: None, clock: tracing_fakes.FakeClock) -> Iterator[Any]:
     """One of these, with a connector that takes its time; the wrapped classes are put back."""
-    wrap_runner_classes()
-    kind = type("Own", (KvRunner,), dict(vars(KvRunner)))
-    PATCHER.patch_attribute(
-        TARGETS_BY_NAME["worker.forward"], kind, "_forward", HOOKS["worker.forward"]
-    )
-    made: Any = kind(clock)
+    made: Any = wrap_runner_classes()["V1"](clock)
     made.kv = type("Mine", (FakeKvConnector,), dict(vars(FakeKvConnector)))(clock)
     wrap_kv_connector(made.kv)
     yield made

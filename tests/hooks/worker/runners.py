@@ -65,6 +65,7 @@ class FakeRunner:
         self.raises = False
         self.state: Any = None
         self.ranks = 1  # data-parallel ones
+        self.kv: Any = None  # a KV connector
         self.has_encoded = False  # all items of its steps are in its cache, or prompt embeddings
 
     def encode_items(self, scheduled: Any) -> None:
@@ -108,7 +109,14 @@ class RunnerV1(FakeRunner):
             self._execute_mm_encoder(scheduler_output)
         if self.encode_only or not scheduler_output.num_scheduled_tokens:
             return self.make_output() if self.encode_only else EMPTY
+        loads_first = self.kv is not None and scheduler_output.has_sync_kv_loads
+        if loads_first:
+            self.kv.start_load_kv(None)
         self._model_forward()
+        if self.kv is not None:
+            if not loads_first:
+                self.kv.start_load_kv(None)
+            self.kv.wait_for_save()
         self.compute_logits()
         return None
 

@@ -142,22 +142,6 @@ def test_encoded_before(make_runner: RunnerMaker) -> None:
     assert encoded_us == 0
 
 
-def test_encode_only(make_runner: RunnerMaker) -> None:
-    """An encoder instance's output is final after the first call."""
-    runner = make_runner()
-    runner.encode_only = True
-    output = run_step(runner, make_scheduler_output({}, {"a": [0]}))
-
-    assert drop_taken(output._ttft_record)[1:] == (
-        0,
-        0,
-        E,
-        START_US + PREPARE_US,
-        START_US + PREPARE_US + ENCODER_US,
-    )
-    assert not WORKER.open_steps
-
-
 def test_save(make_runner: RunnerMaker, clock: tracing_fakes.FakeClock) -> None:
     """What a connector does inside the encoder is a pair too; none of it is lost."""
     runner = make_runner(connector=connect_ec(clock))
