@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -25,16 +25,6 @@ if TYPE_CHECKING:
     from ttft_otel.router.types import AttemptLoad, Decision, Instance
 
 CANCELLED: Final = keys.ERROR_CANCELLED
-
-
-class AttemptListener(Protocol):
-    """Is called at every attempt; workers/process_loads.py passes it on to the other workers."""
-
-    def record_sent(self, attempt: Attempt) -> None:
-        """A request goes to its instance now."""
-
-    def record_ended(self, attempt: Attempt) -> None:
-        """It is over, however it ended."""
 
 
 class Attempt(msgspec.Struct, eq=False):

@@ -14,7 +14,7 @@ from typing import Final, Generic, ParamSpec
 
 from ttft_otel.model.stages import ANSWERING_ROLES, DECODE, ENCODE, PREFILL, PREFILLING_ROLES
 from ttft_otel.router.time_limits import DeadlineQueue
-from ttft_otel.router.timeline import CANCELLED, Attempt, AttemptListener
+from ttft_otel.router.timeline import CANCELLED, Attempt
 from ttft_otel.router.types import Instance
 
 P = ParamSpec("P")
@@ -74,7 +74,9 @@ class InstancePool:
         self.return_listeners: Listeners[[Instance]] = Listeners()  # it was away, and is back
         self.change_listeners: Listeners[[]] = Listeners()  # there are other instances now
         self.order_listeners: Listeners[[str, str, str]] = Listeners()  # action, leg, URL
-        self.attempt_listener: AttemptListener | None = None  # where load is shared
+        # Where load is shared (workers/process_loads.py): a request goes to its instance, and it is over.
+        self.on_sent: Callable[[Attempt], None] | None = None
+        self.on_ended: Callable[[Attempt], None] | None = None
         self._away_instances: set[Instance] = set()
         self._in_flight: dict[Attempt, int] = {}  # its number as a breaker's trial, 0 for none
         self._candidates: dict[tuple[str, str], tuple[Instance, ...]] = {}
@@ -165,8 +167,8 @@ class InstancePool:
             )
             self.reset_candidates()
         self._in_flight[attempt] = trial_number
-        if self.attempt_listener is not None:
-            self.attempt_listener.record_sent(attempt)
+        if self.on_sent is not None:
+            self.on_sent(attempt)
 
     def record_begun(self, attempt: Attempt) -> None:
         """Close the breaker of its instance, which has begun a good answer; errors are recorded at its end.
@@ -214,8 +216,8 @@ class InstancePool:
             instance.owed_answers.record_unanswered()
         if attempt.load_entry is not None:
             attempt.load_entry.record_end()
-        if self.attempt_listener is not None:
-            self.attempt_listener.record_ended(attempt)
+        if self.on_ended is not None:
+            self.on_ended(attempt)
         error = attempt.error
         # Statuses are numbers, and what broke off has the name of an exception.
         has_broken = bool(error) and not error.isdigit()

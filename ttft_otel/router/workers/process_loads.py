@@ -65,7 +65,7 @@ class OwnLoads:
         self._pending: dict[str, Attempt] = {}  # by span ID, in the order of sending
 
     def start(self) -> None:
-        self.pool.attempt_listener = self
+        self.pool.on_sent, self.pool.on_ended = self.record_sent, self.record_ended
         self.routing.listen_to_first_tokens(self.record_first_token)
 
     def record_sent(self, attempt: Attempt) -> None:
