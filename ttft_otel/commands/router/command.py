@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import click
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ttft_otel.router.shared_state.store_link import StoreLink
 
 log: Final = logging.getLogger("ttft_otel")
+RunServer: TypeAlias = Callable[[control.RouterApp, ServerPlan], None]
 
 EXAMPLES: Final = """
 \b
@@ -81,23 +83,71 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     if options.workers == 1:
         serve(options, run_router_server)
         return
-    from ttft_otel.commands.router import worker_processes  # not needed by one process
-
     build_router(options, settings_read, None)  # what is wrong is said once, by this process
-    ctx.exit(worker_processes.run_workers(ctx, options, serve))
+    ctx.exit(_run_workers(ctx, options, serve))
+
+
+def _run_workers(
+    ctx: click.Context, options: RouterOptions, serve: Callable[[RouterOptions, RunServer], None]
+) -> int:
+    """`--workers N`: this process is their supervisor, until a signal ends them; returns the exit code.
+
+    Raises UsageError for a used port.
+    """
+    # Not needed by one process.
+    from ttft_otel.router.workers.supervisor import WorkerSlot, WorkerSupervisor, reserve_port
+    from ttft_otel.router.workers.worker import run_worker_server
+
+    # Bound all the time, though nobody listens on them: the ports stay ours while workers are replaced.
+    reserved = []
+    ports: dict[str, Any] = {}
+    for name, host, port in (
+        ("port", options.host, options.port),
+        ("admin_port", options.admin_host, options.admin_port),
+    ):
+        if port is None:
+            continue
+        try:
+            ports[name], sockets = reserve_port(host, port)
+        except OSError as error:
+            raise click.UsageError(f"cannot listen on {host} port {port}: {error}") from error
+        reserved += sockets
+    current = dataclasses.replace(options, **ports)
+
+    def run_worker(slot: WorkerSlot) -> None:
+        build = functools.partial(router_options.build_worker_link, current)
+        serve(current, functools.partial(run_worker_server, slot, build))
+
+    def reload_options() -> None:
+        """Read the configuration again for workers that start later; those that run do so themselves."""
+        nonlocal current
+        with contextlib.suppress(click.ClickException):  # each worker logs why
+            fresh = router_options.reread_options(ctx)
+            changes: dict[str, Any] = {
+                name: getattr(fresh, name) for name in router_options.RELOADABLE_FIELDS
+            }
+            current = dataclasses.replace(current, **changes)
+
+    try:
+        return WorkerSupervisor(
+            options.workers, run_worker, options.drain_timeout, reload_options
+        ).run()
+    finally:
+        for each in reserved:
+            each.close()
 
 
 def _serve_router(
     ctx: click.Context,
     settings_read: settings.Settings,
     options: RouterOptions,
-    run_server: Callable[..., None],
+    run_server: RunServer,
 ) -> None:
     """Run one router in this process until a signal stops it, with run_router_server() or its like."""
     # Starting a router asks for its spans: only an explicit "off" turns them off.
     is_untraced = env_names.TTFT_OTEL in os.environ and not settings_read.on
     app = build_router(options, settings_read, None if is_untraced else handoff.get_sender().send)
-    reload = ConfigReloader(ctx, options, app)
+    reload = functools.partial(_reload_configuration, ctx, options, app)
     drain = options.drain_delay, options.drain_timeout
     run_server(app, ServerPlan(options.host, options.port, *drain, reload))
 
@@ -190,58 +240,54 @@ async def _run_background(
         yield
 
 
-class ConfigReloader:
-    """Handles SIGHUP: apply new instances and API keys, or log why the configuration is invalid."""
-
-    def __init__(
-        self, ctx: click.Context, current_options: RouterOptions, app: control.RouterApp
-    ) -> None:
-        self.ctx, self.current_options, self.app = ctx, current_options, app
-
-    def __call__(self) -> None:
-        """Reload the configuration; runs on the event loop and takes milliseconds."""
-        try:
-            # All is checked before anything is applied: a wrong file leaves the router as it is.
-            new_options = router_options.reread_options(self.ctx)
-            self._apply_options(new_options)
-        except click.ClickException as error:
-            # Whoever sent the signal gets no answer: the counter and the log line are all there is.
-            self.app.metrics.reloads["failed"] += 1
-            log.error(
-                "ttft-otel: configuration reload failed, keeping the current one: %s",
-                error.format_message(),
-            )
-
-    def _apply_options(self, new_options: RouterOptions) -> None:
-        upstream = self.app.endpoint.upstream
-        instances_by_leg = new_options.build_instances()
-        found = self.app.found
-        # Those that sources name stay.
-        if found is not None:
-            try:
-                added, removed = found.set_configured(instances_by_leg)
-            except ValueError as error:
-                raise click.UsageError(str(error)) from error
-        # Only within the same legs: which flow serves a request depends on the legs there are.
-        elif set(instances_by_leg) == set(upstream.pool.list_legs()):
-            added, removed = upstream.pool.replace_instances(instances_by_leg)
-        else:
-            before, after = ", ".join(upstream.pool.list_legs()), ", ".join(instances_by_leg)
-            raise click.UsageError(
-                f"it would change the legs from {before} to {after}; restart the router for that"
-            )
-        # After the instances, which may be refused: then the old keys stay valid, too.
-        self.app.admission.set_client_keys(new_options.api_key)
-        self.app.metrics.reloads["ok"] += 1
-        log.warning(
-            "ttft-otel: configuration reloaded: added %s; removed %s",
-            ", ".join(added) or "nothing",
-            ", ".join(removed) or "nothing",
+def _reload_configuration(
+    ctx: click.Context, start_options: RouterOptions, app: control.RouterApp
+) -> None:
+    """At SIGHUP, on the event loop: apply new instances and API keys, or log why they are invalid."""
+    try:
+        # All is checked before anything is applied: a wrong file leaves the router as it is.
+        new_options = router_options.reread_options(ctx)
+        added, removed = _replace_instances(new_options, app)
+    except click.ClickException as error:
+        # Whoever sent the signal gets no answer: the counter and the log line are all there is.
+        app.metrics.reloads["failed"] += 1
+        log.error(
+            "ttft-otel: configuration reload failed, keeping the current one: %s",
+            error.format_message(),
         )
-        # Compared with the options of the start, which are still
-        # in force: every reload repeats this.
-        if needs_restart := router_options.list_fixed_changes(self.current_options, new_options):
-            log.warning(
-                "ttft-otel: configuration reload: restart the router to apply the new %s",
-                ", ".join(needs_restart),
-            )
+        return
+    # After the instances, which may be refused: then the old keys stay valid, too.
+    app.admission.set_client_keys(new_options.api_key)
+    app.metrics.reloads["ok"] += 1
+    log.warning(
+        "ttft-otel: configuration reloaded: added %s; removed %s",
+        ", ".join(added) or "nothing",
+        ", ".join(removed) or "nothing",
+    )
+    # Compared with the options of the start, which are still in force: every reload repeats this.
+    if needs_restart := router_options.list_fixed_changes(start_options, new_options):
+        log.warning(
+            "ttft-otel: configuration reload: restart the router to apply the new %s",
+            ", ".join(needs_restart),
+        )
+
+
+def _replace_instances(
+    new_options: RouterOptions, app: control.RouterApp
+) -> tuple[list[str], list[str]]:
+    """Replace the configured instances; the URLs added and removed. Raises UsageError."""
+    pool = app.endpoint.upstream.pool
+    instances_by_leg = new_options.build_instances()
+    # Those that sources name stay.
+    if app.found is not None:
+        try:
+            return app.found.set_configured(instances_by_leg)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+    # Only within the same legs: which flow serves a request depends on the legs there are.
+    if set(instances_by_leg) == set(pool.list_legs()):
+        return pool.replace_instances(instances_by_leg)
+    before, after = ", ".join(pool.list_legs()), ", ".join(instances_by_leg)
+    raise click.UsageError(
+        f"it would change the legs from {before} to {after}; restart the router for that"
+    )

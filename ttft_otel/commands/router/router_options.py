@@ -740,7 +740,7 @@ def build_lone_link(
 ) -> StoreLink | None:
     """What joins a router without --workers to the store; None without it. Raises UsageError."""
     settings = build_store_settings(options)
-    # Workers have one each (worker_processes.py); here it is only checked.
+    # Workers have one each (build_worker_link); here it is only checked.
     if settings is None or options.workers > 1:
         return None
     from ttft_otel.router.shared_state import store_link

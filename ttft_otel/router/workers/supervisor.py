@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parent of the workers: starts them, replaces those that die, passes signals on; serves nothing.
 
-commands/router/worker_processes.py gives it the function that a worker runs. It forks before there is an
+commands/router/command.py gives it the function that a worker runs. It forks before there is an
 event loop or a thread, so that a successor needs milliseconds, not the seconds that imports take.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker: its server on the shared port, joined to the other workers; worker_processes.py runs it.
+"""One worker: its server on the shared port, joined to the other workers; command.py runs it.
 
 process_loads.py has the load. That, reports, operators' orders and the instances of a successor go through
 worker_socket.py, metrics through memory that all share.
