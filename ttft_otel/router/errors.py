@@ -13,6 +13,13 @@ from typing import Final
 # Reasons of refusals that name none, by status; the values of ttft_otel_router_refusals_total{reason}.
 REASONS: Final = {401: "key", 404: "not_found", 405: "method", 415: "media_type"}
 OTHER_REASON: Final = "request"
+# The `type` of OpenAI's errors by status, and the statuses after which a client is to come back in a second.
+ERROR_TYPES: Final = {
+    **{401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError"},
+    **{429: "RateLimitError", 502: "UpstreamError", 503: "UnavailableError"},
+}
+OTHER_ERROR_TYPE: Final = "BadRequestError"
+RETRYABLE_STATUSES: Final = (429, 503)
 
 
 class RouterError(Exception):
@@ -26,24 +33,26 @@ class RouterError(Exception):
 class RequestRejected(RouterError):
     """The router rejects the request.
 
-    retry_after_s: sent as Retry-After, in seconds, 0 for none. reason: one word for metrics.
+    reason: one word for metrics. retry_after_s: sent as Retry-After, in seconds; by default as the status
+    says, 0 for none.
     """
 
     def __init__(
         self,
         status: int,
         message: str,
-        error_type: str = "BadRequestError",
-        parameter: str | None = None,
-        retry_after_s: int = 0,
         reason: str = "",
+        parameter: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(status, message)
         # A label of a counter: one of a few words, never empty and never the message.
         self.reason = reason or REASONS.get(status, OTHER_REASON)
-        self.error_type = error_type
+        self.error_type = ERROR_TYPES.get(status, OTHER_ERROR_TYPE)
         self.parameter = parameter
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = (
+            int(status in RETRYABLE_STATUSES) if retry_after_s is None else retry_after_s
+        )
 
 
 class SloUnreachable(RequestRejected):
@@ -54,7 +63,7 @@ class SloUnreachable(RequestRejected):
         self.wait_s = wait_s
         rounded_s = max(1, math.ceil(wait_s))
         message = f"No instance can answer in time; try again in {rounded_s} s."
-        super().__init__(429, message, "RateLimitError", retry_after_s=rounded_s, reason="slo")
+        super().__init__(429, message, "slo", retry_after_s=rounded_s)
 
 
 class UpstreamUnavailable(RouterError):

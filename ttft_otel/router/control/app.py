@@ -125,7 +125,7 @@ def build_app(
             message = (
                 f"No reports: tracing is off. Start the router without {env_names.TTFT_OTEL}=0."
             )
-        raise RequestRejected(404, message, "NotFoundError")
+        raise RequestRejected(404, message)
 
     return RouterApp(endpoint, app, metrics)
 
@@ -202,18 +202,14 @@ def _add_model_routes(app: FastAPI, endpoint: ProxyEndpoint) -> None:
         if not any_answered and (
             refused_status := next((each for each in statuses.values() if each in (401, 403)), 0)
         ):
-            raise RequestRejected(
-                refused_status, "The instances do not take this key.", "AuthenticationError"
-            )
+            raise RequestRejected(refused_status, "The instances do not take this key.")
         merged: dict[str, Any] = {}
         for instance, status in statuses.items():
             if status == 200 or not any_answered:  # with nobody there, what they said before
                 for card in instance.model_cards:
                     merged.setdefault(card["id"], card)
         if not merged and not any_answered:
-            raise RequestRejected(
-                502, "No instance answered /v1/models; see /readyz.", "UpstreamError"
-            )
+            raise RequestRejected(502, "No instance answered /v1/models; see /readyz.")
         return JSONResponse({"object": "list", "data": list(merged.values())})
 
 
@@ -238,10 +234,8 @@ def _add_error_handlers(app: FastAPI, refusal_counts: Counter[str]) -> None:
 
     async def render_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
-        response = await render_rejection(
-            request, RequestRejected(error.status_code, str(error.detail), kind)
-        )
+        rejection = RequestRejected(error.status_code, str(error.detail))
+        response = await render_rejection(request, rejection)
         # The Allow header of a 405, for example.
         response.headers.update(error.headers or {})
         return response

@@ -2,18 +2,16 @@
 """A client's connection: the bounded one of http/, with the router's deadlines and refusals.
 
 uvicorn's server makes one per connection (uvicorn_server.py); the application gets the requests. The data
-path pushes the rest of a stream through ClientOutput, which proxy/client_stream.py finds in the scope.
+path writes through the ClientOutput of proxy/client_stream.py, which it finds in the scope.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from operator import methodcaller
 from typing import Any, Final, cast
 
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from ttft_otel.http.bounded_connection import BODY, REQUEST, BoundedConnection
@@ -21,21 +19,15 @@ from ttft_otel.http.head_checks import CallerRules, HeadLimits, HeadRefused
 from ttft_otel.router import lost_hosts
 from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.limits import RouterLimits
-from ttft_otel.router.proxy.client_stream import OUTPUT_EXTENSION
+from ttft_otel.router.proxy.client_stream import OUTPUT_EXTENSION, ClientOutput
 from ttft_otel.router.proxy.error_responses import render_error
 from ttft_otel.router.time_limits import DeadlineQueue
-from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 
 IDLE_S: Final = 5.0  # seconds for which a connection stays open after an answer, as uvicorn's do
 MAX_LINGER_S: Final = 30.0  # seconds for which bytes after a refusal are read and thrown away
-# By status of a refused head: the reason that is counted, and the type of error in the answer.
-_REFUSALS: Final = {
-    400: ("http", "BadRequestError"),
-    403: ("origin", "PermissionDeniedError"),
-    414: ("target", "BadRequestError"),
-    421: ("host", "BadRequestError"),
-    429: ("pipelining", "RateLimitError"),
-    431: ("headers", "BadRequestError"),
+# By status of a refused head: the reason that is counted.
+_REASONS: Final = {
+    **{400: "http", 403: "origin", 414: "target", 421: "host", 429: "pipelining", 431: "headers"}
 }
 
 
@@ -81,101 +73,6 @@ class ClientConnections:
             queue.forget(connection)
 
 
-class ClientOutput(asyncio.Transport):
-    """In place of the transport, of which a request's cycle calls `write`, `close` and `is_closing`.
-
-    It refers neither to the cycle nor to the connection: each request would leave a reference cycle.
-    """
-
-    __slots__ = (
-        "_transport",
-        "_flow",
-        "_reader",
-        "_waits_with_head",
-        "_head",
-        "_is_lost",
-        "_on_lost",
-    )
-
-    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
-        self._transport = transport
-        self._flow = flow
-        self._reader: InstanceAnswer | None = None
-        self._waits_with_head = False
-        self._head = b""
-        self._is_lost = False
-        self._on_lost: Callable[[], None] | None = None
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write `data`, or keep it as the head that waits."""
-        if self._waits_with_head:
-            # The head comes first; the next write is that of the first part.
-            if not self._head:
-                self._head = bytes(data)
-                return
-            # One write, so that a short answer leaves in one packet.
-            data = self._head + data
-            self._waits_with_head = False
-        self._transport.write(data)
-
-    def close(self) -> None:
-        """Close the connection, once what was written is out."""
-        # The application ended between head and body: what there is has to leave.
-        if self._waits_with_head:
-            self._transport.write(self._head)
-            self._waits_with_head = False
-        self._transport.close()
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def delay_head(self) -> None:
-        """Keep what is written next until more is: the caller sends head and body without a pause."""
-        self._waits_with_head = True
-
-    def begin_watch(self, on_lost: Callable[[], None]) -> None:
-        """Call `on_lost` when the client leaves, or at once if it has left. The body has been read."""
-        if self._is_lost:
-            on_lost()
-            return
-        self._on_lost = on_lost
-        # A large body has paused it, and who does not read hears of no end.
-        self._flow.resume_reading()
-
-    def end_watch(self) -> None:
-        self._on_lost = None
-
-    def report_lost(self) -> None:
-        self._is_lost = True
-        if self._on_lost is not None:
-            self._on_lost()
-
-    def begin_push(self, reader: InstanceAnswer) -> None:
-        """From now on a slow client pauses `reader`."""
-        self._reader = reader
-        # A client that was slow before is not reported once more by pause_writing().
-        if self._flow.write_paused:
-            reader.pause_reading()
-
-    def push_part(self, data: bytes) -> None:
-        """Write a part of a body in chunks."""
-        # The client has left, of which receive() tells the request's task.
-        if not self._transport.is_closing():
-            # A chunk of HTTP/1.1: its length in hexadecimal, then the data.
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-
-    def end_push(self) -> None:
-        self._reader = None
-
-    def pause_reader(self) -> None:
-        if self._reader is not None:
-            self._reader.pause_reading()
-
-    def resume_reader(self) -> None:
-        if self._reader is not None:
-            self._reader.resume_reading()
-
-
 class ClientConnection(BoundedConnection):
     """A connection that is ended when its head, or what it waits for, does not come in time.
 
@@ -199,15 +96,8 @@ class ClientConnection(BoundedConnection):
             self.shared.refusal_counts["connections"] += 1
             transport.abort()
         elif len(self.connections) > self.shared.max_connections:
-            self._refuse(
-                RequestRejected(
-                    503,
-                    "The router has too many connections.",
-                    "UnavailableError",
-                    retry_after_s=1,
-                    reason="connections",
-                )
-            )
+            text = "The router has too many connections."
+            self._refuse(RequestRejected(503, text, "connections"))
         else:
             lost_hosts.end_with_host(transport.get_extra_info("socket"))
             self.shared.awaited_heads.watch(self)
@@ -268,7 +158,7 @@ class ClientConnection(BoundedConnection):
             self.transport.close()
         else:
             text = "The head of the request did not arrive in time."
-            self._refuse(RequestRejected(408, text, reason="head_timeout"))
+            self._refuse(RequestRejected(408, text, "head_timeout"))
 
     # Events of the parser.
 
@@ -276,11 +166,11 @@ class ClientConnection(BoundedConnection):
         """The head is complete: the request starts, or waits for those before it."""
         super().start_request()
         # The cycle's task starts later, and finds it in its scope.
-        output: Any = ClientOutput(self.transport, self.flow)
+        # Parts are pushed as chunks, of which HTTP/1.0 knows nothing.
+        output: Any = ClientOutput(self.transport, self.flow, self.scope["http_version"] == "1.1")
         self.cycle.transport = output
-        # uvicorn knows its own extensions only. Parts are pushed as chunks, of which HTTP/1.0 knows nothing.
-        if self.scope["http_version"] == "1.1":
-            self.scope["extensions"] = {OUTPUT_EXTENSION: output}
+        # uvicorn knows its own extensions only.
+        self.scope["extensions"] = {OUTPUT_EXTENSION: output}
         self.shared.awaited_heads.forget(self)
         if not self.pipeline:
             self.current_cycle = self.cycle
@@ -318,8 +208,8 @@ class ClientConnection(BoundedConnection):
     # Refusals.
 
     def refuse(self, error: HeadRefused) -> None:
-        reason, error_type = _REFUSALS[error.status]
-        self._refuse(RequestRejected(error.status, str(error), error_type, reason=reason))
+        reason = _REASONS[error.status]
+        self._refuse(RequestRejected(error.status, str(error), reason, retry_after_s=0))
 
     def _refuse(self, error: RequestRejected) -> None:
         """End the connection with `error`, after the answers to requests before it."""

@@ -65,22 +65,10 @@ class AdmissionGate:
         requires_json: whether the body must be JSON.
         """
         if self.is_shut:
-            raise RequestRejected(
-                503,
-                "The router is shutting down.",
-                "UnavailableError",
-                retry_after_s=1,
-                reason="draining",
-            )
+            raise RequestRejected(503, "The router is shutting down.", "draining")
         # Not the only one: whatever holds the memory then does not wait for a request's end.
         if self.is_memory_short and self.requests_under_way > 1:
-            raise RequestRejected(
-                503,
-                "The router's memory is nearly used up.",
-                "UnavailableError",
-                retry_after_s=1,
-                reason="memory",
-            )
+            raise RequestRejected(503, "The router's memory is nearly used up.", "memory")
         path = scope["path"]
         # A known route of which nothing was encoded, as equal lengths show, needs no check.
         if path not in KNOWN_ROUTES or len(scope.get("raw_path", path)) != len(path):
@@ -106,13 +94,13 @@ class AdmissionGate:
     def _take_share(self, owner: str) -> None:
         limits = self.upstream.limits
         if limits.max_key_requests and self._requests_by_owner[owner] >= limits.max_key_requests:
-            raise build_share_error("Too many requests of this API key are under way.")
+            raise RequestRejected(429, "Too many requests of this API key are under way.", "share")
         if limits.max_key_rate:
             now_us, pause_us = clock.now_us(), 1e6 / limits.max_key_rate
             due_us = max(self._due_by_owner.get(owner, 0.0), now_us)
             # A second's requests may come at once.
             if due_us - now_us > 1e6 - pause_us:
-                raise build_share_error("Too many requests a second of this API key.")
+                raise RequestRejected(429, "Too many requests a second of this API key.", "share")
             self._due_by_owner[owner] = due_us + pause_us
         self._requests_by_owner[owner] += 1
 
@@ -132,9 +120,7 @@ class AdmissionGate:
         is_known = matches_any_key(data, self.client_keys)
         # Schemes are case-insensitive (RFC 9110 section 11.1), keys are not.
         if scheme.lower() != "bearer" or not is_known:
-            raise RequestRejected(
-                401, "Send an API key: Authorization: Bearer KEY.", "AuthenticationError"
-            )
+            raise RequestRejected(401, "Send an API key: Authorization: Bearer KEY.")
         return self._owners[data]
 
     def check_body(
@@ -153,10 +139,10 @@ class AdmissionGate:
             requires_json
             or (parsed_body.data and is_json_type(client_headers.forwarded.get("content-type", "")))
         ):
-            raise RequestRejected(400, parsed_body.problem, reason="json")
+            raise RequestRejected(400, parsed_body.problem, "json")
         if len(parsed_body.media_items) > max_items:
             message = f"The request has more than {max_items} different media items."
-            raise RequestRejected(400, message, reason="items")
+            raise RequestRejected(400, message, "items")
 
     def lists_model(self, leg: str, model: str) -> bool:
         """Whether an instance of `leg` lists `model`."""
@@ -185,7 +171,7 @@ class AdmissionGate:
         if not pool.knows_model(leg, model):
             # Cut: a client chooses its length.
             message = f"The model `{model[:256]}` does not exist."
-            raise RequestRejected(404, message, "NotFoundError", parameter="model", reason="model")
+            raise RequestRejected(404, message, "model", parameter="model")
 
 
 def read_ttft_limit(text: str) -> float:
@@ -200,11 +186,6 @@ def read_ttft_limit(text: str) -> float:
     return limit_ms / 1000
 
 
-def build_share_error(message: str) -> RequestRejected:
-    """What a client gets whose API key has all of its share of the router."""
-    return RequestRejected(429, message, "RateLimitError", retry_after_s=1, reason="share")
-
-
 def _check_path(path: str, raw_path: bytes) -> None:
     """Raise RequestRejected for a path that an instance may take for another one, even outside /v1.
 
@@ -215,7 +196,7 @@ def _check_path(path: str, raw_path: bytes) -> None:
     is_plain = "." not in segments and ".." not in segments and path.isprintable()
     if not is_plain or _ODD_SEPARATOR.search(raw_path):
         message = "The path has `.` or `..` segments, an encoded separator or a control character."
-        raise RequestRejected(400, message, reason="path")
+        raise RequestRejected(400, message, "path")
 
 
 def is_json_type(content_type: str) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a client's request body within bounds, and notice when the client leaves; endpoint.py asks."""
+"""Read a client's request body within bounds; endpoint.py asks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from typing import Any, Final
 
 from ttft_otel.http.byte_budget import ByteBudget
 from ttft_otel.router.errors import RequestRejected
-from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange, ExchangePhase
+from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
 from ttft_otel.router.limits import RouterLimits
-from ttft_otel.router.proxy.admission import build_share_error
-from ttft_otel.router.proxy.client_stream import AnswerOutput
 from ttft_otel.router.time_limits import DeadlineQueue
 from ttft_otel.router.types import AsgiReceive
 from ttft_otel.router.upstream import http_headers
-
-RETRY_AFTER_S: Final = 1
 
 
 class ClientBody:
@@ -45,11 +41,8 @@ class ClientBody:
 
     def time_out(self) -> None:
         """End the reading: the body did not arrive in time."""
-        self.refuse(
-            RequestRejected(
-                408, "The body of the request did not arrive in time.", reason="body_timeout"
-            )
-        )
+        message = "The body of the request did not arrive in time."
+        self.refuse(RequestRejected(408, message, "body_timeout"))
 
     def refuse(self, error: RequestRejected) -> None:
         """End the reading with `error`."""
@@ -86,17 +79,12 @@ class BodyBudget:
             raise build_too_large_error()
         if body.owner and (most := self.limits.max_key_bytes):
             if self._bytes_by_owner[body.owner] + number > most:
-                raise build_share_error("Too many bytes of this API key's bodies are under way.")
+                message = "Too many bytes of this API key's bodies are under way."
+                raise RequestRejected(429, message, "share")
             self._bytes_by_owner[body.owner] += number
             body.owner_bytes += number
         for each in self._bytes.add_bytes(body, number):
-            error = RequestRejected(
-                503,
-                "The router holds too many request bodies.",
-                "UnavailableError",
-                retry_after_s=RETRY_AFTER_S,
-                reason="bodies",
-            )
+            error = RequestRejected(503, "The router holds too many request bodies.", "bodies")
             # The caller gets an exception; readers of others wait, and are cancelled.
             if each is body:
                 raise error
@@ -118,7 +106,7 @@ class BodyBudget:
 
 def build_too_large_error() -> RequestRejected:
     """A body that exceeds --max-body."""
-    return RequestRejected(413, "The request body is too large.", reason="body")
+    return RequestRejected(413, "The request body is too large.", "body")
 
 
 MAX_JOINED_BYTES: Final = 4 << 20  # of a body that is joined on the loop: about a millisecond
@@ -165,47 +153,3 @@ async def read_body(
         raise client_body.error from None
     finally:
         budget.end_reading(client_body)
-
-
-class DisconnectWatch:
-    """Cancels `task`, and thereby the legs of its request, when the client leaves.
-
-    It is made once the body is here, and ended with the request. output: the client's connection, where the
-    server offers it; from another server a task of its own learns it, which costs more.
-    """
-
-    __slots__ = ("_exchange", "_task", "_output", "_watcher")
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        task: asyncio.Task[Any] | None,
-        receive: AsgiReceive,
-        output: AnswerOutput | None,
-    ) -> None:
-        self._exchange = exchange
-        self._task = task
-        self._output = output
-        self._watcher: asyncio.Task[None] | None = None
-        if output is not None:
-            output.begin_watch(self._cancel_request)
-        else:
-            self._watcher = asyncio.create_task(self._await_disconnect(receive))
-
-    async def _await_disconnect(self, receive: AsgiReceive) -> None:
-        # After the body receive() waits for the client to leave, or for the answer's end.
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._cancel_request()
-
-    def _cancel_request(self) -> None:
-        if self._task is not None and self._exchange.record_client_left():
-            self._task.cancel()
-
-    def end(self) -> None:
-        """The request is over, or was cancelled."""
-        if self._output is not None:
-            self._output.end_watch()
-        # After a complete response the task ends by itself, which is cheaper than a cancellation.
-        elif self._watcher is not None and self._exchange.phase < ExchangePhase.FINISHED:
-            self._watcher.cancel()

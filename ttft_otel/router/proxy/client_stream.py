@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client's side of one request: relays headers, first token and the rest without buffering.
 
-endpoint.py and prefill_decode.py pass the legs' responses; a slow client slows its leg down.
+endpoint.py and prefill_decode.py pass the legs' responses; a slow client slows its leg down. The client's
+connection (control/client_connection.py) makes a ClientOutput for each request.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from msgspec.structs import replace
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from ttft_otel.model import timing
 from ttft_otel.model.names import header_names
@@ -17,52 +20,122 @@ from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter
 from ttft_otel.router.timeline import partition_timeline
-from ttft_otel.router.types import AsgiScope, AsgiSend, HeaderList
+from ttft_otel.router.types import AsgiSend, HeaderList
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.tracing import clock
 
-OUTPUT_EXTENSION: Final = "ttft_otel.output"  # of the scope: an AnswerOutput
+OUTPUT_EXTENSION: Final = "ttft_otel.output"  # of the scope: a ClientOutput
 
 
-class AnswerOutput(Protocol):
-    """The client's connection, for what ASGI has no message for; ClientOutput of control/."""
+class ClientOutput(asyncio.Transport):
+    """In place of the transport, of which a request's cycle calls `write`, `close` and `is_closing`.
+
+    It refers neither to the cycle nor to the connection: each request would leave a reference cycle.
+    can_push: whether parts can be written without the cycle.
+    """
+
+    __slots__ = (
+        "can_push",
+        "_transport",
+        "_flow",
+        "_reader",
+        "_waits_with_head",
+        "_head",
+        "_is_lost",
+        "_on_lost",
+    )
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl, can_push: bool) -> None:
+        self.can_push = can_push
+        self._transport = transport
+        self._flow = flow
+        self._reader: InstanceAnswer | None = None
+        self._waits_with_head = False
+        self._head = b""
+        self._is_lost = False
+        self._on_lost: Callable[[], None] | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Write `data`, or keep it as the head that waits."""
+        if self._waits_with_head:
+            # The head comes first; the next write is that of the first part.
+            if not self._head:
+                self._head = bytes(data)
+                return
+            # One write, so that a short answer leaves in one packet.
+            data = self._head + data
+            self._waits_with_head = False
+        self._transport.write(data)
+
+    def close(self) -> None:
+        """Close the connection, once what was written is out."""
+        # The application ended between head and body: what there is has to leave.
+        if self._waits_with_head:
+            self._transport.write(self._head)
+            self._waits_with_head = False
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
 
     def delay_head(self) -> None:
-        """The head waits for the first part of the body."""
+        """Keep what is written next until more is: the caller sends head and body without a pause."""
+        self._waits_with_head = True
 
     def begin_watch(self, on_lost: Callable[[], None]) -> None:
-        """Call `on_lost` when the client leaves, or at once if it has left."""
+        """Call `on_lost` when the client leaves, or at once if it has left. The body has been read."""
+        if self._is_lost:
+            on_lost()
+            return
+        self._on_lost = on_lost
+        # A large body has paused it, and who does not read hears of no end.
+        self._flow.resume_reading()
 
     def end_watch(self) -> None:
-        """The request is over."""
+        self._on_lost = None
+
+    def report_lost(self) -> None:
+        self._is_lost = True
+        if self._on_lost is not None:
+            self._on_lost()
 
     def begin_push(self, reader: InstanceAnswer) -> None:
         """From now on a slow client pauses `reader`."""
+        self._reader = reader
+        # A client that was slow before is not reported once more by pause_writing().
+        if self._flow.write_paused:
+            reader.pause_reading()
 
     def push_part(self, data: bytes) -> None:
-        """Write a part of a body whose length is not announced; never waits."""
+        """Write a part of a body in chunks."""
+        # The client has left, of which receive() tells the request's task.
+        if not self._transport.is_closing():
+            # A chunk of HTTP/1.1: its length in hexadecimal, then the data.
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def end_push(self) -> None:
-        """The rest is sent as messages."""
+        self._reader = None
 
+    def pause_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.pause_reading()
 
-def find_output(scope: AsgiScope) -> AnswerOutput | None:
-    """The client's connection, where the server offers it."""
-    output: AnswerOutput | None = scope.get("extensions", {}).get(OUTPUT_EXTENSION)
-    return output
+    def resume_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.resume_reading()
 
 
 class ClientStream:
-    """One request's client. `wants_timing`: it wants Server-Timing. `reporter`: None without tracing.
-    `output`: its connection, if parts can be pushed to it."""
+    """One request's client. `output`: its connection. `wants_timing`: it wants Server-Timing. `reporter`:
+    None without tracing."""
 
     def __init__(
         self,
         exchange: Exchange,
         send: AsgiSend,
+        output: ClientOutput,
         wants_timing: bool,
         reporter: ExchangeReporter | None,
-        output: AnswerOutput | None = None,
     ) -> None:
         self._output = output
         self._has_length = False
@@ -84,9 +157,8 @@ class ClientStream:
         if has_more:
             # Pushed parts are written as chunks of HTTP/1.1, which a body with a length has not.
             self._has_length = any(name == b"content-length" for name, _ in response_headers)
-        if self._output is not None:
-            # uvicorn writes a head at once: two packets, and a client that wakes up for nothing.
-            self._output.delay_head()
+        # uvicorn writes a head at once: two packets, and a client that wakes up for nothing.
+        self._output.delay_head()
         await error_responses.send_response_start(status, response_headers, exchange, self.send)
         # Before the send, in which uvicorn may report that a satisfied client has left.
         if not has_more:
@@ -110,7 +182,7 @@ class ClientStream:
         rewrite: makes of each part what is sent or returned, which may be nothing.
         """
         output = self._output
-        if output is None or self._has_length:
+        if self._has_length or not output.can_push:
             # The last part is kept, so that it leaves with the end of the body, in one write.
             while (part := await answer.readany()) and not answer.at_eof():
                 if kept := part if rewrite is None else rewrite(part):

@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from msgspec.structs import replace
 
@@ -28,8 +28,8 @@ from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.admission import AdmissionGate, read_ttft_limit
-from ttft_otel.router.proxy.client_request import BodyBudget, ClientBody, DisconnectWatch, read_body
-from ttft_otel.router.proxy.client_stream import AnswerOutput, ClientStream, find_output
+from ttft_otel.router.proxy.client_request import BodyBudget, ClientBody, read_body
+from ttft_otel.router.proxy.client_stream import OUTPUT_EXTENSION, ClientOutput, ClientStream
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter, RecentReports
 from ttft_otel.router.proxy.hold_queue import HoldQueue
 from ttft_otel.router.routing.routing_service import RoutingService
@@ -96,7 +96,7 @@ class ProxyEndpoint:
         arrived_us = clock.now_us()
         client_headers = http_headers.split_headers(scope["headers"], self.send_record is not None)
         exchange = self._begin_exchange(scope, client_headers, arrived_us)
-        disconnect_watch: DisconnectWatch | None = None
+        output: ClientOutput = scope["extensions"][OUTPUT_EXTENSION]
         client_body = None
         try:
             # Before the body is read: who is refused costs no memory.
@@ -106,9 +106,8 @@ class ProxyEndpoint:
             task = asyncio.current_task()
             client_body = self.body_budget.begin_body(task, exchange.owner or "")
             if await read_body(receive, client_headers, self.body_budget, client_body, exchange):
-                # The body is here: from now on receive() can only say that the client left.
-                output = find_output(scope)
-                disconnect_watch = DisconnectWatch(exchange, task, receive, output)
+                # The body is here: from now on the client can only leave, which ends the legs.
+                output.begin_watch(partial(_cancel_request, exchange, task))
                 await self._serve_request(
                     scope, client_headers, client_body, exchange, send, output
                 )
@@ -137,8 +136,7 @@ class ProxyEndpoint:
                 )
             raise
         finally:
-            if disconnect_watch is not None:
-                disconnect_watch.end()
+            output.end_watch()
             exchange.record_last_send()
             if exchange.owner:
                 self.admission.end_request(exchange.owner)
@@ -174,13 +172,13 @@ class ProxyEndpoint:
         client_body: ClientBody,
         exchange: Exchange,
         send: AsgiSend,
-        output: AnswerOutput | None,
+        output: ClientOutput,
     ) -> None:
         leg_plan, request = await self._prepare_request(
             scope, client_headers, client_body.take_data(), exchange
         )
         wants_timing = client_headers.get(header_names.ASK_TIMING) == "1"
-        client_stream = ClientStream(exchange, send, wants_timing, self.reporter, output)
+        client_stream = ClientStream(exchange, send, output, wants_timing, self.reporter)
         if leg_plan is not None:
             if len(leg_plan.legs) > 1:
                 job = DisaggregatedRequest(
@@ -302,3 +300,8 @@ class ProxyEndpoint:
         ] += 1
         if self.reporter is not None:
             self.reporter.report_end(exchange)
+
+
+def _cancel_request(exchange: Exchange, task: asyncio.Task[Any] | None) -> None:
+    if task is not None and exchange.record_client_left():
+        task.cancel()
