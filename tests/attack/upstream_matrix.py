@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -57,12 +58,12 @@ class FaultOutcome:
     attempt_error: str
 
 
-def list_cells(attempts: Iterable[str] = ATTEMPTS) -> list[FaultCell]:
+def list_cells() -> list[FaultCell]:
     """Every combination."""
     return [
         FaultCell(fault, leg, form, attempt)
         for fault in FAULTS
-        for attempt in attempts
+        for attempt in ATTEMPTS
         for leg in LEGS
         for form in FORMS
     ]
@@ -79,12 +80,16 @@ async def run_cells(cells: Iterable[FaultCell]) -> dict[FaultCell, FaultOutcome]
     # on a busy machine an old connection that was closed is noticed later
     with mock.patch.object(failures, "RACE_WINDOW_US", 10_000_000):
         outcomes = dict(await asyncio.gather(*map(run_bounded, cells)))
-        # A busy machine can stand still for longer than the time-out: what was merely slow is asked again,
-        # one at a time. Where the router is wrong it stays wrong.
+        # A busy machine can stand still for longer than the time-out, of any leg: what was merely slow is
+        # asked again, one at a time. Where the router is wrong it stays wrong.
         for cell, outcome in outcomes.items():
-            is_late = "Timeout" in outcome.attempt_error and cell.fault not in HANGING_FAULTS
+            is_late = "504" in (outcome.client, outcome.server_error) or (
+                "Timeout" in outcome.attempt_error
+            )
             is_counted = outcome.client != "200" or outcome.breaker != "not counted"
-            if is_late or (cell.fault == "slow first byte" and is_counted):
+            if (is_late and cell.fault not in HANGING_FAULTS) or (
+                cell.fault == "slow first byte" and is_counted
+            ):
                 outcomes[cell] = await run_cell(cell)
         return outcomes
 
@@ -204,6 +209,19 @@ def render_table(outcomes: Mapping[FaultCell, FaultOutcome]) -> str:
                 for each, legs in places.items()
             ]
     return "\n".join(lines) + "\n"
+
+
+def read_table(text: str) -> dict[FaultCell, FaultOutcome]:
+    """What `render_table` wrote, by cell."""
+    outcomes = {}
+    for line in re.findall(r"^\| (.*) \|$", text, re.MULTILINE)[1:]:
+        fault, attempt, legs, client, breaker, *errors = line.split(" | ")
+        outcome = FaultOutcome(client, breaker, *(each.strip("`–") for each in errors))
+        for place in legs.split(", "):
+            leg, _, form = place.rstrip(")").partition(" (")
+            for each in (form,) if form else FORMS:
+                outcomes[FaultCell(fault, leg, each, attempt)] = outcome
+    return outcomes
 
 
 def _format_error(error: str) -> str:
