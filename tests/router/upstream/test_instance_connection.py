@@ -1,24 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to instances: what ends an answer, what is kept, and what is refused; raw bytes on sockets."""
+"""Connections to instances: what ends an answer, what is kept, and what is refused; bodies in pieces."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 
 import aiohttp
 import pytest
 
+from lab.certificates import make_certificate
 from ttft_otel.model.stages import MONO
 from ttft_otel.router.timeline import Attempt
-from ttft_otel.router.types import Instance, parse_instance_url
+from ttft_otel.router.types import parse_instance_url
+from ttft_otel.router.upstream.client_tls import ClientTls
 from ttft_otel.router.upstream.connection_pool import ConnectionPool
 from ttft_otel.router.upstream.instance_answer import MAX_UNREAD_BYTES, InstanceAnswer
+from ttft_otel.router.upstream.instance_connection import PIECE_BYTES
 
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 MAX_HEADER_BYTES = 1024
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+EARLY = b"HTTP/1.1 103 Early Hints\r\nlink: a\r\n\r\n"
+HEAVY = b"HTTP/1.1 103 Early Hints\r\nlink: " + b"a" * 1000 + b"\r\n\r\n"
 
 
 class RawServer:
@@ -45,20 +53,49 @@ class RawServer:
 
 
 @contextlib.asynccontextmanager
+async def open_pool(
+    handler: Handler, certificate: tuple[Path, Path] | None = None, total_timeout_s: float = 0.0
+) -> AsyncIterator[tuple[ConnectionPool, Callable[[], Attempt]]]:
+    """A pool, and a function that makes attempts at a server that `handler` serves below /prefix."""
+    accepting = tls = None
+    if certificate:
+        accepting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        accepting.load_cert_chain(*certificate)
+        tls = ClientTls(str(certificate[0]))
+    serving: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        serving.add(task)
+        await handler(reader, writer)
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=accepting)
+    scheme = "https" if certificate else "http"
+    url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}/prefix"
+    instance = parse_instance_url(url, MONO)
+    pool = ConnectionPool(MAX_HEADER_BYTES, total_timeout_s, tls=tls)
+    try:
+        yield pool, lambda: Attempt(MONO, "/v1/x", instance, "0" * 16, 0)
+    finally:
+        await pool.close()
+    server.close()
+    # TLS says goodbye: a connection whose end nobody waits for is left open when the loop closes.
+    if serving:
+        await asyncio.wait(serving, timeout=10)
+
+
+@contextlib.asynccontextmanager
 async def run_pool(
     *answers: bytes,
 ) -> AsyncIterator[tuple[RawServer, Callable[[], Attempt], ConnectionPool]]:
     """A raw server, a function that makes attempts at it, and a pool."""
     raw = RawServer(answers)
-    server = await asyncio.start_server(raw.handle_connection, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    instance: Instance = parse_instance_url(f"http://127.0.0.1:{port}/prefix", MONO)
-    pool = ConnectionPool(MAX_HEADER_BYTES)
-    try:
-        yield raw, lambda: Attempt(MONO, "/v1/x", instance, "0" * 16, 0), pool
-    finally:
-        await pool.close()
-    server.close()
+    async with open_pool(raw.handle_connection) as (pool, make_attempt):
+        yield raw, make_attempt, pool
 
 
 async def ask(pool: ConnectionPool, attempt: Attempt) -> InstanceAnswer:
@@ -87,6 +124,11 @@ async def test_a_connection_is_kept() -> None:
     ("answer_bytes", "body"),
     [
         (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 X\r\nLink: a\r\n\r\n" + PLAIN, b"hi"),
+        (EARLY * 16 + PLAIN, b"hi"),
+        (HEAVY * 2 + PLAIN, b"hi"),
+        (b"HTTP/1.1 599 X\r\nContent-Length: 2\r\n\r\nhi", b"hi"),
+        (b"HTTP/1.1 304 X\r\n\r\n", b""),
+        (b"HTTP/1.1 204 X\r\nContent-Length: 0\r\n\r\n", b""),
         (b"HTTP/1.1 200 OK\r\n\r\nuntil the end", b"until the end"),
         (b"HTTP/1.0 200 OK\r\nTransfer-Encoding: gzip\r\n\r\nzip", b"zip"),
         (b"HTTP/1.1 204 No\r\nConnection: close\r\n\r\n", b""),
@@ -108,6 +150,15 @@ async def test_answers_end(answer_bytes: bytes, body: bytes) -> None:
             b"HTTP/1.1 101 X\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n",
             aiohttp.ClientPayloadError,
         ),
+        # Of what no client can provoke the error counts against the instance (failures.py).
+        *(
+            (head + b"Content-Length: 2\r\n\r\n{}", aiohttp.ClientPayloadError)
+            for status in (b"000", b"099", b"600", b"999", b"304", b"204")
+            for head in (b"HTTP/1.1 " + status + b" X\r\n",)
+        ),
+        (EARLY * 17 + PLAIN, aiohttp.ClientPayloadError),
+        (b"HTTP/1.1 103 Early Hints\r\n\r\n" * 1000, aiohttp.ClientPayloadError),
+        (HEAVY * 70 + PLAIN, aiohttp.ClientPayloadError),
         (PLAIN + PLAIN, aiohttp.ClientResponseError),
         (PLAIN + b"surplus", aiohttp.ClientResponseError),
         (b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 129 + b"\r\n", aiohttp.ClientResponseError),
@@ -179,3 +230,109 @@ async def test_no_header_is_smuggled() -> None:
             with pytest.raises(ValueError):
                 await pool.send_request(make_attempt(), "/v1/x", headers, (b"body",))
         assert raw.heads == []
+
+
+# Bodies that are sent in pieces.
+
+BODY = (b"[", b"z" * (5 * PIECE_BYTES + 17), b"]")
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"
+REFUSED = b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that signs itself, and its key."""
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+async def serve_bodies(
+    received: list[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Note each body and answer it, until the connection ends."""
+    with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            received.append(await reader.readexactly(length))
+            writer.write(CHUNKED)
+            await writer.drain()
+    writer.close()
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+async def test_whole(is_encrypted: bool, certificate: tuple[Path, Path]) -> None:
+    """Small and large bodies, one after the other on one connection, arrive as they were."""
+    received: list[bytes] = []
+    bodies = ((b"a", b"bc"), BODY, (b"d",))
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        await serve_bodies(received, reader, writer)
+
+    connections: list[asyncio.StreamWriter] = []
+
+    async with open_pool(handle, certificate if is_encrypted else None) as (pool, attempt):
+        for body in bodies:
+            answer = await pool.send_request(attempt(), "/v1/x", {"x-own": "1"}, body)
+            assert (answer.status, await answer.read()) == (200, b"hello")
+    assert received == [b"".join(body) for body in bodies]
+    assert len(connections) == 1
+
+
+async def test_refused_before_it_was_read() -> None:
+    """An instance that answers without reading: its answer counts, and the connection is not used again."""
+    connections: list[asyncio.StreamWriter] = []
+    ended = asyncio.Event()
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(REFUSED)
+        await ended.wait()
+        writer.transport.abort()
+
+    async with open_pool(refuse) as (pool, attempt):
+        for _ in range(2):
+            answer = await pool.send_request(attempt(), "/v1/x", {}, BODY)
+            assert (answer.status, await answer.read()) == (413, b"no")
+        ended.set()
+    assert len(connections) == 2
+
+
+async def test_a_client_that_leaves_meanwhile() -> None:
+    """A request that is cancelled while its body is sent closes its connection."""
+    left, closed = asyncio.Event(), asyncio.Event()
+
+    async def read_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await left.wait()
+        with contextlib.suppress(OSError):
+            while await reader.read(1 << 16):
+                pass
+        closed.set()
+        writer.close()
+
+    async with open_pool(read_late) as (pool, attempt):
+        sending = asyncio.create_task(pool.send_request(attempt(), "/v1/x", {}, BODY))
+        await asyncio.sleep(0.3)
+        assert not sending.done()
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        left.set()
+        await closed.wait()
+
+
+async def test_an_instance_that_does_not_read_times_out() -> None:
+    """The total time-out also ends a request whose body fills every buffer on its way."""
+    ended = asyncio.Event()
+
+    async def read_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await ended.wait()
+        writer.transport.abort()
+
+    async with open_pool(read_head, total_timeout_s=0.3) as (pool, attempt):
+        with pytest.raises(asyncio.TimeoutError):
+            await pool.send_request(attempt(), "/v1/x", {}, (bytes(48 * PIECE_BYTES),))
+        ended.set()

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from router import fake_instances, fake_pair
+from router import fake_instances
 from router.fake_instances import InstancePlan, run_routed_instances, wait_until
 from ttft_otel.model.names import keys
 from ttft_otel.router import types
@@ -74,15 +74,14 @@ async def test_turns_stay_fair_while_one_is_out() -> None:
         assert [len(each.received) for each in (a, b, c)] == [5, 0, 5]
 
 
-@pytest.mark.parametrize("status", [502, 503, 504])
-async def test_an_instance_that_cannot_is_passed_over(status: int) -> None:
-    """502, 503 and 504 before the first byte: another instance answers; each attempt is a span."""
-    async with run_routed_instances([InstancePlan(status=status), None]) as (router, a, b):
+async def test_an_instance_that_cannot_is_passed_over() -> None:
+    """A 503 before the first byte: another instance answers; each attempt is a span."""
+    async with run_routed_instances([InstancePlan(status=503), None]) as (router, a, b):
         got, _, body = await router.post_chat()
         assert (got, body) == (200, b"".join(fake_instances.STREAM_EVENTS))
         first, last = await router.wait_for_records(2)
-        assert [call.status for call in last.calls] == [status, 200]
-        assert last.calls[0].error == str(status)
+        assert [call.status for call in last.calls] == [503, 200]
+        assert last.calls[0].error == "503"
         assert last.calls[1].attributes[keys.ATTEMPT] == 2
         assert last.server is not None and last.server.error == ""
         assert first.ttft is not None and first.ttft.stages["router.retry"] >= 20_000
@@ -147,14 +146,6 @@ async def test_a_failed_encoder_call_goes_to_another_encoder_once() -> None:
         status, _, body = await router.post_chat("a")
         assert (status, body) == (500, b'{"error": "no"}')
         assert len(e1.received + e2.received + e3.received) == 2 and not pd.received
-
-
-async def test_a_wrong_image_is_wrong_everywhere() -> None:
-    """An encoder's 4xx is the client's error: no other encoder is asked."""
-    plan = InstancePlan({}, status=422)
-    async with run_routed_instances(encoders=[plan, plan]) as (router, e1, e2, pd):
-        assert (await router.post_chat("a"))[0] == 422
-        assert len(e1.received + e2.received) == 1
 
 
 async def test_retries_are_a_share_of_requests() -> None:
@@ -303,36 +294,6 @@ async def test_requests_go_where_their_model_is() -> None:
         assert len(a.received) == 1
 
 
-@pytest.mark.parametrize("mode", ["off", "strip"])
-async def test_prefill_and_decode_are_tried_elsewhere_too(mode: str) -> None:
-    """A prefill and a decode instance that say 503 cost a retry each; the stream is whole."""
-    model = fake_pair.PairModel()
-    async with (
-        fake_pair.run_server(model, False) as prefill,
-        fake_pair.run_server(model, True) as decode,
-        fake_instances.run_instance(InstancePlan({}, status=503)) as bad,
-        fake_instances.run_router(
-            [],
-            prefills=[bad.url, prefill.url],
-            decodes=[bad.url, decode.url],
-            first_token=mode,
-        ) as router,
-    ):
-        await router.get_json("/v1/models")
-        status, _, data = await router.post_body(
-            "/v1/chat/completions", fake_instances.build_chat() | {"max_tokens": 4}
-        )
-        assert (status, "".join(fake_pair.PairAnswer(200, {}, data).texts)) == (
-            200,
-            "".join(fake_pair.ANSWER_TOKENS),
-        )
-        last = (await router.wait_for_records(2))[-1]
-        tried = [(call.leg, call.status) for call in last.calls]
-        assert tried[:2] == [("prefill", 503), ("prefill", 200)]
-        assert tried[2:] == [("decode", 503), ("decode", 200)]
-        await wait_until(lambda: not any(each.in_flight for each in router.fleet))
-
-
 async def test_an_instance_that_came_and_went_meanwhile_is_not_watched() -> None:
     """Two changes at once: who is gone when the first is done is asked nothing any more."""
     async with (
@@ -373,12 +334,3 @@ def test_a_pause_that_a_probe_cut_short_does_not_end_the_next_one() -> None:
         await wait_until(lambda: one.breaker.state == "half-open")
 
     asyncio.run(asyncio.wait_for(run_scenario(), 10))
-
-
-async def test_other_errors_are_answers() -> None:
-    """A 500 or a 429 is not tried elsewhere: it may be the request that is wrong."""
-    for status in (400, 429, 500, 501):
-        plans = [InstancePlan(status=status), None]
-        async with fake_instances.run_routed_instances(plans) as (router, _, other):
-            assert (await router.post_chat())[0] == status
-            assert not other.received
