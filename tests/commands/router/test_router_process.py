@@ -175,6 +175,7 @@ async def test_a_bad_file_changes_nothing(tmp_path: Path) -> None:
                 (f"backend: {a.url}", f"write `backend: [{a.url}]`"),
                 ("backend: [localhost]", "write it like http://127.0.0.1:8001"),
                 (f"backend: [{a.url}]\nretries: many", "'--retries'"),
+                (f"backend: [{a.url}]\nhost: 0.0.0.0", "can be reached from other machines"),
                 ("port: 1", "Give either --backend, or --prefill and --decode together"),
                 (
                     f"backend: [{a.url}]\nencoder: [{a.url}]",
@@ -192,7 +193,7 @@ async def test_a_bad_file_changes_nothing(tmp_path: Path) -> None:
             assert (await it.router.post_chat())[0] == 200
             async with it.router.client.get(f"{it.router.url}/metrics") as response:
                 text = await response.text()
-            assert 'ttft_otel_router_reloads_total{result="failed"} 10.0' in text
+            assert 'ttft_otel_router_reloads_total{result="failed"} 11.0' in text
 
 
 async def test_everything_by_environment(tmp_path: Path) -> None:
@@ -215,13 +216,12 @@ async def test_everything_by_environment(tmp_path: Path) -> None:
             assert [each["url"] for each in said["instances"]] == [one.url]
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-async def test_wrong_telemetry_serves(workers: str, tmp_path: Path) -> None:
+async def test_wrong_telemetry_serves(tmp_path: Path) -> None:
     """What of OpenTelemetry's variables cannot be followed is told once each, and requests are served."""
     wrong = {"OTEL_TRACES_EXPORTER": "console", "OTEL_TRACES_SAMPLER_ARG": "half"}
     traced = {env_names.TTFT_OTEL: "1", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
     async with fake_instances.run_instance(InstancePlan({})) as one:
-        flags = ("--backend", one.url, "--workers", workers)
+        flags = ("--backend", one.url, "--workers", "2")
         async with run_command(tmp_path, *flags, **traced, **wrong) as it:
             assert (await it.router.post_chat())[0] == 200
             log = it.log.read_text()
@@ -235,16 +235,3 @@ def test_an_open_port_is_refused_at_start() -> None:
     refused = CliRunner().invoke(command, flags)
     assert refused.exit_code == 2
     assert "it needs --api-key KEY, or --insecure" in " ".join(refused.output.split())
-
-
-async def test_a_reload_does_not_open_the_port(tmp_path: Path) -> None:
-    """At SIGHUP a file without the keys it had is refused: the old keys stay in force."""
-    config = tmp_path / "router.yaml"
-    config.write_text("backend: [http://127.0.0.1:1]\nhost: 0.0.0.0\napi-key: [k]\n")
-
-    async with run_command(tmp_path, "--config", str(config)) as router:
-        assert await router.get_status("/v1/models") == 401
-        config.write_text("backend: [http://127.0.0.1:1]\nhost: 0.0.0.0\n")
-        router.send_signal(signal.SIGHUP)
-        await router.wait_for_log("configuration reload failed")
-        assert await router.get_status("/v1/models") == 401

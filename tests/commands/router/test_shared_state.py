@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import sys
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -87,10 +85,10 @@ async def run_replicas(
 
 
 @needs_store
-@pytest.mark.parametrize("policy", ["least_requests", "ttft"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "workers",
-    [pytest.param("1", marks=pytest.mark.full), pytest.param("2", marks=pytest.mark.slow)],
+    ("policy", "workers"),
+    [("least_requests", "2"), *(pytest.param("ttft", n, marks=pytest.mark.full) for n in "12")],
 )
 async def test_replicas_decide_on_the_whole_load(tmp_path: Path, policy: str, workers: str) -> None:
     """Streams that stay open are spread evenly; when a replica is killed, the other forgets its load."""
@@ -128,6 +126,7 @@ async def test_replicas_decide_on_the_whole_load(tmp_path: Path, policy: str, wo
 
 
 @needs_store
+@pytest.mark.full
 async def test_an_open_breaker_warns_the_others(tmp_path: Path) -> None:
     """A failing instance costs each other replica one request; who shares nothing pays all three."""
     async with (
@@ -166,10 +165,9 @@ async def test_an_open_breaker_warns_the_others(tmp_path: Path) -> None:
         (["--shared-state-prefix", "mine"], "need --shared-state"),
     ],
 )
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_what_is_wrong_is_said(flags: list[str], words: str, workers: str) -> None:
+def test_what_is_wrong_is_said(flags: list[str], words: str) -> None:
     """Before anything listens, and without a password that may be in the URL."""
-    given = ["--backend", "http://127.0.0.1:1", "--workers", workers, *flags]
+    given = ["--backend", "http://127.0.0.1:1", *flags]
     refused = CliRunner().invoke(command, given)
     assert refused.exit_code == 2 and words in " ".join(refused.output.split())
     assert "secret" not in refused.output
@@ -191,84 +189,3 @@ async def test_without_the_flag_the_client_is_not_imported(tmp_path: Path) -> No
     )
     said, _ = await process.communicate()
     assert said.decode().strip() == "[]"
-
-
-SESSION_HEADER = "x-session"
-SESSIONS = tuple(f"session-{number}" for number in range(24))
-
-
-async def ask(it: CommandProcess, session: str) -> None:
-    """One request of a session, through one replica."""
-    body = {"model": "tiny", "stream": True, "messages": []}
-    async with aiohttp.ClientSession() as client:
-        url = f"{it.router.url}/v1/chat/completions"
-        async with client.post(url, json=body, headers={SESSION_HEADER: session}) as response:
-            assert response.status == 200, await response.text()
-            await response.read()
-
-
-async def wait_for_state(it: CommandProcess, url: str, state: str) -> None:
-    """Wait until a replica has the instance in this state."""
-    wanted = re.compile(
-        rf'^{metric_names.ROUTER_INSTANCE}{{instance="{re.escape(url)}",.*state="{state}"}} 1', re.M
-    )
-    async with aiohttp.ClientSession() as client:
-        while True:
-            async with client.get(f"{it.router.url}/metrics") as response:
-                if wanted.search(await response.text()):
-                    return
-            await asyncio.sleep(0.1)
-
-
-async def place_sessions(
-    replicas: list[CommandProcess], instances: list[FakeInstance], turn: int
-) -> dict[str, str]:
-    """Where each session is: every request of it, through both replicas, has gone there."""
-    places: dict[str, str] = {}
-    for number, session in enumerate(SESSIONS):
-        # Each in its turn the first to see a session: what it learnt must not matter.
-        for it in replicas[:: 1 if (number + turn) % 2 else -1]:
-            before = {each.url: len(each.received) for each in instances}
-            await ask(it, session)
-            served = [each.url for each in instances if len(each.received) > before[each.url]]
-            assert len(served) == 1
-            assert places.setdefault(session, served[0]) == served[0], session
-    return places
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["session", "kvaware"])
-async def test_sessions_stay(tmp_path: Path, policy: str) -> None:
-    """Also while an instance is away only its own sessions move, in both alike; then they are back."""
-    async with AsyncExitStack() as stack:
-        instances = [
-            await stack.enter_async_context(fake_instances.run_instance()) for _ in range(4)
-        ]
-        replicas = []
-        for number in range(2):
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            # In another order: which instance is listed first must not matter.
-            listed = instances if number else instances[::-1]
-            backends = [word for each in listed for word in ("--backend", each.url)]
-            flags = ("--routing-logic", policy, "--session-key", SESSION_HEADER, *backends)
-            health = ("--health-interval", "0.2")
-            replicas.append(await stack.enter_async_context(run_command(folder, *flags, *health)))
-        first = await place_sessions(replicas, instances, 0)
-        counts = Counter(first.values())
-        assert len(counts) > 1, "nothing is shown by one instance"
-
-        gone = next(each for each in instances if each.url in counts)
-        gone.plan.health_status = 503
-        for it in replicas:
-            await wait_for_state(it, gone.url, "failed")
-        without = await place_sessions(replicas, instances, 1)
-        moved = {session for session in SESSIONS if without[session] != first[session]}
-        assert moved == {session for session in SESSIONS if first[session] == gone.url}
-        assert gone.url not in without.values()
-
-        gone.plan.health_status = 200
-        for it in replicas:
-            await wait_for_state(it, gone.url, "healthy")
-        assert await place_sessions(replicas, instances, 2) == first

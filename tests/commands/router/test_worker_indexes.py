@@ -20,7 +20,7 @@ from commands.router.test_worker_processes import list_instances, wait_for_worke
 from lab.fake_vllm.kv_publisher import FakePublisher
 from lab.fake_vllm.prefix_cache import FakeEngine
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 BLOCK_TOKENS = 4
 PROMPT_TOKENS = 10 * BLOCK_TOKENS
