@@ -7,19 +7,18 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 
+from attack.serve_thread import run_serve
 from lab.http_servers import HttpServerThread, SilentHandler
 from ttft_otel.report.breakdown_source import ExplainAnswer
 from ttft_otel.report.receive import alert_webhook, receiver
-from ttft_otel.report.report_server import ReportServer, run_server
-from ttft_otel.report.serve_options import ServeOptions
 
 SCRIPT = '"><script>alert(1)</script>'
 
@@ -33,26 +32,13 @@ def explain(*_: Any) -> ExplainAnswer:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., str]]:
     """Starts `serve` with these options; its address."""
-    servers: list[ReportServer] = []
-    threads: list[Thread] = []
+    with ExitStack() as stack:
 
-    def start_server(**more: Any) -> str:
-        ready = Event()
-        options = ServeOptions(
-            tmp_path / "spans.db", http_port=0, grpc_port=-1, explain=explain, **more
-        )
-        thread = Thread(
-            target=run_server, args=(options, lambda it: (servers.append(it), ready.set()))
-        )
-        thread.start()
-        threads.append(thread)
-        assert ready.wait(30)
-        return f"http://127.0.0.1:{servers[-1].http_port}"
+        def start_server(**more: Any) -> str:
+            server = stack.enter_context(run_serve(tmp_path, explain=explain, **more))
+            return f"http://127.0.0.1:{server.http_port}"
 
-    yield start_server
-    for server, thread in zip(servers, threads, strict=True):
-        server.close()
-        thread.join(30)
+        yield start_server
 
 
 def make_alert(model: str = "chat", **more: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
@@ -51,8 +51,8 @@ async def ask_often(it: CommandProcess, count: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def connect(admin: str) -> AsyncIterator[Operator]:
-    """An operator whose one connection is of a worker that answers."""
+async def connect(admin: str) -> AsyncIterator[Callable[[str, FakeInstance], Awaitable[None]]]:
+    """A function that gives orders, on a connection of a worker that answers."""
     while True:
         connector = aiohttp.TCPConnector(limit=1)
         timeout = aiohttp.ClientTimeout(2)
@@ -62,21 +62,14 @@ async def connect(admin: str) -> AsyncIterator[Operator]:
                     await response.read()
             except asyncio.TimeoutError:
                 continue
-            yield Operator(client, f"{admin}/instances")
+
+            async def give(action: str, instance: FakeInstance) -> None:
+                order = {"action": action, "leg": "mono", "url": instance.url}
+                async with client.post(f"{admin}/instances", json=order) as response:
+                    assert response.status == 200, await response.text()
+
+            yield give
             return
-
-
-class Operator:
-    """Who gives orders."""
-
-    def __init__(self, client: aiohttp.ClientSession, url: str) -> None:
-        self.client, self.url = client, url
-
-    async def give(self, action: str, instance: FakeInstance) -> None:
-        """Give one order."""
-        order = {"action": action, "leg": "mono", "url": instance.url}
-        async with self.client.post(self.url, json=order) as response:
-            assert response.status == 200, await response.text()
 
 
 @pytest.mark.full
@@ -95,17 +88,17 @@ async def test_orders_reach_a_frozen_worker(
             await wait_for_workers(it, 3)
             frozen = list_worker_pids(it)[0]
             os.kill(frozen, signal.SIGSTOP)
-            async with connect(admin) as operator:
+            async with connect(admin) as give:
                 if kind == "questions":
                     await ask_often(it, QUESTIONS[0])
-                    await operator.give("drain", b)
+                    await give("drain", b)
                     await ask_often(it, QUESTIONS[1])
                 else:
                     for number in range(ORDERS):
                         # It has to wait, but it is among the first that do.
                         if number == ORDERS_IN_KERNEL:
-                            await operator.give("drain", b)
-                        await operator.give("drain" if number % 2 == 0 else "add", a)
+                            await give("drain", b)
+                        await give("drain" if number % 2 == 0 else "add", a)
             os.kill(frozen, signal.SIGCONT)
             lost = f"{metric_names.ROUTER_WORKER_MESSAGES_LOST}_total"
             while not (await read_metrics(it)).get(lost):
@@ -121,19 +114,3 @@ async def test_orders_reach_a_frozen_worker(
                     await asyncio.sleep(0.02)
 
             await asyncio.wait_for(agree(), AGREE_WITHIN_S)
-
-
-@pytest.mark.full
-async def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
-    """After half a minute, and said; all connections are answered again."""
-    async with fake_instances.run_instance() as a:
-        async with run_command(tmp_path, "--backend", a.url, "--workers", "2") as it:
-            await wait_for_workers(it, 2)
-            hung = list_worker_pids(it)[0]
-            os.kill(hung, signal.SIGSTOP)
-            await it.wait_for_log("hangs, its event loop has not run")
-            await it.wait_for_log("was ended by SIGKILL")
-            await wait_for_workers(it, 2, 1)
-            assert hung not in list_worker_pids(it)
-            for _ in range(20):
-                assert await it.get_status("/healthz") == 200

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from threading import Event, Thread
 
 import grpc
 import pytest
@@ -19,9 +18,8 @@ from router import fake_instances, raw_http
 from router.control.test_admin import open_admin
 from router.fake_instances import InstancePlan, find_unused_url
 
+from attack.serve_thread import run_serve
 from ttft_otel.report.receive.receiver import OTLP_TRACE_SERVICE
-from ttft_otel.report.report_server import ReportServer, run_server
-from ttft_otel.report.serve_options import ServeOptions
 
 PORTS = ("router", "serve", "admin")
 ENOUGH_BYTES = 2 << 20  # of an attack in these tests
@@ -41,31 +39,10 @@ ATTACKS = {
 
 
 @contextlib.asynccontextmanager
-async def run_serve(path: Path, grpc_port: int = -1) -> AsyncIterator[ReportServer]:
-    """`ttft-otel serve` in a thread of its own."""
-    servers: list[ReportServer] = []
-    ready = Event()
-
-    def note_started(server: ReportServer) -> None:
-        servers.append(server)
-        ready.set()
-
-    options = ServeOptions(path / "spans.db", http_port=0, grpc_port=grpc_port)
-    thread = Thread(target=run_server, args=(options, note_started))
-    thread.start()
-    try:
-        assert await asyncio.to_thread(ready.wait, 30)
-        yield servers[0]
-    finally:
-        servers[0].close()
-        await asyncio.to_thread(thread.join, 30)
-
-
-@contextlib.asynccontextmanager
 async def open_port(port: str, path: Path) -> AsyncIterator[str]:
     """The URL of this HTTP port of ours."""
     if port == "serve":
-        async with run_serve(path) as server:
+        with run_serve(path) as server:
             yield f"http://127.0.0.1:{server.http_port}"
         return
     async with (
@@ -130,7 +107,8 @@ async def test_metadata_is_bounded(tmp_path: Path) -> None:
     """A gRPC call with 64 KB of metadata is refused; one with 4 KB is judged by its message."""
     port = int(find_unused_url().rpartition(":")[2])
     statuses = []
-    async with run_serve(tmp_path, port), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    with run_serve(tmp_path, port):
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
         call = channel.unary_unary(f"/{OTLP_TRACE_SERVICE}/Export")
         for number in (4, 64):
             metadata = grpc.aio.Metadata(*((f"x-{at}", "a" * 1000) for at in range(number)))
@@ -140,10 +118,11 @@ async def test_metadata_is_bounded(tmp_path: Path) -> None:
                 statuses.append(error.code())
             else:
                 statuses.append(grpc.StatusCode.OK)
+        await channel.close()
     assert statuses == [grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("part", [b"a: b\r\n" * 10_000, b"a" * 60_000])
 async def test_memory_and_time(part: bytes, tmp_path: Path) -> None:
     """40 MB of a head cost `serve` no memory, and others no time."""

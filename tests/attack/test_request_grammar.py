@@ -95,6 +95,30 @@ def draw_request(draw: some.DrawFn, number: int) -> Request:
     return Request(end.join([*lines, "", ""]).encode("latin-1") + body, mark)
 
 
+MALFORMED = (
+    b"\r\n\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20,  # TLS
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"GET\r\n\r\n",
+    b"POST /v1/completions\r\n\r\n",
+    b"POST /v1/completions HTTP/9.9\r\nhost: localhost\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1e3\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999999999999\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n"
+    b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx: a\r\n folded\r\ncontent-length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nho st: x\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 200_000 + b"\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\n" + b"x: a\r\n" * 20_000 + b"\r\n",
+    b"POST /" + b"a" * 200_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"POST /v1/completions HTTP/1.0\r\ncontent-length: 2\r\n\r\n{}",
+    b"POST http://[/v1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+)
+
 # Its requests, where their bytes are cut into pieces, and how it ends.
 Connection: TypeAlias = tuple[list[Request], list[int], str]
 
@@ -177,6 +201,8 @@ def test_request_grammar(number: int, tmp_path: Path) -> None:
                 check_answers(requests, split_answers(response))
 
         check_connections()
+        for data in MALFORMED:
+            assert raw_http.parse_status(exchange_bytes(url, data, [], "read")) < 500, data[:80]
         deadline_s = time.monotonic() + 10
         while (in_flight := read_in_flight(url)) and time.monotonic() < deadline_s:
             time.sleep(0.05)

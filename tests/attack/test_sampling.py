@@ -52,8 +52,8 @@ async def test_instances_are_told() -> None:
         router,
         one,
     ):
-        for number in range(60):
+        for number in range(25):
             traceparent = f"00-{number + 1:016x}{1:016x}-b7ad6b7169203331-01"
             await router.post_chat(traceparent=traceparent)
         flags = [each.headers["traceparent"][-2:] for each in one.received]
-        assert len(flags) == 60 and 0 < flags.count("00")
+        assert len(flags) == 25 and 0 < flags.count("00")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 from router.control.test_client_connection import encode_post
 
-from attack.honest_streams import HONEST_STREAMS, RunningStreams, run_streams
 from attack.watched_process import INJECTED_STALL_S, WatchedRouter, run_watched_process
+from lab.http_servers import HttpServerThread, SilentHandler
 
 MEGA = 1 << 20
 MARKED_BODY = b'{"model": "tiny", "stream": true, "messages": []}'
@@ -34,23 +33,18 @@ def number_keys(size: int, before: bytes = b"") -> bytes:
 
 # What HTTP itself is abused for.
 HTTP_KINDS: Mapping[str, Callable[[], bytes]] = {
-    "equal headers": lambda: encode_post(b"{}", *["x-a: b"] * 60_000),
     "many headers": lambda: encode_post(b"{}", *[f"x-{number}: b" for number in range(60_000)]),
-    "as many headers as allowed": lambda: encode_post(MARKED_BODY, *["x-a: " + "b" * 200] * 250),
     "a long header": lambda: b"POST /v1/completions HTTP/1.1\r\nx: " + b"a" * 22 * MEGA,
     "a header in pieces": lambda: b"POST /v1/completions HTTP/1.1\r\n" + b"x:\r\n" * 500_000,
     "a long target": lambda: b"POST /v1/" + b"a" * 4 * MEGA,
     "a target of dots": lambda: encode_post(path="/v1" + "/.." * 2500),
-    "connection words": lambda: encode_post(MARKED_BODY, "connection: " + "a," * 30_000),
     "upgrades": lambda: encode_post(b"", "connection: upgrade", "upgrade: h2c") * 4000,
     "pipelined": lambda: encode_post(path="/v1/embeddings") * 4000,
-    "pipelined GETs": lambda: b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 20_000,
     "trailers": lambda: encode_post(b"0\r\n" + b"a: b\r\n" * 200_000, "transfer-encoding: chunked"),
     "tiny chunks": lambda: encode_post(
         b"1\r\n \r\n" * 300_000 + b"0\r\n\r\n", "transfer-encoding: chunked"
     ),
     "empty lines": lambda: b"\r\n" * 500_000,
-    "tracestate": lambda: encode_post(MARKED_BODY, f"tracestate: {'a=b,' * 15_000}"),
 }
 # What JSON is abused for: sizes of a large body, and those that are just not one yet.
 JSON_KINDS: Mapping[str, Callable[[], bytes]] = {
@@ -62,17 +56,11 @@ JSON_KINDS: Mapping[str, Callable[[], bytes]] = {
         )
     ),
     "a large text": lambda: fill_field(b"input", b'"', b"word ", b'"', 40 * MEGA),
-    "escapes": lambda: fill_field(b"input", b'"', b"\\n", b'"', 24 * MEGA),
     "escaped quotes": lambda: fill_field(b"input", b'"', b'\\"', b'"', 24 * MEGA),
     "a long model": lambda: encode_post(b'{"model": "%b"}' % (b"\xc3\xa4" * 12 * MEGA)),
-    "a long model of escapes": lambda: encode_post(b'{"model": "%b"}' % (b"\\n" * 12 * MEGA)),
     "numbers": lambda: fill_field(b"input", b"[", b"1,", b"1]", 24 * MEGA),
     "as many numbers as allowed": lambda: fill_field(b"prompt", b"[", b"1,", b"1]", 7 * MEGA),
-    "numbers as temperature": lambda: fill_field(b"temperature", b"[", b"1,", b"1]", 7 * MEGA),
-    "empty lists": lambda: fill_field(b"input", b"[", b"[],", b"1]", 24 * MEGA),
     "empty texts": lambda: fill_field(b"stop", b"[", b'"",', b'""]', 24 * MEGA),
-    "few empty texts": lambda: fill_field(b"stop", b"[", b'"",', b'""]', MEGA // 2),
-    "spaces": lambda: fill_field(b"input", b"", b" ", b"1", 60 * MEGA),
     "one name again and again": lambda: fill_field(b"input", b"1", b',"":1', b"", 24 * MEGA),
     "many keys": lambda: encode_post(number_keys(24 * MEGA)),
     "many keys to be stripped": lambda: encode_post(
@@ -85,14 +73,9 @@ JSON_KINDS: Mapping[str, Callable[[], bytes]] = {
         b'{"vllm_xargs":%b}' % number_keys(MEGA // 2, b'"kv_transfer_params":1,')
     ),
     "empty parts": lambda: encode_post(CHAT_CONTENT % (b"[" + b"{}," * 8 * MEGA + b"{}]")),
-    "some empty parts": lambda: encode_post(CHAT_CONTENT % (b"[" + b"{}," * 80_000 + b"{}]")),
     "few empty parts": lambda: encode_post(CHAT_CONTENT % (b"[" + b"{}," * 20_000 + b"{}]")),
-    "empty messages": lambda: fill_field(b"messages", b"[", b"{},", b"{}]", MEGA // 2),
     "lists in lists": lambda: encode_post(b'{"model":' + b"[" * 24 * MEGA),
-    "maps in maps": lambda: encode_post(b'{"model":' + b'{"a":' * 5 * MEGA),
     "NaN at the end": lambda: fill_field(b"input", b"[", b"1,", b"NaN]", 24 * MEGA),
-    "no text at the end": lambda: fill_field(b"input", b'"', b"a", b'\xff"', 40 * MEGA),
-    "no object": lambda: encode_post(b" " * 40 * MEGA + b"1"),
 }
 
 
@@ -106,24 +89,18 @@ CONTROL_S = 0.3
 FIRST_BYTE_S = 4.0  # for what takes long, and for what gets no answer
 QUIET_S = 0.2
 KINDS = {**HTTP_KINDS, **JSON_KINDS}
+# Of each sort the one that costs the router most.
 SUITE_KINDS = (
-    "a large image",
+    "many headers",
+    "a header in pieces",
+    "tiny chunks",
+    "pipelined",
     "escaped quotes",
     "as many numbers as allowed",
-    "empty texts",
-    "many keys to be stripped",
     "some keys to be stripped",
-    "few empty parts",
-    "lists in lists",
-    "NaN at the end",
 )
-MAX_GAP_RATIO = 2.0
-PERCENTILE = 0.99
-MIN_ROUNDS, MAX_ROUNDS = 3, 7
 # Of those, the ones in which more of a body is read where there are several legs.
-DIVIDED_KINDS = ("a large image", "escaped quotes", "many keys to be stripped", "few empty parts")
-# Of each sort one that costs the router most; all kinds have their stall measured above.
-KINDS_BESIDE_STREAMS = ("a large image", "escaped quotes", "pipelined")
+DIVIDED_KINDS = ("many keys to be stripped", "few empty parts")
 
 
 def send_until_quiet(url: str, data: bytes) -> None:
@@ -138,29 +115,35 @@ def send_until_quiet(url: str, data: bytes) -> None:
             sock.settimeout(QUIET_S)
 
 
-@pytest.fixture(scope="module")
-def streams() -> Iterator[RunningStreams]:
-    """Fifty honest streams through `router`; each must come whole, from its first event to its last."""
-    with run_streams() as running:
-        yield running
+class Sink(SilentHandler):
+    """An instance that throws away what it is sent."""
+
+    def do_GET(self) -> None:
+        self.send_answer(200, b'{"object": "list", "data": [{"id": "tiny"}]}')
+
+    def do_POST(self) -> None:
+        self.read_body()
+        self.send_answer(200, b'{"id": "a", "choices": []}', content_type="application/json")
 
 
 @pytest.fixture(scope="module")
-def router(streams: RunningStreams) -> Iterator[WatchedRouter]:
-    """A router before one instance, with the streams running."""
-    with run_watched_process(backends=[streams.instance_url]) as process:
-        streams.start_clients(process.url)
-        time.sleep(1)
+def instance_url() -> Iterator[str]:
+    """Of an instance outside the router's process, whose own work is not to be measured."""
+    with HttpServerThread(Sink) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def router(instance_url: str) -> Iterator[WatchedRouter]:
+    """A router before one instance."""
+    with run_watched_process(backends=[instance_url]) as process:
         yield process
-        event_counts = streams.end_clients()
-        assert len(event_counts) == HONEST_STREAMS
-        assert min(event_counts) > 0
 
 
 @pytest.fixture(scope="module")
-def divided_router(streams: RunningStreams) -> Iterator[WatchedRouter]:
+def divided_router(instance_url: str) -> Iterator[WatchedRouter]:
     """A router with encoders, prefill and decode instances, where more of a body is read."""
-    url = streams.instance_url
+    url = instance_url
     options = {"backends": [], "encoders": [url], "prefills": [url], "decodes": [url]}
     with run_watched_process(**options) as process:
         yield process
@@ -201,9 +184,9 @@ def mark_kinds(kinds: Iterable[str], always: Collection[str]) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", mark_kinds(KINDS, (*SUITE_KINDS, *HTTP_KINDS)))
+@pytest.mark.parametrize("kind", mark_kinds(KINDS, SUITE_KINDS))
 def test_a_request_does_not_hold_the_router_up(router: WatchedRouter, kind: str) -> None:
-    """No kind of request holds the event loop for long while fifty streams run."""
+    """No kind of request holds the event loop for long."""
     assert not find_stall(router, KINDS[kind]())
 
 
@@ -222,59 +205,8 @@ def test_a_stall_is_seen(router: WatchedRouter, monkeypatch: pytest.MonkeyPatch)
         router.make_stall()
 
     monkeypatch.setitem(globals(), "send_until_quiet", make_stall)
+    monkeypatch.setitem(globals(), "MAX_TRIALS", 1)
     router.take_longest_s()
     router.make_stall()
     assert router.take_longest_s() >= INJECTED_STALL_S
     assert find_stall(router, b"")
-
-
-def compute_percentile(streams: RunningStreams) -> float:
-    """Of the seconds between two events of a stream, since the last call."""
-    return sorted(gaps := streams.take_gaps_s())[int(PERCENTILE * len(gaps))]
-
-
-def compare_gaps(streams: RunningStreams, disturb: Callable[[], None]) -> float:
-    """How many times as long the gaps of the streams are while `disturb` runs as right before it.
-
-    The median of pairs, as many as it takes to tell it from MAX_GAP_RATIO: the quiet half of a pair lasts
-    as long as the disturbed one, and a neighbour on the machine is there in both.
-    """
-    ratios: list[float] = []
-    while len(ratios) < MAX_ROUNDS:
-        streams.take_gaps_s()
-        start_s = time.monotonic()
-        disturb()
-        disturbed = compute_percentile(streams)
-        time.sleep(time.monotonic() - start_s)
-        ratios.append(disturbed / compute_percentile(streams))
-        if len(ratios) >= MIN_ROUNDS and (
-            max(ratios) < MAX_GAP_RATIO or min(ratios) > MAX_GAP_RATIO
-        ):
-            break
-    return statistics.median(ratios)
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_streams_keep_their_pace(router: WatchedRouter, streams: RunningStreams) -> None:
-    """The 99th percentile of the time between two events is less than twice that of the quiet run."""
-    requests = [KINDS[kind]() for kind in KINDS_BESIDE_STREAMS]
-
-    def send_all() -> None:
-        for data in requests:
-            send_until_quiet(router.url, data)
-
-    assert compare_gaps(streams, send_all) < MAX_GAP_RATIO
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_lost_pace_is_seen(router: WatchedRouter, streams: RunningStreams) -> None:
-    """A loop that is held up again and again makes the gaps more than twice as long."""
-
-    def hold_up() -> None:
-        for _ in range(3):
-            router.make_stall()
-            time.sleep(0.05)
-
-    assert compare_gaps(streams, hold_up) > MAX_GAP_RATIO

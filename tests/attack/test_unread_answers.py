@@ -5,23 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from router import raw_http
-from router.raw_http import RouterProcess
+from router import fake_instances, raw_http
+from router.fake_instances import InstancePlan, wait_until
 
-from ttft_otel.router.control.uvicorn_server import MemoryLimit
+from ttft_otel.router.control.uvicorn_server import DrainingServer, MemoryLimit, ServerPlan
+from ttft_otel.router.limits import RouterLimits
 
 STREAM_BODY = b'{"model": "tiny", "stream": true, "messages": []}'
 STALLED = 8
-IN_FLIGHT = "ttft_otel_router_requests_in_flight"
-REFUSALS = "ttft_otel_router_refusals_total"
-LIMIT_BYTES = 256 << 20
-BODY_BYTES = 60 << 20
-GROUPS = Path("/sys/fs/cgroup/memory")  # of version 1, where tests can make some
 
 
 @contextlib.asynccontextmanager
@@ -35,24 +30,19 @@ async def connect(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio
         writer.transport.abort()
 
 
-async def wait_for(router: RouterProcess, name: str, value: float) -> None:
-    """Wait until a metric has this value."""
-    async with asyncio.timeout(20):
-        while await router.read_metric(name) != [value]:
-            await asyncio.sleep(0.1)
-
-
 async def test_who_never_reads() -> None:
     """Their connections end after --send-timeout; one that reads slowly stays."""
+    limits = RouterLimits(send_timeout=1.0)
     async with (
         raw_http.run_instance() as one,
-        raw_http.run_router_process("--backend", one.url, "--send-timeout", "2") as router,
+        fake_instances.run_router([one.url], limits=limits) as router,
         contextlib.AsyncExitStack() as stack,
     ):
+        admission = router.app.admission
         clients = [await stack.enter_async_context(connect(router.url)) for _ in range(STALLED + 1)]
         for _, writer in clients:
             writer.write(raw_http.encode_request("flood", STREAM_BODY))
-        await wait_for(router, IN_FLIGHT, STALLED + 1)
+        await wait_until(lambda: admission.requests_under_way == STALLED + 1)
         slow_reader, _ = clients[0]
         read_bytes = 0
 
@@ -60,13 +50,14 @@ async def test_who_never_reads() -> None:
             nonlocal read_bytes
             while data := await slow_reader.read(256 << 10):
                 read_bytes += len(data)
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(0.2)
 
         reading = asyncio.create_task(read_slowly())
-        await wait_for(router, f'{REFUSALS}{{reason="send_timeout"}}', STALLED)
-        await wait_for(router, IN_FLIGHT, 1)
+        await wait_until(lambda: admission.refusal_counts["send_timeout"] == STALLED)
+        await wait_until(lambda: admission.requests_under_way == 1)
         assert not reading.done() and read_bytes > 0
         reading.cancel()
+        slow_reader._transport.abort()
 
 
 @pytest.mark.parametrize("mood", ["stall", "slow"])
@@ -85,7 +76,7 @@ async def test_an_instance_that_falls_silent(mood: str) -> None:
                 writer.write(raw_http.encode_head(200, None))
                 for _ in range(6):
                     writer.write(raw_http.encode_chunk(raw_http.EVENT_BYTES))
-                    await asyncio.sleep(0.6)
+                    await asyncio.sleep(0.2)
                 if mood == "stall":
                     await reader.read()
                 writer.write(b"0\r\n\r\n")
@@ -94,80 +85,45 @@ async def test_an_instance_that_falls_silent(mood: str) -> None:
         finally:
             writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        flags = ("--backend", url, "--idle-timeout", "1")
-        async with (
-            raw_http.run_router_process(*flags) as router,
-            connect(router.url) as (reader, writer),
+    async with (
+        raw_http.listen(answer) as url,
+        fake_instances.run_router([url], limits=RouterLimits(idle_timeout=0.6)) as router,
+        connect(router.url) as (reader, writer),
+    ):
+        writer.write(raw_http.encode_request("ok", STREAM_BODY))
+        text = b""
+        while not text.endswith(b"0\r\n\r\n") and (
+            part := await asyncio.wait_for(reader.read(4096), 20)
         ):
-            writer.write(raw_http.encode_request("ok", STREAM_BODY))
-            text = b""
-            while not text.endswith(b"0\r\n\r\n") and (
-                part := await asyncio.wait_for(reader.read(4096), 20)
-            ):
-                text += part
-            assert text.count(b"word") == 6
-            assert text.endswith(b"0\r\n\r\n") == (mood == "slow")
+            text += part
+        assert text.count(b"word") == 6
+        assert text.endswith(b"0\r\n\r\n") == (mood == "slow")
 
 
-@contextlib.contextmanager
-def enter_small_group() -> Iterator[None]:
-    """Processes that are started meanwhile have little memory."""
-    group = GROUPS / f"ttft-otel-test-{os.getpid()}"
-    own = next(
-        line.split(":", 2)[2]
-        for line in Path("/proc/self/cgroup").read_text().splitlines()
-        if ":memory:" in line
-    )
-    group.mkdir()
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        yield
-    finally:
-        (GROUPS / own.lstrip("/") / "cgroup.procs").write_text(str(os.getpid()))
-
-
-def remove_groups() -> None:
-    """Remove those without a process."""
-    for group in GROUPS.glob("ttft-otel-test-*"):
-        with contextlib.suppress(OSError):
-            group.rmdir()
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not os.access(GROUPS, os.W_OK), reason="needs root and control groups of version 1"
-)
-async def test_memory_of_the_container() -> None:
-    """Bodies that arrive slowly fill it: new requests are refused until they are gone, none is killed."""
-    head = b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    async with raw_http.run_instance() as one, contextlib.AsyncExitStack() as stack:
-        stack.callback(remove_groups)  # after the router has ended
-        with enter_small_group():
-            router = await stack.enter_async_context(
-                raw_http.run_router_process("--backend", one.url)
-            )
-        request = raw_http.encode_request()
-        async with contextlib.AsyncExitStack() as uploads:
-            refused = f'{REFUSALS}{{reason="memory"}}'
-            while not await router.read_metric(refused):
-                _, writer = await uploads.enter_async_context(connect(router.url))
-                writer.write(head + b"Content-Length: %d\r\n\r\n" % BODY_BYTES)
-                for _ in range(48):
-                    writer.write(b"x" * (1 << 20))
-                    await asyncio.wait_for(writer.drain(), 20)
-                await asyncio.sleep(1.2)
-                status = raw_http.parse_status(await raw_http.send_bytes(router.url, request))
-                assert status in (200, 503)
-            assert status == 503
-        async with asyncio.timeout(20):
-            while status != 200:
-                await asyncio.sleep(0.2)
-                status = raw_http.parse_status(await raw_http.send_bytes(router.url, request))
+async def test_memory_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is nearly used up, new requests are refused until some is free; one alone is served."""
+    shares = iter((0.5, 0.91, 0.87, 0.84))
+    monkeypatch.setattr(MemoryLimit, "measure_share", lambda _: next(shares))
+    held = InstancePlan({"prefill.compute": 20_000})
+    async with fake_instances.run_routed_instances([held]) as (router, one):
+        plan = ServerPlan("127.0.0.1", 0, 0.0, 0.0, lambda: None)
+        server = DrainingServer(router.app, plan)
+        server.config.load()
+        server._memory.max_bytes = 1 << 30
+        admission = router.app.admission
+        waiting = asyncio.create_task(router.post_chat())
+        await wait_until(lambda: one.received)
+        one.plan = InstancePlan({})
+        statuses = []
+        for _ in range(4):
+            await server.on_tick(0)
+            statuses.append((await router.post_chat())[0])
+        assert statuses == [200, 503, 503, 200]
+        assert admission.refusal_counts == {"memory": 2}
+        waiting.cancel()
+        await wait_until(lambda: not admission.requests_under_way)
+        admission.is_memory_short = True
+        assert (await router.post_chat())[0] == 200
 
 
 @pytest.mark.parametrize(

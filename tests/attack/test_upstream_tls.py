@@ -18,7 +18,6 @@ import grpc
 import pytest
 from aiohttp import web
 from click.testing import CliRunner
-from commands.router.test_router_process import run_command
 from opentelemetry.sdk.metrics.export import MetricsData
 from opentelemetry.sdk.trace.export import SpanExportResult
 from router import fake_instances, raw_http
@@ -104,16 +103,6 @@ async def post(router: RunningRouter) -> int:
     return (await router.post_chat())[0]
 
 
-async def test_verified(authorities: Authorities) -> None:
-    """The control: with its authority an instance is used, for probes, lists of models and requests."""
-    async with run_encrypted(authorities.signed["right"]) as one:
-        tls = ClientTls(str(authorities.old[0]))
-        async with fake_instances.run_router([one.url], tls=tls) as router:
-            assert [await post(router) for _ in range(REQUESTS)] == [200] * REQUESTS
-            assert (await router.get_json("/readyz"))[0] == 200
-            assert (await router.get_json("/v1/models"))[2]["data"][0]["id"] == "tiny"
-
-
 @pytest.mark.parametrize(
     ("shown", "trusted", "problem"),
     [
@@ -174,6 +163,8 @@ async def test_a_new_authority(
     async with fake_instances.run_router([f"https://127.0.0.1:{port}"], tls=tls) as router:
         async with run_encrypted(right, port=port):
             assert await post(router) == 200
+            assert (await router.get_json("/readyz"))[0] == 200
+            assert (await router.get_json("/v1/models"))[2]["data"][0]["id"] == "tiny"
         async with run_encrypted(renewed, port=port):
             assert await post(router) == 502
             replace(trusted, authorities.new[0])
@@ -253,7 +244,7 @@ async def test_spans_follow_the_file(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"https://127.0.0.1:{port}")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(trusted))
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "5")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     exporter = build_span_exporter("http/protobuf")
 
     async def take(_: web.Request) -> web.Response:
@@ -312,6 +303,7 @@ def run_grpc_collector(own: Pair, clients: Path, port: int) -> Iterator[None]:
         server.stop(0).wait()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sender", [0, 1], ids=["spans", "metrics"])
 def test_exports_over_grpc_follow_the_files(
     authorities: Authorities, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sender: int
@@ -355,21 +347,3 @@ def test_what_is_wrong_is_said(flags: list[str], words: str) -> None:
     """Before anything listens."""
     refused = CliRunner().invoke(command, ["--backend", "https://127.0.0.1:1", *flags])
     assert refused.exit_code == 2 and words in " ".join(refused.output.split())
-
-
-@pytest.mark.slow
-async def test_the_command(authorities: Authorities, tmp_path: Path) -> None:
-    """The flags reach every worker, whose files are followed without a signal."""
-    trusted, port = tmp_path / "ca.crt", find_port()
-    shutil.copy(authorities.old[0], trusted)
-    url = f"https://127.0.0.1:{port}"
-    flags = ("--backend", url, "--upstream-ca", str(trusted), "--workers", "2")
-    async with run_command(tmp_path, *flags) as it:
-        async with run_encrypted(authorities.signed["right"], port=port):
-            assert {await post(it.router) for _ in range(REQUESTS)} == {200}
-        async with run_encrypted(authorities.signed["renewed"], port=port):
-            replace(trusted, authorities.new[0])
-            # Breakers and probes may need a moment after the pause in between.
-            async with asyncio.timeout(30):
-                while {await post(it.router) for _ in range(REQUESTS)} != {200}:
-                    await asyncio.sleep(0.2)

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from attack.child_pipes import kill_and_close
-
 ACCEPTED = "yes"
 _READY = "ready"  # vLLM writes lines of its own while it is imported
 
@@ -82,22 +80,18 @@ class VllmOracle:
 @contextlib.contextmanager
 def run_oracle() -> Iterator[VllmOracle]:
     """Run it; vLLM must be installed."""
-    process = subprocess.Popen(
+    own = {"PYTHONPATH": str(Path(__file__).parents[1]), "TTFT_OTEL": "0"}
+    with subprocess.Popen(
         (sys.executable, "-m", "attack.vllm_oracle"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(Path(__file__).parents[1]),
-            "TTFT_OTEL": "0",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-        },
-    )
-    try:
-        yield VllmOracle(process)
-    finally:
-        kill_and_close(process)
+        env={**os.environ, **own, "VLLM_LOGGING_LEVEL": "ERROR"},
+    ) as process:
+        try:
+            yield VllmOracle(process)
+        finally:
+            process.kill()
 
 
 if __name__ == "__main__":

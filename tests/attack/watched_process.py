@@ -20,8 +20,6 @@ from typing import Any
 
 from router import fake_instances
 
-from attack.child_pipes import kill_and_close
-
 INJECTED_STALL_S = 0.5
 START_S = 60
 
@@ -108,20 +106,20 @@ class WatchedRouter:
 @contextlib.contextmanager
 def run_watched_process(**options: Any) -> Iterator[WatchedRouter]:
     """Run it with these options of fake_instances.run_router; at the end it must exit with 0."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         (sys.executable, "-m", "attack.watched_process", json.dumps(options)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TTFT_OTEL": "0"},
-    )
-    try:
-        yield WatchedRouter(process)
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(START_S) == 0
-    finally:
-        kill_and_close(process)
+    ) as process:
+        try:
+            yield WatchedRouter(process)
+            assert process.stdin is not None
+            process.stdin.close()
+            assert process.wait(START_S) == 0
+        finally:
+            process.kill()
 
 
 if __name__ == "__main__":

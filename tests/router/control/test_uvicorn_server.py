@@ -31,6 +31,7 @@ async def test_file_limit_is_raised() -> None:
         assert re.findall(r"Max open files +(\d+) +(\d+)", text) == [("2048", "2048")]
 
 
+@pytest.mark.full
 async def test_clients_leave_descriptors_for_instances() -> None:
     """With 96 descriptors and as many clients the instance stays healthy, and is reached."""
     async with (

@@ -23,7 +23,6 @@ from ttft_otel.router.upstream.instance_pool import InstancePool
 REQUEST_ID = "watched"
 CHAT = fake_pair.CHAT_PATH
 LONG_GAP_S = 2.0
-POLICIES = ["round_robin", "ttft"]  # the second one keeps account of the requests under way
 
 
 class WatchedBytes(bytes):
@@ -50,7 +49,7 @@ def watch_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build_routing_factory(policy: str) -> Callable[[InstancePool], RoutingService]:
-    """A routing service with `policy` on every leg."""
+    """A routing service with `policy` on every leg; `ttft` keeps account of the requests under way."""
     return lambda pool: RoutingService(pool, policy, others_policy=policy, encoders_policy=policy)
 
 
@@ -85,8 +84,7 @@ async def check_dropped(router: RunningRouter, body: dict[str, Any], mark: bytes
         assert not response.content.at_eof(), "the answer goes on"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("has_encoder", [False, True], ids=["alone", "with an encoder"])
+@pytest.mark.parametrize(("policy", "has_encoder"), [("round_robin", False), ("ttft", True)])
 async def test_dropped_by_a_single_leg(policy: str, has_encoder: bool) -> None:
     """The body, and the media that encoders got."""
     async with fake_instances.run_routed_instances(
@@ -97,8 +95,7 @@ async def test_dropped_by_a_single_leg(policy: str, has_encoder: bool) -> None:
         await check_dropped(router, fake_instances.build_chat("a", "b"), b'{"n": 1}')
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("mode", ["off", "strip"])
+@pytest.mark.parametrize(("policy", "mode"), [("round_robin", "off"), ("ttft", "strip")])
 async def test_dropped_by_prefill_and_decode(policy: str, mode: str) -> None:
     """The client's body when D answers, and P's and D's with it."""
     model = fake_pair.PairModel(gap=LONG_GAP_S)
@@ -119,12 +116,11 @@ async def test_dropped_by_the_thread_that_parses_heavy_bodies() -> None:
         assert router.app.endpoint.body_parser._thread._threads, "it was heavy enough"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-async def test_held_while_nobody_answers(policy: str) -> None:
+async def test_held_while_nobody_answers() -> None:
     """Another instance may still have to get it; the watching of these tests sees that."""
     plan = InstancePlan({"prefill.compute": 500})
     async with fake_instances.run_routed_instances(
-        [plan], routing=build_routing_factory(policy)
+        [plan], routing=build_routing_factory("ttft")
     ) as (router, one):
         body = json.dumps(fake_instances.build_chat()).encode()
         asking = asyncio.create_task(router.post_body(CHAT, body, **{"X-Request-Id": REQUEST_ID}))

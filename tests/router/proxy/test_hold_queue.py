@@ -423,19 +423,3 @@ async def test_a_crash_leaves_nobody_held(others: int) -> None:
 def one_leg(router: RunningRouter) -> str:
     """The leg that answers."""
     return router.app.endpoint.answering_leg
-
-
-async def test_off() -> None:
-    """Without the flag there is no queue, and nothing is held however long others are."""
-    async with fake_instances.run_routed_instances(
-        [InstancePlan({"prefill.compute": 300})],
-        routing=scripted_knowledge.build_routing_factory(),
-    ) as (router, one):
-        teach(router, one.url)
-        assert router.app.endpoint.hold_queue is None
-        first = asyncio.create_task(post(router, 20_000))
-        await wait_until(lambda: one.received)
-        second = asyncio.create_task(post(router, 100))
-        await wait_until(lambda: len(one.received) == 2)
-        assert [(await each)[0] for each in (first, second)] == [200, 200]
-        assert "ttft_otel_router_hold" not in router.app.metrics.render_text().decode()
