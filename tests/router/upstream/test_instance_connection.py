@@ -18,8 +18,11 @@ from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.client_tls import ClientTls
 from ttft_otel.router.upstream.connection_pool import ConnectionPool
-from ttft_otel.router.upstream.instance_answer import MAX_UNREAD_BYTES, InstanceAnswer
-from ttft_otel.router.upstream.instance_connection import PIECE_BYTES
+from ttft_otel.router.upstream.instance_connection import (
+    MAX_UNREAD_BYTES,
+    PIECE_BYTES,
+    InstanceAnswer,
+)
 
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -29,8 +29,12 @@ from ttft_otel.router.errors import (
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream import http_headers
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
-from ttft_otel.router.upstream.instance_answer import FirstByteWait, InstanceAnswer
-from ttft_otel.router.upstream.upstream_client import UpstreamClient, record_server_timing
+from ttft_otel.router.upstream.instance_connection import InstanceAnswer
+from ttft_otel.router.upstream.upstream_client import (
+    FirstByteWait,
+    UpstreamClient,
+    record_server_timing,
+)
 from ttft_otel.tracing import clock, context
 
 # Half of --max-items by default: one request must not occupy all encoders.

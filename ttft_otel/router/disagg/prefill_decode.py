@@ -30,11 +30,7 @@ from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import MODE_OFF, HeaderList, Instance
 from ttft_otel.router.upstream import failures, http_headers
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
-from ttft_otel.router.upstream.instance_answer import (
-    FirstByteWait,
-    InstanceAnswer,
-    read_first_chunk,
-)
+from ttft_otel.router.upstream.instance_connection import InstanceAnswer
 from ttft_otel.router.upstream.query_client import QUERY_ERRORS
 from ttft_otel.router.upstream.response_relay import (
     AnswerReading,
@@ -42,7 +38,12 @@ from ttft_otel.router.upstream.response_relay import (
     finish_attempt,
     relay_response,
 )
-from ttft_otel.router.upstream.upstream_client import UpstreamClient, record_server_timing
+from ttft_otel.router.upstream.upstream_client import (
+    FirstByteWait,
+    UpstreamClient,
+    read_first_chunk,
+    record_server_timing,
+)
 from ttft_otel.tracing import context
 
 # The prefill answer was one JSON object, the client's is a stream.

@@ -23,7 +23,7 @@ from ttft_otel.router.errors import SourceUnreachable, WatchExpired
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import JSON_ERRORS
 from ttft_otel.router.upstream.client_tls import ClientTls
-from ttft_otel.router.upstream.instance_answer import InstanceAnswer
+from ttft_otel.router.upstream.instance_connection import InstanceAnswer
 from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient, read_at_most
 
 # Where kubelet mounts a pod's token and the cluster's CA.

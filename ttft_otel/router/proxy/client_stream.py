@@ -21,7 +21,7 @@ from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter
 from ttft_otel.router.timeline import partition_timeline
 from ttft_otel.router.types import AsgiSend, HeaderList
-from ttft_otel.router.upstream.instance_answer import InstanceAnswer
+from ttft_otel.router.upstream.instance_connection import InstanceAnswer
 from ttft_otel.tracing import clock
 
 OUTPUT_EXTENSION: Final = "ttft_otel.output"  # of the scope: a ClientOutput

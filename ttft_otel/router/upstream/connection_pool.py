@@ -20,8 +20,11 @@ from ttft_otel.router import lost_hosts
 from ttft_otel.router.time_limits import DeadlineQueue
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream.client_tls import ClientTls
-from ttft_otel.router.upstream.instance_answer import InstanceAnswer
-from ttft_otel.router.upstream.instance_connection import PIECE_BYTES, InstanceConnection
+from ttft_otel.router.upstream.instance_connection import (
+    PIECE_BYTES,
+    InstanceAnswer,
+    InstanceConnection,
+)
 
 ANY_TIME_S: Final = 1e8  # three years
 # Seconds; vLLM closes idle connections after 5, and must not win that race.

@@ -22,7 +22,7 @@ from ttft_otel.router.errors import AnswerTooLong
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.upstream.client_tls import ClientTls
 from ttft_otel.router.upstream.connection_pool import ConnectionPool
-from ttft_otel.router.upstream.instance_answer import InstanceAnswer
+from ttft_otel.router.upstream.instance_connection import InstanceAnswer
 
 # Seconds for a question, from the connection to the answer's last byte.
 QUERY_TIMEOUT_S: Final = 5.0

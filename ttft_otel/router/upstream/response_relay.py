@@ -18,8 +18,8 @@ from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import AttemptLoad, HeaderList
 from ttft_otel.router.upstream import http_headers
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS
-from ttft_otel.router.upstream.instance_answer import InstanceAnswer, read_first_chunk
-from ttft_otel.router.upstream.upstream_client import record_server_timing
+from ttft_otel.router.upstream.instance_connection import InstanceAnswer
+from ttft_otel.router.upstream.upstream_client import read_first_chunk, record_server_timing
 
 # How vLLM begins the stream of a completion that failed before its first token; said by an instance
 # that does not report it in Server-Timing.

@@ -11,14 +11,14 @@ from ttft_otel.model import timing
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.model.stages import ENCODE, INTERMEDIATE_ROLES
 from ttft_otel.router import types
-from ttft_otel.router.errors import UpstreamUnavailable
+from ttft_otel.router.errors import FirstByteTimeout, UpstreamUnavailable
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream import failures
 from ttft_otel.router.upstream.client_tls import ClientTls
 from ttft_otel.router.upstream.connection_pool import ConnectionPool
 from ttft_otel.router.upstream.health_monitor import HealthMonitor
-from ttft_otel.router.upstream.instance_answer import FirstByteWait, InstanceAnswer
+from ttft_otel.router.upstream.instance_connection import InstanceAnswer
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import QueryClient
 from ttft_otel.tracing import clock, context
@@ -264,6 +264,51 @@ class UpstreamClient:
             raise
         attempt.record_head(response.status)
         return response
+
+
+TIMED_OUT_MESSAGE: Final = "it did not begin to answer in time"
+
+
+class FirstByteWait:
+    """Context manager that raises FirstByteTimeout once the time of `attempt` is over."""
+
+    __slots__ = ("_attempt", "_task")
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+
+    def __enter__(self) -> None:
+        # The time may have ended between two waits, when there was nobody to cancel.
+        if self._attempt.is_overdue:
+            raise FirstByteTimeout(TIMED_OUT_MESSAGE)
+        self._task = asyncio.current_task()
+        self._attempt.begin_wait(self._task)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._attempt.end_wait()
+        # If the client left as well, its cancellation has to go on.
+        if kind is asyncio.CancelledError and self._attempt.is_overdue and self._is_own_cancel():
+            raise FirstByteTimeout(TIMED_OUT_MESSAGE) from error
+
+    def _is_own_cancel(self) -> bool:
+        """Take back the cancellation by `time_out`; False if the task was cancelled by others, too.
+
+        Python 3.10 does not count cancellations.
+        """
+        # Since Python 3.11 a task counts its cancellations; uncancel() returns how many are left.
+        uncancel = getattr(self._task, "uncancel", None)
+        return uncancel is None or not uncancel()
+
+
+async def read_first_chunk(response: InstanceAnswer, attempt: Attempt) -> bytes:
+    """The first chunk of the body, b"" if it is empty. Raises FirstByteTimeout."""
+    first_chunk = response.read_nowait()  # mostly it came with the headers
+    # An answer that is here cannot be late, so the common case registers no wait.
+    if not first_chunk and not response.at_eof():
+        with FirstByteWait(attempt):
+            first_chunk = await response.readany()
+    attempt.record_first_byte()
+    return first_chunk
 
 
 def record_server_timing(attempt: Attempt, response: InstanceAnswer) -> None:
