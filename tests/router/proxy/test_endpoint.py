@@ -126,18 +126,17 @@ async def test_request_id_is_kept_or_made() -> None:
 
 async def test_client_leaving_stops_the_legs() -> None:
     """A client that goes away before or after the first token ends the leg within 100 ms."""
-    for plan, wait in (
-        (InstancePlan({"prefill.compute": 5000}), 0.2),
-        (InstancePlan(gap_s=5), 0.2),
-    ):
+    delays = fake_instances.LoopDelays()
+    for plan in (InstancePlan({"prefill.compute": 60_000}), InstancePlan(gap_s=60)):
         async with fake_instances.run_routed_instances([plan]) as (router, one):
             task = asyncio.create_task(router.post_chat())
-            await asyncio.sleep(wait)
+            await fake_instances.wait_until(lambda one=one: one.received)
+            await router.wait_for_records(int(plan.gap_s > 0))
             left = clock.now_us()
             task.cancel()
             record = (await router.wait_for_records(1 if plan.gap_s == 0 else 2))[-1]
-            await asyncio.sleep(0.05)
-            assert 0 < one.received[0].cancelled_us - left < 100_000
+            await fake_instances.wait_until(lambda one=one: one.received[0].cancelled_us)
+            assert one.received[0].cancelled_us - left < 100_000 + delays.total_us
             assert record.server is not None and record.server.error == "disconnected"
             assert record.calls[0].error == "cancelled"
             if record.ttft is not None:
@@ -147,15 +146,16 @@ async def test_client_leaving_stops_the_legs() -> None:
 
 async def test_client_leaving_stops_the_encoders() -> None:
     """When the client disconnects, encoder calls in flight end and the backend is not called."""
-    slow = InstancePlan({"encoder.compute": 5000})
+    slow, delays = InstancePlan({"encoder.compute": 60_000}), fake_instances.LoopDelays()
     async with fake_instances.run_routed_instances(encoders=[slow]) as (router, e, pd):
         task = asyncio.create_task(router.post_chat("a", "b"))
-        await asyncio.sleep(0.2)
+        await fake_instances.wait_until(lambda: len(e.received) == 2)
         left = clock.now_us()
         task.cancel()
         await router.wait_for_records(1)
-        await asyncio.sleep(0.05)
-        assert all(0 < each.cancelled_us - left < 100_000 for each in e.received)
+        await fake_instances.wait_until(lambda: all(each.cancelled_us for each in e.received))
+        late_us = 100_000 + delays.total_us
+        assert all(each.cancelled_us - left < late_us for each in e.received)
         assert len(e.received) == 2 and not pd.received
 
 
