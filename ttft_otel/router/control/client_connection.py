@@ -97,7 +97,7 @@ class ClientConnection(BoundedConnection):
             transport.abort()
         elif len(self.connections) > self.shared.max_connections:
             text = "The router has too many connections."
-            self._refuse(RequestRejected(503, text, "connections"))
+            self._refuse(RequestRejected(503, text, reason="connections"))
         else:
             lost_hosts.end_with_host(transport.get_extra_info("socket"))
             self.shared.awaited_heads.watch(self)
@@ -158,7 +158,7 @@ class ClientConnection(BoundedConnection):
             self.transport.close()
         else:
             text = "The head of the request did not arrive in time."
-            self._refuse(RequestRejected(408, text, "head_timeout"))
+            self._refuse(RequestRejected(408, text, reason="head_timeout"))
 
     # Events of the parser.
 

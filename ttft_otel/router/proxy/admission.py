@@ -65,10 +65,10 @@ class AdmissionGate:
         requires_json: whether the body must be JSON.
         """
         if self.is_shut:
-            raise RequestRejected(503, "The router is shutting down.", "draining")
+            raise RequestRejected(503, "The router is shutting down.", reason="draining")
         # Not the only one: whatever holds the memory then does not wait for a request's end.
         if self.is_memory_short and self.requests_under_way > 1:
-            raise RequestRejected(503, "The router's memory is nearly used up.", "memory")
+            raise RequestRejected(503, "The router's memory is nearly used up.", reason="memory")
         path = scope["path"]
         # A known route of which nothing was encoded, as equal lengths show, needs no check.
         if path not in KNOWN_ROUTES or len(scope.get("raw_path", path)) != len(path):
@@ -94,13 +94,17 @@ class AdmissionGate:
     def _take_share(self, owner: str) -> None:
         limits = self.upstream.limits
         if limits.max_key_requests and self._requests_by_owner[owner] >= limits.max_key_requests:
-            raise RequestRejected(429, "Too many requests of this API key are under way.", "share")
+            raise RequestRejected(
+                429, "Too many requests of this API key are under way.", reason="share"
+            )
         if limits.max_key_rate:
             now_us, pause_us = clock.now_us(), 1e6 / limits.max_key_rate
             due_us = max(self._due_by_owner.get(owner, 0.0), now_us)
             # A second's requests may come at once.
             if due_us - now_us > 1e6 - pause_us:
-                raise RequestRejected(429, "Too many requests a second of this API key.", "share")
+                raise RequestRejected(
+                    429, "Too many requests a second of this API key.", reason="share"
+                )
             self._due_by_owner[owner] = due_us + pause_us
         self._requests_by_owner[owner] += 1
 
@@ -139,10 +143,10 @@ class AdmissionGate:
             requires_json
             or (parsed_body.data and is_json_type(client_headers.forwarded.get("content-type", "")))
         ):
-            raise RequestRejected(400, parsed_body.problem, "json")
+            raise RequestRejected(400, parsed_body.problem, reason="json")
         if len(parsed_body.media_items) > max_items:
             message = f"The request has more than {max_items} different media items."
-            raise RequestRejected(400, message, "items")
+            raise RequestRejected(400, message, reason="items")
 
     def lists_model(self, leg: str, model: str) -> bool:
         """Whether an instance of `leg` lists `model`."""
@@ -171,7 +175,7 @@ class AdmissionGate:
         if not pool.knows_model(leg, model):
             # Cut: a client chooses its length.
             message = f"The model `{model[:256]}` does not exist."
-            raise RequestRejected(404, message, "model", parameter="model")
+            raise RequestRejected(404, message, reason="model", parameter="model")
 
 
 def read_ttft_limit(text: str) -> float:
@@ -196,7 +200,7 @@ def _check_path(path: str, raw_path: bytes) -> None:
     is_plain = "." not in segments and ".." not in segments and path.isprintable()
     if not is_plain or _ODD_SEPARATOR.search(raw_path):
         message = "The path has `.` or `..` segments, an encoded separator or a control character."
-        raise RequestRejected(400, message, "path")
+        raise RequestRejected(400, message, reason="path")
 
 
 def is_json_type(content_type: str) -> bool:

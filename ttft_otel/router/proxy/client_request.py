@@ -42,7 +42,7 @@ class ClientBody:
     def time_out(self) -> None:
         """End the reading: the body did not arrive in time."""
         message = "The body of the request did not arrive in time."
-        self.refuse(RequestRejected(408, message, "body_timeout"))
+        self.refuse(RequestRejected(408, message, reason="body_timeout"))
 
     def refuse(self, error: RequestRejected) -> None:
         """End the reading with `error`."""
@@ -80,11 +80,13 @@ class BodyBudget:
         if body.owner and (most := self.limits.max_key_bytes):
             if self._bytes_by_owner[body.owner] + number > most:
                 message = "Too many bytes of this API key's bodies are under way."
-                raise RequestRejected(429, message, "share")
+                raise RequestRejected(429, message, reason="share")
             self._bytes_by_owner[body.owner] += number
             body.owner_bytes += number
         for each in self._bytes.add_bytes(body, number):
-            error = RequestRejected(503, "The router holds too many request bodies.", "bodies")
+            error = RequestRejected(
+                503, "The router holds too many request bodies.", reason="bodies"
+            )
             # The caller gets an exception; readers of others wait, and are cancelled.
             if each is body:
                 raise error
@@ -106,7 +108,7 @@ class BodyBudget:
 
 def build_too_large_error() -> RequestRejected:
     """A body that exceeds --max-body."""
-    return RequestRejected(413, "The request body is too large.", "body")
+    return RequestRejected(413, "The request body is too large.", reason="body")
 
 
 MAX_JOINED_BYTES: Final = 4 << 20  # of a body that is joined on the loop: about a millisecond

@@ -128,7 +128,7 @@ class HoldQueue:
         insort(self._held, held, key=lambda each: each.rank)
         if len(self._held) > self.limits.max_held:
             message = "The router holds too many requests until an instance can take them."
-            self._end(self._held[-1], "full", RequestRejected(429, message, "max_held"))
+            self._end(self._held[-1], "full", RequestRejected(429, message, reason="max_held"))
         self._look_soon()
         return held
 
