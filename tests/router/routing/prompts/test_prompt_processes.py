@@ -355,6 +355,7 @@ async def test_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more wait than may, in number or in bytes; whoever waits at the end is told."""
     monkeypatch.setattr(tokenizer_worker, "MAX_QUESTIONS", 2)
     monkeypatch.setattr(tokenizer_worker, "MAX_QUESTION_BYTES", 100)
+    monkeypatch.setattr(tokenizer_worker, "PROMPT_TIMEOUT_S", 60.0)  # a busy machine takes its time
     found = TokenizerWorker([sys.executable, "-c", BROKEN_CHILDREN["stuck"]])
 
     one = asyncio.create_task(found.ask_child(TokenizeQuestion("m", "chat", b"x" * 60)))
