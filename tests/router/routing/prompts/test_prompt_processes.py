@@ -157,10 +157,12 @@ async def test_local(
 @pytest.mark.usefixtures("light_transformers")
 async def test_named(folder: str) -> None:
     """The tokenizer that the operator names is used whatever instances say, and before they do."""
-    async with run_reader(folder, "local", InstancePool({"mono": []})) as early:
-        found = await wait_for_prompt(early)
-    async with run_reader(folder, "local", build_fleet(root="/nowhere")) as late:
-        assert await wait_for_prompt(late) == found
+    many = InstancePool({"mono": []})
+    async with run_reader(folder, "local", many) as read:
+        found = await wait_for_prompt(read)
+        many.replace_instances({"mono": list(build_fleet(root="/nowhere"))})
+        assert next(iter(many)).model_cards
+        assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) == found
 
 
 @pytest.mark.usefixtures("light_transformers")
@@ -606,6 +608,7 @@ async def test_left() -> None:
     await worker.close()
 
 
+@pytest.mark.full  # seconds of waiting
 async def test_late() -> None:
     """While a child is at a prompt that nobody waits for any more, others are told so at once."""
     worker = start_slow_worker()
