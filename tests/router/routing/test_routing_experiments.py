@@ -203,15 +203,18 @@ def test_capacity() -> None:
 
 @pytest.mark.full  # all of the pictures are drawn
 def test_page() -> None:
-    """The report shows the kept results with their pictures, all of them."""
+    """Both reports show their kept results; the pictures are of the one with all loads."""
     found = json.loads(LIVE_RESULTS.read_text("utf-8"))
-    page = (RESULTS / "2026-11-22-routing-live.md").read_text("utf-8")
+    latest = json.loads((RESULTS / "routing-live-2.json").read_text("utf-8"))
 
+    for day, results in (("22", found), ("26", latest)):
+        page = (RESULTS / f"2026-11-{day}-routing-live.md").read_text("utf-8")
+        for name in {run["experiment"] for run in results["runs"]}:
+            assert f"<!-- {name} -->\n{format_experiment_table(results, name)}<!-- end" in page
+        assert format_interference(results) in page
     for name in EXPERIMENTS:
-        assert f"<!-- {name} -->\n{format_experiment_table(found, name)}<!-- end" in page
         drawn = ROOT / "docs" / "img" / f"routing-{name}.svg"
         assert drawn.read_text("utf-8") == draw_experiment(found, name)
-    assert format_interference(found) in page
 
 
 def test_order() -> None:
