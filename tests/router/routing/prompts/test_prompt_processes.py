@@ -157,12 +157,10 @@ async def test_local(
 @pytest.mark.usefixtures("light_transformers")
 async def test_named(folder: str) -> None:
     """The tokenizer that the operator names is used whatever instances say, and before they do."""
-    many = InstancePool({"mono": []})
-    async with run_reader(folder, "local", many) as read:
-        found = await wait_for_prompt(read)
-        many.replace_instances({"mono": list(build_fleet(root="/nowhere"))})
-        assert next(iter(many)).model_cards
-        assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) == found
+    async with run_reader(folder, "local", InstancePool({"mono": []})) as early:
+        found = await wait_for_prompt(early)
+    async with run_reader(folder, "local", build_fleet(root="/nowhere")) as late:
+        assert await wait_for_prompt(late) == found
 
 
 @pytest.mark.usefixtures("light_transformers")
@@ -357,7 +355,6 @@ async def test_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more wait than may, in number or in bytes; whoever waits at the end is told."""
     monkeypatch.setattr(tokenizer_worker, "MAX_QUESTIONS", 2)
     monkeypatch.setattr(tokenizer_worker, "MAX_QUESTION_BYTES", 100)
-    monkeypatch.setattr(tokenizer_worker, "PROMPT_TIMEOUT_S", 60.0)  # a busy machine takes its time
     found = TokenizerWorker([sys.executable, "-c", BROKEN_CHILDREN["stuck"]])
 
     one = asyncio.create_task(found.ask_child(TokenizeQuestion("m", "chat", b"x" * 60)))
@@ -608,7 +605,6 @@ async def test_left() -> None:
     await worker.close()
 
 
-@pytest.mark.full  # seconds of waiting
 async def test_late() -> None:
     """While a child is at a prompt that nobody waits for any more, others are told so at once."""
     worker = start_slow_worker()
