@@ -175,7 +175,12 @@ planned_steps = st.builds(
 with_any_plan = given(
     st.lists(planned_steps, min_size=2, max_size=40), st.integers(0, 10_000), st.integers(0, 20)
 )
-RARELY = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+RARELY = settings(
+    max_examples=settings.default.max_examples // 2,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 @RARELY
