@@ -26,7 +26,10 @@ VLLM_FILES: Final = (
     "tests/explain/explain/test_remedy_prediction.py",
     "tests/commands/test_whatif.py",
     "tests/explain/whatif/test_window_check.py",
+    "tests/test_plugin.py",
 )
+# A wheel is built once.
+WHEEL_FILES: Final = ("tests/test_wheel.py", "tests/test_inject.py")
 # Starting a stack and sending it 2 000 requests takes a minute and a half.
 FILLED_STACK_FILES: Final = ("tests/stack/test_panels.py", "tests/stack/test_browser.py")
 # Files of some seconds, the longest first, whatever number of tests. The last ones to begin decide when
@@ -60,11 +63,11 @@ LONG_FILES: Final = (
 )
 
 
-SHARING_FILES: Final = (VLLM_FILES, FILLED_STACK_FILES)
+SHARING_FILES: Final = (VLLM_FILES, FILLED_STACK_FILES, WHEEL_FILES)
 
 
 class FileScheduling(LoadFileScheduling):
-    """Gives whole files to workers, VLLM_FILES and FILLED_STACK_FILES each as if they were one file."""
+    """Gives whole files to workers, each of SHARING_FILES as if they were one file."""
 
     def _split_scope(self, nodeid: str) -> str:
         """The unit of work that a test belongs to."""
