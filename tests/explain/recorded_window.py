@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,26 +15,29 @@ from tests.explain.whatif.scheduler_truth import (
     Arrival,
     Device,
     Served,
+    draw_arrivals,
     run_scheduler,
 )
 from ttft_otel.explain.whatif import what_if
 from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import EngineVisit, Recording, ReplayRequest
+from ttft_otel.explain.whatif.what_if import LearnedFleet
 from ttft_otel.explain.whatif.what_if_figures import TTFT
 from ttft_otel.model.names import keys
 
 BEFORE_US = 1500  # from the arrival at the server to that at its engine
 SMALL = EngineLimits(4, 512)
-REPETITIONS = 4
+BUSY = draw_arrivals(11, 200, 40_000, (5, 25))
+REPETITIONS = 2  # the first is without noise, and decides what is refused
 
 
 def record(
-    arrivals: list[Arrival],
+    arrivals: tuple[Arrival, ...],
     limits: EngineLimits,
     *,
     tells_answers: bool = False,
-    devices: Sequence[Device] = (LINEAR,),
+    devices: tuple[Device, ...] = (LINEAR,),
 ) -> Recording:
     """The window as traces would tell it; requests take turns at engines with these devices."""
     served = serve(arrivals, limits, devices)
@@ -52,7 +56,7 @@ def record(
 
 
 def serve(
-    arrivals: Sequence[Arrival], limits: EngineLimits, devices: Sequence[Device] = (LINEAR,)
+    arrivals: tuple[Arrival, ...], limits: EngineLimits, devices: tuple[Device, ...] = (LINEAR,)
 ) -> list[Served]:
     """What becomes of requests that take turns at engines with these devices."""
     count = len(devices)
@@ -99,9 +103,9 @@ def build_request(
 
 
 def find_truth(
-    arrivals: list[Arrival],
+    arrivals: tuple[Arrival, ...],
     limits: EngineLimits,
-    devices: Sequence[Device] = (LINEAR,),
+    devices: tuple[Device, ...] = (LINEAR,),
     shares: Sequence[float] = (0.5, 0.95),
 ) -> Any:
     """p50 and p95 of the TTFT that vLLM's Scheduler gives."""
@@ -112,11 +116,37 @@ def find_truth(
     return numpy.quantile(ttfts, shares)
 
 
-def predict(
-    recording: Recording,
-    change: PlannedChange,
-    given: PlannedChange | None = None,
-    repetitions: int = REPETITIONS,
+def find_token_times(
+    arrivals: tuple[Arrival, ...],
+    limits: EngineLimits,
+    devices: tuple[Device, ...] = (LINEAR,),
 ) -> Any:
-    answer = what_if.predict_change(recording, change, given or PlannedChange(), repetitions)
+    """p50, p95 and p99 of the time per output token that vLLM's Scheduler gives."""
+    times = [
+        (one.end - one.first_token) / (each.answer - 1)
+        for each, one in zip(arrivals, serve(arrivals, limits, devices), strict=True)
+    ]
+    return numpy.quantile(times, (0.5, 0.95, 0.99))
+
+
+@functools.cache
+def learn(
+    arrivals: tuple[Arrival, ...] = BUSY,
+    limits: EngineLimits = SMALL,
+    tells_answers: bool = False,
+    devices: tuple[Device, ...] = (LINEAR,),
+) -> LearnedFleet:
+    """What is learned of the window that record() has; several tests ask it for changes."""
+    recording = record(arrivals, limits, tells_answers=tells_answers, devices=devices)
+    return what_if.learn_fleet(recording, PlannedChange())
+
+
+def ask(learned: LearnedFleet, change: PlannedChange, repetitions: int = REPETITIONS) -> Any:
+    """The answer, and p50 and p95 of the predicted TTFT."""
+    answer = what_if.predict_fleet(learned, change, repetitions)
     return answer, [each.predicted for each in answer.figures[TTFT][:2]]
+
+
+def predict(recording: Recording, change: PlannedChange, repetitions: int = REPETITIONS) -> Any:
+    """The same of a recording that is no window of record()."""
+    return ask(what_if.learn_fleet(recording, PlannedChange()), change, repetitions)

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 import numpy
 
-from ttft_otel.explain.window.request_facts import MEDIA, RequestEvidence, RequestFacts, StepWork
+from ttft_otel.explain.window.request_facts import MEDIA, RequestFacts
 
 SECOND_NS = 1_000_000_000
 LATE = 12
 DELAY_US = 400_000
 
-Change = Callable[[RequestEvidence], RequestEvidence]
+Change = Callable[[RequestFacts], RequestFacts]
 
 
-def make_window(count: int = 300, seed: int = 1) -> list[RequestEvidence]:
+def make_window(count: int = 300, seed: int = 1) -> list[RequestFacts]:
     """Requests of one kind on two instances, a second apart, with the skew of real ones."""
     chance = numpy.random.default_rng(seed)
     window = []
@@ -30,19 +30,18 @@ def make_window(count: int = 300, seed: int = 1) -> list[RequestEvidence]:
         }
         tokens = int(chance.integers(520, 1000))
         window.append(
-            RequestEvidence(
-                RequestFacts(
-                    f"r{number}",
-                    1_700_000_000 * SECOND_NS + number * SECOND_NS,
-                    stages,
-                    tokens,
-                    100,
-                ),
+            RequestFacts(
+                f"r{number}",
+                1_700_000_000 * SECOND_NS + number * SECOND_NS,
+                stages,
+                tokens,
+                100,
                 trace_id=f"{number + 1:032x}",
-                closed=True,
                 reasons={"prefill.queue": {"in_step": stages["prefill.queue"]}},
                 instances=dict.fromkeys(stages, f"chat-{number % 2}"),
-                work=StepWork(f"chat-{number % 2}", 1, tokens, stages["prefill.compute"]),
+                instance=f"chat-{number % 2}",
+                step_tokens=tokens,
+                compute_us=stages["prefill.compute"],
             )
         )
     return window
@@ -58,10 +57,9 @@ class Cause:
     cached: int = -1
     kind: str = ""
 
-    def apply(self, request: RequestEvidence, us: int = DELAY_US) -> RequestEvidence:
+    def apply(self, request: RequestFacts, us: int = DELAY_US) -> RequestFacts:
         """The request with the cause."""
-        facts = request.facts
-        stages = {**facts.stages, self.stage: facts.stages.get(self.stage, 0) + us}
+        stages = {**request.stages, self.stage: request.stages.get(self.stage, 0) + us}
         reasons = dict(request.reasons)
         if self.reason:
             own = dict(reasons.get(self.stage, {}))
@@ -70,21 +68,18 @@ class Cause:
             del reasons[self.stage]
         return replace(
             request,
-            facts=replace(
-                facts,
-                stages=stages,
-                tokens=self.tokens or facts.tokens,
-                cached=facts.cached if self.cached < 0 else self.cached,
-                kind=self.kind or facts.kind,
-            ),
+            stages=stages,
+            tokens=self.tokens or request.tokens,
+            cached=request.cached if self.cached < 0 else self.cached,
+            kind=self.kind or request.kind,
             reasons=reasons,
             instances={**request.instances, self.stage: request.instances["preprocess"]},
         )
 
 
 def delay_some(
-    window: list[RequestEvidence], cause: Cause, every: int = 25, us: int = DELAY_US
-) -> list[RequestEvidence]:
+    window: list[RequestFacts], cause: Cause, every: int = 25, us: int = DELAY_US
+) -> list[RequestFacts]:
     """The window with `cause` in every 25th request."""
     return [
         cause.apply(each, us) if number % every == 0 else each for number, each in enumerate(window)

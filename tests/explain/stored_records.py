@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,14 @@ def build_served_record(number: int, arrival: Arrival, one: Served) -> Record:
     return msgspec.structs.replace(record, server=Server("POST /v1/completions", end, 200))
 
 
-def draw_busy_arrivals() -> list[Arrival]:
+def draw_busy_arrivals() -> tuple[Arrival, ...]:
     """160 requests that wait for each other on four places; none is at the scheduler before BEFORE_US."""
-    return [
-        Arrival(each.at_us + BEFORE_US, each.tokens, each.answer)
-        for each in draw_arrivals(21, 160, 40_000, (5, 25))
-    ]
+    return delay(draw_arrivals(21, 160, 40_000, (5, 25)))
+
+
+def delay(arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
+    """The same, BEFORE_US later."""
+    return tuple(replace(each, at_us=each.at_us + BEFORE_US) for each in arrivals)
 
 
 def build_spans(records: Sequence[Record], attributes: dict[str, Any]) -> list[ReadableSpan]:

@@ -23,7 +23,7 @@ from ttft_otel.explain.diff.change_cause import ChangeAnswer, compare_sides
 from ttft_otel.explain.diff.release_gate import Condition, Verdict
 from ttft_otel.explain.window.request_facts import (
     CannotTellError,
-    RequestEvidence,
+    RequestFacts,
     build_facts,
     count_lost,
 )
@@ -129,7 +129,7 @@ def diff(
                 click.echo(release_gate.build_markdown(verdicts, ()), nl=False)
             raise
     verdicts = release_gate.judge_windows(
-        conditions, sides[0].facts, sides[1].facts, (sides[0].lost_share, sides[1].lost_share)
+        conditions, sides[0].requests, sides[1].requests, (sides[0].lost_share, sides[1].lost_share)
     )
     _write_verdicts(verdicts, junit)
     _print_answer(answer, verdicts, as_json, markdown, verbose)
@@ -173,10 +173,10 @@ def _load_sides(
         return first, second
     # One read for both sides: a request is told apart by its value, not by its time.
     reading = read_window(opened, filter_window(since, model, 0), group_by=by)
-    found = [_choose_side(each.facts.group, a, b) for each in reading.evidence]
+    found = [_choose_side(each.group, a, b) for each in reading.requests]
     # One value without requests is left to compare_windows(), which says how many it needs.
     if not {*found} & {"A", "B"}:
-        raise CannotTellError(_describe_values(reading.evidence, by))
+        raise CannotTellError(_describe_values(reading.requests, by))
     if both := found.count("AB"):
         click.echo(f"{both} requests have both values of {by}: they are left out", err=True)
     places = [
@@ -188,8 +188,8 @@ def _load_sides(
         WindowReading(
             [
                 # Else the value would be told as a mix that changed.
-                replace(each, facts=replace(each.facts, group=""))
-                for each, side in zip(reading.evidence, found, strict=True)
+                replace(each, group="")
+                for each, side in zip(reading.requests, found, strict=True)
                 if side == name
             ],
             count_lost(
@@ -217,10 +217,10 @@ def _choose_side(group: str, a: str, b: str) -> str:
     return "".join(name for name, value in (("A", a), ("B", b)) if value in values)
 
 
-def _describe_values(requests: Sequence[RequestEvidence], by: str) -> str:
+def _describe_values(requests: Sequence[RequestFacts], by: str) -> str:
     """An error text: which values of the attribute there are."""
     # Mostly a typing error in the value: those that exist help more than "not found".
-    values = sorted({value for each in requests for value in each.facts.group.split(", ") if value})
+    values = sorted({value for each in requests for value in each.group.split(", ") if value})
     if not values:
         return f"no stored request has the attribute {by}"
     return f"no request has one of these values; {by} is one of: {', '.join(values[:20])}"

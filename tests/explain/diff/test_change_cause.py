@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,42 +13,40 @@ from tests.explain.sample_windows import SECOND_NS, make_window
 from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.diff.change_cause import ChangeAnswer, compare_sides
 from ttft_otel.explain.diff.difference_text import MAX_LINES, list_sentences
-from ttft_otel.explain.window.request_facts import LostRequests, RequestEvidence
+from ttft_otel.explain.window.request_facts import LostRequests, RequestFacts
 from ttft_otel.explain.window.window_reading import WindowReading
 from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED, Coverage
 
-Window = list[RequestEvidence]
+Window = list[RequestFacts]
 
 
 def change_some(
     window: Window,
-    affects: Callable[[int, RequestEvidence], bool],
+    affects: Callable[[int, RequestFacts], bool],
     factor: float = 1.0,
     wait_us: int = 0,
-    cached: int = 100,
+    work: float = 1.0,
+    **fields: Any,
 ) -> Window:
-    """The window with longer steps, a longer queue or other hits of the requests that `affects` takes."""
-    found = []
-    for number, each in enumerate(window):
-        if affects(number, each):
-            facts = each.facts
-            compute = round(facts.stages["prefill.compute"] * factor)
-            queue = facts.stages["prefill.queue"] + wait_us
-            stages = {**facts.stages, "prefill.compute": compute, "prefill.queue": queue}
-            facts = replace(facts, stages=stages, cached=cached)
-            each = replace(each, facts=facts, work=replace(each.work, compute_us=compute))
-        found.append(each)
-    return found
+    """The window with longer steps, a longer queue or other fields of the requests that `affects` takes.
+
+    work: so many times as many tokens in a step.
+    """
+
+    def change(each: RequestFacts) -> RequestFacts:
+        compute = round(each.stages["prefill.compute"] * factor)
+        queue = each.stages["prefill.queue"] + wait_us
+        stages = {**each.stages, "prefill.compute": compute, "prefill.queue": queue}
+        tokens = round(work * each.step_tokens)
+        return replace(each, stages=stages, compute_us=compute, step_tokens=tokens, **fields)
+
+    return [change(each) if affects(at, each) else each for at, each in enumerate(window)]
 
 
 def move(window: Window, instance: str, affects: Callable[[int], bool]) -> Window:
     """The window with so many of its requests at one instance."""
     return [
-        replace(
-            each,
-            work=replace(each.work, instance=instance),
-            instances=dict.fromkeys(each.instances, instance),
-        )
+        replace(each, instance=instance, instances=dict.fromkeys(each.instances, instance))
         if affects(number)
         else each
         for number, each in enumerate(window)
@@ -63,8 +62,8 @@ def compare(a: Window, b: Window, lost: LostRequests | None = None) -> ChangeAns
     )
 
 
-def is_second(_: int, each: RequestEvidence) -> bool:
-    return each.work.instance == "chat-1"
+def is_second(_: int, each: RequestFacts) -> bool:
+    return each.instance == "chat-1"
 
 
 def everybody(*_: object) -> bool:
@@ -89,42 +88,28 @@ def make_lost() -> tuple[Window, Window]:
 def make_busy() -> tuple[Window, Window]:
     """The same requests in a third of the time."""
     b = [
-        replace(each, facts=replace(each.facts, start_ns=each.facts.start_ns - number * 2 * SECOND_NS // 3))
+        replace(each, start_ns=each.start_ns - number * 2 * SECOND_NS // 3)
         for number, each in enumerate(make_window(seed=2))
-    ]  # fmt: skip
+    ]
     return make_window(), change_some(b, everybody, wait_us=60_000)
 
 
 def make_larger() -> tuple[Window, Window]:
     """Every second prompt is eight times as long, and takes so long."""
-    b = change_some(make_window(seed=2), lambda number, _: number % 2 == 0, 8.0)
+    b = make_window(seed=2)
+    large = change_some(b, everybody, 8.0, work=8.0)
     return make_window(), [
-        replace(
-            each,
-            facts=replace(each.facts, tokens=8 * each.facts.tokens),
-            work=replace(each.work, step_tokens=8 * each.work.step_tokens),
-        )
-        if number % 2 == 0
-        else each
-        for number, each in enumerate(b)
+        replace(many, tokens=8 * many.tokens) if number % 2 == 0 else each
+        for number, (each, many) in enumerate(zip(b, large, strict=True))
     ]
 
 
 def make_cold() -> tuple[Window, Window]:
     """Most of a prompt was in the cache, and is not from the 100th request on: four times the work."""
-    warm = change_some(make_window(), everybody, cached=480)
-    b = change_some(make_window(seed=2), lambda number, _: number < 100, cached=480)
-    return warm, [
-        replace(
-            replace(each, work=replace(each.work, step_tokens=4 * each.work.step_tokens)),
-            facts=replace(each.facts, cached=0),
-        )
-        if number >= 100
-        else each
-        for number, each in enumerate(
-            change_some(b, lambda number, _: number >= 100, 4.0, cached=0)
-        )
-    ]
+    b = change_some(make_window(seed=2), lambda at, _: at < 100, cached=480)
+    return change_some(make_window(), everybody, cached=480), change_some(
+        b, lambda at, _: at >= 100, 4.0, work=4.0, cached=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,7 +152,7 @@ def test_two_of_three_are_slow() -> None:
     a, b = (
         move(make_window(seed=seed), "chat-2", lambda number: number % 3 == 0) for seed in (1, 2)
     )
-    two = compare(a, change_some(b, lambda _, each: each.work.instance != "chat-2", 3.0)).cause
+    two = compare(a, change_some(b, lambda _, each: each.instance != "chat-2", 3.0)).cause
     one = compare(a, change_some(b, is_second, 3.0)).cause
     assert (two.kind, one.kind) == (cause_kinds.SLOW_INSTANCE,) * 2
     assert "those of others do not" not in two.sentence
@@ -177,49 +162,30 @@ def test_two_of_three_are_slow() -> None:
 
 def test_an_encoder_that_nobody_needs() -> None:
     """An encoder that serves nothing while no media come is not lost, however late the others are."""
-    a = [
-        replace(each, instances={**each.instances, "encode.encoder.compute": "encoder-0"})
-        if number % 2
-        else each
-        for number, each in enumerate(make_window())
-    ]
-    answer = compare(a, change_some(make_window(seed=2), everybody, wait_us=60_000))
-    assert answer.cause.kind != cause_kinds.LOST_INSTANCE, list_sentences(answer)
+
+    def encode(window: Window, *places: str) -> Window:
+        return [
+            replace(each, instances={**each.instances, "encode.encoder.compute": place})
+            if (place := places[number % len(places)])
+            else each
+            for number, each in enumerate(window)
+        ]
+
+    b = change_some(make_window(seed=2), everybody, wait_us=60_000)
+    unneeded = compare(encode(make_window(), "encoder-0", ""), b)
+    assert unneeded.cause.kind != cause_kinds.LOST_INSTANCE, list_sentences(unneeded)
     # Counter-test: requests that need one, and have none of it.
-    b = [
-        replace(each, instances={**each.instances, "encode.encoder.compute": "encoder-1"})
-        for each in a
-    ]
-    pair_a = [
-        replace(
-            each, instances={**each.instances, "encode.encoder.compute": f"encoder-{number % 2}"}
-        )
-        for number, each in enumerate(a)
-    ]
-    found = compare(pair_a, change_some(b, everybody, wait_us=60_000))
-    assert (found.cause.kind, found.cause.chosen.subject) == (
-        cause_kinds.LOST_INSTANCE,
-        "encoder-0",
-    )  # type: ignore[union-attr]
+    cause = compare(encode(make_window(), "encoder-0", "encoder-1"), encode(b, "encoder-1")).cause
+    assert cause.kind == cause_kinds.LOST_INSTANCE and cause.chosen is not None
+    assert cause.chosen.subject == "encoder-0"
 
 
 def test_an_instance_whose_work_kept_nobody_waiting() -> None:
     """One serves no more, and each request is late in a stage that no other request makes longer."""
     b = move(make_window(seed=2), "chat-0", lambda number: number >= 150)
     late = [
-        replace(
-            each,
-            facts=replace(
-                each.facts,
-                stages={
-                    **each.facts.stages,
-                    "dispatch": each.facts.stages.get("dispatch", 0) + 60_000,
-                },
-            ),
-        )
-        if number >= 150
-        else each
-        for number, each in enumerate(b)
+        *b[:150],
+        *(replace(each, stages={**each.stages, "dispatch": 60_000}) for each in b[150:]),
     ]
     assert compare(make_window(), late).cause.kind != cause_kinds.LOST_INSTANCE
 

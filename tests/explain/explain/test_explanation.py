@@ -20,7 +20,7 @@ from ttft_otel.explain.window.late_requests import (
     choose_like,
     split_window,
 )
-from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence
+from ttft_otel.explain.window.request_facts import CannotTellError, RequestFacts
 
 SLO_US = 300_000
 
@@ -32,7 +32,7 @@ def test_parts_add_up() -> None:
         compared = split_window(window)
         found = divide_difference(compared)
         means = [
-            sum(each.facts.ttft_us for each in side) / len(side)
+            sum(each.ttft_us for each in side) / len(side)
             for side in (compared.late, compared.typical)
         ]
         assert found.difference_us == pytest.approx(means[0] - means[1])
@@ -79,7 +79,7 @@ def test_what_ate_the_slo() -> None:
     window = delay_some(make_window(), CASES["kv_blocks"])
     compared = split_window(window, SLO_US)
     eaten = divide_lateness(compared, SLO_US)
-    lateness = sum(each.facts.ttft_us - SLO_US for each in compared.late)
+    lateness = sum(each.ttft_us - SLO_US for each in compared.late)
     assert sum(eaten.values()) == pytest.approx(lateness)
     assert next(iter(eaten)) == "prefill.queue" and eaten["prefill.queue"] > 0.9 * lateness
     assert all(us >= 0 for us in eaten.values())
@@ -146,7 +146,7 @@ def test_a_single_request() -> None:
     text = "\n".join(list_explanation(found))
     assert found.is_unusual and found.cause.kind == cause_kinds.SETTING_LIMIT
     assert "r0: first token after " in text and "same kind, prompt length" in text
-    middle = sorted(make_window(), key=lambda each: each.facts.ttft_us)[190]
+    middle = sorted(make_window(), key=lambda each: each.ttft_us)[190]
     usual = explain_requests(choose_like(middle, make_window()))
     reported = "\n".join(list_explanation(usual))
     assert not usual.is_unusual and "Not unusual" in reported and "Try:" not in reported
@@ -155,7 +155,7 @@ def test_a_single_request() -> None:
 def test_one_id_for_all() -> None:
     """A client that sends the same request ID every time gets the same answer as one that does not."""
     window = delay_some(make_window(), CASES["max_num_seqs"], every=100)
-    same = [replace(each, facts=replace(each.facts, request_id="same")) for each in window]
+    same = [replace(each, request_id="same") for each in window]
     found, expected = (explain_requests(choose_like(each[0], each)) for each in (same, window))
     assert found.difference.parts == expected.difference.parts
     assert len(found.difference.compared.window) == len(expected.difference.compared.window)
@@ -177,7 +177,7 @@ def test_like_is_compared_with_like() -> None:
     }
 
 
-def set_unclosed(window: list[RequestEvidence], count: int) -> list[RequestEvidence]:
+def set_unclosed(window: list[RequestFacts], count: int) -> list[RequestFacts]:
     """The window with `count` requests whose sums are wrong."""
     return [replace(each, closed=number >= count) for number, each in enumerate(window)]
 
@@ -193,7 +193,7 @@ def set_unclosed(window: list[RequestEvidence], count: int) -> list[RequestEvide
         (make_window(), 1, "too few others to say what is usual"),
     ],
 )
-def test_refusals(window: list[RequestEvidence], slo_us: int, reported: str) -> None:
+def test_refusals(window: list[RequestFacts], slo_us: int, reported: str) -> None:
     """Too little evidence is refused with what is missing."""
     with pytest.raises(CannotTellError, match=reported):
         explain_requests(split_window(window, slo_us), slo_us)
@@ -205,7 +205,7 @@ def test_just_enough() -> None:
     assert explain_requests(split_window(set_unclosed(delay_some(make_window(), CASES["lora"]), 3)))
     with pytest.raises(CannotTellError, match="no longer than usual"):
         window = make_window()
-        quickest = min(window, key=lambda each: each.facts.ttft_us)
+        quickest = min(window, key=lambda each: each.ttft_us)
         explain_requests(choose_like(quickest, window))
     with pytest.raises(CannotTellError, match="other requests of its kind"):
         window = make_window(MIN_LIKE * 3)
@@ -248,11 +248,9 @@ def test_two_models() -> None:
     """The slowest are those of a larger model: no cause, and no setting; by itself it has none either."""
     window = make_window()
     large = [
-        Cause("prefill.compute").apply(
-            replace(each, facts=replace(each.facts, model="large")), us=200_000
-        )
+        Cause("prefill.compute").apply(replace(each, model="large"), us=200_000)
         if number % 10 == 0
-        else replace(each, facts=replace(each.facts, model="small"))
+        else replace(each, model="small")
         for number, each in enumerate(window)
     ]
     found = explain_requests(split_window(large, 150_000))
@@ -273,6 +271,6 @@ def test_two_models() -> None:
 def test_clocks(error_us: int) -> None:
     """Marks of two clocks: what may be off is told."""
     window = delay_some(make_window(), CASES["max_num_seqs"])
-    window = [replace(each, facts=replace(each.facts, clock_error_us=error_us)) for each in window]
+    window = [replace(each, clock_error_us=error_us) for each in window]
     found = explain_requests(split_window(window, SLO_US))
     assert ("up to 2.0 ms off" in " ".join(list_explanation(found, verbose=True))) == bool(error_us)

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,7 +56,7 @@ class Events:
 
 
 def run_model(
-    arrivals: list[Arrival], limits: EngineLimits, clock: Any = None
+    arrivals: Sequence[Arrival], limits: EngineLimits, clock: Any = None
 ) -> tuple[list[QueuedPrompt], EngineModel]:
     events = Events()
     clock = clock or LinearClock()
@@ -131,8 +131,8 @@ def test_few_blocks(limits: EngineLimits, seed: int) -> None:
 )
 def test_wrong_limits(wrong: dict[str, Any]) -> None:
     """With other limits than the scheduler's the model does not agree: the comparison can fail."""
-    arrivals, limits = draw_arrivals(1), EngineLimits(4, 512)
-    arrivals = [replace(each, tokens=min(each.tokens, 500)) for each in arrivals]
+    limits = EngineLimits(4, 512)
+    arrivals = tuple(replace(each, tokens=min(each.tokens, 500)) for each in draw_arrivals(1))
     truth = [(each.queue, each.first_token) for each in run_scheduler(arrivals, limits)]
     prompts, _ = run_model(arrivals, replace(limits, **wrong))
 

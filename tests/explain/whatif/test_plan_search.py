@@ -7,23 +7,21 @@ from dataclasses import replace
 
 import pytest
 
-from tests.explain.recorded_window import SMALL, find_truth, record
+from tests.explain.recorded_window import SMALL, find_truth, learn
 from tests.explain.whatif.scheduler_truth import LINEAR, draw_arrivals
-from ttft_otel.explain.whatif import plan_search
+from ttft_otel.explain.whatif import plan_search, what_if_text
 from ttft_otel.explain.whatif.plan_search import FoundPlan
 from ttft_otel.explain.whatif.planned_change import PlannedChange
-from ttft_otel.explain.whatif.what_if import learn_fleet
 from ttft_otel.explain.window.request_facts import CannotTellError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-ARRIVALS = draw_arrivals(34, 200, 30_000, (5, 25))
-REPETITIONS = 6
+ARRIVALS = draw_arrivals(34, 120, 30_000, (5, 25))
+REPETITIONS = 3
 
 
-def search(targets: str, devices: int = 1) -> FoundPlan:
+def search(targets: str, devices: int = 1, tells_answers: bool = True) -> FoundPlan:
     """The plan for the window of so many instances."""
-    recording = record(ARRIVALS, SMALL, tells_answers=True, devices=(LINEAR,) * devices)
-    learned = learn_fleet(recording, PlannedChange())
+    learned = learn(ARRIVALS, SMALL, tells_answers, (LINEAR,) * devices)
     calls: list[int] = []
     try:
         return plan_search.search_plan(
@@ -51,6 +49,9 @@ def test_setting() -> None:
         max_batched_tokens=change.max_batched_tokens or SMALL.max_batched_tokens,
     )
     assert find_truth(ARRIVALS, limits, shares=(0.95,))[0] <= 1000 * target_ms < before
+    text = what_if_text.name_found(found)
+    assert "plans that holds ttft_p95 <= " in text
+    assert f": 1 instance with --max-num-seqs {change.max_num_seqs}" in text
 
 
 def test_fewer_instances() -> None:
@@ -61,7 +62,8 @@ def test_fewer_instances() -> None:
 
 def test_nothing_holds() -> None:
     """No plan is faster than a prompt's own computing: it says how near the nearest one comes."""
-    with pytest.raises(
-        CannotTellError, match="with up to 5 instances holds ttft_p50 <= 1 ms .* nearest"
-    ):
+    nearest = "with up to 5 instances holds ttft_p50 <= 1 ms .* nearest"
+    with pytest.raises(CannotTellError, match=nearest):
         search("ttft_p50=1")
+    with pytest.raises(CannotTellError, match="do not tell the time per output token"):
+        search("tpot_p99=5", tells_answers=False)

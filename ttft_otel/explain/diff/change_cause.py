@@ -25,7 +25,7 @@ from ttft_otel.explain.explain.window_pair import PAIR_DETECTORS, WindowFigure, 
 from ttft_otel.explain.window.late_requests import ComparedRequests, take_middle
 from ttft_otel.explain.window.request_facts import (
     CannotTellError,
-    RequestEvidence,
+    RequestFacts,
     count_requests,
 )
 from ttft_otel.explain.window.window_reading import WindowReading
@@ -70,7 +70,7 @@ class ChangeAnswer:
 def compare_sides(a: WindowReading, b: WindowReading) -> ChangeAnswer:
     """Compare them. Raises CannotTellError, which also says who has no first token."""
     try:
-        found = compare_windows(a.facts, b.facts)
+        found = compare_windows(a.requests, b.requests)
     except CannotTellError as error:
         lost = " ".join(
             f"In {name} {side.lost.sentence}."
@@ -78,16 +78,16 @@ def compare_sides(a: WindowReading, b: WindowReading) -> ChangeAnswer:
             if side.lost.total
         )
         raise CannotTellError(f"{error}. {lost}" if lost else str(error)) from error
-    pair = WindowPair(a.evidence, b.evidence)
+    pair = WindowPair(a.requests, b.requests)
     cause = find_change_cause(pair, b)
     limit = pair.find_rank(LATE_RANKS[-1])
-    late = [each for each in b.evidence if each.facts.ttft_us > limit]
+    late = [each for each in b.requests if each.ttft_us > limit]
     is_quiet = cause.kind == cause_kinds.NOTHING or not late
     return ChangeAnswer(
         cause,
         replace(found, lost_a=a.lost, lost_b=b.lost),
         pair.outcomes,
-        None if is_quiet else find_bursts(late, b.evidence),
+        None if is_quiet else find_bursts(late, b.requests),
         (a.coverage, b.coverage),
     )
 
@@ -120,12 +120,12 @@ def _describe_loss(b: WindowReading) -> str:
     """How many are lost, and what percentiles are at least: they waited so long, and longer."""
     lost = b.lost
     weight = lost.total / max(len(lost.lengths_us), 1)
-    lengths = [each.ttft_us for each in b.facts] + list(lost.lengths_us)
-    weights = [each.weight for each in b.facts] + [weight] * len(lost.lengths_us)
+    lengths = [each.ttft_us for each in b.requests] + list(lost.lengths_us)
+    weights = [each.weight for each in b.requests] + [weight] * len(lost.lengths_us)
     p50, p95 = (
         format_short(each) for each in compute_weighted_quantiles(lengths, weights, LOST_RANKS)
     )
-    whole = lost.total + count_requests(b.evidence)
+    whole = lost.total + count_requests(b.requests)
     return (
         f"{lost.total} of B's {whole} requests ended without a first token; with them p50 is at least "
         f"{p50}, p95 at least {p95}"
@@ -155,13 +155,11 @@ def _is_later(pair: WindowPair) -> bool:
 def _ask_detectors(pair: WindowPair) -> Iterator[Candidate]:
     """What the detectors of `explain` say: of all of B against A, and of B's slowest against the others."""
     before, now = pair.sides
-    known = {each.work.instance for each in before}
+    known = {each.instance for each in before}
     limit = pair.find_rank(LATE_RANKS[-1])
-    late = [each for each in now if each.facts.ttft_us > limit]
-    others = sorted(
-        (each for each in now if each.facts.ttft_us <= limit), key=lambda each: each.facts.ttft_us
-    )
-    comparisons: list[tuple[Sequence[RequestEvidence], ...]] = [(now, before, [*before, *now])]
+    late = [each for each in now if each.ttft_us > limit]
+    others = sorted((each for each in now if each.ttft_us <= limit), key=lambda each: each.ttft_us)
+    comparisons: list[tuple[Sequence[RequestFacts], ...]] = [(now, before, [*before, *now])]
     if len(late) >= MIN_LATE and len(others) >= len(now) // 2:
         comparisons.append((late, take_middle(others), now))
     for slow, typical, everyone in comparisons:

@@ -116,7 +116,7 @@ def _describe_extremes(case: LateCase) -> str:
 def _find_other_model(case: LateCase) -> str:
     """The model that most late requests are for, and few others; "" without one."""
     late, whole = (
-        count_values(side, lambda each: each.facts.model)
+        count_values(side, lambda each: each.model)
         for side in (case.difference.compared.late, case.table.requests)
     )
     name, count = next(iter(late.items()))

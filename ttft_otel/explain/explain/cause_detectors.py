@@ -34,7 +34,7 @@ from ttft_otel.explain.explain.window_pair import (
     detect_slow_steps,
     find_slowdown,
 )
-from ttft_otel.explain.window.request_facts import HOP, RequestEvidence, count_values
+from ttft_otel.explain.window.request_facts import HOP, RequestFacts, count_values
 from ttft_otel.explain.window.request_table import BLOCKS, Contrast, Floats, Mask
 from ttft_otel.model.stages import HOLD, RETRY
 from ttft_otel.model.wait_reasons import WAIT_STAGES
@@ -138,7 +138,7 @@ def detect_slow_start(case: LateCase) -> Iterator[Candidate]:
     if case.before is not None or case.is_single:
         return
     _, since_ns = find_slowdown(table, table.blocks < BLOCKS // 4, table.blocks >= 0)
-    is_after = [each.facts.start_ns >= since_ns > 0 for each in table.requests]
+    is_after = [each.start_ns >= since_ns > 0 for each in table.requests]
     before, after = (
         [each for each, later in zip(table.requests, is_after, strict=True) if later == side]
         for side in (False, True)
@@ -370,14 +370,14 @@ def detect_long_prompts(case: LateCase) -> Iterator[Candidate]:
 
 def _name_holders(case: LateCase, is_long: Mask, holders: Counter[int]) -> tuple[str, str]:
     """What separates the prompts that held others: a group, a model, or their length."""
-    for read in (lambda each: each.facts.group, lambda each: each.facts.model):
+    for read in (lambda each: each.group, lambda each: each.model):
         if name := _find_common(case, holders, read):
             return name, f"of {name}"
     least = float(case.table.computed[is_long].min())
     return f"{least:.0f} tokens", f"{least:.0f} tokens or more"
 
 
-def _find_common(case: LateCase, rows: Counter[int], read: Callable[[RequestEvidence], str]) -> str:
+def _find_common(case: LateCase, rows: Counter[int], read: Callable[[RequestFacts], str]) -> str:
     """The value that most of these rows have, by their counts, and most requests have not; "" without one."""
     requests = case.table.requests
     values: Counter[str] = Counter()
@@ -502,7 +502,7 @@ def detect_own_size(case: LateCase) -> Iterator[Candidate]:
         if lengths[0] < MIN_SIZE_RATIO * then:
             refuted = f"as large ones came in the time before ({then:.0f} tokens)"
     rows = Counter({int(row): 1 for row in numpy.flatnonzero(late)})
-    group = _find_common(case, rows, lambda each: each.facts.group)
+    group = _find_common(case, rows, lambda each: each.group)
     yield build_candidate(
         cause_kinds.OWN_SIZE,
         f"{f'prompts of {group}: ' if group else ''}median {sizes[0]:.0f} tokens to compute, of others "
@@ -515,15 +515,15 @@ def detect_own_size(case: LateCase) -> Iterator[Candidate]:
     )
 
 
-def _find_hop(each: RequestEvidence) -> str:
+def _find_hop(each: RequestFacts) -> str:
     """The instance to which its first hop was; "" without one."""
     return next((at for name, at in each.instances.items() if name.startswith(HOP)), "")
 
 
 # Stages of which one instance may have most -> which one a request had.
-PLACES: Final[Mapping[str, Callable[[RequestEvidence], str]]] = {
+PLACES: Final[Mapping[str, Callable[[RequestFacts], str]]] = {
     "router.hop": _find_hop,
-    RETRY: lambda each: each.facts.failed,
+    RETRY: lambda each: each.failed,
 }
 
 

@@ -17,7 +17,7 @@ import numpy
 
 from ttft_otel.explain.diff.stage_difference import LEVEL, RESAMPLES
 from ttft_otel.explain.window.late_requests import ComparedRequests
-from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence, count_values
+from ttft_otel.explain.window.request_facts import CannotTellError, RequestFacts, count_values
 from ttft_otel.model import stages
 from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.model.statistics import average_draws, draw_weights, find_interval
@@ -84,11 +84,11 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
     """
     late, typical = compared.late, compared.typical
     stage_names = sorted(
-        {name for each in (*late, *typical) for name in each.facts.stages}, key=stages.rank_stage
+        {name for each in (*late, *typical) for name in each.stages}, key=stages.rank_stage
     )
     matrix_late, matrix_typical = (
         numpy.array(
-            [[each.facts.stages.get(name, 0) for name in stage_names] for each in side], dtype=float
+            [[each.stages.get(name, 0) for name in stage_names] for each in side], dtype=float
         )
         for side in (late, typical)
     )
@@ -98,7 +98,7 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
         average_draws(
             matrix,
             draw_weights(chance, len(side), RESAMPLES)
-            * numpy.array([each.facts.weight for each in side]),
+            * numpy.array([each.weight for each in side]),
         )
         for side, matrix in ((late, matrix_late), (typical, matrix_typical))
     )
@@ -106,8 +106,8 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
     total = drawn.sum(1)
     if total[0] <= 0:
         raise CannotTellError(
-            f"nothing to explain: {fmean(each.facts.ttft_us for each in late) / 1000:.1f} ms are no longer "
-            f"than usual ({fmean(each.facts.ttft_us for each in typical) / 1000:.1f} ms)"
+            f"nothing to explain: {fmean(each.ttft_us for each in late) / 1000:.1f} ms are no longer "
+            f"than usual ({fmean(each.ttft_us for each in typical) / 1000:.1f} ms)"
         )
     # A draw in which both sides are as long has no shares; the next larger number stands for it.
     shares = drawn / numpy.maximum(total, 1.0)[:, None]
@@ -160,7 +160,7 @@ def _check_unattributed(parts: Sequence[StagePart]) -> None:
 
 
 def _divide_by_reason(
-    stage: str, us: float, late: Sequence[RequestEvidence], typical: Sequence[RequestEvidence]
+    stage: str, us: float, late: Sequence[RequestFacts], typical: Sequence[RequestFacts]
 ) -> tuple[tuple[str, float], ...]:
     """(reason, share of the stage's difference), largest first; () for a stage without reasons."""
     known = {reason for each in (*late, *typical) for reason in each.reasons.get(stage, {})}
@@ -171,31 +171,31 @@ def _divide_by_reason(
     return tuple(sorted(shares.items(), key=lambda part: (-part[1], part[0])))
 
 
-def _mean_reason(side: Sequence[RequestEvidence], stage: str, reason: str) -> float:
+def _mean_reason(side: Sequence[RequestFacts], stage: str, reason: str) -> float:
     return _average_weighted([each.reasons.get(stage, {}).get(reason, 0) for each in side], side)
 
 
-def _average_weighted(values: Sequence[float], side: Sequence[RequestEvidence]) -> float:
+def _average_weighted(values: Sequence[float], side: Sequence[RequestFacts]) -> float:
     """Mean of one value per request, each as often as it stands for others."""
     # statistics.fmean() has no weights in Python 3.10.
-    return float(numpy.average(values, weights=[each.facts.weight for each in side]))
+    return float(numpy.average(values, weights=[each.weight for each in side]))
 
 
 def _divide_by_instance(
     stage: str, us: float, compared: ComparedRequests
 ) -> tuple[tuple[str, float, float], ...]:
     """(instance, share of the stage's difference, share of the requests with it), largest first."""
-    typical = [each.facts.stages.get(stage, 0) for each in compared.typical]
+    typical = [each.stages.get(stage, 0) for each in compared.typical]
     usual = _average_weighted(typical, compared.typical)
     excess: dict[str, float] = {}
     for each in compared.late:
         instance = each.instances.get(stage, "")
-        longer = each.facts.stages.get(stage, 0) - usual
-        excess[instance] = excess.get(instance, 0.0) + each.facts.weight * longer
+        longer = each.stages.get(stage, 0) - usual
+        excess[instance] = excess.get(instance, 0.0) + each.weight * longer
     # Of those that had the stage: an encoder is no odd instance because only media requests visit it.
     everywhere = count_values(compared.window, lambda each: each.instances.get(stage, ""))
     visitors = max(1.0, sum(count for instance, count in everywhere.items() if instance))
-    whole = us * sum(each.facts.weight for each in compared.late)
+    whole = us * sum(each.weight for each in compared.late)
     found = [
         (instance, value / whole, everywhere.get(instance, 0.0) / visitors)
         for instance, value in excess.items()

@@ -19,7 +19,7 @@ from ttft_otel.explain.explain.remedies import Remedy, find_remedy
 from ttft_otel.explain.explain.remedy_prediction import RemedyPrediction
 from ttft_otel.explain.window.holding_work import HoldingWork
 from ttft_otel.explain.window.late_requests import UNUSUAL_RANK, ComparedRequests, compute_ttft
-from ttft_otel.explain.window.request_facts import LostRequests, RequestEvidence
+from ttft_otel.explain.window.request_facts import LostRequests, RequestFacts
 from ttft_otel.model.stages import WAIT_REASONS
 from ttft_otel.report.show.terminal import format_short, to_local_time
 from ttft_otel.report.window_sample import Coverage
@@ -55,7 +55,7 @@ class Explanation:
     cause: Cause
     stage_confidence: str
     candidates: tuple[Candidate, ...]  #: what was looked at, the largest share first
-    examples: tuple[RequestEvidence, ...]  #: late requests with most time in the largest stage
+    examples: tuple[RequestFacts, ...]  #: late requests with most time in the largest stage
     is_unusual: bool  #: False for a request that took as long as its like, which has no cause
     slo_us: int
     #: Lateness in microseconds by stage, largest first; empty without an objective.
@@ -90,7 +90,7 @@ def explain_requests(
     compared: ComparedRequests,
     slo_us: int = 0,
     lost: LostRequests | None = None,
-    before: Sequence[RequestEvidence] = (),
+    before: Sequence[RequestFacts] = (),
 ) -> Explanation:
     """Explain the late side of `compared`. Raises CannotTellError.
 
@@ -102,7 +102,7 @@ def explain_requests(
     case = LateCase(difference, compared.everyone, before)
     candidates = [each for detect in DETECTORS for each in detect(case)]
     candidates.sort(key=lambda each: (bool(each.refuted), -each.share))
-    examples = sorted(compared.late, key=lambda each: -each.facts.stages.get(stage, 0))
+    examples = sorted(compared.late, key=lambda each: -each.stages.get(stage, 0))
     return Explanation(
         difference=difference,
         cause=choose_cause(case, candidates, lost),
@@ -129,10 +129,10 @@ def _rate_stage(difference: LateDifference) -> str:
     return MEDIUM if found == HIGH and not is_sure else found
 
 
-def find_bursts(late: Iterable[RequestEvidence], everyone: Iterable[RequestEvidence]) -> Bursts:
+def find_bursts(late: Iterable[RequestFacts], everyone: Iterable[RequestFacts]) -> Bursts:
     """When the late requests began: how many bursts, and from when to when."""
-    starts = sorted(each.facts.start_ns for each in late)
-    times = [each.facts.start_ns for each in everyone]
+    starts = sorted(each.start_ns for each in late)
+    times = [each.start_ns for each in everyone]
     gap = BURST_GAP * (max(times) - min(times))
     pairs = zip(starts, starts[1:], strict=False)
     return Bursts(1 + sum(after - before > gap for before, after in pairs), starts[0], starts[-1])
@@ -144,19 +144,18 @@ def divide_lateness(compared: ComparedRequests, slo_us: int) -> dict[str, float]
     A request's lateness is divided among the stages in proportion to what each took longer than in typical
     requests: a stage that is as long as usual has not made it late.
     """
-    names = {name for each in compared.late for name in each.facts.stages}
+    names = {name for each in compared.late for name in each.stages}
     usual = {
-        name: sum(each.facts.stages.get(name, 0) for each in compared.typical)
-        / len(compared.typical)
+        name: sum(each.stages.get(name, 0) for each in compared.typical) / len(compared.typical)
         for name in names
     }
     eaten = dict.fromkeys(names, 0.0)
     for each in compared.late:
-        excess = {name: max(0.0, each.facts.stages.get(name, 0) - usual[name]) for name in names}
+        excess = {name: max(0.0, each.stages.get(name, 0) - usual[name]) for name in names}
         # Never 0: a late request is longer than the typical ones, which were in time.
         whole = sum(excess.values())
         for name, value in excess.items():
-            eaten[name] += each.facts.weight * (each.facts.ttft_us - slo_us) * value / whole
+            eaten[name] += each.weight * (each.ttft_us - slo_us) * value / whole
     found = [(name, us) for name, us in eaten.items() if us > 0]
     return dict(sorted(found, key=lambda part: (-part[1], part[0])))
 

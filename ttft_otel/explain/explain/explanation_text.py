@@ -93,7 +93,7 @@ def _describe_lateness(explanation: Explanation) -> str:
     if compared.likeness:
         (one,) = late
         return (
-            f"{one.facts.request_id}: first token after {format_short(one.facts.ttft_us)}, {longer} "
+            f"{one.request_id}: first token after {format_short(one.ttft_us)}, {longer} "
             f"against {len(compared.window)} requests like it ({compared.likeness}); "
             f"{compared.rank:.0%} of them were faster."
         )
@@ -102,7 +102,7 @@ def _describe_lateness(explanation: Explanation) -> str:
         f"{count} of {whole} requests were later than {explanation.slo_us / 1000:g} ms"
         if explanation.slo_us
         else f"the slowest {count} of {whole} requests took "
-        f"{format_short(min(each.facts.ttft_us for each in late))} or more"
+        f"{format_short(min(each.ttft_us for each in late))} or more"
     )
     return (
         f"p99 is {format_short(explanation.p99_us)}, p50 {format_short(explanation.p50_us)}; {who}, "
@@ -180,13 +180,13 @@ def _list_details(explanation: Explanation) -> Iterator[str]:
         )
         yield f"What ate the {explanation.slo_us / 1000:g} ms: {eaten}."
     compared = explanation.difference.compared
-    error_us = max(each.facts.clock_error_us for each in (*compared.late, *compared.typical))
+    error_us = max(each.clock_error_us for each in (*compared.late, *compared.typical))
     if error_us:
         yield f"Boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off."
     if explanation.remedy is not None:
         yield f"Source: {explanation.remedy.page}"
     if len(compared.late) > 1:
-        yield f"See: {', '.join(each.facts.request_id for each in explanation.examples)}."
+        yield f"See: {', '.join(each.request_id for each in explanation.examples)}."
 
 
 def _describe_candidate(each: Candidate, explanation: Explanation) -> str:
@@ -265,9 +265,9 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
         else None,
         "examples": [
             {
-                "request_id": each.facts.request_id,
+                "request_id": each.request_id,
                 "trace_id": each.trace_id,
-                "ttft_ms": round_ms(each.facts.ttft_us),
+                "ttft_ms": round_ms(each.ttft_us),
             }
             for each in explanation.examples
         ],

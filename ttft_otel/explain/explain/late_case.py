@@ -16,7 +16,7 @@ import numpy
 
 from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.explain.cause_findings import LateDifference
-from ttft_otel.explain.window.request_facts import RequestEvidence
+from ttft_otel.explain.window.request_facts import RequestFacts
 from ttft_otel.explain.window.request_table import (
     LEVEL,
     MIN_SIDE,
@@ -78,8 +78,8 @@ class LateCase:
     def __init__(
         self,
         difference: LateDifference,
-        everyone: Sequence[RequestEvidence],
-        before: Sequence[RequestEvidence] = (),
+        everyone: Sequence[RequestFacts],
+        before: Sequence[RequestFacts] = (),
     ) -> None:
         self.difference = difference
         self.table = RequestTable(everyone)

@@ -21,8 +21,8 @@ from ttft_otel.explain.window.holding_work import read_holding
 from ttft_otel.explain.window.late_requests import choose_like, split_window
 from ttft_otel.explain.window.request_facts import (
     CannotTellError,
-    RequestEvidence,
-    build_evidence,
+    RequestFacts,
+    build_facts,
     refuse_foreign,
 )
 from ttft_otel.explain.window.window_reading import (
@@ -100,7 +100,7 @@ def explain_window(
     reading = leave_foreign_out(read_window(opened, wanted, slo_us, group_by))
     lost, foreign = reading.lost, reading.coverage.foreign
     try:
-        compared = split_window(reading.evidence, slo_us)
+        compared = split_window(reading.requests, slo_us)
     except CannotTellError as error:
         # These are the reason, where a window has nothing but requests that timed out, or others told.
         reasons = [str(error), *([lost.sentence] if lost.total else [])]
@@ -118,14 +118,14 @@ def explain_window(
 
 def _load_before(
     opened: BreakdownSource, wanted: RequestFilter, group_by: str
-) -> Sequence[RequestEvidence]:
-    """The evidence of the time before a window, as long as itself; [] where nothing comparable is stored."""
+) -> Sequence[RequestFacts]:
+    """The requests of the time before a window, as long as itself; [] where nothing comparable is stored."""
     if not wanted.since_ns:
         return []
     length = (wanted.until_ns or time.time_ns()) - wanted.since_ns
     earlier = replace(wanted, since_ns=wanted.since_ns - length, until_ns=wanted.since_ns)
     reading = read_window(opened, earlier, group_by=group_by, label="reading the time before")
-    found = leave_foreign_out(reading).evidence
+    found = leave_foreign_out(reading).requests
     return found if len(found) >= MIN_BEFORE else []
 
 
@@ -151,7 +151,7 @@ def _choose_stretch(explanation: Explanation, wanted: RequestFilter) -> RequestF
     coverage = explanation.coverage
     if coverage is None or coverage.requests <= MAX_REQUESTS:
         return wanted
-    starts = sorted(each.facts.start_ns for each in explanation.difference.compared.late)
+    starts = sorted(each.start_ns for each in explanation.difference.compared.late)
     length = (coverage.last_ns - coverage.first_ns) * MAX_REQUESTS // coverage.requests
     return replace(wanted, until_ns=starts[len(starts) // 2] + length // 2)
 
@@ -185,9 +185,9 @@ def explain_one(
     until_ns = like.until_ns or request.start_ns + AFTER_NS
     wanted = replace(like, model=request.model, until_ns=until_ns)
     trace = opened.find_trace(request.trace_id)
-    own = build_evidence(request, trace.spans if trace else (), group_by)
-    refuse_foreign(own.facts.foreign)
-    others = leave_foreign_out(read_window(opened, wanted, group_by=group_by)).evidence
+    own = build_facts(request, trace.spans if trace else (), group_by)
+    refuse_foreign(own.foreign)
+    others = leave_foreign_out(read_window(opened, wanted, group_by=group_by)).requests
     return add_holding(opened, explain_requests(choose_like(own, others)))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two windows as one table, and the causes that only a comparison of them tells. Pure; needs numpy.
 
-Input: RequestEvidence of A, which is before, and of B, which is asked about. Output: Candidates, for `diff`,
+Input: RequestFacts of A, which is before, and of B, which is asked about. Output: Candidates, for `diff`,
 and for the detectors of `explain` where the store has the time before.
 """
 
@@ -24,7 +24,7 @@ from ttft_otel.explain.explain.late_case import (
     compare_speed,
     expect_compute,
 )
-from ttft_otel.explain.window.request_facts import RequestEvidence, count_values
+from ttft_otel.explain.window.request_facts import RequestFacts, count_values
 from ttft_otel.explain.window.request_table import (
     BLOCKS,
     LEVEL,
@@ -42,11 +42,11 @@ MIN_SHIFT: Final = 0.1  # of an instance's share of the requests
 MIN_RATE: Final = 1.25  # times the rate of before
 MAX_NAMES: Final = 20  # of an attribute's values, of which shares are told
 HITS: Final = "prefix-cache hits"
-SHARED_BY: Final[Mapping[str, Callable[[RequestEvidence], str]]] = {
-    "group": lambda each: each.facts.group,
-    "model": lambda each: each.facts.model,
-    "kind": lambda each: each.facts.kind,
-    "instance": lambda each: each.work.instance,
+SHARED_BY: Final[Mapping[str, Callable[[RequestFacts], str]]] = {
+    "group": lambda each: each.group,
+    "model": lambda each: each.model,
+    "kind": lambda each: each.kind,
+    "instance": lambda each: each.instance,
 }
 MISSED: Final = 12.0  # requests that an instance would have had since its last one
 ENGINE_WORDS: Final = ("prefill.queue", "encoder.queue", *STEP_WORDS)
@@ -84,13 +84,10 @@ class WindowFigure:
 class WindowPair:
     """The requests of two windows; the earlier ones are moved to just before the others."""
 
-    def __init__(self, before: Sequence[RequestEvidence], now: Sequence[RequestEvidence]) -> None:
-        later = min(each.facts.start_ns for each in now) - 1
-        later -= max(each.facts.start_ns for each in before)
-        moved = [
-            replace(each, facts=replace(each.facts, start_ns=each.facts.start_ns + later))
-            for each in before
-        ]
+    def __init__(self, before: Sequence[RequestFacts], now: Sequence[RequestFacts]) -> None:
+        later = min(each.start_ns for each in now) - 1
+        later -= max(each.start_ns for each in before)
+        moved = [replace(each, start_ns=each.start_ns + later) for each in before]
         self.sides = moved, list(now)
         self.table = RequestTable([*moved, *now])
         self.now: Mask = numpy.arange(len(self.table)) >= len(before)
@@ -265,7 +262,7 @@ def find_slowdown(table: RequestTable, usual: Mask, now: Mask) -> tuple[float, i
     expected = expect_compute(table, usual)
     timed = [
         (
-            table.requests[row].facts.start_ns,
+            table.requests[row].start_ns,
             float(table.compute[row] / expected[row]) - 1,
             float(table.weights[row]),
         )
@@ -294,7 +291,7 @@ def detect_lost_instances(pair: WindowPair) -> Iterator[Candidate]:
             stage for each in pair.sides[0] for stage, at in each.instances.items() if at == name
         }
         needs = [
-            [each.facts.weight * bool(stages & each.instances.keys()) for each in side]
+            [each.weight * bool(stages & each.instances.keys()) for each in side]
             for side in pair.sides
         ]
         had = sum(weight for weight, places in zip(needs[0], before, strict=True) if name in places)
@@ -319,7 +316,7 @@ def detect_lost_instances(pair: WindowPair) -> Iterator[Candidate]:
 def detect_shift(pair: WindowPair) -> Iterator[Candidate]:
     """Other instances served them."""
     table = pair.table
-    before, now = (count_values(side, lambda each: each.work.instance) for side in pair.sides)
+    before, now = (count_values(side, lambda each: each.instance) for side in pair.sides)
     shares = {
         name: (before.get(name, 0.0) / sum(before.values()), now.get(name, 0.0) / sum(now.values()))
         for name in {**before, **now}
@@ -372,8 +369,7 @@ def detect_mix(pair: WindowPair) -> Iterator[Candidate]:
     table = pair.table
     sizes = table.sizes.tolist()
     labels = [
-        (size, each.facts.model, each.facts.group)
-        for size, each in zip(sizes, table.requests, strict=True)
+        (size, each.model, each.group) for size, each in zip(sizes, table.requests, strict=True)
     ]
     drawn = pair.draw_composition(labels)
     yield pair.build(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who held late requests while they waited: kinds of work, and the requests that held most of them longest.
 
-Kinds are in RequestEvidence; holders are links of the queues' spans, which span_conversion.py keeps as
+Kinds are in RequestFacts; holders are links of the queues' spans, which span_conversion.py keeps as
 an attribute. window_answer.py and commands/explain.py ask.
 """
 
@@ -13,7 +13,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ttft_otel.explain.window.request_facts import RequestEvidence
+from ttft_otel.explain.window.request_facts import RequestFacts
 from ttft_otel.model.names import span_names
 from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import StoredSpan
@@ -32,7 +32,7 @@ class HoldingWork:
     requests: int  #: late requests whose spans were read for `holders`
 
 
-def read_holding(opened: BreakdownSource, late: Sequence[RequestEvidence]) -> HoldingWork | None:
+def read_holding(opened: BreakdownSource, late: Sequence[RequestFacts]) -> HoldingWork | None:
     """Who held the late requests; None where their servers do not tell. Raises StoreError."""
     sums: dict[str, int] = {}
     for each in late:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose whom to compare: the late requests of a window with its typical ones, a request with its like. Pure.
 
-Input: RequestEvidence of a window. cause_findings.py compares the two sides. Windows that cannot tell are
+Input: RequestFacts of a window. cause_findings.py compares the two sides. Windows that cannot tell are
 refused here, with the sentence that says why.
 """
 
@@ -13,7 +13,7 @@ from typing import Final
 
 from ttft_otel.explain.window.request_facts import (
     CannotTellError,
-    RequestEvidence,
+    RequestFacts,
     count_requests,
     describe_request,
 )
@@ -36,39 +36,39 @@ MAX_UNCLOSED_SHARE: Final = 0.01  # of requests whose stages do not add up
 class ComparedRequests:
     """Who is explained, and by comparison with whom."""
 
-    late: Sequence[RequestEvidence]
-    typical: Sequence[RequestEvidence]
-    window: Sequence[RequestEvidence]
+    late: Sequence[RequestFacts]
+    typical: Sequence[RequestFacts]
+    window: Sequence[RequestFacts]
     #: In words, what the typical ones have in common with the late ones; "" of a window.
     likeness: str = ""
     #: Of a single request, the share of like requests that were faster; 1.0 of a window.
     rank: float = 1.0
     #: Of a single request, all of its time, itself among them; () of a window, whose own are all.
-    around: Sequence[RequestEvidence] = ()
+    around: Sequence[RequestFacts] = ()
 
     @property
-    def everyone(self) -> Sequence[RequestEvidence]:
+    def everyone(self) -> Sequence[RequestFacts]:
         """The requests among which causes are looked for."""
         return self.around or self.window
 
 
-def split_window(window: Sequence[RequestEvidence], slo_us: int = 0) -> ComparedRequests:
+def split_window(window: Sequence[RequestFacts], slo_us: int = 0) -> ComparedRequests:
     """The late requests, and the middle half of the others. Raises CannotTellError.
 
     slo_us: from which TTFT on a request is late; 0: the slowest hundredth, at least MIN_LATE.
     """
     check_window(window)
-    ordered = sorted(window, key=lambda each: (each.facts.ttft_us, each.trace_id))
+    ordered = sorted(window, key=lambda each: (each.ttft_us, each.trace_id))
     whole = count_requests(window)
     if slo_us:
-        late = [each for each in ordered if each.facts.ttft_us > slo_us]
+        late = [each for each in ordered if each.ttft_us > slo_us]
         if not late:
             raise CannotTellError(
                 f"none of {whole} requests took longer than {slo_us / 1000:g} ms; "
                 "leave --slo out to explain the slowest hundredth"
             )
         if len(late) < MIN_LATE:
-            names = ", ".join(each.facts.request_id for each in late)
+            names = ", ".join(each.request_id for each in late)
             raise CannotTellError(
                 f"only {len(late)} of {whole} requests were late, {MIN_LATE} are needed to find what "
                 f"they have in common; explain each by itself, with --request: {names}"
@@ -84,51 +84,45 @@ def split_window(window: Sequence[RequestEvidence], slo_us: int = 0) -> Compared
     return ComparedRequests(late, take_middle(others), window)
 
 
-def _take_slowest(ordered: list[RequestEvidence], count: float) -> list[RequestEvidence]:
+def _take_slowest(ordered: list[RequestFacts], count: float) -> list[RequestFacts]:
     """The last ones of these, as many as stand for `count` requests."""
     first = len(ordered)
     while first and count > 0.5:
         first -= 1
-        count -= ordered[first].facts.weight
+        count -= ordered[first].weight
     return ordered[first:]
 
 
-def choose_like(request: RequestEvidence, window: Sequence[RequestEvidence]) -> ComparedRequests:
+def choose_like(request: RequestFacts, window: Sequence[RequestFacts]) -> ComparedRequests:
     """One request, and the middle half of the most like requests. Raises CannotTellError."""
     # Not by its ID alone: some clients send the same one with every request.
-    own = (request.trace_id, request.facts.request_id, request.facts.start_ns)
-    others = [
-        each
-        for each in window
-        if (each.trace_id, each.facts.request_id, each.facts.start_ns) != own
-    ]
+    own = (request.trace_id, request.request_id, request.start_ns)
+    others = [each for each in window if (each.trace_id, each.request_id, each.start_ns) != own]
     check_window([request, *others])
     for detail, words in LIKENESS:
-        label = describe_request(request.facts, detail)
-        like = [each for each in others if describe_request(each.facts, detail) == label]
+        label = describe_request(request, detail)
+        like = [each for each in others if describe_request(each, detail) == label]
         if len(like) >= MIN_LIKE:
             return replace(_compare_like(request, like, words), around=[request, *others])
     raise CannotTellError(
-        f"only {len(like)} other requests of its kind ({request.facts.kind}) are stored, {MIN_LIKE} are "
-        f"needed to say what is usual; its stages: ttft-otel report --request {request.facts.request_id}"
+        f"only {len(like)} other requests of its kind ({request.kind}) are stored, {MIN_LIKE} are "
+        f"needed to say what is usual; its stages: ttft-otel report --request {request.request_id}"
     )
 
 
-def _compare_like(
-    request: RequestEvidence, like: list[RequestEvidence], words: str
-) -> ComparedRequests:
+def _compare_like(request: RequestFacts, like: list[RequestFacts], words: str) -> ComparedRequests:
     """One request and its like, which have `words` in common."""
-    like.sort(key=lambda each: (each.facts.ttft_us, each.trace_id))
-    faster = sum(each.facts.ttft_us < request.facts.ttft_us for each in like)
+    like.sort(key=lambda each: (each.ttft_us, each.trace_id))
+    faster = sum(each.ttft_us < request.ttft_us for each in like)
     return ComparedRequests([request], take_middle(like), like, words, faster / len(like))
 
 
-def take_middle(ordered: Sequence[RequestEvidence]) -> Sequence[RequestEvidence]:
+def take_middle(ordered: Sequence[RequestFacts]) -> Sequence[RequestFacts]:
     """The middle half of requests that are sorted by TTFT."""
     return ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
 
 
-def check_window(window: Sequence[RequestEvidence]) -> None:
+def check_window(window: Sequence[RequestFacts]) -> None:
     """Raise CannotTellError for a window with too few requests, or sums that are wrong."""
     if len(window) < MIN_WINDOW:
         raise CannotTellError(
@@ -139,15 +133,14 @@ def check_window(window: Sequence[RequestEvidence]) -> None:
     if len(unclosed) > MAX_UNCLOSED_SHARE * len(window):
         raise CannotTellError(
             f"in {len(unclosed)} of {len(window)} requests the stages do not add up to the TTFT, for "
-            f"example in {unclosed[0].facts.request_id}: an explanation would be wrong. "
+            f"example in {unclosed[0].request_id}: an explanation would be wrong. "
             "`ttft-otel doctor --url` says which measurement is missing"
         )
 
 
-def compute_ttft(window: Sequence[RequestEvidence], share: float) -> float:
+def compute_ttft(window: Sequence[RequestFacts], share: float) -> float:
     """A percentile of the window's TTFT, microseconds."""
-    facts = [each.facts for each in window]
     (found,) = compute_weighted_quantiles(
-        [each.ttft_us for each in facts], [each.weight for each in facts], (share,)
+        [each.ttft_us for each in window], [each.weight for each in window], (share,)
     )
     return found

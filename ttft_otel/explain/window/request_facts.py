@@ -2,7 +2,7 @@
 """What the analyses need of a request: stages, size, attributes, why each stage waited and where it ran.
 
 Read from the embedded store, or from Tempo. stage_difference.py gets RequestFacts, which are put into strata
-so that like is compared with like; late_requests.py and cause_findings.py get RequestEvidence.
+so that like is compared with like; late_requests.py and cause_findings.py get RequestFacts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def refuse_foreign(product: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """One request that got its first token."""
+    """One request that got its first token, and why its stages took as long as they did."""
 
     request_id: str
     start_ns: int
@@ -58,23 +58,43 @@ class RequestFacts:
     weight: float = 1.0
     foreign: str = ""  #: the product that told it, "" where our spans did
     failed: str = ""  #: address of the instance on which an attempt failed before; "" without one
+    trace_id: str = ""
+    closed: bool = True  #: its stages add up to its TTFT, in every leg
+    #: Microseconds by reason, of stages that wait.
+    reasons: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    instances: Mapping[str, str] = field(default_factory=dict)  #: where a stage ran
+    #: Microseconds of waiting by the kind of work that the engine did meanwhile (stages.HOLDING_KINDS).
+    held: Mapping[str, int] = field(default_factory=dict)
+    legs: frozenset[str] = frozenset()  #: IDs of the spans that have its stages
+    #: service.instance.id where its prompt was computed; "" where that is not known.
+    instance: str = ""
+    chunks: int = 1  #: of the prompt
+    step_tokens: int = 0  #: of all requests in these steps; 0 where that is not known
+    compute_us: int = 0  #: of the engine's forward passes in these steps
 
     @property
     def ttft_us(self) -> int:
         return sum(self.stages.values())
 
 
-def build_facts(request: Request, trunks: Iterable[StoredSpan], group_by: str = "") -> RequestFacts:
+def build_facts(request: Request, trunks: Sequence[StoredSpan], group_by: str = "") -> RequestFacts:
     """Join `request` with the attributes of its `ttft` and `encode` spans.
 
     group_by: a span's or resource's attribute, for example `service.version`, or that of the tenant.
     """
-    legs = {leg.span_id for leg in (*request.legs, *([request.router] if request.router else []))}
-    spans = [span for span in trunks if span.span_id in legs]
+    legs = {leg.span_id for leg in request.legs}
+    of_legs = [span for span in trunks if span.span_id in legs]
+    router = request.router.span_id if request.router else ""
+    spans = [span for span in trunks if span.span_id in legs or span.span_id == router]
     # endswith(): behind a router the stage has its leg's prefix, `encode.encoder.compute`.
     has_media = any(name.endswith(ENCODER_STAGE) for name in request.stages) or any(
         read_count(span, keys.EC_ITEMS) for span in spans
     )
+    reasons = {name: dict(request.list_wait_reasons(name)) for name in request.stages}
+    places = {name: find_instance(request, name) for name in request.stages}
+    # The leg that computed most of the prompt.
+    main = max(request.legs, key=lambda leg: leg.stages.get(PREFILL_COMPUTE, 0), default=None)
+    steps = next((span for span in of_legs if main and span.span_id == main.span_id), None)
     return RequestFacts(
         # A request may have come without an ID; the trace's is always there.
         request_id=request.request_id or request.trace_id,
@@ -90,6 +110,20 @@ def build_facts(request: Request, trunks: Iterable[StoredSpan], group_by: str = 
         clock_error_us=find_clock_error([request]),
         foreign=next((leg.foreign for leg in request.legs if leg.foreign), ""),
         failed=_find_failed(request, trunks) if request.stages.get(stages.RETRY) else "",
+        trace_id=request.trace_id,
+        closed=request.closed,
+        reasons={name: found for name, found in reasons.items() if found},
+        instances={name: place for name, place in places.items() if place},
+        held={
+            kind: us
+            for kind in stages.HOLDING_KIND_NAMES
+            if (us := sum(read_count(span, keys.name_held_attribute(kind)) for span in of_legs))
+        },
+        legs=frozenset(legs),
+        instance=main.instance if main else "",
+        chunks=max(read_count(steps, keys.PREFILL_CHUNKS), 1) if steps else 1,
+        step_tokens=max(read_count(steps, keys.PREFILL_STEP_TOKENS), 0) if steps else 0,
+        compute_us=main.stages.get(PREFILL_COMPUTE, 0) if main else 0,
     )
 
 
@@ -123,84 +157,20 @@ def read_count(span: StoredSpan, name: str) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """Where a request's prompt was computed, and what the steps that did so had to do."""
-
-    instance: str  #: service.instance.id; "" where that is not known
-    chunks: int = 1
-    step_tokens: int = 0  #: of all requests in these steps; 0 where that is not known
-    compute_us: int = 0  #: of the engine's forward passes
-
-
-@dataclass(frozen=True, slots=True)
-class RequestEvidence:
-    """One request with a first token, and why its stages took as long as they did."""
-
-    facts: RequestFacts
-    trace_id: str
-    closed: bool  #: its stages add up to its TTFT, in every leg
-    #: Microseconds by reason, of stages that wait.
-    reasons: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    instances: Mapping[str, str] = field(default_factory=dict)  #: where a stage ran
-    #: Microseconds of waiting by the kind of work that the engine did meanwhile (stages.HOLDING_KINDS).
-    held: Mapping[str, int] = field(default_factory=dict)
-    legs: frozenset[str] = frozenset()  #: IDs of the spans that have its stages
-    work: StepWork = StepWork("")
-
-
-def build_evidence(
-    request: Request, trunks: Sequence[StoredSpan], group_by: str = ""
-) -> RequestEvidence:
-    """Join `request` with the attributes of its `ttft` and `encode` spans; group_by as in build_facts()."""
-    legs = frozenset(leg.span_id for leg in request.legs)
-    spans = [span for span in trunks if span.span_id in legs]
-    reasons = {name: dict(request.list_wait_reasons(name)) for name in request.stages}
-    places = {name: find_instance(request, name) for name in request.stages}
-    return RequestEvidence(
-        facts=build_facts(request, trunks, group_by),
-        trace_id=request.trace_id,
-        closed=request.closed,
-        legs=legs,
-        reasons={name: found for name, found in reasons.items() if found},
-        instances={name: place for name, place in places.items() if place},
-        held={
-            kind: us
-            for kind in stages.HOLDING_KIND_NAMES
-            if (us := sum(read_count(span, keys.name_held_attribute(kind)) for span in spans))
-        },
-        work=_find_work(request.legs, spans),
-    )
-
-
-def count_requests(requests: Iterable[RequestEvidence]) -> int:
+def count_requests(requests: Iterable[RequestFacts]) -> int:
     """How many requests of their window these stand for."""
-    return round(sum(each.facts.weight for each in requests))
+    return round(sum(each.weight for each in requests))
 
 
 def count_values(
-    requests: Iterable[RequestEvidence], read: Callable[[RequestEvidence], str]
+    requests: Iterable[RequestFacts], read: Callable[[RequestFacts], str]
 ) -> dict[str, float]:
     """How many requests of their window have each value, the most frequent one first."""
     counts: dict[str, float] = {}
     for each in requests:
         value = read(each)
-        counts[value] = counts.get(value, 0.0) + each.facts.weight
+        counts[value] = counts.get(value, 0.0) + each.weight
     return dict(sorted(counts.items(), key=lambda part: -part[1]))
-
-
-def _find_work(legs: Sequence[Leg], spans: Sequence[StoredSpan]) -> StepWork:
-    """The work of the leg that computed most of the prompt."""
-    main = max(legs, key=lambda leg: leg.stages.get(PREFILL_COMPUTE, 0), default=None)
-    if main is None:
-        return StepWork("")
-    span = next((span for span in spans if span.span_id == main.span_id), None)
-    return StepWork(
-        main.instance,
-        max(read_count(span, keys.PREFILL_CHUNKS), 1) if span else 1,
-        max(read_count(span, keys.PREFILL_STEP_TOKENS), 0) if span else 0,
-        main.stages.get(PREFILL_COMPUTE, 0),
-    )
 
 
 def find_instance(request: Request, stage: str) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A window's requests as columns, and contrasts between some of them and their like. Pure; needs numpy.
 
-Input: RequestEvidence of one window, or of two. The detectors of explain/ and diff/ ask for the columns and
+Input: RequestFacts of one window, or of two. The detectors of explain/ and diff/ ask for the columns and
 for contrasts, whose intervals are a bootstrap of the window's time: requests of a burst are not independent.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy
 
-from ttft_otel.explain.window.request_facts import RequestEvidence
+from ttft_otel.explain.window.request_facts import RequestFacts
 from ttft_otel.model import stages
 from ttft_otel.model.statistics import compute_weighted_quantiles, draw_weights, find_interval
 
@@ -55,21 +55,22 @@ NO_CONTRAST: Final = Contrast(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
 class RequestTable:
     """Columns of a window, one row for each request; times in microseconds, moments in seconds."""
 
-    def __init__(self, requests: Sequence[RequestEvidence]) -> None:
+    def __init__(self, requests: Sequence[RequestFacts]) -> None:
         self.requests = requests
-        facts = [each.facts for each in requests]
-        self.epoch_ns = min((each.start_ns for each in facts), default=0)
-        self.start: Floats = numpy.array([(each.start_ns - self.epoch_ns) / 1e9 for each in facts])
-        self.weights: Floats = numpy.array([each.weight for each in facts])
-        self.ttft: Floats = numpy.array([float(each.ttft_us) for each in facts])
+        self.epoch_ns = min((each.start_ns for each in requests), default=0)
+        self.start: Floats = numpy.array(
+            [(each.start_ns - self.epoch_ns) / 1e9 for each in requests]
+        )
+        self.weights: Floats = numpy.array([each.weight for each in requests])
+        self.ttft: Floats = numpy.array([float(each.ttft_us) for each in requests])
         # Counts may have been sent by anybody.
-        self.tokens: Floats = numpy.clip([float(each.tokens) for each in facts], 0, 1e9)
-        self.cached: Floats = numpy.clip([float(each.cached) for each in facts], 0, self.tokens)
-        self.instances = [each.work.instance for each in requests]
-        self.compute: Floats = numpy.array([float(each.work.compute_us) for each in requests])
-        self.chunks: Floats = numpy.clip([float(each.work.chunks) for each in requests], 1, 1e6)
+        self.tokens: Floats = numpy.clip([float(each.tokens) for each in requests], 0, 1e9)
+        self.cached: Floats = numpy.clip([float(each.cached) for each in requests], 0, self.tokens)
+        self.instances = [each.instance for each in requests]
+        self.compute: Floats = numpy.array([float(each.compute_us) for each in requests])
+        self.chunks: Floats = numpy.clip([float(each.chunks) for each in requests], 1, 1e6)
         self.step_tokens: Floats = numpy.clip(
-            [float(each.work.step_tokens) for each in requests], 0, 1e9
+            [float(each.step_tokens) for each in requests], 0, 1e9
         )
 
     def __len__(self) -> int:
@@ -78,10 +79,10 @@ class RequestTable:
     @cached_property
     def words(self) -> dict[str, Floats]:
         """By the stages' names without legs, the time of all legs."""
-        names = {name for each in self.requests for name in each.facts.stages}
+        names = {name for each in self.requests for name in each.stages}
         found: dict[str, Floats] = {}
         for name in sorted(names):
-            us = numpy.array([float(each.facts.stages.get(name, 0)) for each in self.requests])
+            us = numpy.array([float(each.stages.get(name, 0)) for each in self.requests])
             word = stages.strip_leg(name)
             found[word] = found[word] + us if word in found else us
         return found
@@ -105,10 +106,7 @@ class RequestTable:
                 node = parent[node]
             return node
 
-        keys = [
-            (("model", each.facts.model), ("instance", each.work.instance))
-            for each in self.requests
-        ]
+        keys = [(("model", each.model), ("instance", each.instance)) for each in self.requests]
         for model, instance in set(keys):
             parent[find(model)] = find(instance)
         numbers: dict[tuple[str, str], int] = {}
@@ -120,7 +118,7 @@ class RequestTable:
     def sizes(self) -> Codes:
         """Strata of like requests: pool, kind, and size to half an octave of the prompt."""
         octaves = numpy.round(2 * numpy.log2(numpy.maximum(self.tokens, 1))).astype(numpy.int64)
-        kinds = numpy.array([each.facts.kind == "media" for each in self.requests], numpy.int64)
+        kinds = numpy.array([each.kind == "media" for each in self.requests], numpy.int64)
         codes: Codes = (self.pools * 2 + kinds) * 100 + octaves
         return codes
 

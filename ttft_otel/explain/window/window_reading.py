@@ -25,9 +25,8 @@ from ttft_otel.explain.whatif.replay_facts import (
 )
 from ttft_otel.explain.window.request_facts import (
     LostRequests,
-    RequestEvidence,
     RequestFacts,
-    build_evidence,
+    build_facts,
     count_lost,
     count_requests,
 )
@@ -49,21 +48,17 @@ from ttft_otel.report.window_sample import (
 
 @dataclass(frozen=True, slots=True)
 class WindowReading:
-    """What was read of a window: all late requests and a sample of the others, by `weight` of their facts."""
+    """What was read of a window: all late requests and a sample of the others, by their `weight`."""
 
-    evidence: Sequence[RequestEvidence]  #: with a first token, oldest first
+    requests: Sequence[RequestFacts]  #: with a first token, oldest first
     lost: LostRequests  #: all without one
     coverage: Coverage
     failed: Sequence[ReadRequest] = ()  #: some of these
 
     @property
-    def facts(self) -> list[RequestFacts]:
-        return [each.facts for each in self.evidence]
-
-    @property
     def lost_share(self) -> float:
         """Of its requests, those without a first token."""
-        return self.lost.total / max(self.lost.total + count_requests(self.evidence), 1)
+        return self.lost.total / max(self.lost.total + count_requests(self.requests), 1)
 
 
 def read_window(
@@ -79,7 +74,7 @@ def read_window(
     label: stands beside the bar. Raises StoreError.
     """
     sample = opened.sample_window(wanted, slo_us)
-    evidence: list[RequestEvidence] = []
+    requests: list[RequestFacts] = []
     failed: list[ReadRequest] = []
     visits: list[EngineVisit] = []
     weights: list[float] = []
@@ -93,17 +88,17 @@ def read_window(
             (read_adjusted_count(span.trace_state) for span in each.spans), default=1.0
         )
         kept = max(kept, stands_for)
-        built = build_evidence(request, each.spans, group_by)
+        built = build_facts(request, each.spans, group_by)
         weight = each.weight * stands_for
-        evidence.append(replace(built, facts=replace(built.facts, weight=weight)))
+        requests.append(replace(built, weight=weight))
         replay = read_request(request, each.spans, sample.coverage.first_ns, {})
         if replay is not None:
             visits.append(replay.main)
             weights.append(weight)
-    evidence.sort(key=lambda each: each.facts.start_ns)
+    requests.sort(key=lambda each: each.start_ns)
     weight = sample.coverage.counts[LOST] / max(len(failed), 1)
     return WindowReading(
-        evidence,
+        requests,
         count_lost([each.request for each in failed], weight),
         replace(sample.coverage, sampling=_describe_sampling(kept, visits, weights)),
         failed,
@@ -113,11 +108,11 @@ def read_window(
 def leave_foreign_out(reading: WindowReading) -> WindowReading:
     """What was read without the requests that spans of other products tell: these do not say why."""
     told = Counter[str]()
-    for each in reading.evidence:
-        told[each.facts.foreign] += round(each.facts.weight)
-    ours = [each for each in reading.evidence if not each.facts.foreign]
+    for each in reading.requests:
+        told[each.foreign] += round(each.weight)
+    ours = [each for each in reading.requests if not each.foreign]
     del told[""]
-    return replace(reading, evidence=ours, coverage=replace(reading.coverage, foreign=told))
+    return replace(reading, requests=ours, coverage=replace(reading.coverage, foreign=told))
 
 
 def record_window(
