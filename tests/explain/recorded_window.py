@@ -22,7 +22,7 @@ from ttft_otel.explain.whatif import what_if
 from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import EngineVisit, Recording, ReplayRequest
-from ttft_otel.explain.whatif.what_if import LearnedFleet
+from ttft_otel.explain.whatif.what_if import Fleet
 from ttft_otel.explain.whatif.what_if_figures import TTFT
 from ttft_otel.model.names import keys
 
@@ -135,15 +135,15 @@ def learn(
     limits: EngineLimits = SMALL,
     tells_answers: bool = False,
     devices: tuple[Device, ...] = (LINEAR,),
-) -> LearnedFleet:
+) -> Fleet:
     """What is learned of the window that record() has; several tests ask it for changes."""
     recording = record(arrivals, limits, tells_answers=tells_answers, devices=devices)
     return what_if.learn_fleet(recording, PlannedChange())
 
 
-def ask(learned: LearnedFleet, change: PlannedChange, repetitions: int = REPETITIONS) -> Any:
+def ask(fleet: Fleet, change: PlannedChange, repetitions: int = REPETITIONS) -> Any:
     """The answer, and p50 and p95 of the predicted TTFT."""
-    answer = what_if.predict_fleet(learned, change, repetitions)
+    answer = what_if.predict_fleet(fleet, change, repetitions)
     return answer, [each.predicted for each in answer.figures[TTFT][:2]]
 
 

@@ -150,8 +150,8 @@ def whatif(
             recording, coverage = record_window(opened, wanted, f"reading {since}")
         if autotune:
             with track_replays(plan_search.count_replays(repetitions)) as track:
-                learned = what_if.learn_fleet(recording, recorded)
-                found = plan_search.search_plan(learned, autotune, change, repetitions, track)
+                fleet = what_if.learn_fleet(recording, recorded)
+                found = plan_search.search_plan(fleet, autotune, change, repetitions, track)
             described, answer = what_if_text.describe_found(found), found.answer
         else:
             with track_replays(repetitions) as track:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.report.sample_records import assemble_trace
 from ttft_otel.explain.whatif.engine_model import EngineLimits
-from ttft_otel.explain.whatif.fleet_model import FleetModel, FleetPlan
+from ttft_otel.explain.whatif.fleet_model import FleetModel
 from ttft_otel.explain.whatif.planned_change import parse_more, parse_rate, parse_share
 from ttft_otel.explain.whatif.replay_facts import (
     EngineVisit,
@@ -66,7 +66,8 @@ def make_request(number: int, start: int) -> ReplayRequest:
 def replay(encoders: int, starts: list[int]) -> list[Any]:
     limits = EngineLimits(8, 512)
     one_item = EngineLimits(8, 512, max_items=1)
-    plan = FleetPlan(
+    model = FleetModel(
+        [make_request(number, start) for number, start in enumerate(starts)],
         engines={"pd-1": (limits, make_times(STEP_US, 0))},
         encoders={
             f"enc-{number + 1}": (one_item, make_times(0, ITEM_US)) for number in range(encoders)
@@ -75,8 +76,7 @@ def replay(encoders: int, starts: list[int]) -> list[Any]:
         outputs=[1] * len(starts),
         encoder_policy="least_requests" if encoders > 1 else "",
     )
-    requests = [make_request(number, start) for number, start in enumerate(starts)]
-    return FleetModel(requests, plan).run().replayed
+    return model.run().replayed
 
 
 def test_encoders() -> None:
@@ -101,8 +101,8 @@ def test_main_engine() -> None:
         )
         for number, at in enumerate([0, 5 * MS, 8 * MS])
     ]
-    plan = FleetPlan({"chat": (limits, times)}, {}, [0, 0, 0], [1, 1, 1])
-    replayed = FleetModel(requests, plan).run().replayed
+    model = FleetModel(requests, {"chat": (limits, times)}, {}, [0, 0, 0], [1, 1, 1])
+    replayed = model.run().replayed
 
     assert [each.stages["prefill.queue"] for each in replayed[1:]] == [15 * MS, 12 * MS]
     assert [each.ttft_us for each in replayed] == [21 * MS, 36 * MS, 33 * MS]

@@ -79,7 +79,7 @@ def test_known_device(name: str) -> None:
 def test_speeds() -> None:
     """A slow instance is slow by its factor; the others, and one that is added, are as the line says."""
     case = CASES["slow_instance"]
-    fit = learn(case.arrivals, case.limits, True, case.devices).fleet.samples.fit
+    fit = learn(case.arrivals, case.limits, True, case.devices).samples.fit
     assert fit.speeds == {
         "chat-1": pytest.approx(1, rel=0.03),
         "chat-2": pytest.approx(1, rel=0.03),
@@ -92,7 +92,7 @@ def test_pauses() -> None:
     """Times in which an engine's process stood still are found, and are as long after a change."""
     arrivals = draw_arrivals(35, 250, 40_000, (5, 25))
     learned = learn(arrivals, LIMITS, devices=(PAUSED,))
-    found = learned.fleet.samples.pauses["chat-1"]
+    found = learned.samples.pauses["chat-1"]
     assert numpy.array(found) == pytest.approx(numpy.array(PAUSED.pauses), abs=60_000)
     answer, _ = ask(learned, PlannedChange(max_batched_tokens=256))
     truth = find_truth(arrivals, replace(LIMITS, max_batched_tokens=256), (PAUSED,), (0.95, 0.99))
@@ -131,7 +131,7 @@ def test_lead_of_chunks() -> None:
             chunks=chunks,
             stages={**each.main.stages, "dispatch": chunks * lead_us, "kv.transfer": 9000},
         )
-        for each in learn().fleet.requests
+        for each in learn().requests
     ]
     times = StepSamples(visits, False, {}).fit.build_times("chat-1", None)
     assert times.leads[0] + times.gap_us == pytest.approx(lead_us, rel=0.01)

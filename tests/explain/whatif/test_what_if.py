@@ -209,7 +209,7 @@ def test_more_memory(tells_answers: bool) -> None:
     assert truth[1] < 0.9 * find_truth(LONG_ANSWERS, SCARCE)[1]
     assert max(abs(each) for each in answer.errors) < 0.05
     assert any("KV blocks are scarce" in each for each in answer.notes)
-    assert sum(each.main.preemptions for each in learned.fleet.requests) > 3
+    assert sum(each.main.preemptions for each in learned.requests) > 3
 
 
 def test_less_memory() -> None:

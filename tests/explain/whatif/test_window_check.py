@@ -107,7 +107,7 @@ def spread_requests(recording: Recording, models: str, routers: str = "") -> Rec
 def test_two_models(window: Recording) -> None:
     """An instance serves one model: requests for two are moved nowhere, those for one are."""
     more = PlannedChange(instances=1)
-    samples = learn().fleet.samples
+    samples = learn().samples
 
     def check(requests: tuple[ReplayRequest, ...], change: PlannedChange = more) -> None:
         limits = dict.fromkeys((each.main.instance for each in requests), SMALL)
@@ -133,7 +133,7 @@ def test_two_routers(window: Recording) -> None:
     """Each router knows its own requests only; that the replay has one router is told."""
     for routers, is_told in (("ab", True), ("aa", False)):
         requests = spread_requests(window, "mm", routers).requests
-        samples = learn().fleet.samples
+        samples = learn().samples
         notes = window_check.list_notes(requests, samples, PlannedChange(instances=1), "ttft")
         assert any("came through 2 routers" in note for note in notes) == is_told
 
@@ -161,6 +161,6 @@ def test_not_refused() -> None:
 def test_other_reasons(window: Recording) -> None:
     """What is waited for besides the scheduler's limits is told as a note."""
     waits = change_main(window, reasons={"in_step": 900, "grammar": 100}).requests
-    notes = window_check.list_notes(waits, learn().fleet.samples, PlannedChange(), "")
+    notes = window_check.list_notes(waits, learn().samples, PlannedChange(), "")
 
     assert any("10% of all waiting" in note and "(grammar)" in note for note in notes)

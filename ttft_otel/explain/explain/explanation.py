@@ -16,7 +16,8 @@ from ttft_otel.explain.explain.cause_detectors import DETECTORS
 from ttft_otel.explain.explain.cause_findings import LateDifference, StagePart, divide_difference
 from ttft_otel.explain.explain.late_case import Candidate, LateCase
 from ttft_otel.explain.explain.remedies import Remedy, find_remedy
-from ttft_otel.explain.explain.remedy_prediction import RemedyPrediction
+from ttft_otel.explain.whatif.what_if import Prediction
+from ttft_otel.explain.whatif.what_if_figures import TTFT
 from ttft_otel.explain.window.holding_work import HoldingWork
 from ttft_otel.explain.window.late_requests import UNUSUAL_RANK, ComparedRequests, compute_ttft
 from ttft_otel.explain.window.request_facts import LostRequests, RequestFacts
@@ -29,6 +30,7 @@ CONFIDENCE: Final = ((0.95, HIGH), (0.8, MEDIUM), (0.0, LOW))
 NOTABLE_SHARE: Final = 0.1  # of a stage, from which on a reason is told
 MIN_NAMED_SHARE: Final = 0.3  # of the difference, that the largest stage has at least
 MAX_EXAMPLES: Final = 3
+MIN_GAIN: Final = 0.02  # of the p99, below which a remedy moves nothing
 BURST_GAP: Final = 0.02  # of the window's time without a late request, which ends a burst
 
 
@@ -65,7 +67,8 @@ class Explanation:
     bursts: Bursts
     holding: HoldingWork | None = None  #: who held them, for a stage that waits
     #: What the remedy would bring, where what-if has a model of it.
-    prediction: RemedyPrediction | None = None
+    prediction: Prediction | None = None
+    setting: str = ""  #: with which that is, in words
     no_prediction: str = ""  #: why that is not known
     #: of the window, without a first token
     lost: LostRequests = field(default_factory=LostRequests)
@@ -81,8 +84,11 @@ class Explanation:
     @property
     def remedy(self) -> Remedy | None:
         """What to do; None where no cause is known, or the remedy was tried and moves nothing."""
-        if self.prediction is not None and not self.prediction.helps:
-            return None
+        if self.prediction is not None:
+            p99 = self.prediction.figures[TTFT][-1]
+            # By no more than the prediction's interval.
+            if p99.high >= (1 - MIN_GAIN) * p99.recorded:
+                return None
         return find_remedy(self.cause) if self.is_unusual else None
 
 

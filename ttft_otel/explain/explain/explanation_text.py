@@ -13,6 +13,8 @@ from ttft_otel.explain.diff.stage_difference import LEVEL
 from ttft_otel.explain.explain.explanation import Explanation, describe_reasons
 from ttft_otel.explain.explain.late_case import Candidate
 from ttft_otel.explain.explain.remedies import LOOK_AT
+from ttft_otel.explain.whatif import what_if_figures
+from ttft_otel.explain.whatif.what_if_figures import TTFT
 from ttft_otel.explain.window.holding_work import HoldingWork
 from ttft_otel.explain.window.request_facts import count_requests, describe_lost
 from ttft_otel.explain.window.window_reading import describe_coverage, describe_reading
@@ -128,17 +130,37 @@ def _list_short(explanation: Explanation) -> Iterator[str]:
         yield _describe_holders_in_words(explanation.holding)
     remedy = explanation.remedy
     if remedy is not None and explanation.cause.chosen is not None:
-        tried = f" {explanation.prediction.sentence}" if explanation.prediction else ""
+        tried = f" {_describe_trial(explanation)}" if explanation.prediction else ""
         if explanation.no_prediction:
             tried = f" No prediction: {explanation.no_prediction}."
         advice = remedy.describe(explanation.cause.chosen.subject)
         yield f"Try: {advice} Price: {remedy.price}{tried}"
     elif explanation.prediction is not None:
-        yield f"No remedy: the obvious one would move nothing. {explanation.prediction.sentence}"
+        yield f"No remedy: the obvious one would move nothing. {_describe_trial(explanation)}"
     elif explanation.is_unusual and explanation.cause.kind == cause_kinds.NOT_KNOWN:
         look = LOOK_AT.get(find_rule_group(explanation.top.name))
         if look:
             yield f"Look at {look}."
+
+
+def _describe_trial(explanation: Explanation) -> str:
+    """What the remedy's setting would bring to the p99, and what it costs."""
+    found = explanation.prediction
+    assert found is not None
+    p99 = found.figures[TTFT][-1]
+    sentence = (
+        f"Predicted with {explanation.setting}: p99 {p99.low / 1000:.0f} to {p99.high / 1000:.0f} ms "
+        f"({what_if_figures.LEVEL:.0%}), recorded {p99.recorded / 1000:.0f} ms; the model's error on the "
+        f"window itself is {found.errors[-1]:+.0%}."
+    )
+    if not found.token_time:
+        return sentence
+    price = found.token_time[-1]
+    return (
+        f"{sentence} Its price: p99 of the time per output token {price.change:+.0%}, "
+        f"{price.low / 1000:.1f} to {price.high / 1000:.1f} ms after {price.recorded / 1000:.1f} ms "
+        f"(error {found.token_errors[-1]:+.0%})."
+    )
 
 
 def _describe_stage(explanation: Explanation) -> str:
@@ -298,7 +320,7 @@ def _describe_cause(explanation: Explanation) -> dict[str, Any]:
     cause, chosen, remedy = explanation.cause, explanation.cause.chosen, explanation.remedy
     kind = cause.kind if explanation.is_unusual else cause_kinds.NOTHING
     prediction = explanation.prediction
-    has_price = prediction is not None and prediction.token_time is not None
+    has_price = prediction is not None and bool(prediction.token_time)
     described: dict[str, Any] = {
         "kind": kind,
         "subject": chosen.subject if chosen else "",
@@ -348,20 +370,21 @@ def _describe_prediction(explanation: Explanation) -> dict[str, Any] | None:
         return {"refusal": explanation.no_prediction}
     if explanation.prediction is None:
         return None
-    found = explanation.prediction
+    found, p99 = explanation.prediction, explanation.prediction.figures[TTFT][-1]
+    price = found.token_time[-1] if found.token_time else None
     return {
-        "setting": found.setting,
-        "recorded_p99_ms": round_ms(found.recorded_us),
-        "low_p99_ms": round_ms(found.low_us),
-        "high_p99_ms": round_ms(found.high_us),
-        "replay_error": round(found.error, 4),
+        "setting": explanation.setting,
+        "recorded_p99_ms": round_ms(p99.recorded),
+        "low_p99_ms": round_ms(p99.low),
+        "high_p99_ms": round_ms(p99.high),
+        "replay_error": round(found.errors[-1], 4),
         "time_per_output_token": {
-            "recorded_p99_ms": round_ms(found.token_time.recorded),
-            "low_p99_ms": round_ms(found.token_time.low),
-            "high_p99_ms": round_ms(found.token_time.high),
-            "change": round(found.token_time.change, 4),
-            "replay_error": round(found.token_error, 4),
+            "recorded_p99_ms": round_ms(price.recorded),
+            "low_p99_ms": round_ms(price.low),
+            "high_p99_ms": round_ms(price.high),
+            "change": round(price.change, 4),
+            "replay_error": round(found.token_errors[-1], 4),
         }
-        if found.token_time
+        if price
         else None,
     }

@@ -25,7 +25,7 @@ class Remedy:
     price: str
     source: str  #: a page of vLLM's documentation, or of ours
     settings: tuple[str, ...] = ()  #: flags of `vllm serve` that it names
-    #: What what-if can try: a setting of remedy_prediction.SETTING_ATTRIBUTES, and its factor.
+    #: What what-if can try: a setting of window_answer.TRIED_SETTINGS, and its factor.
     trial: tuple[str, float] | None = None
 
     def describe(self, subject: str) -> str:

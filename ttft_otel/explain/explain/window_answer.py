@@ -16,7 +16,10 @@ from ttft_otel.explain.diff import difference_text
 from ttft_otel.explain.diff.change_cause import compare_sides
 from ttft_otel.explain.explain.explanation import Explanation, explain_requests
 from ttft_otel.explain.explain.explanation_text import describe_explanation, list_explanation
-from ttft_otel.explain.explain.remedy_prediction import REPETITIONS, predict_remedy
+from ttft_otel.explain.explain.remedies import CACHE_MEMORY
+from ttft_otel.explain.whatif.planned_change import PlannedChange
+from ttft_otel.explain.whatif.replay_facts import Recording
+from ttft_otel.explain.whatif.what_if import predict_change
 from ttft_otel.explain.window.holding_work import read_holding
 from ttft_otel.explain.window.late_requests import choose_like, split_window
 from ttft_otel.explain.window.request_facts import (
@@ -31,6 +34,7 @@ from ttft_otel.explain.window.window_reading import (
     record_window,
     track_replays,
 )
+from ttft_otel.model.names import keys
 from ttft_otel.model.wait_reasons import WAIT_STAGES
 from ttft_otel.report.breakdown_source import (
     BreakdownSource,
@@ -43,6 +47,13 @@ from ttft_otel.report.report_types import Request, SourceChoice
 from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
 from ttft_otel.report.time_window import parse_window
 
+# Settings that a remedy can try -> the resource attribute that has their value, and PlannedChange's field.
+TRIED_SETTINGS: Final = {
+    "--max-num-seqs": (keys.ENGINE_MAX_SEQS, "max_num_seqs"),
+    "--max-num-batched-tokens": (keys.ENGINE_MAX_TOKENS, "max_batched_tokens"),
+    CACHE_MEMORY: (keys.ENGINE_KV_TOKENS, "kv_cache"),
+}
+REPETITIONS: Final = 20  # replays, as many as those of `whatif`
 FEW_REPETITIONS: Final = 4  # replays that tell whether a remedy moves anything
 MIN_BEFORE: Final = 50  # requests of the time before, to say what is usual
 LIKE_LAST: Final = 1000  # requests among which those like a single one are looked for
@@ -139,11 +150,25 @@ def _add_prediction(
     with track_replays(repetitions) as track:
         try:
             recording, _ = record_window(opened, _choose_stretch(explanation, wanted))
-            return replace(
-                explanation, prediction=predict_remedy(remedy, recording, repetitions, track)
-            )
+            setting, change = _plan_trial(recording, *remedy.trial)
+            answer = predict_change(recording, change, PlannedChange(), repetitions, track=track)
+            return replace(explanation, prediction=answer, setting=setting)
         except CannotTellError as error:
             return replace(explanation, no_prediction=str(error))
+
+
+def _plan_trial(recording: Recording, flag: str, factor: float) -> tuple[str, PlannedChange]:
+    """A setting so many times as large, in words and as a change. Raises CannotTellError."""
+    key, field = TRIED_SETTINGS[flag]
+    recorded = max((known.get(key, 0) for known in recording.settings.values()), default=0)
+    if not recorded:
+        raise CannotTellError(
+            f"the servers' spans do not tell {flag}; ttft-otel whatif takes it by hand"
+        )
+    if flag == CACHE_MEMORY:
+        return f"{factor:g} times the {flag}", PlannedChange(kv_cache=factor)
+    value = round(recorded * factor)
+    return f"{flag} {value}", replace(PlannedChange(), **{field: value})
 
 
 def _choose_stretch(explanation: Explanation, wanted: RequestFilter) -> RequestFilter:

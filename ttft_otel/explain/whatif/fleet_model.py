@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replay recorded requests through modelled engines, behind the router's own policies. Pure.
 
-Input: ReplayRequests and a FleetPlan from what_if.py. Output: the stages that each request would have.
+Input: ReplayRequests, limits and step times from what_if.py. Output: the stages that each request would have.
 What happens outside of the engines (receive, preprocess, hops, output, egress) takes as long as it did.
 """
 
@@ -32,17 +32,6 @@ MODEL_NAME: Final = "model"
 
 # Limits and step times by the name of an engine: that of the recorded instance; "+1", "+2" of those added.
 PlannedEngines = Mapping[str, tuple[EngineLimits, StepTimes]]
-
-
-@dataclass(frozen=True, slots=True)
-class FleetPlan:
-    engines: PlannedEngines
-    encoders: PlannedEngines
-    cached: Sequence[int]  #: tokens in the prefix cache, by request
-    outputs: Sequence[int]  #: tokens that each generates; 0 where it leaves after as long as it did
-    policy: str = ""  #: "" where requests go to the engine that they went to
-    encoder_policy: str = ""  #: likewise
-    rate: float = 1.0  #: arrivals come so many times as fast
 
 
 @dataclass(slots=True)
@@ -100,11 +89,27 @@ class PolicyRouter:
 
 
 class FleetModel:
-    """One replay. `replayed` has the requests in the order of the recording after run()."""
+    """One replay. `replayed` has the requests in the order of the recording after run().
 
-    def __init__(self, requests: Sequence[ReplayRequest], plan: FleetPlan, seed: int = 0) -> None:
+    cached: tokens in the prefix cache, by request. outputs: tokens that each generates; 0 where it leaves
+    after as long as it did. policy, encoder_policy: "" where requests go to the engine that they went to. rate:
+    arrivals come so many times as fast.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[ReplayRequest],
+        engines: PlannedEngines,
+        encoders: PlannedEngines,
+        cached: Sequence[int],
+        outputs: Sequence[int],
+        policy: str = "",
+        encoder_policy: str = "",
+        rate: float = 1.0,
+        seed: int = 0,
+    ) -> None:
         self.requests = requests
-        self.plan = plan
+        self._cached, self._outputs = cached, outputs
         self._events: list[tuple[int, int, Callable[[int], None]]] = []
         self._order = itertools.count()
         self.engines, self.encoders = (
@@ -112,17 +117,15 @@ class FleetModel:
                 EngineModel(limits, times.measure_step, times.wake_us, self._add_event)
                 for limits, times in planned.values()
             ]
-            for planned in (plan.engines, plan.encoders)
+            for planned in (engines, encoders)
         )
-        self._numbers = {name: number for number, name in enumerate(plan.engines)}
-        self._encoder_numbers = {name: number for number, name in enumerate(plan.encoders)}
-        self._router = PolicyRouter(plan.policy, len(plan.engines), seed) if plan.policy else None
-        self._encoder_router = (
-            PolicyRouter(plan.encoder_policy, len(plan.encoders), seed)
-            if plan.encoder_policy
-            else None
+        self._numbers = {name: number for number, name in enumerate(engines)}
+        self._encoder_numbers = {name: number for number, name in enumerate(encoders)}
+        self._router, self._encoder_router = (
+            PolicyRouter(name, len(planned), seed) if name else None
+            for name, planned in ((policy, engines), (encoder_policy, encoders))
         )
-        self.replayed = [Replayed(round(each.start / plan.rate)) for each in requests]
+        self.replayed = [Replayed(round(each.start / rate)) for each in requests]
 
     def _add_event(self, when: int, action: Callable[[int], None]) -> None:
         heapq.heappush(self._events, (when, next(self._order), action))
@@ -175,7 +178,7 @@ class FleetModel:
     def _send_main(self, number: int, now: int, delay: int) -> None:
         """The main engine gets the request `delay` after `now`."""
         request, replayed = self.requests[number], self.replayed[number]
-        cached = self.plan.cached[number]
+        cached = self._cached[number]
         tokens = request.main.computed + request.main.cached
         if self._router is None:
             at = self._numbers[request.main.instance]
@@ -183,7 +186,7 @@ class FleetModel:
         else:
             at, prompt = self._router.choose(str(number), tokens, cached, now)
         prompt.items = request.main.items
-        prompt.output_tokens = self.plan.outputs[number]
+        prompt.output_tokens = self._outputs[number]
         prompt.answer_us = max(request.main.answer_us, 0)
         report_done = prompt.done
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search the cheapest plan that holds targets, for `whatif --autotune`. Pure; needs numpy.
 
-Input: a LearnedFleet of what_if.py and Targets. Output: a FoundPlan for commands/whatif.py. The cheapest
+Input: a Fleet of what_if.py and Targets. Output: a FoundPlan for commands/whatif.py. The cheapest
 has the fewest instances, then the fewest changed settings. One replay without noise tells which plans may do;
 the first of these that holds in most replays with noise is the answer.
 """
@@ -12,13 +12,14 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Final
 
 import numpy
 
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.what_if import (
-    LearnedFleet,
+    Fleet,
     Prediction,
     collect,
     predict_fleet,
@@ -72,49 +73,24 @@ def describe_targets(targets: Targets) -> str:
     )
 
 
-class _PlanSearch:
-    """What plans give without noise; each is replayed once. nearest: to the targets, of all."""
-
-    def __init__(
-        self,
-        learned: LearnedFleet,
-        targets: Targets,
-        base: PlannedChange,
-        track: Callable[[int], None],
-    ) -> None:
-        self.learned = learned
-        self.targets = targets
-        self.base = base
-        self.excesses: dict[PlannedChange, float] = {}
-        self.recorded = len(learned.fleet.limits)
-        self._track = track
-
-    def measure(self, columns: Mapping[str, Array]) -> float:
-        """The largest figure as a multiple of its target: up to 1 they are held."""
-        return max(
-            float(numpy.quantile(columns[name], share)) / (1000 * limit)
-            for (name, share), limit in self.targets.items()
+def _list_plans(fleet: Fleet, base: PlannedChange, count: int) -> Iterator[PlannedChange]:
+    """The plans with so many instances, the cheapest first."""
+    limits = next(iter(fleet.limits.values()))
+    for places, tokens in FACTORS:
+        yield replace(
+            base,
+            instances=count - len(fleet.limits),
+            max_num_seqs=round(places * limits.max_num_seqs) if places != 1 else 0,
+            max_batched_tokens=round(tokens * limits.max_batched_tokens) if tokens != 1 else 0,
         )
 
-    def list_holding(self, count: int) -> Iterator[PlannedChange]:
-        """The plans with so many instances that may hold the targets, the cheapest first."""
-        limits = next(iter(self.learned.fleet.limits.values()))
-        for places, tokens in FACTORS:
-            change = replace(
-                self.base,
-                instances=count - self.recorded,
-                max_num_seqs=round(places * limits.max_num_seqs) if places != 1 else 0,
-                max_batched_tokens=round(tokens * limits.max_batched_tokens) if tokens != 1 else 0,
-            )
-            if change not in self.excesses and len(self.excesses) < MAX_REPLAYS:
-                self._track(1)
-                try:
-                    model, _ = replay_plainly(self.learned, change)
-                    self.excesses[change] = self.measure(collect(model, self.learned.timed))
-                except CannotTellError:
-                    self.excesses[change] = float("inf")
-            if self.excesses.get(change, 2.0) <= 1:
-                yield change
+
+def _measure(targets: Targets, columns: Mapping[str, Array]) -> float:
+    """The largest figure as a multiple of its target: up to 1 they are held."""
+    return max(
+        float(numpy.quantile(columns[name], share)) / (1000 * limit)
+        for (name, share), limit in targets.items()
+    )
 
 
 def count_replays(repetitions: int) -> int:
@@ -123,7 +99,7 @@ def count_replays(repetitions: int) -> int:
 
 
 def search_plan(
-    learned: LearnedFleet,
+    fleet: Fleet,
     targets: Targets,
     base: PlannedChange,
     repetitions: int,
@@ -134,26 +110,38 @@ def search_plan(
     base: what changes in any case, such as the rate. track: called with 1 after each replay, at most
     count_replays() times.
     """
-    if any(name == TOKEN_TIME for name, _ in targets) and not learned.timed:
+    if any(name == TOKEN_TIME for name, _ in targets) and not fleet.timed:
         raise CannotTellError("the spans do not tell the time per output token")
-    search = _PlanSearch(learned, targets, base, track)
-    counts = range(1, search.recorded + MAX_MORE + 1)
+    excesses: dict[PlannedChange, float] = {}  # without noise; each plan is replayed once
+
+    def list_holding(count: int) -> Iterator[PlannedChange]:
+        """The plans with so many instances that may hold the targets, the cheapest first."""
+        for change in _list_plans(fleet, base, count):
+            if change not in excesses and len(excesses) < MAX_REPLAYS:
+                track(1)
+                try:
+                    model, _ = replay_plainly(fleet, change)
+                    excesses[change] = _measure(targets, collect(fleet, model))
+                except CannotTellError:
+                    excesses[change] = float("inf")
+            if excesses.get(change, 2.0) <= 1:
+                yield change
+
+    recorded = len(fleet.limits)
+    counts = range(1, recorded + MAX_MORE + 1)
     # More instances are never worse: the first that may do is found by halving.
-    first = bisect_left(counts, True, key=lambda count: any(search.list_holding(count)))
-    checked = 0
-    for change in (each for count in counts[first:] for each in search.list_holding(count)):
-        answer = predict_fleet(learned, change, repetitions, track=track)
-        held = sum(search.measure(each) <= 1 for each in answer.changed)
+    first = bisect_left(counts, True, key=lambda count: any(list_holding(count)))
+    holding = (change for count in counts[first:] for change in list_holding(count))
+    for change in islice(holding, MAX_CHECKED):
+        answer = predict_fleet(fleet, change, repetitions, track=track)
+        held = sum(_measure(targets, each) <= 1 for each in answer.changed)
         if held >= LEVEL * len(answer.changed):
-            return FoundPlan(targets, answer, held, len(search.excesses))
-        checked += 1
-        if checked == MAX_CHECKED:
-            break
-    nearest = min(search.excesses, key=lambda each: search.excesses[each])
+            return FoundPlan(targets, answer, held, len(excesses))
+    nearest = min(excesses, key=lambda each: excesses[each])
     raise CannotTellError(
-        f"none of {len(search.excesses)} plans with up to {counts[-1]} instances holds "
+        f"none of {len(excesses)} plans with up to {counts[-1]} instances holds "
         f"{describe_targets(targets)} in {LEVEL:.0%} of its replays; the nearest is "
-        f"{describe_plan(nearest, search.recorded)}, at {search.excesses[nearest]:.0%} of the target"
+        f"{describe_plan(nearest, recorded)}, at {excesses[nearest]:.0%} of the target"
     )
 
 

@@ -11,22 +11,24 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import NormalDist
 from typing import Final
 
 from ttft_otel.explain.whatif import what_if_figures, window_check
 from ttft_otel.explain.whatif.engine_model import BLOCK_TOKENS, EngineLimits
-from ttft_otel.explain.whatif.fleet_model import FleetModel, FleetPlan, PlannedEngines
+from ttft_otel.explain.whatif.fleet_model import FleetModel, PlannedEngines
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import Recording, ReplayRequest
 from ttft_otel.explain.whatif.step_fit import StepSamples, fit_steps
 from ttft_otel.explain.whatif.what_if_figures import (
+    MIN_TIMED,
     TOKEN_TIME,
     TTFT,
     Array,
     PredictedFigure,
     build_figures,
-    collect_stages,
+    collect_columns,
 )
 from ttft_otel.model.names import keys
 
@@ -52,8 +54,10 @@ class Prediction:
     changed: Sequence[Mapping[str, Array]] = ()  #: of each replay with the change, lengths by stage
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fleet:
+    """What a replay needs of a recorded fleet."""
+
     requests: Sequence[ReplayRequest]
     limits: dict[str, EngineLimits]  #: of each main engine
     encoder_names: tuple[str, ...]
@@ -62,14 +66,16 @@ class Fleet:
     samples: StepSamples  #: of the main engines' steps
     encoder_samples: StepSamples | None
 
+    @cached_property
+    def plain(self) -> FleetModel:
+        """The unchanged window, replayed without noise."""
+        return replay(self, PlannedChange(), None, 0)
 
-@dataclass(frozen=True, slots=True)
-class LearnedFleet:
-    """A recorded fleet of which all is known that a replay needs."""
-
-    fleet: Fleet
-    plain: FleetModel  #: the unchanged window, replayed without noise
-    timed: Sequence[int]  #: requests whose time per output token is known
+    @cached_property
+    def timed(self) -> list[int]:
+        """The numbers of the requests whose time per output token is known; none where they are too few."""
+        timed = [number for number, each in enumerate(self.requests) if each.main.token_us]
+        return timed if len(timed) >= MIN_TIMED else []
 
 
 def _read_limits(settings: Mapping[str, int], given: PlannedChange) -> EngineLimits:
@@ -101,41 +107,38 @@ def predict_change(
     return predict_fleet(learn_fleet(recording, given), change, repetitions, seed, track)
 
 
-def learn_fleet(recording: Recording, given: PlannedChange) -> LearnedFleet:
+def learn_fleet(recording: Recording, given: PlannedChange) -> Fleet:
     """What is known of the recorded fleet. Raises CannotTellError."""
     limits = {name: _read_limits(known, given) for name, known in recording.settings.items()}
     window_check.check_window(recording, limits)
     window_check.check_sizes(recording.requests, limits)
-    fleet, plain = _learn_answers(build_fleet(recording, limits))
-    return LearnedFleet(fleet, plain, what_if_figures.list_timed(fleet.requests))
+    return _learn_answers(_build_fleet(recording, limits))
 
 
-def replay_plainly(learned: LearnedFleet, change: PlannedChange) -> tuple[FleetModel, list[str]]:
+def replay_plainly(fleet: Fleet, change: PlannedChange) -> tuple[FleetModel, list[str]]:
     """A replay with `change` and no noise, and warnings. Raises CannotTellError.
 
     What is refused does not depend on chance.
     """
-    fleet = learned.fleet
     window_check.check_change(fleet.requests, fleet.limits, fleet.samples, change)
     model = replay(fleet, change, None, 0)
-    warnings = window_check.check_memory(learned.plain, model)
-    warnings += window_check.check_outcome(learned.plain, model, fleet.samples.fit)
+    warnings = window_check.check_memory(fleet.plain, model)
+    warnings += window_check.check_outcome(fleet.plain, model, fleet.samples.fit)
     return model, warnings
 
 
 def predict_fleet(
-    learned: LearnedFleet,
+    fleet: Fleet,
     change: PlannedChange,
     repetitions: int,
     seed: int = 0,
     track: Callable[[int], None] = lambda _: None,
 ) -> Prediction:
     """As predict_change(), of a fleet that has been learned."""
-    fleet, timed = learned.fleet, learned.timed
-    other, warnings = replay_plainly(learned, change)
+    other, warnings = replay_plainly(fleet, change)
     notes = window_check.list_notes(fleet.requests, fleet.samples, change, fleet.policy)
-    notes += window_check.list_memory_notes(learned.plain, other)
-    replays, changed = [collect(learned.plain, timed)], [collect(other, timed)]
+    notes += window_check.list_memory_notes(fleet.plain, other)
+    replays, changed = [collect(fleet, fleet.plain)], [collect(fleet, other)]
     track(1)
     draws = random.Random(seed)
     # Evenly over their distribution, so that few replays have no chance to be all on one side.
@@ -144,11 +147,11 @@ def predict_fleet(
     for number, misfit in enumerate(misfits, 1):
         chance = random.Random(draws.random())
         if number % PLAIN_EVERY == 0:
-            replays.append(collect(replay(fleet, PlannedChange(), chance, number), timed))
-        changed.append(collect(replay(fleet, change, chance, number, misfit), timed))
+            replays.append(collect(fleet, replay(fleet, PlannedChange(), chance, number)))
+        changed.append(collect(fleet, replay(fleet, change, chance, number, misfit)))
         track(1)
-    recorded = collect_stages([each.stages for each in fleet.requests])
-    recorded = what_if_figures.add_recorded(recorded, fleet.requests, timed)
+    token_us = [float(fleet.requests[each].main.token_us) for each in fleet.timed]
+    recorded = collect_columns([each.stages for each in fleet.requests], token_us)
     figures = build_figures(recorded, replays, changed)
     errors = _compute_errors(figures)
     window_check.check_errors(errors[TTFT])
@@ -182,35 +185,38 @@ def _compute_errors(
     }
 
 
-def collect(model: FleetModel, timed: Sequence[int]) -> dict[str, Array]:
-    """A replay's lengths by stage, and its times per output token. timed: requests that have these."""
-    columns = collect_stages([each.stages for each in model.replayed])
-    return what_if_figures.add_replayed(columns, model, timed)
+def collect(fleet: Fleet, model: FleetModel) -> dict[str, Array]:
+    """A replay's lengths by stage, and the times per output token of the requests that have these."""
+    prompts = [model.replayed[each].prompt for each in fleet.timed]
+    token_us = [
+        (each.last_token - each.first_token) / each.decode_steps
+        for each in prompts
+        if each is not None and each.decode_steps > 0
+    ]
+    return collect_columns([each.stages for each in model.replayed], token_us)
 
 
-def _learn_answers(fleet: Fleet) -> tuple[Fleet, FleetModel]:
-    """The fleet with the length of each answer, and its replay. Raises CannotTellError.
+def _learn_answers(fleet: Fleet) -> Fleet:
+    """The fleet with the length of each answer. Raises CannotTellError.
 
     A length that spans do not tell follows from how long the answer ran. The KV cache is left out where
     requests share it.
     """
     learned = fleet
-    plain = replay(fleet, PlannedChange(), None, 0)
     if not all(fleet.outputs):
-        steps = [each.prompt.decode_steps if each.prompt else 0 for each in plain.replayed]
+        steps = [each.prompt.decode_steps if each.prompt else 0 for each in fleet.plain.replayed]
         outputs = [count or step + 1 for count, step in zip(fleet.outputs, steps, strict=True)]
         learned = replace(fleet, outputs=tuple(outputs))
-        plain = replay(learned, PlannedChange(), None, 0)
     if any(each.kv_tokens and not each.shares_blocks for each in fleet.limits.values()):
-        if window_check.shares_blocks(fleet.requests, plain):
+        if window_check.shares_blocks(fleet.requests, learned.plain):
             limits = {
                 name: replace(each, shares_blocks=True) for name, each in fleet.limits.items()
             }
             return _learn_answers(replace(fleet, limits=limits))
-    return learned, plain
+    return learned
 
 
-def build_fleet(recording: Recording, limits: dict[str, EngineLimits]) -> Fleet:
+def _build_fleet(recording: Recording, limits: dict[str, EngineLimits]) -> Fleet:
     """The recorded fleet, of which answers' lengths are known as far as spans have them."""
     requests = recording.requests
     encodes = [visit for each in requests for visit in each.encodes]
@@ -248,16 +254,17 @@ def replay(
     if fleet.encoder_samples is not None:
         encoders = _plan_encoders(fleet, fleet.encoder_samples, change, chance)
     is_moved = change.instances or change.policy
-    plan = FleetPlan(
-        engines=engines,
-        encoders=encoders,
-        cached=plan_cached(fleet.requests, change.cache_hit),
-        outputs=fleet.outputs,
+    return FleetModel(
+        fleet.requests,
+        engines,
+        encoders,
+        plan_cached(fleet.requests, change.cache_hit),
+        fleet.outputs,
         policy=(change.policy or fleet.policy) if is_moved else "",
         encoder_policy="least_requests" if change.encoders else "",
         rate=change.rate,
-    )
-    return FleetModel(fleet.requests, plan, seed).run()
+        seed=seed,
+    ).run()
 
 
 def _plan_encoders(

@@ -13,8 +13,6 @@ from typing import Any, Final
 
 import numpy
 
-from ttft_otel.explain.whatif.fleet_model import FleetModel
-from ttft_otel.explain.whatif.replay_facts import ReplayRequest
 from ttft_otel.model import stages
 from ttft_otel.model.statistics import find_interval
 
@@ -44,10 +42,17 @@ class PredictedFigure:
         return self.predicted / self.replayed - 1 if self.replayed else 0.0
 
 
-def collect_stages(rows: Sequence[Mapping[str, int]]) -> dict[str, Array]:
-    """Lengths by stage, one per request, and their sums as that of TTFT. rows: stages of each request."""
+def collect_columns(
+    rows: Sequence[Mapping[str, int]], token_us: Sequence[float]
+) -> dict[str, Array]:
+    """Lengths by stage, one per request, their sums as that of TTFT, and times per output token.
+
+    rows: stages of each request.
+    """
     found = sorted({name for row in rows for name in row}, key=stages.rank_stage)
     columns = {name: numpy.array([row.get(name, 0) for row in rows], float) for name in found}
+    if token_us:
+        columns[TOKEN_TIME] = numpy.array(token_us, float)
     return {TTFT: numpy.array([sum(row.values()) for row in rows], float), **columns}
 
 
@@ -83,35 +88,6 @@ def build_figure(
     return PredictedFigure(
         truth, replayed, predicted, max(float(low) - miss, 0.0), float(high) + miss
     )
-
-
-def list_timed(requests: Sequence[ReplayRequest]) -> list[int]:
-    """The numbers of the requests that have it; none where they are too few."""
-    timed = [number for number, each in enumerate(requests) if each.main.token_us]
-    return timed if len(timed) >= MIN_TIMED else []
-
-
-def add_recorded(
-    columns: dict[str, Array], requests: Sequence[ReplayRequest], timed: Sequence[int]
-) -> dict[str, Array]:
-    """The stages' `columns`, and the recorded time per output token."""
-    if timed:
-        columns[TOKEN_TIME] = numpy.array([requests[each].main.token_us for each in timed], float)
-    return columns
-
-
-def add_replayed(
-    columns: dict[str, Array], model: FleetModel, timed: Sequence[int]
-) -> dict[str, Array]:
-    """The stages' `columns`, and the time per output token of a replay."""
-    found = []
-    for each in timed:
-        prompt = model.replayed[each].prompt
-        if prompt is not None and prompt.decode_steps > 0:
-            found.append((prompt.last_token - prompt.first_token) / prompt.decode_steps)
-    if found:
-        columns[TOKEN_TIME] = numpy.array(found, float)
-    return columns
 
 
 def is_known(errors: Mapping[str, Sequence[float]]) -> bool:

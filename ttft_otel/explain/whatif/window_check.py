@@ -18,8 +18,8 @@ from ttft_otel.explain.whatif.fleet_model import BLIND_POLICIES, FleetModel
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import RANK_MARK, Recording, ReplayRequest
 from ttft_otel.explain.whatif.step_fit import StepFit, StepSamples
+from ttft_otel.explain.whatif.step_work import find_unseen
 from ttft_otel.explain.window.request_facts import CannotTellError
-from ttft_otel.explain.window.unseen_work import find_unseen
 from ttft_otel.model import stages
 
 MIN_REQUESTS: Final = 50

@@ -23,6 +23,7 @@ from ttft_otel.explain.whatif.replay_facts import (
     collect_recording,
     read_request,
 )
+from ttft_otel.explain.whatif.step_work import find_unseen
 from ttft_otel.explain.window.request_facts import (
     LostRequests,
     RequestFacts,
@@ -30,7 +31,6 @@ from ttft_otel.explain.window.request_facts import (
     count_lost,
     count_requests,
 )
-from ttft_otel.explain.window.unseen_work import find_unseen
 from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.show.terminal import to_local_time
 from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
