@@ -79,6 +79,7 @@ def test_window(places: tuple[Path, FakeTempo]) -> None:
     assert queue["late_ms"] - queue["typical_ms"] == pytest.approx(WAIT_US / 1000, rel=0.02)
     assert sum(stage["share"] for stage in reported["stages"]) == pytest.approx(1, abs=0.001)
     assert reported["reasons"]["max_num_seqs"] == pytest.approx(1, abs=0.02)
+    assert reported["held"] is None  # these servers do not tell who held
     assert reported["slo"]["stages"][0]["name"] == "prefill.queue"
     assert reported["instances"][0]["name"] == "chat-0" and cause["stage_confidence"] == "high"
 
@@ -116,14 +117,13 @@ def test_from_tempo(places: tuple[Path, FakeTempo], monkeypatch: pytest.MonkeyPa
     assert tempo.count_fetched() > len(set(tempo.list_fetched()))
 
 
-@pytest.mark.parametrize("words", [("--request", "r16"), ("--trace", f"{17:032X}")])
-def test_single(places: tuple[Path, FakeTempo], words: tuple[str, str]) -> None:
+def test_single(places: tuple[Path, FakeTempo]) -> None:
     """One request, by either ID: how it compares with its like, and why."""
-    result = EXPLAIN.run(places[0], *words)
-    assert result.exit_code == 0, result.output
-    assert "r16: first token after" in result.output and "max_num_seqs" in result.output
-    reported = EXPLAIN.read_json(places[0], *words)
+    reported = EXPLAIN.read_json(places[0], "--request", "r16")
     assert reported["unusual"] and reported["requests"]["late"] == 1 and reported["rank"] > 0.9
+    text = EXPLAIN.run(places[0], "--trace", f"{17:032X}").output
+    assert "r16: first token after" in text and "max_num_seqs" in text
+    assert any("r16: first token after" in each for each in reported["sentences"])
     usual = EXPLAIN.read_json(places[0], "--request", "r21")
     assert not usual["answered"] or (not usual["unusual"] and usual["cause"]["kind"] == "nothing")
 
@@ -158,11 +158,11 @@ def test_watch(
 
     def wait(seconds: float) -> None:
         waits.append(seconds)
-        if len(waits) == 3:
+        if len(waits) == 2:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(command_options, "time", SimpleNamespace(sleep=wait))
     result = EXPLAIN.run(places[0], *words, "--watch", "5")
-    assert waits == [5, 5, 5] and result.exit_code == 1
+    assert waits == [5, 5] and result.exit_code == 1
     said = "13 of 199 requests were later" if "--slo" in words else "0 requests with a first token"
-    assert result.output.count(said) == 3
+    assert result.output.count(said) == 2

@@ -179,32 +179,23 @@ def _load_sides(
         raise CannotTellError(_describe_values(reading.requests, by))
     if both := found.count("AB"):
         click.echo(f"{both} requests have both values of {by}: they are left out", err=True)
-    places = [
-        _choose_side(build_facts(each.request, each.spans, by).group, a, b)
-        for each in reading.failed
-    ]
     weight = reading.coverage.counts[LOST] / max(len(reading.failed), 1)
-    first, second = (
-        WindowReading(
-            [
-                # Else the value would be told as a mix that changed.
-                replace(each, group="")
-                for each, side in zip(reading.requests, found, strict=True)
-                if side == name
-            ],
-            count_lost(
-                [
-                    each.request
-                    for each, side in zip(reading.failed, places, strict=True)
-                    if side == name
-                ],
-                weight,
-            ),
-            reading.coverage,
-        )
-        for name in "AB"
-    )
-    return first, second
+
+    def choose(name: str) -> WindowReading:
+        # Without the value, which would be told as a mix that changed.
+        requests = [
+            replace(each, group="")
+            for each, side in zip(reading.requests, found, strict=True)
+            if side == name
+        ]
+        lost = [
+            each.request
+            for each in reading.failed
+            if _choose_side(build_facts(each.request, each.spans, by).group, a, b) == name
+        ]
+        return WindowReading(requests, count_lost(lost, weight), reading.coverage)
+
+    return choose("A"), choose("B")
 
 
 def _choose_side(group: str, a: str, b: str) -> str:

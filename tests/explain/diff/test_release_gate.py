@@ -24,7 +24,6 @@ from ttft_otel.explain.diff.release_gate import (
 )
 from ttft_otel.explain.window.request_facts import RequestFacts
 
-SEEDS = 60
 P95 = parse_condition("ttft.p95 > +10%")
 MEAN = parse_condition("prefill.queue.mean > +20ms")
 
@@ -51,6 +50,18 @@ def make_window(
     return window
 
 
+def judge(condition: Condition, seeds: int, **change: Any) -> list[str]:
+    """The verdicts over pairs of windows of which the second one has this change."""
+    return [
+        judge_windows([condition], make_window(seed), make_window(1000 + seed, **change))[0].outcome
+        for seed in range(seeds)
+    ]
+
+
+SEEDS = [10, pytest.param(60, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize(
     ("condition", "change", "wanted"),
     [
@@ -60,27 +71,24 @@ def make_window(
         (MEAN, {}, AS_ASKED),
     ],
 )
-def test_clear_changes(condition: Condition, change: dict[str, Any], wanted: str) -> None:
+def test_clear_changes(
+    condition: Condition, change: dict[str, Any], wanted: str, seeds: int
+) -> None:
     """Far from the threshold nearly all windows get the true verdict, and none the opposite one."""
-    outcomes = [
-        judge_windows([condition], make_window(seed), make_window(1000 + seed, **change))[0].outcome
-        for seed in range(SEEDS)
-    ]
-    assert outcomes.count(wanted) >= 0.9 * SEEDS, outcomes
+    outcomes = judge(condition, seeds, **change)
+    assert outcomes.count(wanted) >= 0.9 * seeds, outcomes
     assert set(outcomes) <= {wanted, UNKNOWN}
 
 
+@pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize(
     ("condition", "change"), [(P95, {"factor": 1.1}), (MEAN, {"longer_us": 20_000})]
 )
-def test_at_the_threshold(condition: Condition, change: dict[str, Any]) -> None:
+def test_at_the_threshold(condition: Condition, change: dict[str, Any], seeds: int) -> None:
     """A change that is the threshold itself is neither, although neighbours in time are alike."""
-    outcomes = [
-        judge_windows([condition], make_window(seed), make_window(1000 + seed, **change))[0].outcome
-        for seed in range(SEEDS)
-    ]
+    outcomes = judge(condition, seeds, **change)
     # 3 % are expected to be decided; drawn by request instead of by block, a quarter is.
-    assert outcomes.count(UNKNOWN) >= 0.85 * SEEDS, outcomes
+    assert outcomes.count(UNKNOWN) >= 0.85 * seeds, outcomes
 
 
 def test_what_cannot_be_told() -> None:

@@ -82,7 +82,7 @@ def test_a_delay_is_named_with_its_size() -> None:
 
 def test_parts_add_up() -> None:
     """Changes of the stages and of the mix are the change of the mean, whatever the windows."""
-    for seed in range(10):
+    for seed in range(4):
         a, b = make_window(seed, 50), make_window(seed + 100, 80, media_share=0.8)
         found = compare_windows(a, b)
         total = sum(change.change_us for change in found.stages) + found.mix.change_us
@@ -116,7 +116,9 @@ def test_whose_and_since_when() -> None:
     assert 300 <= began_s <= 306  # the first media request from then on
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(each, marks=pytest.mark.full) for each in (1, 2))]
+)
 def test_intervals_hold(seed: int) -> None:
     """Windows of different requests: the true size of an injected delay is inside of its interval."""
     after = delay_stage(make_window(seed + 20), "prefill.queue", 30_000, lambda *_: True)
@@ -134,8 +136,8 @@ def count_false_alarms(trials: int) -> int:
 
 
 def test_nothing_against_itself() -> None:
-    """Two windows of one system name nothing, in nearly all of 20 fixed trials; --full has 500."""
-    assert count_false_alarms(20) <= 2
+    """Two windows of one system name nothing, in nearly all of 12 fixed trials; --full has 500."""
+    assert count_false_alarms(12) <= 1
 
 
 @pytest.mark.full
@@ -206,12 +208,11 @@ def test_two_models_are_compared() -> None:
     assert found.unmatched_share == 0
 
 
-@pytest.mark.parametrize(("error_us", "is_told"), [(0, False), (5_000, False), (40_000, True)])
-def test_clock_errors(error_us: int, is_told: bool) -> None:
+def test_clock_errors() -> None:
     """A change that is no larger than what the clocks may be off: told with it."""
     slower = delay_stage(make_window(2), "prefill.queue", 30_000, lambda *_: True)
-    found = compare_windows(
-        make_window(1), [replace(each, clock_error_us=error_us) for each in slower]
-    )
-    assert [change.name for change in found.named] == ["prefill.queue"]
-    assert ("40.0 ms off" in " ".join(list_notes(found))) == is_told
+    for error_us in (5_000, 40_000):
+        b = [replace(each, clock_error_us=error_us) for each in slower]
+        found = compare_windows(make_window(1), b)
+        assert [change.name for change in found.named] == ["prefill.queue"]
+        assert ("40.0 ms off" in " ".join(list_notes(found))) == (error_us == 40_000)

@@ -8,7 +8,8 @@ import itertools
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,41 +31,32 @@ from ttft_otel.explain.whatif.engine_model import (
 )
 
 
-class LinearClock:
+def measure_step(step: Step) -> StepLength:
     """Steps that take BASE_US and TOKEN_US for each token."""
-
-    wake_us = 0
-
-    def measure_step(self, step: Step) -> StepLength:
-        return StepLength(0, 0, BASE_US + TOKEN_US * step.tokens, 0, GAP_US)
-
-
-@dataclass
-class Events:
-    """The simulation's queue of events."""
-
-    queue: list[tuple[int, int, Callable[[int], None]]] = field(default_factory=list)
-    order: Any = field(default_factory=itertools.count)
-
-    def add(self, when: int, action: Callable[[int], None]) -> None:
-        heapq.heappush(self.queue, (when, next(self.order), action))
-
-    def run(self) -> None:
-        while self.queue:
-            when, _, action = heapq.heappop(self.queue)
-            action(when)
+    return StepLength(0, 0, BASE_US + TOKEN_US * step.tokens, 0, GAP_US)
 
 
 def run_model(
-    arrivals: Sequence[Arrival], limits: EngineLimits, clock: Any = None
-) -> tuple[list[QueuedPrompt], EngineModel]:
-    events = Events()
-    clock = clock or LinearClock()
-    model = EngineModel(limits, clock.measure_step, clock.wake_us, events.add)
-    prompts = [QueuedPrompt(each.tokens, output_tokens=each.answer) for each in arrivals]
+    arrivals: Sequence[Arrival],
+    limits: EngineLimits,
+    measure: Callable[[Step], StepLength] = measure_step,
+    wake_us: int = 0,
+    prompts: Sequence[QueuedPrompt] = (),
+) -> tuple[Sequence[QueuedPrompt], EngineModel]:
+    """The arrivals' prompts, or these instead, after the engine has served them."""
+    queue: list[tuple[int, int, Callable[[int], None]]] = []
+    order = itertools.count()
+
+    def add_event(when: int, action: Callable[[int], None]) -> None:
+        heapq.heappush(queue, (when, next(order), action))
+
+    model = EngineModel(limits, measure, wake_us, add_event)
+    prompts = prompts or [QueuedPrompt(each.tokens, output_tokens=each.answer) for each in arrivals]
     for arrival, prompt in zip(arrivals, prompts, strict=True):
-        events.add(arrival.at_us, lambda now, prompt=prompt: model.add_prompt(prompt, now))
-    events.run()
+        add_event(arrival.at_us, partial(model.add_prompt, prompt))
+    while queue:
+        when, _, action = heapq.heappop(queue)
+        action(when)
     return prompts, model
 
 
@@ -139,13 +131,12 @@ def test_wrong_limits(wrong: dict[str, Any]) -> None:
     assert [(each.queue, each.first_token) for each in prompts] != truth
 
 
-@pytest.mark.slow
 def test_queueing_theory() -> None:
     """M/D/1: one place, equal requests of one token: the mean wait is rho / (2 (1 - rho)) services."""
     service = BASE_US + TOKEN_US * 10 + GAP_US
     for load in (0.3, 0.7):
         chance, at, arrivals = random.Random(5), 0.0, []
-        for _ in range(20_000):
+        for _ in range(10_000):
             at += chance.expovariate(load / service)
             arrivals.append(Arrival(round(at), 10, 1))
         prompts, model = run_model(arrivals, EngineLimits(1, 512))
@@ -158,15 +149,12 @@ def test_queueing_theory() -> None:
 def test_stages_add_up() -> None:
     """Queue, dispatch, compute, stall and sample of a prompt are the time until its first token."""
 
-    class FullClock:
-        wake_us = 50
-
-        def measure_step(self, step: Step) -> StepLength:
-            return StepLength(700, 900 * step.items, 3000 + 10 * step.tokens, 200, 400)
+    def measure(step: Step) -> StepLength:
+        return StepLength(700, 900 * step.items, 3000 + 10 * step.tokens, 200, 400)
 
     for is_async in (False, True):
         limits = EngineLimits(4, 300, async_scheduling=is_async)
-        prompts, _ = run_model(draw_arrivals(7), limits, FullClock())
+        prompts, _ = run_model(draw_arrivals(7), limits, measure, 50)
         for each in prompts:
             stages = (
                 each.queue,
@@ -202,12 +190,7 @@ def test_held() -> None:
         QueuedPrompt(each.tokens, output_tokens=0, answer_us=end - prompt.first_token)
         for each, end, prompt in zip(arrivals, ends, known, strict=True)
     ]
-    events = Events()
-    clock = LinearClock()
-    model = EngineModel(limits, clock.measure_step, clock.wake_us, events.add)
-    for arrival, prompt in zip(arrivals, held, strict=True):
-        events.add(arrival.at_us, lambda now, prompt=prompt: model.add_prompt(prompt, now))
-    events.run()
+    run_model(arrivals, limits, prompts=held)
 
     assert [each.decode_steps + 1 for each in held] == [each.answer for each in arrivals]
     assert [each.first_token for each in held] == [each.first_token for each in known]

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from tests.commands.test_explain import COUNT, EXPLAIN, make_record
 from tests.explain.stored_records import build_spans, store_spans
@@ -104,29 +103,14 @@ def test_one_trace_for_many(tmp_path: Path) -> None:
     ]
 
 
-def test_not_told(tmp_path: Path) -> None:
-    """Servers that do not tell who held: nothing is said, and nothing is read for it."""
-    records = [make_record(number) for number in range(COUNT)]
-    path = store_spans(tmp_path / "plain.db", build_spans(records, {}))
-    result = EXPLAIN.run(path, "--slo", "150", "--json")
-    assert json.loads(result.stdout)["held"] is None
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "[1]", "{}", '[{"us": 1}]', '[{"us": "x", "tokens": 1}]', "[[", 7]
-)
-def test_foreign_text(text: object) -> None:
-    """Whatever somebody sends as holders: no holder, and no error."""
-    span = StoredSpan(
-        "a", "b", "", "x", 0, 0, 1, scope=span_names.SCOPE, attributes={keys.HELD_BY: text}
-    )
-    assert list_holders(span) == []
-
-
-def test_scope() -> None:
-    """Only our own spans can name holders."""
+def test_foreign_text() -> None:
+    """Only our own spans name holders; whatever somebody sends as such: no holder, and no error."""
     reported = json.dumps([{"us": 1, "tokens": 2, "kind": "k", "request_id": "r", "trace_id": ""}])
-    attributes = {keys.HELD_BY: reported}
-    own = StoredSpan("a", "b", "", "x", 0, 0, 1, scope=span_names.SCOPE, attributes=attributes)
-    assert list_holders(own) == [StoredHolder(us=1, tokens=2, kind="k", request_id="r")]
-    assert list_holders(StoredSpan("a", "b", "", "x", 0, 0, 1, attributes=attributes)) == []
+    foreign = ("", "[]", "[1]", "{}", '[{"us": 1}]', '[{"us": "x", "tokens": 1}]', "[[", 7)
+
+    def read(text: object, scope: str = span_names.SCOPE) -> list[StoredHolder]:
+        attributes = {keys.HELD_BY: text}
+        return list_holders(StoredSpan(*"ab", "", "x", 0, 0, 1, scope=scope, attributes=attributes))
+
+    assert read(reported) == [StoredHolder(us=1, tokens=2, kind="k", request_id="r")]
+    assert read(reported, "") == [] and not any(map(read, foreign))

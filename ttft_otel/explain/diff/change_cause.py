@@ -8,7 +8,7 @@ difference_text.py shows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy
@@ -25,6 +25,7 @@ from ttft_otel.explain.explain.window_pair import PAIR_DETECTORS, WindowFigure, 
 from ttft_otel.explain.window.late_requests import ComparedRequests, take_middle
 from ttft_otel.explain.window.request_facts import (
     CannotTellError,
+    LostRequests,
     RequestFacts,
     count_requests,
 )
@@ -60,6 +61,7 @@ class ChangeAnswer:
     #: when B had requests that would have been among A's slowest; None without
     bursts: Bursts | None
     coverage: tuple[Coverage, Coverage]
+    lost: tuple[LostRequests, LostRequests]  #: without a first token, of A and of B
 
     @property
     def remedy(self) -> Remedy | None:
@@ -85,10 +87,11 @@ def compare_sides(a: WindowReading, b: WindowReading) -> ChangeAnswer:
     is_quiet = cause.kind == cause_kinds.NOTHING or not late
     return ChangeAnswer(
         cause,
-        replace(found, lost_a=a.lost, lost_b=b.lost),
+        found,
         pair.outcomes,
         None if is_quiet else find_bursts(late, b.requests),
         (a.coverage, b.coverage),
+        (a.lost, b.lost),
     )
 
 

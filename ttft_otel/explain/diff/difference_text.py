@@ -46,8 +46,7 @@ def describe_answer(answer: ChangeAnswer) -> dict[str, Any]:
         "shared": difference.shared,
         "clock_error_ms": round_ms(difference.clock_error_us),
         "without_token": {
-            "a": describe_lost(difference.lost_a),
-            "b": describe_lost(difference.lost_b),
+            side: describe_lost(lost) for side, lost in zip("ab", answer.lost, strict=True)
         },
         "level": LEVEL,
         "ttft": {
@@ -115,6 +114,11 @@ def list_sentences(answer: ChangeAnswer, verbose: bool = False) -> list[str]:
     # Said in words: an empty list could be taken for a comparison that failed.
     if not large:
         sentences.append("Nothing changed that chance does not explain.")
+    sentences += [
+        f"Not compared: in {name} {lost.sentence}."
+        for name, lost in zip("AB", answer.lost, strict=True)
+        if lost.total
+    ]
     sentences += list_notes(difference)
     notable = [each.sentence for each in answer.outcomes if each.is_notable]
     if notable:
@@ -138,11 +142,7 @@ def _describe_share(cause: Cause) -> str:
 
 def list_notes(difference: Difference) -> list[str]:
     """What limits the comparison."""
-    sentences = [
-        f"Not compared: in {name} {lost.sentence}."
-        for name, lost in (("A", difference.lost_a), ("B", difference.lost_b))
-        if lost.total
-    ]
+    sentences = []
     if difference.shared:
         sentences.append(
             f"{difference.shared} requests are in both A and B: what changed looks smaller than it is. "

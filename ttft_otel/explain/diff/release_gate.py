@@ -106,10 +106,13 @@ def _judge_row(condition: Condition, rows: Mapping[str, Mapping[str, Any]]) -> V
         return Verdict(condition, UNKNOWN, "an interval needs three rounds (--repeat)")
     threshold_ms = condition.threshold * (row["a"] / 100 if condition.is_relative else 0.001)
     change = f"{row['difference']:+.2f} ms ({row['low']:+.2f} to {row['high']:+.2f})"
-    outcome = WORSE if row["low"] > threshold_ms else UNKNOWN
-    if row["high"] < threshold_ms:
-        outcome = AS_ASKED
+    outcome = _decide(row["low"], row["high"], threshold_ms)
     return Verdict(condition, outcome, f"{row['a']:.2f} ms → {row['b']:.2f} ms, {change}")
+
+
+def _decide(low: float, high: float, threshold: float) -> str:
+    """The outcome of a change with this interval."""
+    return WORSE if low > threshold else AS_ASKED if high < threshold else UNKNOWN
 
 
 def refuse_all(conditions: Sequence[Condition], reason: str) -> list[Verdict]:
@@ -189,11 +192,7 @@ def _compare_draws(condition: Condition, a: Array, b: Array) -> Verdict:
     changes = (b / a - 1) * 100 if condition.is_relative else b - a
     low, high = (float(each) for each in find_interval(changes[1:], LEVEL))
     change = float(changes[0])
-    outcome = UNKNOWN
-    if low > condition.threshold:
-        outcome = WORSE
-    elif high < condition.threshold:
-        outcome = AS_ASKED
+    outcome = _decide(low, high, condition.threshold)
     figures = (float(a[0]), float(b[0]), change, low, high)
     reason = (
         f"{a[0] / 1000:.2f} ms → {b[0] / 1000:.2f} ms, {_format_change(condition, change)} "

@@ -13,7 +13,7 @@ so that a window compared with itself rarely names anything.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy
@@ -23,7 +23,6 @@ from ttft_otel.explain.window.request_facts import (
     TEXT,
     UNMATCHED,
     CannotTellError,
-    LostRequests,
     RequestFacts,
     assign_strata,
 )
@@ -82,9 +81,6 @@ class Difference:
     stages: tuple[Change, ...]  #: changes of like requests, in the order of a request
     unmatched_share: float  #: of B's requests of a kind that A has too few of; they count as mix
     shared: int = 0  #: requests that are in both windows
-    #: Those without a first token, which are in neither.
-    lost_a: LostRequests = field(default_factory=LostRequests)
-    lost_b: LostRequests = field(default_factory=LostRequests)  #: likewise
     clock_error_us: int = 0  #: by how much the boundaries of stages may be off
 
     @property

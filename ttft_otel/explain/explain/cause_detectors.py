@@ -393,7 +393,7 @@ def _find_common(case: LateCase, rows: Counter[int], read: Callable[[RequestFact
 
 def detect_load(case: LateCase) -> Iterator[Candidate]:
     """Bursts: late requests came when more came than usually."""
-    if case.word not in WAIT_STAGES and case.word != HOLD:
+    if case.difference.word not in {*WAIT_STAGES, HOLD}:
         return
     table = case.table
     rows = numpy.argsort(table.start)

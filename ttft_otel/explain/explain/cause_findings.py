@@ -8,10 +8,10 @@ numpy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Final
+from typing import Final
 
 import numpy
 
@@ -21,8 +21,6 @@ from ttft_otel.explain.window.request_facts import CannotTellError, RequestFacts
 from ttft_otel.model import stages
 from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.model.statistics import average_draws, draw_weights, find_interval
-
-Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 
 MAX_UNATTRIBUTED: Final = 0.5  # share of the difference from which on no cause is named
 MAIN_SHARE: Final = 0.8  # of a stage's difference, from which on it is one instance's
@@ -83,24 +81,18 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
     seed: of the bootstrap; the same requests and seed give the same intervals.
     """
     late, typical = compared.late, compared.typical
-    stage_names = sorted(
+    names = sorted(
         {name for each in (*late, *typical) for name in each.stages}, key=stages.rank_stage
-    )
-    matrix_late, matrix_typical = (
-        numpy.array(
-            [[each.stages.get(name, 0) for name in stage_names] for each in side], dtype=float
-        )
-        for side in (late, typical)
     )
     chance = numpy.random.default_rng(seed)
     # In this order: the draws come from one sequence of chance.
     drawn_late, drawn_typical = (
         average_draws(
-            matrix,
+            numpy.array([[each.stages.get(name, 0) for name in names] for each in side], float),
             draw_weights(chance, len(side), RESAMPLES)
             * numpy.array([each.weight for each in side]),
         )
-        for side, matrix in ((late, matrix_late), (typical, matrix_typical))
+        for side in (late, typical)
     )
     drawn = drawn_late - drawn_typical
     total = drawn.sum(1)
@@ -112,81 +104,59 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
     # A draw in which both sides are as long has no shares; the next larger number stands for it.
     shares = drawn / numpy.maximum(total, 1.0)[:, None]
     low, high = find_interval(shares[1:], LEVEL)
+    columns = (drawn_late[0], drawn_typical[0], shares[0], low, high)
     parts = [
-        StagePart(
-            name,
-            float(drawn_late[0, index]),
-            float(drawn_typical[0, index]),
-            float(shares[0, index]),
-            float(low[index]),
-            float(high[index]),
-        )
-        for index, name in enumerate(stage_names)
+        StagePart(name, *map(float, row))
+        for name, row in zip(names, numpy.stack(columns, 1), strict=True)
     ]
-    top = int(numpy.argmax(drawn[0]))
-    _check_unattributed(parts)
-    name = stage_names[top]
-    reasons = _divide_by_reason(name, parts[top].us, late, typical)
-    instances = _divide_by_instance(name, parts[top].us, compared)
-    return LateDifference(
-        compared=compared,
-        difference_us=float(total[0]),
-        parts=tuple(sorted(parts, key=lambda part: -part.us)),
-        first_share=_compute_first_share(drawn, [stages.strip_leg(each) for each in stage_names]),
-        reasons=reasons,
-        instances=instances,
-    )
-
-
-def _compute_first_share(drawn: Array, words: Sequence[str]) -> float:
-    """How many of the draws after the first, the data, have the same word for their largest stage.
-
-    A cause may be in two legs alike, as where encoder and decoder prepare an image: by chance the one or
-    the other is larger, and the cause is the same.
-    """
-    largest = drawn.argmax(1)
-    same = [words[index] == words[largest[0]] for index in largest[1:]]
-    return float(numpy.mean(same))
-
-
-def _check_unattributed(parts: Sequence[StagePart]) -> None:
-    """Raise CannotTellError where unattributed time has the difference."""
-    (lost,) = [part.share for part in parts if part.name == UNATTRIBUTED] or [0.0]
+    lost = next((part.share for part in parts if part.name == UNATTRIBUTED), 0.0)
     if lost >= MAX_UNATTRIBUTED:
         raise CannotTellError(
             f"{lost:.0%} of what the late requests took longer is unattributed: no stage can be blamed. "
             "`ttft-otel doctor --url` says which measurement is missing"
         )
+    # A cause may be in two legs alike, as where encoder and decoder prepare an image: by chance the one or
+    # the other is larger, and the cause is the same.
+    words = [stages.strip_leg(each) for each in names]
+    largest = [words[index] for index in drawn.argmax(1)]
+    parts.sort(key=lambda part: -part.us)
+    return LateDifference(
+        compared=compared,
+        difference_us=float(total[0]),
+        parts=tuple(parts),
+        first_share=float(numpy.mean([each == largest[0] for each in largest[1:]])),
+        reasons=_divide_by_reason(parts[0], late, typical),
+        instances=_divide_by_instance(parts[0], compared),
+    )
+
+
+def _average(values: Iterable[float], side: Sequence[RequestFacts]) -> float:
+    """Mean of one value per request, each as often as it stands for others."""
+    # statistics.fmean() has no weights in Python 3.10.
+    return float(numpy.average([*values], weights=[each.weight for each in side]))
 
 
 def _divide_by_reason(
-    stage: str, us: float, late: Sequence[RequestFacts], typical: Sequence[RequestFacts]
+    part: StagePart, late: Sequence[RequestFacts], typical: Sequence[RequestFacts]
 ) -> tuple[tuple[str, float], ...]:
     """(reason, share of the stage's difference), largest first; () for a stage without reasons."""
-    known = {reason for each in (*late, *typical) for reason in each.reasons.get(stage, {})}
-    shares = {
-        reason: (_mean_reason(late, stage, reason) - _mean_reason(typical, stage, reason)) / us
-        for reason in known
-    }
-    return tuple(sorted(shares.items(), key=lambda part: (-part[1], part[0])))
+    known = {reason for each in (*late, *typical) for reason in each.reasons.get(part.name, {})}
 
+    def average(side: Sequence[RequestFacts], reason: str) -> float:
+        return _average((each.reasons.get(part.name, {}).get(reason, 0) for each in side), side)
 
-def _mean_reason(side: Sequence[RequestFacts], stage: str, reason: str) -> float:
-    return _average_weighted([each.reasons.get(stage, {}).get(reason, 0) for each in side], side)
-
-
-def _average_weighted(values: Sequence[float], side: Sequence[RequestFacts]) -> float:
-    """Mean of one value per request, each as often as it stands for others."""
-    # statistics.fmean() has no weights in Python 3.10.
-    return float(numpy.average(values, weights=[each.weight for each in side]))
+    shares = [
+        (reason, (average(late, reason) - average(typical, reason)) / part.us) for reason in known
+    ]
+    return tuple(sorted(shares, key=lambda each: (-each[1], each[0])))
 
 
 def _divide_by_instance(
-    stage: str, us: float, compared: ComparedRequests
+    part: StagePart, compared: ComparedRequests
 ) -> tuple[tuple[str, float, float], ...]:
     """(instance, share of the stage's difference, share of the requests with it), largest first."""
-    typical = [each.stages.get(stage, 0) for each in compared.typical]
-    usual = _average_weighted(typical, compared.typical)
+    stage = part.name
+    usual = _average((each.stages.get(stage, 0) for each in compared.typical), compared.typical)
     excess: dict[str, float] = {}
     for each in compared.late:
         instance = each.instances.get(stage, "")
@@ -195,10 +165,10 @@ def _divide_by_instance(
     # Of those that had the stage: an encoder is no odd instance because only media requests visit it.
     everywhere = count_values(compared.window, lambda each: each.instances.get(stage, ""))
     visitors = max(1.0, sum(count for instance, count in everywhere.items() if instance))
-    whole = us * sum(each.weight for each in compared.late)
+    whole = part.us * sum(each.weight for each in compared.late)
     found = [
         (instance, value / whole, everywhere.get(instance, 0.0) / visitors)
         for instance, value in excess.items()
         if instance
     ]
-    return tuple(sorted(found, key=lambda part: (-part[1], part[0])))
+    return tuple(sorted(found, key=lambda each: (-each[1], each[0])))

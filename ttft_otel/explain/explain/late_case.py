@@ -98,11 +98,6 @@ class LateCase:
         self.excess: Floats = numpy.where(self.late, self.table.ttft - usual, 0.0)
         self.is_single = len(difference.compared.late) == 1
 
-    @property
-    def word(self) -> str:
-        """The stage with most of the difference, without its leg."""
-        return self.difference.word
-
     def attribute(self, exposed: Mask) -> Contrast:
         """How much of the lateness goes back to an exposure: more of it than the like others have."""
         if not self.is_single:

@@ -92,8 +92,8 @@ class FleetModel:
     """One replay. `replayed` has the requests in the order of the recording after run().
 
     cached: tokens in the prefix cache, by request. outputs: tokens that each generates; 0 where it leaves
-    after as long as it did. policy, encoder_policy: "" where requests go to the engine that they went to. rate:
-    arrivals come so many times as fast.
+    after as long as it did. policy, encoder_policy: "" where requests go to the engine that they went to.
+    rate: arrivals come so many times as fast.
     """
 
     def __init__(

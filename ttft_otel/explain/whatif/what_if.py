@@ -15,7 +15,7 @@ from functools import cached_property
 from statistics import NormalDist
 from typing import Final
 
-from ttft_otel.explain.whatif import what_if_figures, window_check
+from ttft_otel.explain.whatif import window_check
 from ttft_otel.explain.whatif.engine_model import BLOCK_TOKENS, EngineLimits
 from ttft_otel.explain.whatif.fleet_model import FleetModel, PlannedEngines
 from ttft_otel.explain.whatif.planned_change import PlannedChange
@@ -29,6 +29,7 @@ from ttft_otel.explain.whatif.what_if_figures import (
     PredictedFigure,
     build_figures,
     collect_columns,
+    describe_miss,
 )
 from ttft_otel.model.names import keys
 
@@ -111,7 +112,6 @@ def learn_fleet(recording: Recording, given: PlannedChange) -> Fleet:
     """What is known of the recorded fleet. Raises CannotTellError."""
     limits = {name: _read_limits(known, given) for name, known in recording.settings.items()}
     window_check.check_window(recording, limits)
-    window_check.check_sizes(recording.requests, limits)
     return _learn_answers(_build_fleet(recording, limits))
 
 
@@ -153,36 +153,28 @@ def predict_fleet(
     token_us = [float(fleet.requests[each].main.token_us) for each in fleet.timed]
     recorded = collect_columns([each.stages for each in fleet.requests], token_us)
     figures = build_figures(recorded, replays, changed)
-    errors = _compute_errors(figures)
-    window_check.check_errors(errors[TTFT])
     tokens = figures.pop(TOKEN_TIME, ())
-    if tokens and not what_if_figures.is_known(errors):
-        notes.append(what_if_figures.describe_miss(errors[TOKEN_TIME]))
-        tokens = ()
+    errors, token_errors = (
+        tuple(each.replayed / each.recorded - 1 for each in some)
+        for some in (figures[TTFT], tokens)
+    )
+    window_check.check_errors(errors)
+    if tokens and (miss := describe_miss(token_errors)):
+        notes.append(miss)
+        tokens = token_errors = ()
     return Prediction(
         requests=len(fleet.requests),
         instances=len(fleet.limits),
         change=change,
         figures=figures,
-        errors=errors[TTFT],
+        errors=errors,
         notes=tuple(notes),
         warnings=tuple(warnings),
         token_time=tokens,
-        token_errors=errors[TOKEN_TIME] if tokens else (),
+        token_errors=token_errors,
         unexplained=fleet.samples.fit.unexplained,
         changed=changed,
     )
-
-
-def _compute_errors(
-    figures: Mapping[str, tuple[PredictedFigure, ...]],
-) -> dict[str, tuple[float, ...]]:
-    """Relative errors of the replay, of the TTFT and of the time per output token."""
-    return {
-        name: tuple(each.replayed / each.recorded - 1 for each in figures[name])
-        for name in (TTFT, TOKEN_TIME)
-        if name in figures
-    }
 
 
 def collect(fleet: Fleet, model: FleetModel) -> dict[str, Array]:

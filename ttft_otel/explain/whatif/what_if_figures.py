@@ -61,44 +61,35 @@ def build_figures(
     replays: Sequence[Mapping[str, Array]],
     changed: Sequence[Mapping[str, Array]],
 ) -> dict[str, tuple[PredictedFigure, ...]]:
-    """Quantiles of all stages that were recorded or are predicted."""
-    stages = dict.fromkeys([*recorded, *(name for each in changed for name in each)])
-    return {
-        name: tuple(build_figure(name, share, recorded, replays, changed) for share in QUANTILES)
-        for name in stages
-    }
+    """Quantiles of all stages that were recorded or are predicted.
 
-
-def build_figure(
-    name: str,
-    share: float,
-    recorded: Mapping[str, Array],
-    replays: Sequence[Mapping[str, Array]],
-    changed: Sequence[Mapping[str, Array]],
-) -> PredictedFigure:
-    """One quantile of one stage, with the spread of the replays and the error of the unchanged one."""
+    Each has the spread of the replays with the change, and the error of those without it.
+    """
     nothing = numpy.zeros(1)
-    truth = float(numpy.quantile(recorded.get(name, nothing), share))
-    plain = [float(numpy.quantile(each.get(name, nothing), share)) for each in replays]
-    other = [float(numpy.quantile(each.get(name, nothing), share)) for each in changed]
-    replayed, predicted = float(numpy.median(plain)), float(numpy.median(other))
-    low, high = find_interval(other, LEVEL)
-    # What the model misses unchanged it misses changed in proportion: it is a part of the engine's stages.
-    miss = abs(replayed - truth) * (predicted / replayed if replayed else 1.0)
-    return PredictedFigure(
-        truth, replayed, predicted, max(float(low) - miss, 0.0), float(high) + miss
-    )
 
+    def build_figure(name: str, share: float) -> PredictedFigure:
+        truth, *drawn = (
+            float(numpy.quantile(each.get(name, nothing), share))
+            for each in (recorded, *replays, *changed)
+        )
+        plain, other = drawn[: len(replays)], drawn[len(replays) :]
+        replayed, predicted = float(numpy.median(plain)), float(numpy.median(other))
+        low, high = find_interval(other, LEVEL)
+        # What the model misses unchanged it misses changed in proportion: a part of the engine's stages.
+        miss = abs(replayed - truth) * (predicted / replayed if replayed else 1.0)
+        return PredictedFigure(
+            truth, replayed, predicted, max(float(low) - miss, 0.0), float(high) + miss
+        )
 
-def is_known(errors: Mapping[str, Sequence[float]]) -> bool:
-    """Whether the replay of the unchanged window has it right. errors: by figure and quantile."""
-    found = errors.get(TOKEN_TIME)
-    return found is not None and max(abs(found[0]), abs(found[-1])) <= MAX_TOKEN_ERROR
+    names = dict.fromkeys([*recorded, *(name for each in changed for name in each)])
+    return {name: tuple(build_figure(name, share) for share in QUANTILES) for name in names}
 
 
 def describe_miss(errors: Sequence[float]) -> str:
-    """A sentence for a replay that has it wrong. errors: of p50, p95, p99."""
+    """A sentence where the replay has the time per output token wrong, else "". errors: of p50, p95, p99."""
     worst = max(errors[0], errors[-1], key=abs)
+    if abs(worst) <= MAX_TOKEN_ERROR:
+        return ""
     return (
         f"The model misses the recorded time per output token by {worst:+.0%}: it is not predicted."
     )

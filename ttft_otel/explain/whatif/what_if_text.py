@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -62,35 +63,35 @@ def describe_figures(figures: tuple[PredictedFigure, ...]) -> dict[str, dict[str
     }
 
 
+NO_CHANGE: Final = PlannedChange()
+# By field of PlannedChange: its name in the JSON, which is that of the option, and in words.
+CHANGES: Final = {
+    "instances": ("instances", "{:+} instances"),
+    "encoders": ("encoders", "+{} encoders"),
+    "max_num_seqs": ("max_num_seqs", "max-num-seqs {}"),
+    "max_batched_tokens": ("max_num_batched_tokens", "max-num-batched-tokens {}"),
+    "policy": ("routing_logic", "routing by {}"),
+    "rate": ("rate", "{:g} times the rate"),
+    "kv_cache": ("kv_cache", "{:g} times the KV cache"),
+    "cache_hit": ("cache_hit", "{:+.0%} of prompt tokens cached"),
+}
+
+
+def _list_changes(change: PlannedChange) -> Iterator[tuple[str, str, Any]]:
+    """What is not its default: both names, and the value."""
+    for field, names in CHANGES.items():
+        value = getattr(change, field)
+        if value != getattr(NO_CHANGE, field):
+            yield *names, value
+
+
 def describe_change(change: PlannedChange) -> dict[str, Any]:
     """What was changed, by the names of the options; nothing where nothing was."""
-    given: dict[str, Any] = {
-        "instances": change.instances,
-        "encoders": change.encoders,
-        "max_num_seqs": change.max_num_seqs,
-        "max_num_batched_tokens": change.max_batched_tokens,
-        "routing_logic": change.policy,
-        "rate": change.rate if change.rate != 1 else 0,
-        "cache_hit": change.cache_hit,
-        "kv_cache": change.kv_cache if change.kv_cache != 1 else 0,
-    }
-    return {name: value for name, value in given.items() if value}
+    return {name: value for name, _, value in _list_changes(change)}
 
 
 def _name_change(change: PlannedChange) -> str:
-    words = {
-        "instances": "{:+} instances",
-        "encoders": "+{} encoders",
-        "max_num_seqs": "max-num-seqs {}",
-        "max_num_batched_tokens": "max-num-batched-tokens {}",
-        "routing_logic": "routing by {}",
-        "rate": "{:g} times the rate",
-        "kv_cache": "{:g} times the KV cache",
-    }
-    given = describe_change(change)
-    parts = [text.format(given[name]) for name, text in words.items() if name in given]
-    if change.cache_hit:
-        parts.append(f"{change.cache_hit:+.0%} of prompt tokens cached")
+    parts = [words.format(value) for _, words, value in _list_changes(change)]
     return ", ".join(parts) or "nothing changed"
 
 

@@ -86,6 +86,20 @@ def check_window(recording: Recording, limits: Mapping[str, EngineLimits]) -> No
             "load for others, cannot be told"
         )
     _check_load(requests)
+    # Scarce memory of unknown size, and prompts that are larger than the cache.
+    if _is_scarce(_measure_recorded(requests)) and not all(
+        each.kv_tokens for each in limits.values()
+    ):
+        raise CannotTellError(
+            "requests waited for KV blocks or were preempted, and the spans do not tell the size of the KV "
+            "cache: its memory is not modelled"
+        )
+    for main in (each.main for each in requests):
+        available, needed = limits[main.instance].kv_tokens, main.computed + main.cached
+        if 0 < available <= needed:
+            raise CannotTellError(
+                f"a prompt needs {needed} tokens of KV cache, there are {available}"
+            )
 
 
 def is_growing(points: Sequence[tuple[int, int]]) -> bool:
@@ -262,24 +276,6 @@ def _measure_replayed(model: FleetModel) -> tuple[float, float]:
 def _is_scarce(shares: tuple[float, float]) -> bool:
     """Whether memory was waited for so much that it cannot be left out."""
     return shares[0] > MAX_BLOCK_WAIT or shares[1] > MAX_PREEMPTED
-
-
-def check_sizes(requests: Sequence[ReplayRequest], limits: Mapping[str, EngineLimits]) -> None:
-    """Refuse scarce memory of unknown size, and prompts that are larger than the cache."""
-    if _is_scarce(_measure_recorded(requests)) and not all(
-        each.kv_tokens for each in limits.values()
-    ):
-        raise CannotTellError(
-            "requests waited for KV blocks or were preempted, and the spans do not tell the size of the KV "
-            "cache: its memory is not modelled"
-        )
-    for each in requests:
-        limit = limits[each.main.instance]
-        needed = each.main.computed + each.main.cached
-        if 0 < limit.kv_tokens <= needed:
-            raise CannotTellError(
-                f"a prompt needs {needed} tokens of KV cache, there are {limit.kv_tokens}"
-            )
 
 
 def shares_blocks(requests: Sequence[ReplayRequest], plain: FleetModel) -> bool:

@@ -40,8 +40,7 @@ class Contrast:
     share_low: float
     share_high: float
     blocks: int  #: pieces of time in which exposed requests had some of the outcome
-    exposed: float = 0.0  #: the mean of the exposed ones
-    others: float = 0.0  #: of their like
+    others: float = 0.0  #: the mean of their like
 
     @property
     def holds(self) -> bool:
@@ -146,8 +145,44 @@ class RequestTable:
         among: the requests that count; those of a negative stratum do not.
         """
         used = strata >= 0 if among is None else (strata >= 0) & among
-        return contrast_sides(
-            outcome[used], exposed[used], strata[used], self.blocks[used], self.weights[used]
+        if not exposed[used].any() or exposed[used].all():
+            return NO_CONTRAST
+        outcome, one = outcome[used], numpy.ones(used.sum())
+        sides = (exposed[used], ~exposed[used])
+        _, codes = numpy.unique(strata[used], return_inverse=True)
+        _, pieces = numpy.unique(self.blocks[used], return_inverse=True)
+        count, number = int(codes.max()) + 1, int(pieces.max()) + 1
+        cell = pieces * count + codes
+
+        def gather(side: Mask, values: Floats) -> Floats:
+            summed = numpy.bincount(cell[side], values[side], minlength=number * count)
+            found: Floats = summed.reshape(number, count).astype(numpy.float64)
+            return found
+
+        weights, draws = self.weights[used], draw_pieces(number)
+        n_in, n_out = (draws @ gather(side, weights) for side in sides)
+        y_in, y_out = (draws @ gather(side, weights * outcome) for side in sides)
+        # Strata with too few on a side say nothing; which ones is decided once, on the data.
+        usable = numpy.all([gather(side, one).sum(0) >= MIN_SIDE for side in sides], axis=0)
+        if not usable.any():
+            return NO_CONTRAST
+        valid = usable & (n_in > 0) & (n_out > 0)
+        mean_out = y_out / numpy.maximum(n_out, 1e-9)
+        above = numpy.where(valid, y_in - n_in * mean_out, 0.0).sum(1)
+        size = numpy.maximum(numpy.where(valid, n_in, 0.0).sum(1), 1e-9)
+        total = (y_in + y_out).sum(1)
+        shares = numpy.divide(
+            above, total, out=numpy.zeros_like(above), where=numpy.abs(total) > 1e-9
+        )
+        values = above / size
+        own = float(numpy.where(valid[0], y_in[0], 0.0).sum() / size[0])
+        return Contrast(
+            float(values[0]),
+            *map(float, find_interval(values[1:], LEVEL)),
+            float(shares[0]),
+            *map(float, find_interval(shares[1:], LEVEL)),
+            blocks=int((gather(sides[0] & (outcome > 0), one).sum(1) > 0).sum()),
+            others=own - float(values[0]),
         )
 
     def find_quantile(self, values: Floats, share: float = 0.5, among: Mask | None = None) -> float:
@@ -161,46 +196,3 @@ class RequestTable:
 def draw_pieces(count: int) -> Floats:
     """The bootstrap of so many pieces of time: how often each is in each draw; the first is the data."""
     return draw_weights(numpy.random.default_rng(0), count, DRAWS)
-
-
-def contrast_sides(
-    outcome: Floats, exposed: Mask, strata: Codes, blocks: Codes, each_weight: Floats
-) -> Contrast:
-    """As RequestTable.contrast(), with the pieces of time that the bootstrap draws, and weights of rows."""
-    if not exposed.any() or exposed.all():
-        return NO_CONTRAST
-    _, codes = numpy.unique(strata, return_inverse=True)
-    _, pieces = numpy.unique(blocks, return_inverse=True)
-    count, number = int(codes.max()) + 1, int(pieces.max()) + 1
-    cell = pieces * count + codes
-
-    def gather(side: Mask, values: Floats) -> Floats:
-        summed = numpy.bincount(cell[side], values[side], minlength=number * count)
-        found: Floats = summed.reshape(number, count).astype(numpy.float64)
-        return found
-
-    one = numpy.ones(len(outcome))
-    weights = draw_pieces(number)
-    sides = (exposed, ~exposed)
-    n_in, n_out = (weights @ gather(side, each_weight) for side in sides)
-    y_in, y_out = (weights @ gather(side, each_weight * outcome) for side in sides)
-    # Strata with too few on a side say nothing; which ones is decided once, on the data.
-    enough = [gather(side, one).sum(0) >= MIN_SIDE for side in sides]
-    usable = enough[0] & enough[1]
-    if not usable.any():
-        return NO_CONTRAST
-    valid = usable & (n_in > 0) & (n_out > 0)
-    mean_out = y_out / numpy.maximum(n_out, 1e-9)
-    above = numpy.where(valid, y_in - n_in * mean_out, 0.0).sum(1)
-    size = numpy.where(valid, n_in, 0.0).sum(1)
-    values = above / numpy.maximum(size, 1e-9)
-    total = (y_in + y_out).sum(1)
-    shares = numpy.divide(above, total, out=numpy.zeros_like(above), where=numpy.abs(total) > 1e-9)
-    low, high = find_interval(values[1:], LEVEL)
-    share_low, share_high = find_interval(shares[1:], LEVEL)
-    carried = gather(exposed & (outcome > 0), one).sum(1)
-    first = float(numpy.where(valid[0], y_in[0], 0.0).sum() / max(size[0], 1e-9))
-    return Contrast(
-        float(values[0]), float(low), float(high), float(shares[0]), float(share_low), float(share_high),
-        int((carried > 0).sum()), first, first - float(values[0]),
-    )  # fmt: skip
