@@ -330,16 +330,6 @@ def test_a_slow_fleet() -> None:
     explain_after(serve_hour(0), serve_hour(1, (1, 2, 1)), cause_kinds.SLOW_INSTANCE)
 
 
-def test_more_load() -> None:
-    """Three times the requests of the time before; as many are none."""
-    before, window = (
-        serve(draw_prompts(at, 200, rate=rate, start=600 * at), Site(speeds=(1,)))
-        for at, rate in enumerate((4.0, 24.0))
-    )
-    figures = explain_after(before, window, cause_kinds.LOAD_INCREASE)
-    assert figures["rate_to"] == pytest.approx(24, rel=0.1)
-
-
 def test_bursts_that_the_router_holds() -> None:
     """A burst that waits in the router has the same cause as one that waits in an engine: the load."""
     bursts = draw_prompts(0, 400, rate=lambda at: 120.0 if at % 40 < 2 else 5.0)
@@ -365,16 +355,6 @@ def test_lost_hits() -> None:
     usual = serve(draw_prompts(0, rate=3.0, size=sizes, cached=2800))
     window = serve(draw_prompts(1, rate=3.0, size=sizes, start=600))
     assert explain_after(usual, window, cause_kinds.COLD_PREFIX_CACHE)["hits_to"] == 0
-
-
-def test_a_lost_instance() -> None:
-    """One of two serves nothing since a moment of the window."""
-    site = Site((1, 1))
-    prompts = draw_prompts(0, 120, rate=60.0, start=120)
-    for number, each in enumerate(prompts):
-        each.instance = number % 2 if each.at < 170_000_000 else 1
-    before = serve(draw_prompts(1, 120, rate=60.0), site)
-    explain_after(before, serve(prompts, site), cause_kinds.LOST_INSTANCE, "vllm-0")
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -7,7 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
@@ -41,6 +41,10 @@ from ttft_otel.report.window_sample import (
 )
 
 RESOURCE = {"service.name": "vllm", "service.instance.id": "chat-1"}
+CHUNK_COLUMNS = "chunks (trace, resource, scope, spans, trunks, span_ids, parent_ids, content)"
+REQUEST_COLUMNS = (
+    "requests (trace, number, request_id, start_ns, model, roles, ttft_us, error, pending)"
+)
 pack = msgspec.msgpack.Encoder().encode
 
 
@@ -52,79 +56,55 @@ def store_lengths(
     error_every: the last of so many has no first token, 0: all have one.
     """
     SpanStore(path).close()
-
-    def get_error(number: int) -> str:
-        return "timeout" if error_every and (number + 1) % error_every == 0 else ""
-
-    def list_chunks() -> Iterator[tuple[object, ...]]:
-        for number, us in enumerate(ttfts_us):
-            trace_id = f"{number + 1:032x}"
-            server_id, trunk_id = (f"{2 * number + each:016x}" for each in (2, 1))
-            start_ns = BEGIN_S * 10**9 + number * every_us * 1000
-            end_ns = start_ns + us * 1000
-            attributes: dict[str, Any] = {
-                keys.ROLE: "mono",
-                keys.OUTERMOST: True,
-                keys.TOTAL_US: us,
-                keys.UNATTRIBUTED_US: 0,
-                "ttft.prefill.compute_us": us,
-                keys.MODEL: "tiny",
-                keys.REQUEST_ID: f"r{number}",
-                keys.INPUT_TOKENS: 500,
-                keys.ERROR_TYPE: get_error(number),
-            }
-            shared: dict[str, Any] = {
-                "scope": span_names.SCOPE,
-                "resource": RESOURCE,
-                "trace_state": trace_state,
-            }
-            spans = [
-                StoredSpan(
-                    trace_id, trunk_id, server_id, "ttft", 1, start_ns, end_ns,
-                    attributes=attributes, **shared,
-                ),
-                StoredSpan(
-                    trace_id, server_id, "", "POST /v1/completions", 2, start_ns, end_ns + 10**9,
-                    **shared,
-                ),
-            ]  # fmt: skip
-            (chunk,) = chunk_spans(spans)
-            yield number + 1, 1, 2, 2, 1, chunk.span_ids, chunk.parent_ids, chunk.content
-
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+
+        def insert(table: str, *values: object) -> None:
+            connection.execute(
+                f"INSERT INTO {table} VALUES ({','.join('?' * len(values))})", values
+            )
+
         connection.execute("PRAGMA synchronous=OFF")
         connection.execute("BEGIN")
         for number, shared in ((1, RESOURCE), (2, span_names.SCOPE)):
-            row = number, bytes([number]) * 16, pack(shared), len(ttfts_us)
-            connection.execute("INSERT INTO shared VALUES (?,?,?,?)", row)
-        connection.executemany(
-            "INSERT INTO chunks (trace, resource, scope, spans, trunks, span_ids, parent_ids, content) "
-            "VALUES (?,?,?,?,?,?,?,?)",
-            list_chunks(),
-        )
-        connection.executemany(
-            "INSERT INTO traces VALUES (?,?,?,2,1)",
-            (
-                (number + 1, (number + 1).to_bytes(16, "big"), number)
-                for number in range(len(ttfts_us))
-            ),
-        )
-        connection.executemany(
-            "INSERT INTO requests (trace, number, request_id, start_ns, model, roles, ttft_us, error, "
-            "pending) VALUES (?,0,?,?,'tiny','mono',?,?,0)",
-            (
-                (
-                    number + 1,
-                    f"r{number}",
-                    BEGIN_S * 10**9 + number * every_us * 1000,
-                    us,
-                    get_error(number),
-                )
-                for number, us in enumerate(ttfts_us)
-            ),
-        )
+            insert("shared", number, bytes([number]) * 16, pack(shared), len(ttfts_us))
+        for number, us in enumerate(ttfts_us):
+            start_ns = BEGIN_S * 10**9 + number * every_us * 1000
+            error = "timeout" if error_every and (number + 1) % error_every == 0 else ""
+            (chunk,) = chunk_spans(make_spans(number, start_ns, us, trace_state, error))
+            ids = chunk.span_ids, chunk.parent_ids, chunk.content
+            insert(CHUNK_COLUMNS, number + 1, 1, 2, 2, 1, *ids)
+            insert("traces", number + 1, (number + 1).to_bytes(16, "big"), number, 2, 1)
+            values = number + 1, 0, f"r{number}", start_ns, "tiny", "mono", us, error, 0
+            insert(REQUEST_COLUMNS, *values)
         connection.execute("COMMIT")
     return path
+
+
+def make_spans(
+    number: int, start_ns: int, us: int, trace_state: str, error: str
+) -> list[StoredSpan]:
+    """A server's span, and the `ttft` one below it."""
+    trace_id, end_ns = f"{number + 1:032x}", start_ns + us * 1000
+    server_id, trunk_id = (f"{2 * number + each:016x}" for each in (2, 1))
+    attributes: dict[str, Any] = {
+        keys.ROLE: "mono",
+        keys.OUTERMOST: True,
+        keys.TOTAL_US: us,
+        keys.UNATTRIBUTED_US: 0,
+        "ttft.prefill.compute_us": us,
+        keys.MODEL: "tiny",
+        keys.REQUEST_ID: f"r{number}",
+        keys.INPUT_TOKENS: 500,
+        keys.ERROR_TYPE: error,
+    }
+    shared: dict[str, Any] = {
+        "scope": span_names.SCOPE,
+        "resource": RESOURCE,
+        "trace_state": trace_state,
+    }
+    trunk = (trace_id, trunk_id, server_id, "ttft", 1, start_ns, end_ns)
+    server = (trace_id, server_id, "", "POST /v1/completions", 2, start_ns, end_ns + 10**9)
+    return [StoredSpan(*trunk, attributes=attributes, **shared), StoredSpan(*server, **shared)]
 
 
 EXPLAIN, DIFF = StoreCommand("explain"), StoreCommand("diff")

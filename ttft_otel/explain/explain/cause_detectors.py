@@ -257,9 +257,6 @@ def _find_engine_stops(case: LateCase) -> tuple[numpy.ndarray, numpy.ndarray, nu
     )
     typical = table.find_quantile(waits, 0.9)
     waits = numpy.where(waits > max(PAUSE_RATIO * typical, MIN_PAUSE_US), waits, 0.0)
-    # The wait ends when the engine takes it; without a queue reason's place in time, its end is that.
-    in_queue = waits > beyond
-    ends, lengths = numpy.where(in_queue, taken, done), numpy.where(in_queue, waits, beyond)
     # A process that does not run takes nothing in: what is on its way to it arrives at the end.
     ipc = table.sum_words("ipc")
     normal = table.find_quantile(ipc)
@@ -268,17 +265,23 @@ def _find_engine_stops(case: LateCase) -> tuple[numpy.ndarray, numpy.ndarray, nu
         taken
         - table.sum_words("prefill.queue", "encoder.queue", "kv.transfer", "ec.transfer") / 1e6
     )
-    is_longer = on_way > lengths
-    ends, lengths = numpy.where(is_longer, given, ends), numpy.where(is_longer, on_way, lengths)
-    return ends, lengths, numpy.array([taken, done])
+    # The wait ends when the engine takes it; without a queue reason's place in time, its end is that.
+    stops = [(done, beyond), (taken, waits), (given, on_way)]
+    return *_take_longest(stops), numpy.array([taken, done])
+
+
+def _take_longest(stops: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
+    """Of several ends and lengths of each request those of the longest stop, the first of equal ones."""
+    ends, lengths = (numpy.stack(each) for each in zip(*stops, strict=True))
+    chosen = lengths.argmax(0), numpy.arange(lengths.shape[1])
+    return ends[chosen], lengths[chosen]
 
 
 def _find_api_stops(case: LateCase) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
     """The same of stages in the API process, and of hops, which end when it accepts."""
     table = case.table
-    ends, lengths = numpy.zeros(len(table)), numpy.zeros(len(table))
     place = table.start + table.sum_words(HOLD, RETRY, *ROUTER_STAGES[:-1]) / 1e6
-    moves = []
+    moves, stops = [], []
     for word in ("router.hop", *API_STAGES):
         us = table.sum_words(word)
         usual = table.find_quantile(us)
@@ -286,12 +289,10 @@ def _find_api_stops(case: LateCase) -> tuple[numpy.ndarray, numpy.ndarray, numpy
         is_after = word in ("output", "egress")
         done = table.ttft - table.sum_words("router.egress")
         place = table.start + done / 1e6 if is_after else place + us / 1e6
-        larger = beyond > lengths
-        ends = numpy.where(larger, place, ends)
-        lengths = numpy.where(larger, beyond, lengths)
+        stops.append((place, beyond))
         if word in GIVEN_AFTER:
             moves.append(place)
-    return ends, lengths, numpy.array(moves)
+    return *_take_longest(stops), numpy.array(moves)
 
 
 def _cluster_stops(
