@@ -80,7 +80,7 @@ def test_autotune(database: Path) -> None:
     reported = WHATIF.read_json(database, "--autotune", "ttft_p95=120", "--rate", "1.1x")
     plan = reported["autotune"]
     assert plan["held"] >= 0.9 * plan["replays"] and reported["change"]["rate"] == 1.1
-    assert reported["ttft"]["p95"]["predicted_ms"] <= 120 and plan["flags"]
+    assert reported["ttft"]["p95"]["predicted_ms"] <= 120
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,6 @@ def find_token_times(
     return numpy.quantile(times, (0.5, 0.95, 0.99))
 
 
-@functools.cache
 def learn(
     arrivals: tuple[Arrival, ...] = BUSY,
     limits: EngineLimits = SMALL,
@@ -137,6 +136,16 @@ def learn(
     devices: tuple[Device, ...] = (LINEAR,),
 ) -> Fleet:
     """What is learned of the window that record() has; several tests ask it for changes."""
+    return _learn(arrivals, limits, tells_answers, devices)
+
+
+@functools.cache
+def _learn(
+    arrivals: tuple[Arrival, ...],
+    limits: EngineLimits,
+    tells_answers: bool,
+    devices: tuple[Device, ...],
+) -> Fleet:
     recording = record(arrivals, limits, tells_answers=tells_answers, devices=devices)
     return what_if.learn_fleet(recording, PlannedChange())
 

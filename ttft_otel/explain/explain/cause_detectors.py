@@ -281,7 +281,8 @@ def _find_api_stops(case: LateCase) -> tuple[numpy.ndarray, numpy.ndarray, numpy
     """The same of stages in the API process, and of hops, which end when it accepts."""
     table = case.table
     place = table.start + table.sum_words(HOLD, RETRY, *ROUTER_STAGES[:-1]) / 1e6
-    moves, stops = [], []
+    moves: list[Floats] = []
+    stops: list[tuple[Floats, Floats]] = []
     for word in ("router.hop", *API_STAGES):
         us = table.sum_words(word)
         usual = table.find_quantile(us)

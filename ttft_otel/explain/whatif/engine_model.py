@@ -117,7 +117,7 @@ class KvMemory:
     Not modelled: blocks that several requests share; cached tokens count for each of them.
 
     free: blocks that nobody has. running: requests in the order of their admission; of all but an incomplete
-    one a token is computed in each step. preemptions: so far.
+    one a token is computed in each step.
     """
 
     def __init__(self, limits: EngineLimits) -> None:
@@ -126,7 +126,6 @@ class KvMemory:
         # One of vLLM's blocks is a placeholder, which is given to nobody.
         self.free = max(limits.kv_tokens // self.block_tokens - 1, 0) if is_known else UNLIMITED
         self.running: list[QueuedPrompt] = []
-        self.preemptions = 0
         self._starts = [0] * self.block_tokens  # decoding requests, by the steps that need a block
 
     def has_room(self, prompt: QueuedPrompt) -> bool:
@@ -184,7 +183,6 @@ class KvMemory:
             is_decoding = prompt.ticket >= 0
             needed = self._count_needed(prompt, number) if is_decoding else chunk
             while needed > self.free and prompt.is_running:
-                self.preemptions += 1
                 # Those that have their blocks for this step come before it; some others have taken
                 # their last step, and leave when it ends.
                 last = next(
@@ -420,34 +418,28 @@ class EngineModel:
                 self._release(prompt, step.number, now)
         # To the nearest step: an answer's end is seen a little later than its last step.
         while self._timed and self._timed[0][0] <= now + self._shortest // 2:
-            self._end_timed(heapq.heappop(self._timed)[2], step.number, now)
+            prompt = heapq.heappop(self._timed)[2]
+            if prompt.ticket >= 0:
+                self._end_decoding(prompt)
+            self._release(prompt, step.number, now)
         self._host_free = max(self._host_free, now + gap)
         self._look_at(self._host_free)
 
-    def _end_timed(self, prompt: QueuedPrompt, number: int, now: int) -> None:
-        """The recorded time of an answer of unknown length is over, whatever its request is doing."""
-        if not prompt.is_running:
-            self.waiting.remove(prompt)
-            prompt.decode_steps = prompt.again - 1
-            prompt.last_token = now
-            if prompt.left is not None:
-                prompt.left(now)
-            return
-        if prompt.ticket >= 0:
-            self._end_decoding(prompt)
-        self._release(prompt, number, now)
-
     def _release(self, prompt: QueuedPrompt, number: int, now: int) -> None:
+        """Its answer has ended; one of unknown length ends whatever its request is doing."""
         decoded = number - prompt.first_step if prompt.ticket >= 0 else -1
-        if prompt is self._incomplete:
-            self._incomplete = None
-        self.memory.release(prompt, number)
+        if prompt.is_running:
+            if prompt is self._incomplete:
+                self._incomplete = None
+            self.memory.release(prompt, number)
+            self.running -= 1
+            self.kv_tokens -= prompt.context + prompt.computed + max(decoded, 0)
+        else:
+            self.waiting.remove(prompt)
         prompt.decode_steps = prompt.again + decoded
         prompt.ticket = -1
         prompt.is_running = False
         prompt.last_token = now
-        self.running -= 1
-        self.kv_tokens -= prompt.context + prompt.computed + max(decoded, 0)
         if prompt.left is not None:
             prompt.left(now)
 

@@ -175,15 +175,12 @@ class RequestTable:
             above, total, out=numpy.zeros_like(above), where=numpy.abs(total) > 1e-9
         )
         values = above / size
-        own = float(numpy.where(valid[0], y_in[0], 0.0).sum() / size[0])
-        return Contrast(
-            float(values[0]),
-            *map(float, find_interval(values[1:], LEVEL)),
-            float(shares[0]),
-            *map(float, find_interval(shares[1:], LEVEL)),
-            blocks=int((gather(sides[0] & (outcome > 0), one).sum(1) > 0).sum()),
-            others=own - float(values[0]),
-        )
+        carried = (gather(sides[0] & (outcome > 0), one).sum(1) > 0).sum()
+        own = numpy.where(valid[0], y_in[0], 0.0).sum() / size[0]
+        found = (values[0], *find_interval(values[1:], LEVEL))
+        parts = (shares[0], *find_interval(shares[1:], LEVEL))
+        numbers = [float(each) for each in (*found, *parts)]
+        return Contrast(*numbers, int(carried), float(own) - numbers[0])
 
     def find_quantile(self, values: Floats, share: float = 0.5, among: Mask | None = None) -> float:
         """A quantile of a column, by default its median; among: the requests that count."""
