@@ -88,10 +88,6 @@ def test_autotune(database: Path) -> None:
     [
         (["--rate", "4x"], "more requests arrive than are served"),
         (["--rate", "fast"], "'fast' is not a factor"),
-        (["--instances", "2"], "write +1"),
-        (["--instances", "+99999999999"], "up to +1000"),
-        (["--encoders", "+1" + "0" * 5000], "up to +1000"),
-        (["--cache-hit", "20"], "write +20%"),
         (["--autotune", "p99=500"], "write ttft_p99=500,tpot_p99=50"),
         (["--autotune", "ttft_p99=500", "--instances", "+1"], "leave them out"),
         (["--since", "1999-01-01..1999-01-02"], "50 are needed"),

@@ -133,7 +133,7 @@ class WindowPair:
         ]
         for word, read in SHARED_BY.items():
             before, now = (count_values(side, read) for side in self.sides)
-            named = sorted({*before, *now} - {""}, key=lambda name: -now.get(name, 0.0))
+            named = sorted({*before, *now} - {""}, key=lambda name: (-now.get(name, 0.0), name))
             found += [
                 WindowFigure(
                     f"{word} {name}",
