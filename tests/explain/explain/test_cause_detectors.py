@@ -114,14 +114,18 @@ def _run_engine(prompts: list[Prompt], instance: int, site: Site, chance: Chance
         us = (3500 + 35 * tokens**0.97 + 22 * len(running)) * site.speeds[instance]
         us = us * chance.lognormal(0, 0.04)
         count = 1
-        if not (waiting or begun):  # steps that only decode, until one leaves or comes
-            count = min(each.answer for each in running)
-            if coming:
-                count = min(count, max(1, -(-(coming[0].at - now) // int(us))))
+        stops = [
+            (start, start + length) for place, start, length in site.pauses if place == instance
+        ]
+        if not (waiting or begun or any(start <= now <= end for start, end in stops)):
+            # Steps that only decode, until one leaves or comes, or the process stops.
+            until = [each.at for each in coming[:1]] + [start for start, _ in stops if start > now]
+            most = min(until, default=now + 10**9) - now
+            count = min(max(1, -(-most // int(us))), *(each.answer for each in running))
             us *= count
         for place, start, length in site.pauses:
             if place == instance and now <= start + length and now + us > start:
-                us = max(start + length, now) - now + us
+                us += start + length - max(now, start)
         end = now + int(us)
         for each in waiting:
             each.waits[reason] = each.waits.get(reason, 0) + end - now
