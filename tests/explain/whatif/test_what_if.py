@@ -143,8 +143,9 @@ def test_second_instance() -> None:
 
 def test_policies() -> None:
     """The router's own policies: by load, two instances serve better than by turns; none is refused."""
+    fleet = learn(draw_arrivals(13, 400, 40_000, (5, 25)))
     by_turns, by_load, by_ttft = (
-        ask(learn(), PlannedChange(instances=1, policy=policy, rate=1.8))[1]
+        ask(fleet, PlannedChange(instances=1, policy=policy, rate=1.8), 4)[1]
         for policy in ("round_robin", "least_requests", "ttft")
     )
 

@@ -67,7 +67,7 @@ REFUSALS: dict[str, tuple[Callable[[Recording], Recording], PlannedChange, str]]
         "prefill and a decode instance",
     ),
     "saturated": (keep, PlannedChange(rate=4), "more requests arrive than are served"),
-    "far": (keep, PlannedChange(max_num_seqs=64, rate=3.0), "too far|more requests arrive"),
+    "far": (keep, PlannedChange(max_num_seqs=64, rate=5.0), "too far|more requests arrive"),
     "memory": (
         lambda w: replace(
             w, settings={"chat-1": {**w.settings["chat-1"], keys.ENGINE_KV_TOKENS: 900}}
