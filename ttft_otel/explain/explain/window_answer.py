@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
 from ttft_otel.explain.diff import difference_text
 from ttft_otel.explain.diff.change_cause import compare_sides
@@ -167,8 +167,8 @@ def _plan_trial(recording: Recording, flag: str, factor: float) -> tuple[str, Pl
         )
     if flag == CACHE_MEMORY:
         return f"{factor:g} times the {flag}", PlannedChange(kv_cache=factor)
-    value = round(recorded * factor)
-    return f"{flag} {value}", replace(PlannedChange(), **{field: value})
+    fields: dict[str, Any] = {field: round(recorded * factor)}
+    return f"{flag} {fields[field]}", PlannedChange(**fields)
 
 
 def _choose_stretch(explanation: Explanation, wanted: RequestFilter) -> RequestFilter:

@@ -179,8 +179,10 @@ class RequestTable:
         own = numpy.where(valid[0], y_in[0], 0.0).sum() / size[0]
         found = (values[0], *find_interval(values[1:], LEVEL))
         parts = (shares[0], *find_interval(shares[1:], LEVEL))
-        numbers = [float(each) for each in (*found, *parts)]
-        return Contrast(*numbers, int(carried), float(own) - numbers[0])
+        value, low, high, share, share_low, share_high = (float(each) for each in (*found, *parts))
+        return Contrast(
+            value, low, high, share, share_low, share_high, int(carried), float(own) - value
+        )
 
     def find_quantile(self, values: Floats, share: float = 0.5, among: Mask | None = None) -> float:
         """A quantile of a column, by default its median; among: the requests that count."""
