@@ -122,9 +122,9 @@ class Fleet:
         )
         return counts
 
-    async def wait_for_count(self, *names: str) -> None:
-        """Wait until one of these was counted."""
-        await wait_until(lambda: any(self.get_counts().get(name) for name in names))
+    async def wait_for_count(self, name: str, least: int = 1) -> None:
+        """Wait until this was counted so often."""
+        await wait_until(lambda: self.get_counts().get(name, 0) >= least)
 
     async def check_honest(self) -> None:
         """The honest instance's blocks are known, also those that it stores from now on."""
@@ -197,9 +197,10 @@ async def test_malformed(tmp_path: Path) -> None:
     async with run_fleet(tmp_path) as fleet:
         for number, payload in enumerate(MALFORMED):
             await fleet.hostile.send_payload(number, payload)
+            await fleet.wait_for_count("malformed", least=number + 1)
         # A message of very many frames is one malformed message, too.
         await fleet.hostile.send_frames(b"kv", *[b""] * 20_000)
-        await wait_until(lambda: fleet.get_counts().get("malformed") == len(MALFORMED) + 1)
+        await fleet.wait_for_count("malformed", least=len(MALFORMED) + 1)
         await fleet.hostile.send_payload(len(MALFORMED), encode_event())
         await fleet.wait_for_count("stored")
         await fleet.check_honest()

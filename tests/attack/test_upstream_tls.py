@@ -163,7 +163,6 @@ async def test_a_new_authority(
     async with fake_instances.run_router([f"https://127.0.0.1:{port}"], tls=tls) as router:
         async with run_encrypted(right, port=port):
             assert await post(router) == 200
-            assert (await router.get_json("/readyz"))[0] == 200
             assert (await router.get_json("/v1/models"))[2]["data"][0]["id"] == "tiny"
         async with run_encrypted(renewed, port=port):
             assert await post(router) == 502
