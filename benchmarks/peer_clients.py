@@ -2,6 +2,9 @@
 """Compare load generators against a server whose times are known: ours, vllm bench serve, guidellm, AIPerf.
 
     python -m benchmarks.peer_clients --tokenizer MODEL_FOLDER [--rounds 2] [--json FILE]
+    python -m benchmarks.peer_clients --tokenizer MODEL_FOLDER --upstream URL --rate 2 --rates
+
+With --upstream a real vLLM answers, its model named `tiny`; the notes are of a process that passes it on.
 
 Each round plays all of them in turn, the order reversed every other time, at a constant rate: how far are the
 mean and the percentiles of TTFT and time per token from the server's notes of the same requests, and what
@@ -32,7 +35,6 @@ from lab.tiny_models import get_cache_root
 from lab.uv_command import find_uv
 
 SHORT, LONG = 25, 200  # requests of the two runs whose difference is the cost of a request
-ACCURACY_RATE = 25.0
 OUTPUT_TOKENS = 8
 INPUT_TOKENS = 32
 RATES = (100, 400)
@@ -135,11 +137,13 @@ def run_aiperf(load: Load, folder: Path) -> Reading:
         "request-count": load.requests,
         "synthetic-input-tokens-mean": INPUT_TOKENS,
         "output-tokens-mean": OUTPUT_TOKENS,
+        "extra-inputs": "ignore_eos:true",
         "output-artifact-dir": folder,
         "ui": "none",
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    run_command([find_peer("aiperf"), "profile", "--streaming", *words], folder)
+    switches = ["--streaming", "--use-server-token-count"]
+    run_command([find_peer("aiperf"), "profile", *switches, *words], folder)
     (file,) = folder.rglob("profile_export.jsonl")
     found = [json.loads(line)["metrics"] for line in file.read_text("utf-8").splitlines()]
     names = ("time_to_first_token", "inter_token_latency")
@@ -178,9 +182,9 @@ def run_command(words: Sequence[str], folder: Path, good: Sequence[int] = (0,)) 
 
 
 @contextmanager
-def start_truth_server() -> Iterator[str]:
-    """A server process; its URL."""
-    words = [sys.executable, "-m", "benchmarks.truth_server"]
+def start_truth_server(upstream: str | None) -> Iterator[str]:
+    """A server process; its URL. upstream: that of the real server whose answers it passes on."""
+    words = [sys.executable, "-m", "benchmarks.truth_server", *([upstream] if upstream else [])]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout
@@ -229,22 +233,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--clients", nargs="*", default=list(CLIENTS), choices=list(CLIENTS))
     parser.add_argument("--rates", nargs="*", type=float, default=RATES)
+    parser.add_argument("--upstream", help="URL of a real server")
+    parser.add_argument("--rate", type=float, default=25.0, help="of the rounds")
+    parser.add_argument("--requests", type=int, default=LONG, help="of a round")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found: dict[str, Any] = {
         name: {"start_cpu_s": 0.0, "rounds": [], "rates": {}} for name in options.clients
     }
-    with start_truth_server() as url:
-        load = Load(url, str(Path(options.tokenizer).resolve()), ACCURACY_RATE, SHORT)
-        for name in options.clients:
+    with start_truth_server(options.upstream) as url:
+        load = Load(url, str(Path(options.tokenizer).resolve()), options.rate, SHORT)
+        for name in options.clients if not options.upstream else ():
             _, _, found[name]["start_cpu_s"] = play_client(name, load)
-        load = load._replace(requests=LONG)
+        load = load._replace(requests=options.requests)
         for number in range(options.rounds):
             for name in options.clients if number % 2 == 0 else reversed(options.clients):
                 reading, notes, long_s = play_client(name, load)
                 short_s = found[name]["start_cpu_s"]
                 row = measure_errors(reading, notes)
-                row["cpu_ms"] = 1000 * (long_s - short_s) / (LONG - SHORT)
+                if short_s:
+                    row["cpu_ms"] = 1000 * (long_s - short_s) / (load.requests - SHORT)
                 found[name]["rounds"].append({key: round(value, 3) for key, value in row.items()})
                 save_result(found, options.json)
         for rate in options.rates:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fake vLLM whose times are known: benchmarks/peer_clients.py starts it, and reads its notes at GET /notes.
+"""A server whose times are known: benchmarks/peer_clients.py starts it, and reads its notes at GET /notes.
 
-A request came when the kernel got its last byte; a token was sent at the time right before the write. Answers
-have as many tokens as asked for, first tokens come after 20 to 100 ms in turn, later ones every 10 ms.
+A request came when the kernel got its last byte; a token was sent at the time right before the write. Without
+an argument it is a fake vLLM: answers have as many tokens as asked for, first tokens come after 20 to 100 ms
+in turn, later ones every 10 ms. With the URL of a real one the answers are those of that server, passed on as
+they come: what is noted is still when this process got a request and wrote a token.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import socket
 import sys
 from time import monotonic_ns
 from typing import Any
+from urllib.parse import urlsplit
 
 from ttft_otel.bench.http_exchange import TimestampedSocket, keep_timestamps_enabled, sleep_until
 
@@ -44,7 +47,11 @@ async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamW
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
             lengths = [each[15:] for each in head if each.lower().startswith("content-length:")]
             body = await reader.readexactly(int(lengths[0]) if lengths else 0)
-            await answer_request(writer, head[0], json.loads(body or b"{}"), sock.last_byte_ns)
+            came_ns = sock.last_byte_ns
+            if len(sys.argv) > 1 and not head[0].startswith("GET /notes"):
+                await pass_on(writer, head, body, came_ns)
+            else:
+                await answer_request(writer, head[0], json.loads(body or b"{}"), came_ns)
     except (asyncio.IncompleteReadError, ConnectionError):
         pass
     finally:
@@ -91,6 +98,36 @@ async def stream_answer(
     usage = {"prompt_tokens": 8, "completion_tokens": count, "total_tokens": count + 8}
     end = encode_event({**kind, "choices": [], "usage": usage})
     writer.write(end + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def pass_on(writer: asyncio.StreamWriter, head: list[str], body: bytes, came_ns: int) -> None:
+    """Have the real server answer one request, and note a streamed one."""
+    upstream = urlsplit(sys.argv[1])
+    reader, upstream_writer = await asyncio.open_connection(upstream.hostname, upstream.port)
+    # One request for each connection to the server: its end is that of the answer.
+    lines = [line for line in head if line and not line.lower().startswith("connection:")]
+    upstream_writer.write("\r\n".join([*lines, "connection: close", "", ""]).encode() + body)
+    note: dict[str, Any] = {"came": came_ns, "tokens": []}
+    if b'"stream": true' in body or b'"stream":true' in body:
+        notes.append(note)
+    unread = b""
+    try:
+        while data := await reader.read(65536):
+            *complete, unread = (unread + data).split(b"\n")
+            now_ns = monotonic_ns()
+            note["tokens"] += [now_ns for line in complete if has_token(line)]
+            # The client's connection stays open, as the server's would.
+            writer.write(data.replace(b"connection: close\r\n", b""))
+    finally:
+        upstream_writer.close()
+
+
+def has_token(line: bytes) -> bool:
+    """Whether a line of a stream is an event with a token: no role alone, no count of tokens."""
+    if not line.startswith(b"data: {"):
+        return False
+    choices = json.loads(line[6:]).get("choices")
+    return bool(choices) and "role" not in choices[0].get("delta", {})
 
 
 def encode_event(event: Any) -> bytes:
