@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the stack tests: real programs, started once a session on free loopback ports.
+"""Fixtures of the stack tests: real programs, on free loopback ports.
 
-`bench` starts any part for a test of its own; `stack` is the shared one, so tests that use it tell their
-data apart by service name.
+`bench` starts any part for a test of its own; `filled` is a stack for three files (file_schedule.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,19 +18,11 @@ from lab.stack import binaries as found
 from lab.stack import grafana_server as dashboards
 from lab.stack.binaries import StackBinaries
 from lab.stack.go_builds import GoBuildError, GoMissingError
-from lab.stack.stack_parts import StackAddresses
 from tests.build_progress import make_announcer
 from tests.stack import other_programs
 from tests.stack.filled_stack import FilledStack, filled_stack
 from tests.stack.known_requests import build_known_requests
-from tests.stack.running_stack import (
-    RunningCollector,
-    RunningGrafana,
-    RunningPrometheus,
-    RunningStack,
-    RunningTempo,
-    StackStarter,
-)
+from tests.stack.running_stack import StackStarter
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -73,41 +64,6 @@ def bench(
 
 
 @pytest.fixture(scope="session")
-def addresses() -> StackAddresses:
-    """The ports of the shared stack."""
-    return StackAddresses.choose_free()
-
-
-@pytest.fixture(scope="session")
-def tempo(bench: StackStarter, addresses: StackAddresses) -> RunningTempo:
-    """The shared Tempo."""
-    return bench.start_tempo(addresses)
-
-
-@pytest.fixture(scope="session")
-def prometheus(bench: StackStarter, addresses: StackAddresses) -> RunningPrometheus:
-    """The shared Prometheus, with our rules."""
-    return bench.start_prometheus(addresses)
-
-
-@pytest.fixture(scope="session")
-def stack(
-    bench: StackStarter,
-    addresses: StackAddresses,
-    prometheus: RunningPrometheus,
-    tempo: RunningTempo,
-) -> RunningStack:
-    """Tempo, Prometheus and a collector with collector/config.yaml in front of them; one per session."""
-    return RunningStack(bench.start_collector(addresses=addresses), tempo, prometheus, addresses)
-
-
-@pytest.fixture(scope="session")
-def collector(bench: StackStarter) -> Callable[..., RunningCollector]:
-    """Start a collector: `collector(config, ..., env={...})`; use it in a `with` block, or stop it."""
-    return bench.start_collector
-
-
-@pytest.fixture(scope="session")
 def grafana_home() -> Path | None:
     """An unpacked Grafana; None when GRAFANA_URL names a running one. Skips where neither exists."""
     if os.environ.get("GRAFANA_URL"):
@@ -116,12 +72,6 @@ def grafana_home() -> Path | None:
     if home is None:
         pytest.skip(f"no Grafana here; {dashboards.GRAFANA_REMEDY}")
     return home
-
-
-@pytest.fixture(scope="session")
-def grafana(bench: StackStarter, stack: RunningStack, grafana_home: Path | None) -> RunningGrafana:
-    """A Grafana on the shared stack."""
-    return bench.start_grafana(grafana_home, stack.addresses)
 
 
 @pytest.fixture(scope="session")

@@ -122,9 +122,9 @@ def send_sampled(bench: StackStarter, stack: RunningStack, rows: list[KnownReque
         stack_parts.COLLECTOR_CONFIG, stack_parts.SAMPLING_CONFIG, env=env
     )
     halves = [
-        msgspec.structs.replace(reported.record, ttft=None, trace_id=f"{row.number + 1:032x}")
+        msgspec.structs.replace(record, ttft=None, trace_id=f"{row.number + 1:032x}")
         for row in rows
-        for reported in build_known_records(row, time.time_ns())
+        for record, _ in build_known_records(row, time.time_ns())
     ]
     resource = Resource({"service.name": "sampled"})
     export_spans(

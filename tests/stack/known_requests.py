@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Final
@@ -294,12 +295,7 @@ def _drop_stage(lengths: Mapping[str, int], name: str) -> dict[str, int]:
 # Rows -> Records -> spans.
 
 
-@dataclass(frozen=True, slots=True)
-class SourcedRecord:
-    """A Record and which process tells it."""
-
-    record: Record
-    instance: str
+SourcedRecord = tuple[Record, str]  # and the instance that tells it
 
 
 def build_known_records(row: KnownRequest, end_ns: int) -> list[SourcedRecord]:
@@ -310,7 +306,7 @@ def build_known_records(row: KnownRequest, end_ns: int) -> list[SourcedRecord]:
     if not row.routed:
         return [_build_server_record(row, row.legs[0], draw, start_ns, response_us, "")]
     calls: list[Call] = []
-    sourced_records: list[SourcedRecord] = []
+    found: list[SourcedRecord] = []
     at = sum(row.own.get(f"router.{name}", 0) for name in ("receive", "route", "retry"))
     if lost := row.own.get("router.retry", 0):
         gone = Call(
@@ -329,26 +325,19 @@ def build_known_records(row: KnownRequest, end_ns: int) -> list[SourcedRecord]:
             )  # fmt: skip
             calls.append(call)
             begin = start_ns + (at + each.hop // 2) * 1000
-            sourced_records.append(
-                _build_server_record(
-                    row, each, draw, begin, response_us if last else 100, call.span_id
-                )
-            )
+            after_us = response_us if last else 100
+            found.append(_build_server_record(row, each, draw, begin, after_us, call.span_id))
         at += leg.hop + leg.ttft
-    sourced_records.append(
-        SourcedRecord(
-            _build_router_record(row, draw, start_ns, response_us, tuple(calls)), row.instance
-        )
-    )
-    return sourced_records
+    router = _build_router_record(row, draw, start_ns, response_us, tuple(calls))
+    return [*found, (router, row.instance)]
 
 
 def list_known_records(rows: Iterable[KnownRequest], end_ns: int | None = None) -> list[Record]:
     """The Records of these rows, their responses over at `end_ns`, or now."""
     return [
-        sourced.record
+        record
         for row in rows
-        for sourced in build_known_records(row, time.time_ns() if end_ns is None else end_ns)
+        for record, _ in build_known_records(row, time.time_ns() if end_ns is None else end_ns)
     ]
 
 
@@ -357,23 +346,25 @@ def _get_server_attributes(leg: KnownLeg) -> Attributes:
     return {keys.HTTP_METHOD: "POST", keys.SERVER_ADDRESS: host, keys.SERVER_PORT: int(port)}
 
 
-def sum_reasons_us(rows: Iterable[KnownRequest]) -> dict[str, int]:
-    """Microseconds in queues of all servers by reason; of spare encoders and lone ones, too."""
-    sums: dict[str, int] = {}
+def list_queues_us(rows: Iterable[KnownRequest]) -> Iterator[int]:
+    """Microseconds of each queue of all servers; of spare encoders and lone ones, too."""
     for leg in (leg for row in rows for leg in (*row.legs, *row.spare)):
-        for stage in QUEUE_STAGES:
-            us = leg.lengths.get(stage, 0)
-            sums[get_reason(us)] = sums.get(get_reason(us), 0) + us
+        yield from (leg.lengths.get(stage, 0) for stage in QUEUE_STAGES)
+
+
+def sum_reasons_us(rows: Iterable[KnownRequest]) -> dict[str, int]:
+    """Microseconds in queues by reason."""
+    sums: Counter[str] = Counter()
+    for us in list_queues_us(rows):
+        sums[get_reason(us)] += us
     return sums
 
 
 def sum_held_us(rows: Iterable[KnownRequest]) -> dict[str, int]:
-    """Microseconds in queues of all servers by the work that held them, as of reasons."""
-    sums: dict[str, int] = {}
-    for leg in (leg for row in rows for leg in (*row.legs, *row.spare)):
-        for stage in QUEUE_STAGES:
-            for kind, us in divide_by_work(leg.lengths.get(stage, 0)).items():
-                sums[kind] = sums.get(kind, 0) + us
+    """Microseconds in queues by the work that held them."""
+    sums: Counter[str] = Counter()
+    for us in list_queues_us(rows):
+        sums.update(divide_by_work(us))
     return sums
 
 
@@ -429,10 +420,9 @@ def _build_server_record(
         error=error,
         died="prefill.queue" if error else "",
     )
-    return SourcedRecord(
-        _build_record(row, draw, leg.role, not row.routed, ttft, start_ns, response_us, parent),
-        leg.instance,
-    )
+    is_outermost = not row.routed
+    record = _build_record(row, draw, leg.role, is_outermost, ttft, start_ns, response_us, parent)
+    return record, leg.instance
 
 
 def _build_router_record(
@@ -529,12 +519,12 @@ def build_known_spans(rows: Iterable[KnownRequest], end_ns: int) -> list[Readabl
     resources: dict[tuple[str, str], Resource] = {}
     found: list[ReadableSpan] = []
     for row in rows:
-        for reported in build_known_records(row, end_ns):
-            key = (reported.record.service, reported.instance)
+        for record, instance in build_known_records(row, end_ns):
+            key = (record.service, instance)
             if key not in resources:
                 own = {"service.name": key[0], "service.instance.id": key[1]}
                 resources[key] = Resource(own)
-            found += exporter.build_spans(reported.record, resources[key])
+            found += exporter.build_spans(record, resources[key])
     return found
 
 

@@ -22,6 +22,7 @@ from lab.stack.stack_parts import StackAddresses
 from ttft_otel.stack import stack_queries
 
 Found = TypeVar("Found")
+Part = TypeVar("Part", bound="StackPart")
 START_TIMEOUT_S = 60.0
 
 
@@ -117,56 +118,49 @@ class RunningCollector(StackPart):
         return stack_parts.format_loopback_url(self.addresses.collector_http)
 
 
-class RunningTempo(StackPart):
-    """Traces. url: its HTTP API. env: variables that a collector needs to find it."""
+class RunningBackend(StackPart):
+    """What has an HTTP API at `url`."""
 
     def __init__(self, command: ServerCommand, addresses: StackAddresses, folder: Path) -> None:
         super().__init__(command, addresses, folder)
-        self.url = stack_parts.format_loopback_url(addresses.tempo)
-        known = addresses.build_env()
-        self.env = {name: known[name] for name in ("TTFT_TEMPO_OTLP", "TTFT_TEMPO_URL")}
+        self.url = stack_parts.format_loopback_url(command.port)
 
-    def search_traces(self, query: str, **more: Any) -> list[dict[str, Any]]:
+    @property
+    def env(self) -> dict[str, str]:
+        """Variables that a collector needs to find Tempo or Prometheus."""
+        names = {"tempo": ("TTFT_TEMPO_OTLP", "TTFT_TEMPO_URL")}
+        known = self.addresses.build_env()
+        return {
+            name: known[name] for name in names.get(self.command.name, ("TTFT_PROMETHEUS_URL",))
+        }
+
+
+class RunningTempo(RunningBackend):
+    """Traces."""
+
+    def search_traces(self, query: str) -> list[dict[str, Any]]:
         """Traces that a TraceQL query finds."""
-        return stack_queries.search_traces(self.url, query, **more)
+        return stack_queries.search_traces(self.url, query)
 
     def fetch_trace(self, trace_id: str) -> list[dict[str, Any]]:
         """All spans of a trace, OTLP JSON; none while Tempo does not know it."""
         return backend_queries.fetch_trace_spans(self.url, trace_id)
 
 
-class RunningPrometheus(StackPart):
-    """Metrics; `env` tells a collector where it is."""
+class RunningPrometheus(RunningBackend):
+    """Metrics."""
 
-    @property
-    def url(self) -> str:
-        """Its HTTP API."""
-        return stack_parts.format_loopback_url(self.addresses.prometheus)
+    def query_vector(self, query: str) -> list[dict[str, Any]]:
+        """The vector of an instant query, now."""
+        return backend_queries.query_instant(self.url, query)
 
-    @property
-    def env(self) -> dict[str, str]:
-        """Variables that a collector needs to find it."""
-        return {"TTFT_PROMETHEUS_URL": self.url}
-
-    def query_vector(self, query: str, at: float | None = None) -> list[dict[str, Any]]:
-        """The vector of an instant query."""
-        return backend_queries.query_instant(self.url, query, at)
-
-    def query_number(self, query: str, at: float | None = None) -> float | None:
+    def query_number(self, query: str) -> float | None:
         """The sum of an instant query's values; None when it finds no series."""
-        return backend_queries.sum_instant_query(self.url, query, at)
-
-    def query_exemplars(self, query: str, start: float, end: float) -> list[dict[str, Any]]:
-        """Exemplars of a metric between two Unix times."""
-        return stack_queries.query_exemplars(self.url, query, start, end)
+        return backend_queries.sum_instant_query(self.url, query)
 
 
-class RunningGrafana(StackPart):
+class RunningGrafana(RunningBackend):
     """Dashboards, with our provisioning files; a browser goes to `url`."""
-
-    def __init__(self, command: ServerCommand, addresses: StackAddresses, folder: Path) -> None:
-        super().__init__(command, addresses, folder)
-        self.url = stack_parts.format_loopback_url(addresses.grafana)
 
     def has_dashboards(self) -> bool:
         """Whether all dashboards of our files can be opened by now."""
@@ -199,54 +193,47 @@ class StackStarter:
         made.mkdir()
         return made
 
+    def start_part(
+        self, kind: type[Part], command: ServerCommand, at: StackAddresses, folder: Path
+    ) -> Part:
+        """Start a part, and wait until its health check answers."""
+        made = kind(command, at, folder)
+        self.started.append(made)
+        made.start()
+        return made
+
     def start_collector(
         self,
         *configs: Path | str,
         env: Mapping[str, str] | None = None,
         addresses: StackAddresses | None = None,
-        wait: bool = True,
     ) -> RunningCollector:
         """A collector that runs; without configs collector/config.yaml, a str is a URI ("yaml:...").
 
         env: most often {**tempo.env, **prometheus.env}; what is not said is a port of nobody.
         """
-        addresses, folder = addresses or StackAddresses.choose_free(), self.make_folder("collector")
+        at, folder = addresses or StackAddresses.choose_free(), self.make_folder("collector")
         chosen = configs or (stack_parts.COLLECTOR_CONFIG,)
         command = stack_parts.build_collector_command(
-            self.binaries.collector, addresses, folder / "queue", chosen, env
+            self.binaries.collector, at, folder / "queue", chosen, env
         )
-        made = RunningCollector(command, addresses, folder)
-        self.started.append(made)
-        made.start(wait)
-        return made
+        return self.start_part(RunningCollector, command, at, folder)
 
     def start_tempo(self, addresses: StackAddresses | None = None) -> RunningTempo:
         """A Tempo that runs; it sends its service graph to the Prometheus of `addresses`."""
-        addresses, folder = addresses or StackAddresses.choose_free(), self.make_folder("tempo")
-        made = RunningTempo(
-            stack_parts.build_tempo_command(self.binaries.tempo, addresses, folder / "data"),
-            addresses,
-            folder,
-        )
-        self.started.append(made)
-        made.start()
-        return made
+        at, folder = addresses or StackAddresses.choose_free(), self.make_folder("tempo")
+        command = stack_parts.build_tempo_command(self.binaries.tempo, at, folder / "data")
+        return self.start_part(RunningTempo, command, at, folder)
 
     def start_prometheus(
         self, addresses: StackAddresses | None = None, config: Path = stack_parts.PROMETHEUS_CONFIG
     ) -> RunningPrometheus:
         """A Prometheus that runs."""
-        addresses, folder = (
-            addresses or StackAddresses.choose_free(),
-            self.make_folder("prometheus"),
-        )
+        at, folder = addresses or StackAddresses.choose_free(), self.make_folder("prometheus")
         command = stack_parts.build_prometheus_command(
-            self.binaries.prometheus, addresses, folder / "data", config
+            self.binaries.prometheus, at, folder / "data", config
         )
-        made = RunningPrometheus(command, addresses, folder)
-        self.started.append(made)
-        made.start()
-        return made
+        return self.start_part(RunningPrometheus, command, at, folder)
 
     def start_stack(
         self, *configs: Path | str, env: Mapping[str, str] | None = None
@@ -265,30 +252,29 @@ class StackStarter:
 
         is_provisioned: wait until it has read our files.
         """
-        made = self._make_grafana(home, addresses)
         if home is None:
+            made = self._make_grafana(Path(), addresses)
             made.url = os.environ["GRAFANA_URL"]
             assert grafana_import.import_dashboards(made.url, addresses), (
                 "GRAFANA_URL names nobody who may change it"
             )
             return made
         try:
-            made.start()
+            (made := self._make_grafana(home, addresses)).start()
         except LocalServerError as error:
             # On a busy machine Grafana has ended so at its first start, over a row in its own new database.
             if "UNIQUE constraint failed: org.id" not in str(error):
                 raise
-            made = self._make_grafana(home, addresses)
-            made.start()
+            (made := self._make_grafana(home, addresses)).start()
         if is_provisioned:
             # Healthy comes first: files are read after it, and once more 30 s later where that failed.
             wait_until(made.has_dashboards, 90)
         return made
 
-    def _make_grafana(self, home: Path | None, addresses: StackAddresses) -> RunningGrafana:
+    def _make_grafana(self, home: Path, addresses: StackAddresses) -> RunningGrafana:
         """A Grafana with a folder of its own, not started yet."""
         folder = self.make_folder("grafana")
-        command = grafana_server.build_grafana_command(home or Path(), addresses, folder)
+        command = grafana_server.build_grafana_command(home, addresses, folder)
         made = RunningGrafana(command, addresses, folder)
         self.started.append(made)
         return made

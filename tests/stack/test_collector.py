@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+import os
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from math import isclose, nan
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,22 +70,6 @@ def front(bench: StackStarter) -> Iterator[CollectorFront]:
         yield CollectorFront(collector, spans, metrics)
     metrics.close()
     spans.stop()
-
-
-@pytest.mark.parametrize("path", [COLLECTOR_CONFIG, TIER1], ids=lambda path: str(path.stem))
-def test_blocks_have_reasons(path: Path) -> None:
-    """Above every component, or the first of a kind in a row, a comment says what it is for."""
-    lines = path.read_text("utf-8").splitlines()
-    bare, last = [], ""
-    for above, line in pairwise(lines):
-        found = re.fullmatch(r"  (\w+)(/[\w.]+)?:", line)
-        if found and found[1] != "pipelines":
-            if not above.strip().startswith("#") and found[1] != last:
-                bare.append(line)
-            last = found[1]
-
-    assert lines[0].startswith("# SPDX") and lines[1].startswith("# ")
-    assert not bare
 
 
 @pytest.fixture(scope="module")
@@ -257,21 +240,6 @@ def test_convention(front: CollectorFront, rows: list[known_requests.KnownReques
         assert buckets == expected
 
 
-def test_recomputed_items(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
-    """Items encoded twice are a counter of the server that did it, though a router is outermost."""
-    wanted = sum(known_requests.KnownTruth(rows).count_recomputed_items().values())
-    metric, job = metric_names.EC_RECOMPUTED, stages.SERVICE_NAMES["prefill_decode"]
-    wait_until(lambda: front.metrics.sum_field(metric, "as_double") >= wanted)
-
-    [(labels, point)] = front.metrics.get_series(metric)
-    assert point.as_double == wanted > 10
-    assert labels.keys() == {"job", "instance", keys.ROLE, keys.MODEL}
-    assert (labels["job"], labels[keys.ROLE]) == (job, "prefill_decode")
-    # The consumer's own ttft span is in no histogram: the router's counts for the request.
-    assert not front.metrics.get_series(metric_names.TTFT_DURATION, job=job)
-    assert not [name for name, _ in front.metrics.points if name.startswith(f"{metric}.")]
-
-
 def test_no_item_encoded_twice_counts_as_0(front: CollectorFront) -> None:
     """The counter is there before it counts; a malformed number of items makes none, and no item."""
     for number, service in ((0, "none-twice"), ("2", "a-text"), (-3, "below-0")):
@@ -288,32 +256,6 @@ def test_no_item_encoded_twice_counts_as_0(front: CollectorFront) -> None:
     assert front.metrics.get_series(metric, job="none-twice")
     assert front.metrics.sum_field(metric, "as_double", job="below-0") == 0
     assert not front.metrics.get_series(metric, job="a-text")
-
-
-@pytest.mark.parametrize(
-    ("metric", "label", "sum_us"),
-    [
-        (metric_names.QUEUE_REASON_DURATION, keys.QUEUE_REASON, known_requests.sum_reasons_us),
-        (metric_names.QUEUE_HELD_DURATION, keys.HELD_BY_KIND, known_requests.sum_held_us),
-    ],
-)
-def test_queues(
-    front: CollectorFront,
-    rows: list[known_requests.KnownRequest],
-    metric: str,
-    label: str,
-    sum_us: Callable[[list[known_requests.KnownRequest]], dict[str, int]],
-) -> None:
-    """Each server's queue counts for its reason and for what held it, though a router is outermost."""
-    wanted = {value: us / 1e6 for value, us in sum_us(rows).items()}
-    whole = sum(known_requests.sum_reasons_us(rows).values()) / 1e6
-    assert sum(wanted.values()) == pytest.approx(whole)
-    wait_until(lambda: front.metrics.sum_field(metric, "sum") >= whole - 1e-6)
-    reported = dict.fromkeys(wanted, 0.0)
-    for labels, point in front.metrics.get_series(metric):
-        reported[labels[label]] += point.sum
-
-    assert reported == pytest.approx(wanted)
 
 
 def test_queue_with_several_reasons(front: CollectorFront) -> None:
@@ -384,15 +326,6 @@ def test_labels(front: CollectorFront, rows: list[known_requests.KnownRequest]) 
     assert ("encode", "10.0.0.11:8001") in legs and (None, None) in legs
 
 
-def test_exemplars(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
-    """Exemplars name spans that are in the backend: the ttft span, or the stage's own."""
-    sent = {(span.trace_id, span.span_id) for span in front.spans.list_spans()}
-    found = front.metrics.list_exemplars()
-
-    assert len(found) > len(rows) / 10
-    assert {(each.trace_id, each.span_id) for each in found} <= sent
-
-
 def test_one_request_counts_once(front: CollectorFront) -> None:
     """Router, encoder and decoder of one request have a ttft span each; one TTFT is counted."""
     row = next(
@@ -420,45 +353,32 @@ def test_callers_cannot_multiply(front: CollectorFront) -> None:
     assert front.metrics.sum_field(metric_names.TTFT_DURATION, job="claims") == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "total"),
-    [
-        ({"ttft.receive_us": "800"}, 300),
-        ({"ttft.receive_us": 800.0}, 300),
-        ({"ttft.receive_us": True}, 300),
-        ({}, 300),
-        ({"ttft.receive_us": -5}, 295),
-        (
-            {
-                "ttft.no.stage_us": 800,
-                "ttft.total_us": "x",
-                "ttft_ms": "9",
-                "ttft_stage_sum_us": 1.5,
-            },
-            300,
-        ),
-    ],
-    ids=str,
+# Of a `ttft` span beside 300 us of its queue -> the sum of its stages.
+ODD_STAGES = (
+    ({"ttft.receive_us": "800"}, 300),
+    ({"ttft.receive_us": 800.0}, 300),
+    ({"ttft.receive_us": True}, 300),
+    ({}, 300),
+    ({"ttft.receive_us": -5}, 295),
+    ({"ttft.no.stage_us": 8, "ttft.total_us": "x", "ttft_ms": "9", "ttft_stage_sum_us": 1.5}, 300),
 )
-def test_malformed_stages(front: CollectorFront, change: dict[str, Any], total: int) -> None:
+
+
+def test_malformed_stages(front: CollectorFront) -> None:
     """A stage that is no integer is left out of the sum, and shows as unattributed; the rest holds."""
     stage = {"ttft.prefill.queue_us": 300, "ttft.role": "mono"}
-    span = otlp_requests.build_raw_span("ttft", 1_999, **stage, **change)
-    front.send_and_wait(otlp_requests.build_export_request([span]))
-    found = to_attributes(front.spans.get_span(span.span_id).attributes)
-
-    assert found[keys.DERIVED_MS] == 1
-    assert found[keys.DERIVED_STAGE_SUM_US] == total
-    assert found[keys.DERIVED_UNATTRIBUTED_US] == 1_999 - total
-
-
-def test_backwards(front: CollectorFront) -> None:
-    """A span that ends before it starts gets no TTFT, and is passed on."""
-    span = otlp_requests.build_raw_span("ttft", -5_000)
-    front.send_and_wait(otlp_requests.build_export_request([span]))
-    found = front.spans.get_span(span.span_id)
-
-    assert not to_attributes(found.attributes)
+    spans = [
+        otlp_requests.build_raw_span("ttft", 1_999, **stage, **change) for change, _ in ODD_STAGES
+    ]
+    backwards = otlp_requests.build_raw_span("ttft", -5_000)
+    front.send_and_wait(otlp_requests.build_export_request([*spans, backwards]))
+    for span, (change, total) in zip(spans, ODD_STAGES, strict=True):
+        found = to_attributes(front.spans.get_span(span.span_id).attributes)
+        assert found[keys.DERIVED_MS] == 1, change
+        assert found[keys.DERIVED_STAGE_SUM_US] == total, change
+        assert found[keys.DERIVED_UNATTRIBUTED_US] == 1_999 - total, change
+    # A span that ends before it starts gets no TTFT, and is passed on.
+    assert not to_attributes(front.spans.get_span(backwards.span_id).attributes)
 
 
 OTHERS = {
@@ -488,24 +408,18 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def others(front: CollectorFront) -> dict[str, Any]:
-    """The attributes that come out for each of OTHERS; all of them are sent at once."""
+def test_others(front: CollectorFront) -> None:
+    """Spans of vLLM itself, SGLang and OpenInference get ttft_ms from what they have, or nothing."""
     spans = {
         case: otlp_requests.build_raw_span("llm_request", 20_000, events, **given)
         for case, (given, events, _) in OTHERS.items()
     }
     front.send_and_wait(otlp_requests.build_export_request(spans.values(), "vllm.llm_engine"))
-    return {
-        case: to_attributes(front.spans.get_span(span.span_id).attributes)
+    found = {
+        case: to_attributes(front.spans.get_span(span.span_id).attributes).get(keys.DERIVED_MS)
         for case, span in spans.items()
     }
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_others(front: CollectorFront, others: dict[str, Any], case: str) -> None:
-    """Spans of vLLM itself, SGLang and OpenInference get ttft_ms from what they have, or nothing."""
-    assert others[case].get(keys.DERIVED_MS) == OTHERS[case][2]
+    assert found == {case: ms for case, (_, _, ms) in OTHERS.items()}
     assert not front.metrics.get_series(metric_names.TTFT_DURATION, job="vllm", ttft_role=None)
 
 
@@ -619,28 +533,47 @@ def test_scrub_others(front: CollectorFront) -> None:
 
 def test_scrub_ours(front: CollectorFront) -> None:
     """Our own spans keep the keys of names/keys.py and lose any other, whatever a mistake put there."""
-    row = next(row for row in known_requests.build_known_requests() if row.kind == "epd")
-    records = known_requests.list_known_records([row])
-    sent = {
-        f"{span.context.span_id:016x}": dict(span.attributes or {})
-        for each in records
-        for span in build_spans(each, otlp_requests.build_own_resource("kept"))
-    }
-    front.send_and_wait(otlp_requests.build_own_request(records, "kept"))
-    derived = {keys.DERIVED_MS, keys.DERIVED_STAGE_SUM_US, keys.DERIVED_UNATTRIBUTED_US}
-    by_name: dict[str, set[str]] = {}
-    for span in front.spans.list_spans():
-        by_name.setdefault(span.name, set()).update(to_attributes(span.attributes))
-    for each in records:
-        for span in build_spans(each, otlp_requests.build_own_resource("kept")):
-            assert set(span.attributes or ()) <= by_name[span.name] | derived
-    assert sent
+    # None that `rows` has sent.
+    row = next(
+        row
+        for row in known_requests.build_known_requests()
+        if row.kind == "epd" and row.spare and row.number % 8 and not row.error
+    )
+    sent = known_requests.build_known_spans([row], time.time_ns())
+    front.send_and_wait(encode_spans(sent))
+    kept = {span.span_id: to_attributes(span.attributes) for span in front.spans.list_spans()}
+    for each in sent:
+        assert each.context
+        assert set(each.attributes or ()) <= set(kept[each.context.span_id.to_bytes(8, "big")])
     span = otlp_requests.build_raw_span(
         "receive", 10, **{"ttft.stage": "receive", "prompt": SECRET, "anything": 1}
     )
     front.send_and_wait(otlp_requests.build_export_request([span]))
     left = front.spans.get_span(span.span_id)
     assert to_attributes(left.attributes) == {"ttft.stage": "receive"}
+
+
+GARBAGE = (
+    (os.urandom(4000), "application/x-protobuf"),
+    (b"{", "application/json"),
+    (b'{"resourceSpans": 7}', "application/json"),
+    (b"x", "text/plain"),
+)
+
+
+def test_garbage(front: CollectorFront) -> None:
+    """Bytes that are not spans are refused with a client error, and later spans are accepted."""
+    whole = otlp_requests.build_own_request([otlp_requests.build_own_record(5, service="later")])
+    cut = (whole.SerializeToString()[:-7], "application/x-protobuf")
+    for body, kind in (*GARBAGE, cut):
+        assert 400 <= otlp_requests.post_export(front.collector.http, body, kind) < 500
+    assert otlp_requests.post_export(front.collector.http, b"") == 200  # an empty request is one
+    odd = otlp_requests.build_raw_span("ttft", 1000, **{"ttft.role": "", "ttft.outermost": "yes"})
+    odd.trace_id, odd.span_id = b"", b"\x01"
+    odd_request = otlp_requests.build_export_request([odd])
+    assert otlp_requests.post_export(front.collector.http, odd_request) < 500
+    front.send_and_wait(whole)
+    front.wait_until_counted("later", 1)
 
 
 def test_own_numbers(front: CollectorFront) -> None:

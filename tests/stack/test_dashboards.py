@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from grafana.build import (
 from grafana.build.all_dashboards import Dashboard as Schema
 from grafana.build.all_dashboards import JSONEncoder, render_dashboards
 from lab.stack.program_pins import CHECKOUT
-from tests.stack.panel_queries import CommittedDashboard, PanelQuery, list_dashboards
+from tests.stack.panel_queries import CommittedDashboard, list_dashboards, list_queries
 from ttft_otel.commands import main as cli
 from ttft_otel.model import palette, stages
 from ttft_otel.model.names import keys, span_names
@@ -33,13 +33,7 @@ from ttft_otel.model.names import keys, span_names
 FOLDER = CHECKOUT / "grafana"
 BOARDS = list_dashboards()
 PANELS = [(board, panel) for board in BOARDS for panel in board.list_panels()]
-QUERIES = [
-    PanelQuery(board, panel, target)
-    for board, panel in PANELS
-    for target in panel.get("targets", ())
-]
-NAMED = [pytest.param(board, panel, id=f"{board.uid}/{panel['title']}") for board, panel in PANELS]
-ASKED = [pytest.param(query, id=query.name) for query in QUERIES]
+QUERIES = list_queries()
 
 # Labels that the collector's metrics have, and Prometheus adds to what it scrapes.
 LABELS = {
@@ -111,27 +105,19 @@ def test_rebuilt() -> None:
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
-def test_schema(board: CommittedDashboard) -> None:
-    """Grafana's schema, as its own SDK knows it, reads and writes a dashboard without loss."""
+def test_board(board: CommittedDashboard) -> None:
+    """Grafana's own SDK reads and writes a dashboard without loss; it has its file's name as uid, cannot
+    be saved over, and no two of its panels share a number or a cell of the grid.
+    """
     again = json.loads(json.dumps(Schema.from_json(dict(board.model)), cls=JSONEncoder))
     assert again == board.model
     assert board.model["schemaVersion"] >= 41
-
-
-@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
-def test_board(board: CommittedDashboard) -> None:
-    """A dashboard has its file's name as uid, a title, a description, and cannot be saved over."""
     assert board.path.stem == board.uid
     assert board.model["title"] and board.model["description"].endswith(("?", "."))
     assert board.model["editable"] is False
     ids = [panel["id"] for panel in board.model["panels"]]
     ids += [each["id"] for row in board.model["panels"] for each in row.get("panels", ())]
     assert len(ids) == len(set(ids)) and all(ids)
-
-
-@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
-def test_nothing_overlaps(board: CommittedDashboard) -> None:
-    """No two panels share a cell of the grid, and none reaches over its edge."""
     cells: dict[tuple[int, int], str] = {}
     for panel in [*board.model["panels"], *board.list_panels()]:
         place = panel["gridPos"]
@@ -141,54 +127,44 @@ def test_nothing_overlaps(board: CommittedDashboard) -> None:
                 assert cells.setdefault((x, y), panel["title"]) == panel["title"]
 
 
-@pytest.mark.parametrize(("board", "panel"), NAMED)
-def test_panel(board: CommittedDashboard, panel: dict[str, Any]) -> None:
+def test_panels() -> None:
     """Every panel has a title, a sentence that explains it, a unit, and its data source as a variable."""
-    assert panel["title"]
-    assert panel["description"].endswith("."), panel["description"]
-    if panel["type"] == "text":
-        return
-    assert panel["fieldConfig"]["defaults"]["unit"]
-    sources = {variable["name"] for variable in board.variables if variable["type"] == "datasource"}
-    for source in (panel["datasource"], *(target["datasource"] for target in panel["targets"])):
-        assert source["uid"] in {f"${{{name}}}" for name in sources}
-    refs = [target["refId"] for target in panel["targets"]]
-    assert len(refs) == len(set(refs))
+    for board, panel in PANELS:
+        assert panel["title"]
+        assert panel["description"].endswith("."), panel["title"]
+        if panel["type"] == "text":
+            continue
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        sources = {each["name"] for each in board.variables if each["type"] == "datasource"}
+        for source in (panel["datasource"], *(target["datasource"] for target in panel["targets"])):
+            assert source["uid"] in {f"${{{name}}}" for name in sources}, panel["title"]
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(refs) == len(set(refs)), panel["title"]
 
 
-@pytest.mark.parametrize("query", ASKED)
-def test_query(query: PanelQuery) -> None:
-    """Every query names only variables of its dashboard, and metrics and labels that somebody makes."""
-    own = {variable["name"] for variable in query.dashboard.variables}
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
+def test_queries(board: CommittedDashboard) -> None:
+    """Every query names only variables of its dashboard, and metrics, labels and attributes that exist.
+
+    Numbers look at the whole range, lines at as little as their resolution allows.
+    """
+    metrics = list_known_metrics()
+    own = {variable["name"] for variable in board.variables}
     built_in = {ttft_queries.RANGE.strip("$"), ttft_queries.RATE.strip("$")}
-    assert set(re.findall(r"\$\{?(\w+)", query.text)) <= own | built_in
-    if not query.prometheus:
-        return
-    words = set(re.findall(r"[a-zA-Z_][\w:]*", strip_query(query.text)))
-    assert words <= list_known_metrics() | LABELS | FUNCTIONS, (
-        words - list_known_metrics() - LABELS - FUNCTIONS
-    )
-    assert words & list_known_metrics() or query.text.startswith("vector"), "asks for no metric"
-
-
-@pytest.mark.parametrize("query", ASKED)
-def test_window(query: PanelQuery) -> None:
-    """Numbers look at the whole range, lines at as little as their resolution allows."""
-    bound = re.sub(r"\[[^]]+] @ end\(\)", "", re.sub(r'"[^"]*"', "", query.text))
-    windows = set(re.findall(r"\[([^]]+)]", bound))
-    if query.prometheus:
-        assert windows <= {ttft_queries.RANGE if query.instant else ttft_queries.RATE}
-
-
-@pytest.mark.parametrize("query", ASKED)
-def test_traceql_words(query: PanelQuery) -> None:
-    """TraceQL names only our spans and attributes, and what the collector derives."""
-    if query.prometheus or query.text == "$trace":
-        return
-    found = set(re.findall(r"\bspan\.([a-z_]+(?:\.[a-z_]+)*)", query.text))
-    ours = {value for key, value in vars(keys).items() if key.isupper()}
-    assert found <= ours | {"ttft_ms"}
-    assert f'span:name = "{span_names.TTFT}"' in query.text
+    attributes = {value for key, value in vars(keys).items() if key.isupper()} | {"ttft_ms"}
+    for query in (each for each in QUERIES if each.dashboard.uid == board.uid):
+        assert set(re.findall(r"\$\{?(\w+)", query.text)) <= own | built_in, query.name
+        if query.prometheus:
+            words = set(re.findall(r"[a-zA-Z_][\w:]*", strip_query(query.text)))
+            assert not words - metrics - LABELS - FUNCTIONS, query.name
+            assert words & metrics or query.text.startswith("vector"), query.name
+            bound = re.sub(r"\[[^]]+] @ end\(\)", "", re.sub(r'"[^"]*"', "", query.text))
+            windows = set(re.findall(r"\[([^]]+)]", bound))
+            assert windows <= {ttft_queries.RANGE if query.instant else ttft_queries.RATE}
+        elif query.text != "$trace":
+            found = set(re.findall(r"\bspan\.([a-z_]+(?:\.[a-z_]+)*)", query.text))
+            assert found <= attributes, query.name
+            assert f'span:name = "{span_names.TTFT}"' in query.text
 
 
 def test_encoders_are_left_out() -> None:
@@ -208,21 +184,21 @@ def every_stage() -> Iterator[str]:
         yield from (f"{role}.{stage}" for role in stages.ROLES if role != "router")
 
 
-@pytest.mark.parametrize("name", tuple(every_stage()))
-def test_every_stage_is_in_one_stack(name: str) -> None:
+def test_every_stage_is_in_one_stack() -> None:
     """The queries by kind have each stage once, in the kind and the colour of the page."""
-    kinds = [
-        kind
-        for kind in ttft_queries.STAGE_KINDS
-        if re.fullmatch(ttft_queries.match_stage_kind(kind), name)
-    ]
-    assert kinds == [stages.find_kind(name)]
-    hues = [
-        properties[0].value["fixedColor"]
-        for pattern, properties in series_colors.list_stage_colors()
-        if re.search(pattern, name)
-    ]
-    assert hues == [palette.find_color(name)]
+    for name in every_stage():
+        kinds = [
+            kind
+            for kind in ttft_queries.STAGE_KINDS
+            if re.fullmatch(ttft_queries.match_stage_kind(kind), name)
+        ]
+        assert kinds == [stages.find_kind(name)]
+        hues = [
+            properties[0].value["fixedColor"]
+            for pattern, properties in series_colors.list_stage_colors()
+            if re.search(pattern, name)
+        ]
+        assert hues == [palette.find_color(name)]
 
 
 def test_older_grafanas() -> None:
@@ -267,19 +243,23 @@ def test_provisioning() -> None:
     assert sources["tempo"]["jsonData"]["tracesToMetrics"]["datasourceUid"] == "prometheus"
 
 
+def list_links(panel: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Links of a panel's fields."""
+    return [
+        link
+        for override in panel.get("fieldConfig", {}).get("overrides", ())
+        for each in override["properties"]
+        if each["id"] == "links"
+        for link in each["value"]
+    ]
+
+
 def test_why_link() -> None:
     """A slow request's link "Why?" leads to the panel with the command, where its trace is a plain word."""
     (board,) = (each for each in BOARDS if each.uid == "ttft")
     (panel,) = (each for each in board.list_panels() if each["title"] == "Why?")
     (table,) = (each for each in board.list_panels() if each["title"] == "Requests over the SLO")
-    links = [
-        link
-        for override in table["fieldConfig"]["overrides"]
-        for each in override["properties"]
-        if each["id"] == "links"
-        for link in each["value"]
-    ]
-    why = [link["url"] for link in links if link["title"] == "Why?"]
+    why = [link["url"] for link in list_links(table) if link["title"] == "Why?"]
     assert len(why) == 2 and all(f"&viewPanel={panel['id']}" in url for url in why)
     assert all("var-trace=${__" in url for url in why)
     text = panel["options"]["content"]
@@ -289,10 +269,7 @@ def test_why_link() -> None:
     linked = {
         panel["title"]: link["url"]
         for panel in board.list_panels()
-        for override in panel.get("fieldConfig", {}).get("overrides", ())
-        for each in override["properties"]
-        if each["id"] == "links"
-        for link in each["value"]
+        for link in list_links(panel)
         if "/why?" in link["url"]
     }
     assert linked == dict.fromkeys(("TTFT percentiles", "Over SLO", "Longest stages"), pages[1])

@@ -5,7 +5,6 @@ or more than memory holds.
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
@@ -28,7 +27,6 @@ from tests.stack.running_stack import (
 from ttft_otel.exporter.batch_exporter import BatchExporter
 from ttft_otel.exporter.exporter_counters import ExporterCounters
 from ttft_otel.exporter.spans.span_builder import build_spans
-from ttft_otel.model.names import metric_names, span_names
 from ttft_otel.model.record import Record
 
 LIMIT_MIB = 64  # GOMEMLIMIT below, the container a half above, as in docker-compose.yml
@@ -38,7 +36,6 @@ FLOOD = 1000
 # requests a second, did not fill it.
 FLOOD_DECISION_WAIT_S = 12
 SPANS = 6  # of one of send's records
-AWAY_S = 5.0  # several retries long; a minute with --full
 
 
 def post_records(collector: RunningCollector, records: Sequence[Record]) -> None:
@@ -46,8 +43,9 @@ def post_records(collector: RunningCollector, records: Sequence[Record]) -> None
     otlp_requests.post_records(collector.http, records, portion=50)
 
 
-def play_outage(bench: StackStarter, away: float) -> None:
-    """Send requests around an outage of Tempo and a crash of the collector; all of them must arrive."""
+@pytest.mark.full
+def test_tempo_away(bench: StackStarter) -> None:
+    """While Tempo is down, for a minute, nothing is lost, even if the collector is killed meanwhile."""
     at = StackAddresses.choose_free()
     tempo = bench.start_tempo(at)
     with bench.start_collector(COLLECTOR_CONFIG, QUICK_FLUSH_CONFIG, addresses=at) as collector:
@@ -55,30 +53,17 @@ def play_outage(bench: StackStarter, away: float) -> None:
         post_records(collector, batches[0])
         tempo.stop()
         post_records(collector, batches[1])
-        time.sleep(away / 2)
+        time.sleep(30)
         collector.kill()  # no goodbye: what it had taken must be on the disk
         collector.start()
         post_records(collector, batches[2])
-        time.sleep(away / 2)
+        time.sleep(30)
         tempo.start(wait=False)
         post_records(collector, batches[3])
-        for records in batches:
-            for each in records:
-                # Once it took more than a minute, beside other tests.
-                wait_until(lambda each=each: len(tempo.fetch_trace(each.trace_id)) == SPANS, 120)
+        for each in (record for records in batches for record in records):
+            # Once it took more than a minute, beside other tests.
+            wait_until(lambda each=each: len(tempo.fetch_trace(each.trace_id)) == SPANS, 120)
     tempo.stop()
-
-
-@pytest.mark.full
-def test_tempo_away(bench: StackStarter) -> None:
-    """While Tempo is down nothing is lost, even if the collector is killed meanwhile."""
-    play_outage(bench, AWAY_S)
-
-
-@pytest.mark.full
-def test_tempo_away_for_a_minute(bench: StackStarter) -> None:
-    """The same holds for an outage of a minute."""
-    play_outage(bench, 60.0)
 
 
 def test_prometheus_away(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
@@ -137,42 +122,6 @@ def test_restart_under_load(bench: StackStarter, sinks: tuple[SpanSink, MetricSi
 
     assert counts["exported"] + counts["failed"] == len(made)
     assert len(missing) <= counts["failed"]
-
-
-GARBAGE = {
-    "noise": (os.urandom(4000), "application/x-protobuf"),
-    "cut short": (
-        otlp_requests.build_own_request([otlp_requests.build_own_record(5)]).SerializeToString()[
-            :-7
-        ],
-        "application/x-protobuf",
-    ),
-    "no JSON": (b"{", "application/json"),
-    "other JSON": (b'{"resourceSpans": 7}', "application/json"),
-    "another type": (b"x", "text/plain"),
-}
-
-
-def test_garbage(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
-    """Bytes that are not spans are refused with a client error, and later spans are accepted."""
-    spans, metrics = sinks
-    with bench.start_collector(
-        COLLECTOR_CONFIG, QUICK_FLUSH_CONFIG, env={**spans.env, **metrics.env}
-    ) as collector:
-        for body, kind in GARBAGE.values():
-            assert 400 <= otlp_requests.post_export(collector.http, body, kind) < 500
-        assert otlp_requests.post_export(collector.http, b"") == 200  # an empty request is one
-        odd = otlp_requests.build_raw_span(
-            "ttft", 1000, **{"ttft.role": "", "ttft.outermost": "yes"}
-        )
-        odd.trace_id, odd.span_id = b"", b"\x01"
-        assert (
-            otlp_requests.post_export(collector.http, otlp_requests.build_export_request([odd]))
-            < 500
-        )
-        post_records(collector, [otlp_requests.build_own_record(20)])
-        wait_until(lambda: metrics.sum_field(metric_names.TTFT_DURATION) == 1)
-        wait_until(lambda: span_names.TTFT in {span.name for span in spans.list_spans()})
 
 
 def read_resident_mib(pid: int) -> float:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -45,6 +45,11 @@ class StackTerminal:
         """All that it has printed."""
         return self.out.read_text("utf-8")
 
+    def run_command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run another command of scripts/stack on the same data folder, as from a second terminal."""
+        command = (*STACK, *words, "--data", str(self.data))
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
     def wait_until_ready(self) -> StackTerminal:
         """Wait until everything is up."""
         wait_until(
@@ -76,6 +81,11 @@ def open_terminal(data: Path) -> Iterator[StackTerminal]:
             made.process.wait(60)
 
 
+def list_processes(leaders: Iterable[int]) -> list[int]:
+    """Process ids of programs and of their children that run."""
+    return [pid for leader in leaders for pid in session_processes.list_session_pids(leader)]
+
+
 @pytest.fixture(scope="module")
 def up(
     binaries: StackBinaries, tmp_path_factory: pytest.TempPathFactory
@@ -85,45 +95,37 @@ def up(
         yield made.wait_until_ready()
 
 
-@pytest.fixture
-def asked(up: StackTerminal) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run another command of scripts/stack on the same data folder, as from a second terminal."""
-
-    def run_command(*words: str) -> subprocess.CompletedProcess[str]:
-        command = (*STACK, *words, "--data", str(up.data))
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-
-    return run_command
-
-
-Asked = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-def test_ready(up: StackTerminal) -> None:
-    """The terminal shows for each part its address and how long its start took, and what to do next."""
+def test_up(up: StackTerminal) -> None:
+    """Its terminal and `status` show each part, ready, on the loopback alone; a second `up` is refused."""
     reported = up.read_output()
-
     for part in PARTS:
         assert re.search(rf"^{part} +http://127.0.0.1:\d+ +ready after \d", reported, re.M)
     assert "scripts/stack smoke" in reported
     assert "Dashboards: http://" in reported or grafana_server.GRAFANA_REMEDY in reported
 
-
-def test_status(up: StackTerminal, asked: Asked) -> None:
-    """Status says the same to people and to programs."""
-    done = asked("status", "--json")
-    found: dict[str, Any] = json.loads(done.stdout)
-
-    assert 0 == done.returncode
-    assert found["ready"] is True
+    status = up.run_command("status", "--json")
+    found: dict[str, Any] = json.loads(status.stdout)
+    assert status.returncode == 0 and found["ready"] is True
     assert {*PARTS} <= {part["name"] for part in found["parts"]}
     assert all(part["ready"] for part in found["parts"])
-    assert all(part in asked("status").stdout for part in PARTS)
+
+    heard = {
+        name: {
+            address for pid in list_processes([leader]) for address in list_listening_addresses(pid)
+        }
+        for name, leader in up.read_programs().items()
+    }
+    assert set(map(frozenset, heard.values())) == {frozenset({"127.0.0.1"})}
+
+    again = up.run_command("up")
+    assert again.returncode == 1
+    assert "scripts/stack down stops it" in again.stderr
+    assert up.process.poll() is None
 
 
-def test_smoke(up: StackTerminal, asked: Asked) -> None:
+def test_smoke(up: StackTerminal) -> None:
     """One trace goes through every hop, and each says so."""
-    done = asked("smoke", "--json", "--timeout", "30")
+    done = up.run_command("smoke", "--json", "--timeout", "30")
     verdicts = {each["hop"]: each for each in json.loads(done.stdout)}
 
     assert 0 == done.returncode, verdicts
@@ -134,38 +136,13 @@ def test_smoke(up: StackTerminal, asked: Asked) -> None:
     } <= verdicts.keys()
 
 
-def test_loopback(up: StackTerminal) -> None:
-    """Nothing of it listens anywhere but on the loopback."""
-    heard = {
-        name: [
-            address
-            for pid in session_processes.list_session_pids(leader)
-            for address in list_listening_addresses(pid)
-        ]
-        for name, leader in up.read_programs().items()
-    }
-
-    assert all(heard.values())
-    assert {"127.0.0.1"} == {address for each in heard.values() for address in each}
-
-
-def test_twice(up: StackTerminal) -> None:
-    """A second stack on the same data is refused, with the remedy."""
-    words = (*STACK, "up", "--data", str(up.data))
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
-
-    assert 1 == done.returncode
-    assert "scripts/stack down stops it" in done.stderr
-    assert up.process.poll() is None
-
-
 @pytest.mark.full
-def test_lost(up: StackTerminal, asked: Asked) -> None:
+def test_lost(up: StackTerminal) -> None:
     """While a part does not answer, status and smoke name it and its remedy."""
     stopped = up.read_programs()["tempo"]
     os.kill(stopped, signal.SIGSTOP)
     try:
-        hung = asked("smoke", "--timeout", "1")
+        hung = up.run_command("smoke", "--timeout", "1")
     finally:
         os.kill(stopped, signal.SIGCONT)
 
@@ -174,31 +151,30 @@ def test_lost(up: StackTerminal, asked: Asked) -> None:
     assert re.search(r"ok +collector takes OTLP", hung.stdout)
 
 
-@pytest.mark.full
-def test_down(up: StackTerminal, asked: Asked) -> None:
-    """Down stops it from another terminal: no process, no port and no state is left."""
-    leaders = [up.process.pid, *up.read_programs().values()]
-    done = asked("down")
+def test_down(up: StackTerminal) -> None:
+    """Down stops it from another terminal, also what a killed `up` left: no process, port or state."""
+    leaders = up.read_programs().values()
+    up.process.kill()
+    up.wait_for_end()
+    assert len(list_processes(leaders)) >= len(PARTS)
+    done = up.run_command("down")
 
     assert (0, "The stack is down.\n") == (done.returncode, done.stdout)
-    assert 143 == up.wait_for_end()
-    assert [] == [
-        pid for leader in leaders[1:] for pid in session_processes.list_session_pids(leader)
-    ]
-    assert 1 == asked("status").returncode
-    assert "no stack on these data" in asked("down").stdout
+    wait_until(lambda: not list_processes(leaders), 10)
+    assert 1 == up.run_command("status").returncode
+    assert "no stack on these data" in up.run_command("down").stdout
 
 
 def test_interrupt(binaries: StackBinaries, tmp_path: Path) -> None:
     """Ctrl-C during the start stops everything and is not an error."""
     with open_terminal(tmp_path / "data") as started:
-        leaders = list(started.read_programs().values())
+        leaders = started.read_programs()
         started.process.send_signal(signal.SIGINT)
         code = started.wait_for_end()
 
     assert 0 == code
     assert "Stopped." in started.read_output()
-    assert [] == [pid for leader in leaders for pid in session_processes.list_session_pids(leader)]
+    assert not list_processes(leaders.values())
     assert native_state.read_state(tmp_path / "data") is None
 
 
@@ -217,27 +193,7 @@ def test_died(binaries: StackBinaries, tmp_path: Path) -> None:
         r"collector ended with code -9 after(.|\n)*collector.log(.|\n)*Starting",
         started.read_output(),
     )
-    assert [] == [
-        pid for leader in leaders.values() for pid in session_processes.list_session_pids(leader)
-    ]
-
-
-def test_crash(binaries: StackBinaries, tmp_path: Path) -> None:
-    """What a killed `up` left running is stopped by `down`."""
-    with open_terminal(tmp_path / "data") as started:
-        leaders = list(started.read_programs().values())
-        started.process.kill()
-        started.wait_for_end()
-    left = [pid for leader in leaders for pid in session_processes.list_session_pids(leader)]
-    subprocess.run((*STACK, "down", "--data", str(tmp_path / "data")), check=True, timeout=60)
-
-    assert len(left) >= len(PARTS)
-    wait_until(
-        lambda: (
-            not [pid for leader in leaders for pid in session_processes.list_session_pids(leader)]
-        ),
-        10,
-    )
+    assert not list_processes(leaders.values())
 
 
 def test_sampling(binaries: StackBinaries, tmp_path: Path) -> None:

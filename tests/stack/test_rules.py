@@ -13,7 +13,7 @@ import yaml
 from grafana.build import pipeline_queries, ttft_queries
 from lab.stack.binaries import StackBinaries
 from lab.stack.program_pins import CHECKOUT
-from tests.stack.running_stack import RunningPrometheus, wait_until
+from tests.stack.running_stack import StackStarter, wait_until
 from tests.stack.test_tools import run_program
 from ttft_otel.stack import stack_queries
 
@@ -105,8 +105,9 @@ def test_unattributed_means_the_same_everywhere() -> None:
 
 
 @pytest.mark.full
-def test_prometheus_runs_them(prometheus: RunningPrometheus) -> None:
+def test_prometheus_runs_them(bench: StackStarter) -> None:
     """A real Prometheus loads all rules, evaluates them without an error, and records the objective."""
+    prometheus = bench.start_prometheus()
 
     def evaluated() -> list[dict[str, Any]]:
         groups = stack_queries.fetch_json(f"{prometheus.url}/api/v1/rules")["data"]["groups"]

@@ -14,7 +14,6 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
     OTLPSpanExporter as GrpcExporter,
 )
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 from lab.certificates import make_certificate
@@ -26,8 +25,12 @@ TOKEN = "a-token-for-tests"
 SECURE = COLLECTOR_CONFIG.with_name("secure.yaml")
 SCALE_OUT = COLLECTOR_CONFIG.parent / "scale-out"
 SECURED = (
-    (COLLECTOR_CONFIG, SECURE),
-    (SCALE_OUT / "tier1.yaml", SECURE, SCALE_OUT / "tier1-secure.yaml"),
+    pytest.param((COLLECTOR_CONFIG, SECURE), id="one-tier"),
+    pytest.param(
+        (SCALE_OUT / "tier1.yaml", SECURE, SCALE_OUT / "tier1-secure.yaml"),
+        id="first-tier",
+        marks=pytest.mark.full,
+    ),
 )
 
 
@@ -44,7 +47,7 @@ class SecuredCollector:
         return self.collector.http.replace("http://", "https://") + "/v1/traces"
 
 
-@pytest.fixture(scope="module", params=SECURED, ids=("one-tier", "first-tier"))
+@pytest.fixture(scope="module", params=SECURED)
 def guarded(
     bench: StackStarter, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> SecuredCollector:
@@ -58,14 +61,6 @@ def guarded(
         *request.param, env={name: str(path) for name, path in env.items()}
     )
     return SecuredCollector(collector, certificate)
-
-
-@pytest.fixture(scope="module")
-def spans() -> list[ReadableSpan]:
-    """Some spans of ours."""
-    return known_requests.build_known_spans(
-        known_requests.build_known_requests()[:2], 1_700_000_000_000_000_000
-    )
 
 
 def post_empty_export(guarded: SecuredCollector, authorization: str | None) -> int:
@@ -83,44 +78,27 @@ def post_empty_export(guarded: SecuredCollector, authorization: str | None) -> i
             return error.code
 
 
-def test_http(
-    guarded: SecuredCollector, spans: list[ReadableSpan], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over HTTP spans arrive with the exporter's own settings: endpoint, certificate, token as a header."""
+def test_exporters(guarded: SecuredCollector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans arrive with the exporters' own settings: endpoint, certificate, token as a header."""
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):  # requests lets them win over a session's
         monkeypatch.delenv(name, raising=False)
-    exporter = OTLPSpanExporter(
-        endpoint=guarded.https,
-        certificate_file=str(guarded.certificate),
-        headers={"authorization": f"Bearer {TOKEN}"},
-    )
-    assert exporter.export(spans) is SpanExportResult.SUCCESS
-    exporter.shutdown()
-
-
-def test_grpc(
-    guarded: SecuredCollector, spans: list[ReadableSpan], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over gRPC spans arrive with the same settings."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(guarded.certificate))
-    exporter = GrpcExporter(
-        endpoint=f"https://{guarded.collector.grpc}",
-        headers={"authorization": f"Bearer {TOKEN}"},
-        timeout=10,
-    )
-    assert exporter.export(spans) is SpanExportResult.SUCCESS
-    exporter.shutdown()
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    rows = known_requests.build_known_requests()[:2]
+    spans = known_requests.build_known_spans(rows, 1_700_000_000_000_000_000)
+    for exporter in (
+        OTLPSpanExporter(endpoint=guarded.https, headers=headers),
+        GrpcExporter(endpoint=f"https://{guarded.collector.grpc}", headers=headers, timeout=10),
+    ):
+        assert exporter.export(spans) is SpanExportResult.SUCCESS
+        exporter.shutdown()
 
 
-@pytest.mark.parametrize("authorization", (None, "Bearer wrong", TOKEN))
-def test_strangers(guarded: SecuredCollector, authorization: str | None) -> None:
-    """Without the token, or with another token or scheme, exports are refused."""
-    assert post_empty_export(guarded, authorization) == 401
+def test_strangers(guarded: SecuredCollector) -> None:
+    """Without the token, or with another token or scheme, exports are refused; so is all without TLS."""
     assert post_empty_export(guarded, f"Bearer {TOKEN}") == 200
-
-
-def test_plain(guarded: SecuredCollector) -> None:
-    """Without TLS there is no response at all."""
+    for authorization in (None, "Bearer wrong", TOKEN):
+        assert post_empty_export(guarded, authorization) == 401
     plain = guarded.https.replace("https://", "http://")
     request = urllib.request.Request(plain, data=b"", method="POST")
     with pytest.raises(urllib.error.HTTPError) as found:

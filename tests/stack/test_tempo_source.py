@@ -166,15 +166,7 @@ def test_other_products(bench: StackStarter, tmp_path: Path) -> None:
     )
     assert stored_ == searched_ and stored_
     port = free_ports.find_free_port()
-    words = (
-        "-m",
-        "ttft_otel.commands.main",
-        "serve",
-        "--tempo",
-        tempo.url,
-        "--http-port",
-        str(port),
-    )
+    words = ("-m", "ttft_otel.commands.main", "serve", "--tempo", tempo.url, f"--http-port={port}")
     page = ServerCommand("page", (sys.executable, *words), {}, port, "/healthz")
     sglang = next(span.trace_id for span in spans if span.name == "prefill_forward")
     with LocalServer(page, tmp_path / "page.log") as server:
@@ -192,13 +184,3 @@ def test_version_and_retention(tempo: RunningTempo) -> None:
             source._run(source._client.search("{ no query", 1, 2, 10))
     finally:
         source.close()
-
-
-def test_another_program(bench: StackStarter) -> None:
-    """A Prometheus is not taken for a Tempo."""
-    prometheus = bench.start_prometheus()
-    with (
-        pytest.raises(TempoError, match="is not Tempo"),
-        open_source(SourceChoice(tempo=prometheus.url)),
-    ):
-        pass

@@ -32,6 +32,7 @@ COMBINATIONS = (
     ("config.yaml",),
     ("config.yaml", "sampling.yaml"),
     ("config.yaml", "secure.yaml"),
+    ("config.yaml", "sampling.yaml", "secure.yaml"),
     ("scale-out/tier1.yaml",),
     ("scale-out/tier1.yaml", "secure.yaml", "scale-out/tier1-secure.yaml"),
     ("config.yaml", "scale-out/tier2.yaml"),
@@ -63,18 +64,8 @@ def read_required_modules(tool: str) -> dict[str, str]:
 def test_manifest() -> None:
     """The collector's go.mod holds the manifest's components, at its versions, and the builder has theirs."""
     manifest = yaml.safe_load(program_pins.COLLECTOR_MANIFEST.read_text("utf-8"))
-    named = dict(
-        part["gomod"].split()
-        for kind in (
-            "receivers",
-            "processors",
-            "exporters",
-            "connectors",
-            "extensions",
-            "providers",
-        )
-        for part in manifest[kind]
-    )
+    kinds = ("receivers", "processors", "exporters", "connectors", "extensions", "providers")
+    named = dict(part["gomod"].split() for kind in kinds for part in manifest[kind])
     versions = {version for name, version in named.items() if "/confmap/provider/" not in name}
 
     assert named.items() <= read_required_modules("collector").items()
@@ -83,13 +74,11 @@ def test_manifest() -> None:
 
 
 @GO
-@pytest.mark.parametrize(
-    "tool", [*program_pins.GO_TOOLS, program_pins.BUILDER_TOOL], ids=lambda tool: tool.name
-)
-def test_hashes(binaries: StackBinaries, tool: GoTool) -> None:
+def test_hashes(binaries: StackBinaries) -> None:
     """What is in a program is what the committed go.sum says, module by module."""
-    sums = set((tool.module_folder / "go.sum").read_text("utf-8").splitlines())
-    for program in tool.programs:
+    tools = (*program_pins.GO_TOOLS, program_pins.BUILDER_TOOL)
+    for tool, program in [(each, program) for each in tools for program in each.programs]:
+        sums = set((tool.module_folder / "go.sum").read_text("utf-8").splitlines())
         reported = run_program("go", "version", "-m", tool.build_folder / program.name)
         linked = [line.split()[1:] for line in reported.splitlines() if line.split()[:1] == ["dep"]]
         replaced = [
@@ -111,19 +100,13 @@ def test_versions(binaries: StackBinaries) -> None:
         assert path.name in run_program(path, "--version")
 
 
-@pytest.mark.parametrize("configs", COMBINATIONS, ids=" ".join)
-def test_collector(binaries: StackBinaries, tmp_path: Path, configs: tuple[str, ...]) -> None:
-    """The collector accepts its configuration, also below each overlay."""
-    words = [f"--config=file:{COLLECTOR / name}" for name in configs]
-    env = {"TTFT_COLLECTOR_STORAGE": str(tmp_path)}
-
-    assert "rror" not in run_program(binaries.collector, "validate", *words, env=env)
-
-
-def test_combined() -> None:
-    """Every configuration file of the collector is in the test above."""
+def test_collector(binaries: StackBinaries, tmp_path: Path) -> None:
+    """The collector accepts its configuration, also below each overlay; every file is among these."""
+    for configs in COMBINATIONS:
+        words = [f"--config=file:{COLLECTOR / name}" for name in configs]
+        env = {"TTFT_COLLECTOR_STORAGE": str(tmp_path)}
+        assert "rror" not in run_program(binaries.collector, "validate", *words, env=env)
     files = {path.relative_to(COLLECTOR).as_posix() for path in COLLECTOR.rglob("*.yaml")}
-
     assert files - {"builder.yaml"} == {name for names in COMBINATIONS for name in names}
 
 
@@ -173,18 +156,12 @@ def write_script(path: Path, text: str) -> Path:
 
 
 def test_missing(nowhere: Path) -> None:
-    """Without Go and programs, one message says what to install or to name."""
+    """Without Go and programs, or with an old Go, one message says what to install or to name."""
     reported = read_refusal()
-
     assert "Go is missing" in reported
     assert "https://go.dev/dl/" in reported
     assert "TTFT_STACK_COLLECTOR" in reported
-
-
-def test_old(nowhere: Path) -> None:
-    """A Go that is too old is named, with its version."""
     write_script(nowhere / "go", "echo go version go1.22.1 linux/amd64")
-
     assert "Go 1.22 is too old; install Go 1.25" in read_refusal()
 
 
