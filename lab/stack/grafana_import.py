@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lab.stack.stack_parts import PROVISIONING, StackAddresses
-from ttft_otel.stack import dashboard_import, stack_queries
+from ttft_otel.stack import stack_queries
 
 
 def import_dashboards(base: str, addresses: StackAddresses) -> bool:
@@ -22,7 +22,7 @@ def import_dashboards(base: str, addresses: StackAddresses) -> bool:
     # Data sources first: dashboards name them by their uid.
     for source in load_data_sources(addresses):
         put_or_create(base, "datasources", f"datasources/uid/{source['uid']}", source)
-    dashboard_import.import_dashboards(base)
+    stack_queries.import_dashboards(base)
     return True
 
 
@@ -45,12 +45,8 @@ def put_or_create(base: str, collection: str, item: str, body: dict[str, Any]) -
     # Grafana's API has no "create or replace" for data sources: PUT fails for one that is missing.
     text = json.dumps(body).encode()
     try:
-        stack_queries.send_body(
-            f"{base}/api/{item}", text, dashboard_import.JSON_CONTENT_TYPE, "PUT"
-        )
+        stack_queries.send_body(f"{base}/api/{item}", text, stack_queries.JSON_CONTENT_TYPE, "PUT")
     except stack_queries.BackendQueryError as error:
         if "answered 404" not in str(error):
             raise
-        stack_queries.send_body(
-            f"{base}/api/{collection}", text, dashboard_import.JSON_CONTENT_TYPE
-        )
+        stack_queries.send_body(f"{base}/api/{collection}", text, stack_queries.JSON_CONTENT_TYPE)

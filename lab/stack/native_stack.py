@@ -20,7 +20,7 @@ from lab.stack import binaries, grafana_server, native_state, stack_parts
 from lab.stack.go_builds import LineCallback
 from lab.stack.native_state import NativeState
 from lab.stack.stack_parts import StackAddresses
-from ttft_otel.stack import dashboard_import
+from ttft_otel.stack import stack_queries
 
 READY_TIMEOUT_S: Final = 120.0
 POLL_INTERVAL_S: Final = 0.3
@@ -94,7 +94,7 @@ def run_native_parts(
 def get_dashboards_url(servers: Sequence[LocalServer]) -> str:
     """URL of the dashboards: our Grafana, or the one in GRAFANA_URL, "" without either."""
     own = [server.url for server in servers if server.name == "grafana"]
-    return own[0] if own else dashboard_import.strip_credentials(os.environ.get("GRAFANA_URL", ""))
+    return own[0] if own else stack_queries.strip_credentials(os.environ.get("GRAFANA_URL", ""))
 
 
 def wait_for_parts(servers: Sequence[LocalServer], show_rows: StatusCallback) -> None:

@@ -17,7 +17,6 @@ import click
 
 from ttft_otel import __version__
 from ttft_otel.stack import (
-    dashboard_import,
     docker_compose,
     smoke_check,
     stack_files,
@@ -179,9 +178,9 @@ def dashboards(grafana: str, token_file: Path | None) -> None:
     token = token_file.read_text("utf-8").strip() if token_file else ""
     grafana = grafana.rstrip("/")
     with report_errors():
-        for url in dashboard_import.import_dashboards(grafana, token):
+        for url in stack_queries.import_dashboards(grafana, token):
             click.echo(url)
-        missing = dashboard_import.list_missing_sources(grafana, token)
+        missing = stack_queries.list_missing_sources(grafana, token)
     if missing:
         click.echo(
             f"It has no data source of type {' or '.join(missing)}: add one, or panels stay empty",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask Tempo, Prometheus and Grafana over HTTP, for smoke_check.py and for the import of dashboards."""
+"""Ask Tempo, Prometheus and Grafana over HTTP, and add our dashboards to a Grafana of any version."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import Any
+from typing import Any, Final
 
-REQUEST_TIMEOUT_S = 10.0
+from ttft_otel.stack import stack_files
+
+REQUEST_TIMEOUT_S: Final = 10.0
+JSON_CONTENT_TYPE: Final = "application/json"
+SOURCE_TYPES: Final = ("prometheus", "tempo")  # of data sources that our dashboards ask
 
 
 class BackendQueryError(RuntimeError):
@@ -22,7 +26,7 @@ def fetch_json(url: str, **parameters: object) -> Any:
     # None is a parameter left out, so that callers can pass on what they were not given.
     asked = {name: str(value) for name, value in parameters.items() if value is not None}
     full = f"{url}?{urllib.parse.urlencode(asked)}" if asked else url
-    body = _read_response(urllib.request.Request(full, headers={"accept": "application/json"}))
+    body = _read_response(urllib.request.Request(full, headers={"accept": JSON_CONTENT_TYPE}))
     try:
         # Health checks answer with text ("ready"), all else with JSON.
         return json.loads(body)
@@ -116,3 +120,30 @@ def query_exemplars(prometheus: str, query: str, start: float, end: float) -> li
     """Exemplars of a metric's series: [{"labels": {"trace_id": ...}, "value": ..., "timestamp": ...}]."""
     found = fetch_json(f"{prometheus}/api/v1/query_exemplars", query=query, start=start, end=end)
     return [each for series in found["data"] for each in series["exemplars"]]
+
+
+def import_dashboards(base: str, token: str = "") -> list[str]:
+    """Create or replace them; gives their URLs. Raises BackendQueryError, StackFilesError.
+
+    base: Grafana's URL, with NAME:PASSWORD@ where there is no token of a service account.
+    """
+    urls = []
+    for path in sorted((stack_files.find_root() / "grafana" / "dashboards").glob("*.json")):
+        board = json.loads(path.read_text("utf-8"))
+        # overwrite: by uid, also over a version that somebody has edited there.
+        body = json.dumps({"dashboard": board, "overwrite": True}).encode()
+        send_body(f"{base}/api/dashboards/db", body, JSON_CONTENT_TYPE, "POST", token)
+        urls.append(f"{strip_credentials(base)}/d/{board['uid']}")
+    return urls
+
+
+def list_missing_sources(base: str, token: str = "") -> list[str]:
+    """The types of data sources that the dashboards need and that Grafana lacks. Raises BackendQueryError."""
+    found = json.loads(send_body(f"{base}/api/datasources", None, JSON_CONTENT_TYPE, "GET", token))
+    return [name for name in SOURCE_TYPES if name not in {each["type"] for each in found}]
+
+
+def strip_credentials(base: str) -> str:
+    """The URL without user name and password, for output and files."""
+    parts = urllib.parse.urlsplit(base)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
