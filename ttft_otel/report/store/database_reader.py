@@ -156,14 +156,14 @@ class DatabaseReader:
 
     def find_trace(self, trace_id: str) -> StoredTrace | None:
         """All spans and requests of a trace; None when no span of it is stored."""
-        found = self._find_trace(trace_id)
-        return build_stored_trace(trace_id, found.list_spans()) if found else None
-
-    def _find_trace(self, trace_id: str) -> TraceReader | None:
         row = self._connection.execute(
             "SELECT id FROM traces WHERE trace_id=?", (_parse_id(trace_id),)
         ).fetchone()
-        return TraceReader(self._connection, row[0], trace_id) if row else None
+        if row is None:
+            return None
+        return build_stored_trace(
+            trace_id, TraceReader(self._connection, row[0], trace_id).list_spans()
+        )
 
     def list_models(self) -> list[str]:
         """Names of models in the database, at most 100, for the page's filter."""
@@ -173,10 +173,7 @@ class DatabaseReader:
         return [row[0] for row in rows]
 
     def count_rows(self) -> dict[str, int]:
-        return {
-            table: retention.count_kept(self._connection, table)
-            for table in ("traces", "spans", "requests")
-        }
+        return retention.count_kept(self._connection)
 
     def _load_requests(self, where: str, values: Sequence[object], limit: int) -> list[Request]:
         """Assemble the newest requests that match a condition on the table `requests`, newest first."""
@@ -266,30 +263,17 @@ def _encode_value(text: str) -> str:
 
 
 def _build_where(wanted: RequestFilter) -> tuple[str, list[str | int]]:
-    parts: list[str] = []
-    values: list[str | int] = []
-    if wanted.model:
-        # Values always as parameters: they come from a URL.
-        parts.append("model=?")
-        values.append(_encode_value(wanted.model))
-    if wanted.role:
+    error = {"any": "error<>''", "none": "error=''"}.get(wanted.error, "")
+    # Values always as parameters: they come from a URL.
+    given: tuple[tuple[str, str | int], ...] = (
+        ("model=?", _encode_value(wanted.model)),
         # `roles` is a list of words: with spaces around it `decode` does not match `prefill_decode`.
-        parts.append("' '||roles||' ' LIKE ?")
-        values.append(f"% {_encode_value(wanted.role)} %")
-    if wanted.error == "any":
-        parts.append("error<>''")
-    elif wanted.error == "none":
-        parts.append("error=''")
-    elif wanted.error:
-        parts.append("error=?")
-        values.append(_encode_value(wanted.error))
-    if wanted.min_us:
-        parts.append("ttft_us>=?")
-        values.append(wanted.min_us)
-    if wanted.since_ns:
-        parts.append("start_ns>=?")
-        values.append(wanted.since_ns)
-    if wanted.until_ns:
-        parts.append("start_ns<?")
-        values.append(wanted.until_ns)
+        ("' '||roles||' ' LIKE ?", wanted.role and f"% {_encode_value(wanted.role)} %"),
+        ("error=?", "" if error else _encode_value(wanted.error)),
+        ("ttft_us>=?", wanted.min_us),
+        ("start_ns>=?", wanted.since_ns),
+        ("start_ns<?", wanted.until_ns),
+    )
+    parts = [condition for condition, value in given if value] + ([error] if error else [])
+    values = [value for _, value in given if value]
     return ("WHERE " + " AND ".join(parts) if parts else ""), values

@@ -124,20 +124,13 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 def _prepare_schema(connection: sqlite3.Connection, path: Path) -> None:
     """Create the tables of a new database in one transaction. Raises StoreError for another schema."""
     # Takes the write lock before the version is read: two starts cannot both create tables.
-    connection.execute("BEGIN IMMEDIATE")
-    try:
+    with retention.run_transaction(connection):
         if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
             # One by one: executescript() would commit first.
             for statement in CREATE_TABLES.split(";"):
                 connection.execute(statement)
             # Part of the transaction: it is rolled back with the tables.
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-        connection.execute("COMMIT")
-    except BaseException:
-        # SQLite rolls back by itself after some errors, a full disk among them.
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
     _check_version(connection, path)
 
 

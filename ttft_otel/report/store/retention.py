@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 MAX_PURGED_SPANS: Final = 4096  # spans deleted by one call; as many as a transaction stores
@@ -16,6 +18,21 @@ MAX_FREED_PAGES: Final = 512  # pages returned to the file system by one call
 EVICTED_SHARE: Final = 0.1  # of the traces, removed when the file has reached its limit
 # Without traces everything is below: then all spans are of removed ones.
 _FIRST_KEPT: Final = "(SELECT coalesce(min(id), 1 << 62) FROM traces)"
+
+
+@contextmanager
+def run_transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """Commit what the block writes, or roll it back where it raises."""
+    # The write lock at once: a later upgrade of a read lock could fail half-way.
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        # SQLite rolls back by itself after some errors, a full disk among them.
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
 
 
 def has_old(connection: sqlite3.Connection, max_traces: int, oldest_kept_ms: int) -> bool:
@@ -98,10 +115,9 @@ def fit_file(connection: sqlite3.Connection, max_bytes: int) -> int:
     run = connection.execute
     max_pages = max(1, max_bytes // run("PRAGMA page_size").fetchone()[0])
     if run("PRAGMA page_count").fetchone()[0] > max_pages:
-        while _count_used_pages(connection) > max_pages and count_kept(connection, "traces"):
-            run("BEGIN IMMEDIATE")
-            evicted += evict_share(connection)
-            run("COMMIT")
+        while _count_used_pages(connection) > max_pages and count_kept(connection)["traces"]:
+            with run_transaction(connection):
+                evicted += evict_share(connection)
         connection.executescript("PRAGMA incremental_vacuum")
         # Until a checkpoint the file keeps its size, and its log grows.
         run("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
@@ -118,13 +134,12 @@ def _count_used_pages(connection: sqlite3.Connection) -> int:
     return int(total - free)
 
 
-def count_kept(connection: sqlite3.Connection, table: str) -> int:
-    """The number of "traces", "requests" or "spans", of removed traces not counted."""
-    counted = (
-        "coalesce(sum(spans), 0) FROM traces" if table == "spans" else f"count(*) FROM {table}"
-    )
-    count: int = connection.execute(f"SELECT {counted}").fetchone()[0]
-    return count
+def count_kept(connection: sqlite3.Connection) -> dict[str, int]:
+    """The number of traces, spans and requests; what is left of removed traces is not counted."""
+    traces, spans, requests = connection.execute(
+        "SELECT count(*), coalesce(sum(spans), 0), (SELECT count(*) FROM requests) FROM traces"
+    ).fetchone()
+    return {"traces": traces, "spans": spans, "requests": requests}
 
 
 def _find_first_kept(connection: sqlite3.Connection, max_traces: int, oldest_kept_ms: int) -> int:

@@ -14,7 +14,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.foreign import foreign_spans
@@ -26,14 +26,6 @@ MAX_TRACE_SPANS: Final = 20_000  # spans of one trace; more are refused and coun
 MAX_SQL_VARIABLES: Final = 500  # of one SQL statement; all SQLite versions allow 999
 _DIGEST_BYTES: Final = 16
 MAX_SEARCHED_CHARS: Final = 200  # of a request ID, model, error or list of roles
-
-
-class InsertOutcome(NamedTuple):
-    """What became of the spans of one chunk."""
-
-    stored: int
-    duplicate: int
-    refused: int  #: because their trace is full
 
 
 @dataclass(slots=True)
@@ -49,31 +41,35 @@ class TouchedTrace:
 
 
 class ChunkInserter:
-    """Inserts chunks within one transaction of the caller."""
+    """Inserts chunks within one transaction of the caller.
+
+    counts: spans "stored", "duplicate", and "refused", because their trace is full.
+    """
 
     def __init__(self, connection: sqlite3.Connection, seen_ms: int) -> None:
         """seen_ms: time of arrival, Unix milliseconds."""
+        self.counts: Counter[str] = Counter()
         self._connection = connection
         self._seen_ms = seen_ms
         self._shared: dict[bytes, int] = {}
         self._references: Counter[int] = Counter()
         self._traces: dict[bytes, TouchedTrace] = {}
 
-    def insert_chunks(self, chunks: Sequence[SpanChunk]) -> list[InsertOutcome]:
-        """Insert chunks, to be called once; what became of each."""
+    def insert_chunks(self, chunks: Sequence[SpanChunk]) -> list[int]:
+        """Insert chunks, to be called once; how many spans of each are refused."""
         places_by_trace: dict[bytes, list[int]] = {}
         for place, chunk in enumerate(chunks):
             places_by_trace.setdefault(chunk.trace_id, []).append(place)
         self._load_traces(list(places_by_trace))
         rows: list[tuple[object, ...]] = []
-        outcomes = [InsertOutcome(0, 0, 0)] * len(chunks)
+        refused = [0] * len(chunks)
         # Trace by trace, so that IDs of all spans are at hand of one trace only.
         for trace_id, places in places_by_trace.items():
             trace = self._traces[trace_id]
             known = self._load_known(trace)
             for place in places:
-                kept, outcomes[place] = _keep_new(chunks[place], trace, known)
-                if outcomes[place].stored:
+                kept, refused[place] = self._keep_new(chunks[place], trace, known)
+                if kept:
                     rows.append(self._make_row(kept, trace))
         self._connection.executemany(
             "INSERT INTO chunks (trace, resource, scope, spans, trunks, span_ids, parent_ids, content) "
@@ -81,7 +77,7 @@ class ChunkInserter:
             rows,
         )
         self._write_counts()
-        return outcomes
+        return refused
 
     def list_touched(self) -> Iterator[tuple[bytes, TouchedTrace]]:
         """Each trace that has got spans, with its ID."""
@@ -116,6 +112,36 @@ class ChunkInserter:
             "SELECT span_ids FROM chunks WHERE trace=?", (trace.number,)
         )
         return {span_id for (span_ids,) in rows for span_id in split_ids(span_ids)}
+
+    def _keep_new(
+        self, chunk: SpanChunk, trace: TouchedTrace, known: set[bytes]
+    ) -> tuple[SpanChunk | None, int]:
+        """The part of a chunk that its trace does not have and can take, and how many spans it cannot.
+
+        It is counted in `trace`, and added to `known`, the IDs of the trace's spans.
+        """
+        span_ids = split_ids(chunk.span_ids)
+        size = len(span_ids)
+        fresh = set(span_ids)
+        if len(fresh) == size and trace.spans + size <= MAX_TRACE_SPANS and fresh.isdisjoint(known):
+            known |= fresh
+            trace.spans += size
+            self.counts["stored"] += size
+            return chunk, 0
+        places: list[int] = []
+        refused = 0
+        for place, span_id in enumerate(span_ids):
+            # A client that reuses one trace ID would else make it grow without end.
+            if trace.spans >= MAX_TRACE_SPANS:
+                refused += 1
+            # Exporters retry what they got no answer for, although it may be stored.
+            elif span_id not in known:
+                known.add(span_id)
+                trace.spans += 1
+                places.append(place)
+        duplicate = size - len(places) - refused
+        self.counts.update(stored=len(places), duplicate=duplicate, refused=refused)
+        return (select_places(chunk, places) if places else None), refused
 
     def _make_row(self, chunk: SpanChunk, trace: TouchedTrace) -> tuple[object, ...]:
         """The row of a chunk of new spans, which are noted in `trace`."""
@@ -170,35 +196,6 @@ class ChunkInserter:
         return number
 
 
-def _keep_new(
-    chunk: SpanChunk, trace: TouchedTrace, known: set[bytes]
-) -> tuple[SpanChunk, InsertOutcome]:
-    """The part of a chunk that its trace does not have and can take.
-
-    It is counted in `trace`, and added to `known`, the IDs of the trace's spans.
-    """
-    span_ids = split_ids(chunk.span_ids)
-    size = len(span_ids)
-    fresh = set(span_ids)
-    if len(fresh) == size and trace.spans + size <= MAX_TRACE_SPANS and fresh.isdisjoint(known):
-        known |= fresh
-        trace.spans += size
-        return chunk, InsertOutcome(size, 0, 0)
-    places: list[int] = []
-    refused = 0
-    for place, span_id in enumerate(span_ids):
-        # A client that reuses one trace ID would else make it grow without end.
-        if trace.spans >= MAX_TRACE_SPANS:
-            refused += 1
-        # Exporters retry what they got no answer for, although it may be stored.
-        elif span_id not in known:
-            known.add(span_id)
-            trace.spans += 1
-            places.append(place)
-    outcome = InsertOutcome(len(places), size - len(places) - refused, refused)
-    return select_places(chunk, places) if places else chunk, outcome
-
-
 def write_requests(
     connection: sqlite3.Connection, traces: Iterable[tuple[bytes, TouchedTrace]]
 ) -> None:
@@ -238,14 +235,5 @@ def _make_row(trace: int, number: int, request: Request) -> tuple[object, ...]:
     request_id, model, roles, error = (
         text[:MAX_SEARCHED_CHARS] for text in (request_id, request.model, roles, request.error)
     )
-    return (
-        trace,
-        number,
-        request_id,
-        request.start_ns,
-        model,
-        roles,
-        request.ttft_us,
-        error,
-        int(request.pending),
-    )
+    begin, length, pending = request.start_ns, request.ttft_us, int(request.pending)
+    return trace, number, request_id, begin, model, roles, length, error, pending

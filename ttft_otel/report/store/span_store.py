@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import Empty, Full, Queue
@@ -21,8 +21,9 @@ from typing import Final
 
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.store import database_schema, retention, span_rows
+from ttft_otel.report.store.retention import run_transaction
 from ttft_otel.report.store.span_chunks import SpanChunk, chunk_spans
-from ttft_otel.report.store.span_rows import ChunkInserter, InsertOutcome
+from ttft_otel.report.store.span_rows import ChunkInserter
 from ttft_otel.tracing.guard import Guard
 
 MAX_WAITING_BATCHES: Final = 64  # batches in the writer's queue; more are refused with 503
@@ -181,9 +182,9 @@ class SpanStore:
         work = [(number, chunk) for number, (chunks, _) in enumerate(batches) for chunk in chunks]
         try:
             for part in _divide_work(work):
-                outcomes = self._write_slice([chunk for _, chunk in part])
-                for (number, _), outcome in zip(part, outcomes, strict=True):
-                    refused[number] += outcome.refused
+                counts = self._write_slice([chunk for _, chunk in part])
+                for (number, _), count in zip(part, counts, strict=True):
+                    refused[number] += count
         except sqlite3.Error as error:
             self.last_error = f"{type(error).__name__}: {error}"
             # All of the turn: those that were written already come again as duplicates.
@@ -195,40 +196,38 @@ class SpanStore:
         for (_, done), count in zip(batches, refused, strict=True):
             done.set_result(count)
 
-    def _write_slice(self, chunks: Sequence[SpanChunk]) -> list[InsertOutcome]:
-        """Write chunks in one transaction; what became of each."""
+    def _write_slice(self, chunks: Sequence[SpanChunk]) -> list[int]:
+        """Write chunks in one transaction; how many spans of each are refused."""
         try:
             return self._write_chunks(chunks)
         except sqlite3.OperationalError:
             # SQLITE_FULL by our own limit: remove a share of the traces and write once more.
             if not self._is_full():
                 raise
-            self._run_transaction(lambda: retention.evict_share(self._connection))
+            with run_transaction(self._connection):
+                evicted = retention.evict_share(self._connection)
+            self.counts["evicted_traces"] += evicted
             return self._write_chunks(chunks)
 
-    def _write_chunks(self, chunks: Sequence[SpanChunk]) -> list[InsertOutcome]:
-        """Write chunks and enforce the limits in one transaction; what became of each."""
-        outcomes: list[InsertOutcome] = []
-
-        def write_chunks() -> int:
+    def _write_chunks(self, chunks: Sequence[SpanChunk]) -> list[int]:
+        with run_transaction(self._connection):
             inserter = ChunkInserter(self._connection, self._read_clock_ms())
-            outcomes.extend(inserter.insert_chunks(chunks))
+            refused = inserter.insert_chunks(chunks)
             span_rows.write_requests(self._connection, inserter.list_touched())
             # Deletes as many spans as are stored, so that those of removed traces do not pile up.
-            return self._evict_and_purge()
-
-        self._run_transaction(write_chunks)
-        for kind in InsertOutcome._fields:
-            # Only what there was: /healthz shows the counts.
-            if number := sum(getattr(outcome, kind) for outcome in outcomes):
-                self.counts[kind] += number
-        return outcomes
+            evicted = self._evict_and_purge()
+        # Only after COMMIT: what was rolled back is still there. And only what there was, for /healthz.
+        self.counts.update(+inserter.counts)
+        self.counts["evicted_traces"] += evicted
+        return refused
 
     def _remove_old(self) -> bool:
         """While idle, enforce the limits and shrink the file a little; whether more is left to do."""
         try:
             if retention.has_old(self._connection, self.max_traces, self._compute_oldest_ms()):
-                self._run_transaction(self._evict_and_purge)
+                with run_transaction(self._connection):
+                    evicted = self._evict_and_purge()
+                self.counts["evicted_traces"] += evicted
                 is_left = True
             else:
                 is_left = retention.shrink_file(self._connection)
@@ -255,22 +254,6 @@ class SpanStore:
         )
         retention.purge_spans(self._connection)
         return evicted
-
-    def _run_transaction(self, change: Callable[[], int]) -> None:
-        """Run `change`, which returns the number of traces that it removed, in one transaction."""
-        run = self._connection.execute
-        # The write lock at once: a later upgrade of a read lock could fail half-way.
-        run("BEGIN IMMEDIATE")
-        try:
-            evicted = change()
-            run("COMMIT")
-        except BaseException:
-            # SQLite rolls back by itself after some errors, a full disk among them.
-            if self._connection.in_transaction:
-                run("ROLLBACK")
-            raise
-        # Only after COMMIT: what was rolled back is still there.
-        self.counts["evicted_traces"] += evicted
 
     def _is_full(self) -> bool:
         """Whether the file is near its own limit, max_bytes (as opposed to a full disk)."""
