@@ -111,9 +111,17 @@ HOST_ENDS: dict[str, Callable[[HostProcess], object]] = {
     "SIGKILL to the group": lambda start_host: os.killpg(start_host.pid, signal.SIGKILL),
     "SIGKILL to the tree": _kill_tree,
 }
+# Of the others only the signal's number, or its way, is another one.
+EVERYDAY_ENDS = ("SIGTERM to the group", "SIGKILL to the tree")
 
 
-@pytest.mark.parametrize("end", HOST_ENDS)
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(end, marks=[] if end in EVERYDAY_ENDS else pytest.mark.full)
+        for end in HOST_ENDS
+    ],
+)
 def test_host_ends(
     end: str, start_host: Any, collector: Any, eventually: Any, find_exporters: Any
 ) -> None:
@@ -132,35 +140,38 @@ def _list_children(process: int) -> list[int]:
     return [int(child) for child in found if _read_state(int(child)) not in ("", "Z")]
 
 
-def test_signals_to_exporter(
-    start_host: Any, collector: Any, eventually: Any, find_exporters: Any
-) -> None:
-    """The exporter itself takes no notice of SIGINT, SIGTERM and SIGHUP while its host lives."""
+def test_process(start_host: Any, collector: Any, eventually: Any, find_exporters: Any) -> None:
+    """The exporter takes no notice of SIGINT, SIGTERM and SIGHUP while its host lives, no thread of it
+    interrupts the host to run, and it maps nothing of torch, nor of the protocol not asked for.
+    """
     started = start_host()
-    eventually(lambda: len(collector.spans()) == RECORDS * SPANS)
+    eventually(lambda: len(collector.spans()) == RECORDS * SPANS, ARRIVED_S)
+    (exporter,) = find_exporters(started.pid)
+    assert _list_policies(exporter) == {os.SCHED_BATCH}
+    maps = Path(f"/proc/{exporter}/maps").read_text()
+    assert "torch" not in maps and "cygrpc" not in maps
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        for process in find_exporters(started.pid):
-            os.kill(process, number)
+        os.kill(exporter, number)
     time.sleep(0.2)
-    assert len(find_exporters(started.pid)) == 1
+    assert find_exporters(started.pid) == [exporter]
 
 
 SET_IDLE_CODE = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
 
 
-@pytest.mark.parametrize(
-    ("before", "policy"), [("", os.SCHED_BATCH), (SET_IDLE_CODE, os.SCHED_IDLE)]
-)
-def test_policy(
-    before: str, policy: int, start_host: Any, collector: Any, eventually: Any, find_exporters: Any
-) -> None:
-    """No thread of the exporter interrupts its host to run; a policy that the host was given stays."""
-    started = start_host(before=before)
+def test_policy(start_host: Any, collector: Any, eventually: Any, find_exporters: Any) -> None:
+    """A policy that the host was given stays."""
+    started = start_host(before=SET_IDLE_CODE)
     eventually(lambda: len(collector.spans()) == RECORDS * SPANS, ARRIVED_S)
     (exporter,) = find_exporters(started.pid)
-    threads = [int(task.name) for task in Path(f"/proc/{exporter}/task").iterdir()]
+    assert _list_policies(exporter) == {os.SCHED_IDLE}
+
+
+def _list_policies(process: int) -> set[int]:
+    """Scheduling policies of a process's threads, of which there are several."""
+    threads = [int(task.name) for task in Path(f"/proc/{process}/task").iterdir()]
     assert len(threads) > 1
-    assert {os.sched_getscheduler(thread) for thread in threads} == {policy}
+    return {os.sched_getscheduler(thread) for thread in threads}
 
 
 def test_close_waits(start_host: Any, collector: Any) -> None:
@@ -257,15 +268,6 @@ def test_exporter_killed(
     counted = {"sent": 2, "dropped": 1, "restarts": 1, "received": 2, "finished": 2}
     expected = dict.fromkeys(sender.get_counts(), 0) | counted | {"exported": 2 * SPANS}
     assert sender.get_counts() == expected
-
-
-def test_imports(start_host: Any, eventually: Any, find_exporters: Any, collector: Any) -> None:
-    """The exporter maps nothing of torch into its memory, nor of the protocol not asked for."""
-    started = start_host()
-    eventually(lambda: collector.spans())
-    (process,) = find_exporters(started.pid)
-    maps = Path(f"/proc/{process}/maps").read_text()
-    assert "torch" not in maps and "cygrpc" not in maps
 
 
 @pytest.mark.parametrize(

@@ -96,23 +96,27 @@ class Sink:
     @property
     def spans(self) -> list[Any]:
         """All spans, without what is drawn anew for each of them."""
-        found = [
+        return [
             span
             for request in self.traces
             for each in request.resource_spans
             for span in each.scope_spans[0].spans
         ]
-        return found
+
+
+def forget_variables(patch: pytest.MonkeyPatch) -> None:
+    """Take all variables of OpenTelemetry away; what the exporter sets is taken back, too."""
+    for name in [*os.environ]:
+        if name.startswith(("OTEL_", "TTFT_OTEL")):
+            patch.delenv(name)
+    patch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "4")
+    patch.delenv("OTEL_EXPORTER_OTLP_TIMEOUT")
 
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable of OpenTelemetry but those of the test; what the exporter sets is taken back."""
-    for name in [*os.environ]:
-        if name.startswith(("OTEL_", "TTFT_OTEL")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "4")
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TIMEOUT")
+    """No variable of OpenTelemetry but those of the test."""
+    forget_variables(monkeypatch)
 
 
 @pytest.fixture
@@ -123,27 +127,37 @@ def sink(clean: None) -> Iterator[Sink]:
     made.server.close()
 
 
-@pytest.fixture
-def export(clean: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordQueue]:
-    """Run the exporter's worker on records, with these variables, until it has sent them or given up."""
-
-    def run(*records: Record, **env: str) -> RecordQueue:
-        for name, value in env.items():
-            monkeypatch.setenv(name, value)
-        record_queue = RecordQueue(ExporterCounters())
-        for each in records or (FULL_RECORD,):
-            record_queue.put(encode_record(each))
-        record_queue.ended.set()
-        run_worker(record_queue, 1)
-        return record_queue
-
-    return run
+def run_export(patch: pytest.MonkeyPatch, record: Record, **env: str) -> None:
+    """Run the exporter's worker on a record, with these variables, until it has sent it or given up."""
+    for name, value in env.items():
+        patch.setenv(name, value)
+    record_queue = RecordQueue(ExporterCounters())
+    record_queue.put(encode_record(record))
+    record_queue.ended.set()
+    run_worker(record_queue, 1)
 
 
 @pytest.fixture
-def sink_for(sink: Sink) -> Callable[..., dict[str, str]]:
+def export(clean: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """run_export(), of FULL_RECORD where no other is given."""
+    return lambda record=FULL_RECORD, **env: run_export(monkeypatch, record, **env)
+
+
+def name_both(sink: Sink) -> dict[str, str]:
     """Variables that send both signals to the sink."""
-    return lambda: {"OTEL_EXPORTER_OTLP_ENDPOINT": sink.url, env_names.TTFT_OTEL_METRICS: "1"}
+    return {"OTEL_EXPORTER_OTLP_ENDPOINT": sink.url, env_names.TTFT_OTEL_METRICS: "1"}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Sink]:
+    """What arrives of the crowded record without any variable."""
+    made = Sink()
+    with pytest.MonkeyPatch.context() as patch:
+        forget_variables(patch)
+        run_export(patch, make_crowded_record(), **name_both(made))
+    made.server.close()
+    assert made.traces and made.metrics
+    yield made
 
 
 def list_known(module: ModuleType) -> set[str]:
@@ -168,11 +182,10 @@ def test_all_are_tried() -> None:
     assert tried | IN_OTHER_TESTS == set(FOLLOWED)
 
 
-def test_schema_url(sink: Sink, sink_for: Any, export: Any) -> None:
+def test_schema_url(plain: Sink) -> None:
     """Scope and resource of both signals name the version of the conventions that they follow."""
-    export(**sink_for())
-    (spans,) = sink.traces[0].resource_spans
-    (metrics,) = sink.metrics[0].resource_metrics
+    (spans,) = plain.traces[0].resource_spans
+    (metrics,) = plain.metrics[0].resource_metrics
 
     urls = {
         each.schema_url for each in (spans, metrics, *spans.scope_spans, *metrics.scope_metrics)
@@ -278,16 +291,11 @@ def make_crowded_record() -> Record:
 
 
 @pytest.mark.parametrize("name", HTTP_EFFECTS)
-def test_http(name: str, sink: Sink, sink_for: Any, export: Any) -> None:
+def test_http(name: str, plain: Sink, sink: Sink, export: Any) -> None:
     """What the receiver gets is different with the variable, and as ever without it."""
     value, is_different = HTTP_EFFECTS[name]
-    record = make_crowded_record()
-    export(record, **sink_for())
-    assert sink.traces and sink.metrics
-    assert not is_different(sink)
-    for kept in (sink.traces, sink.metrics, *sink.headers.values()):
-        kept.clear()
-    export(record, **sink_for(), **{name: value})
+    assert not is_different(plain)
+    export(make_crowded_record(), **name_both(sink), **{name: value})
 
     assert sink.traces
     assert is_different(sink)
@@ -314,16 +322,13 @@ def count_kept(sink: Sink) -> tuple[int, ...]:
         ("OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT", {5}),
     ],
 )
-def test_limit_of_0(name: str, gone: set[int], sink: Sink, export: Any) -> None:
+def test_limit_of_0(name: str, gone: set[int], plain: Sink, sink: Sink, export: Any) -> None:
     """A limit of 0 keeps none, as the specification has it: all spans come, without what it limits."""
-    record = make_crowded_record()
-    export(record, OTEL_EXPORTER_OTLP_ENDPOINT=sink.url)
-    before, number = count_kept(sink), len(sink.spans)
+    before = count_kept(plain)
     assert all(before)
-    sink.traces.clear()
-    export(record, OTEL_EXPORTER_OTLP_ENDPOINT=sink.url, **{name: "0"})
+    export(make_crowded_record(), OTEL_EXPORTER_OTLP_ENDPOINT=sink.url, **{name: "0"})
 
-    assert len(sink.spans) == number
+    assert len(sink.spans) == len(plain.spans)
     kept = [0 if place in gone else count for place, count in enumerate(before)]
     assert list(count_kept(sink)) == kept
 
@@ -346,8 +351,12 @@ def key_pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[Path, Pat
     "signal", ["", "TRACES_", pytest.param("METRICS_", marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize("left_out", ["", "CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"])
-def test_tls(signal: str, left_out: str, clean: None, export: Any, key_pairs: Any) -> None:
+def test_tls(
+    signal: str, left_out: str, export: Any, key_pairs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server that shows a certificate and asks for one gets its signal with all three, else nothing."""
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):  # requests lets them win over a session's
+        monkeypatch.delenv(name, raising=False)
     (certificate, key), (ours, our_key) = key_pairs
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
@@ -370,7 +379,7 @@ def test_tls(signal: str, left_out: str, clean: None, export: Any, key_pairs: An
             **other,
             **env,
         )
-        assert bool(sink.headers[wanted]) is not left_out
+        assert bool(sink.headers[wanted]) is (not left_out)
     finally:
         sink.server.close()
 
@@ -398,8 +407,10 @@ class GrpcSink(grpc.GenericRpcHandler):  # type: ignore[misc]
         return grpc.unary_unary_rpc_method_handler(lambda body, _: b"")
 
 
-@pytest.mark.parametrize("signal", ["", "TRACES_", "METRICS_"])
-@pytest.mark.parametrize("insecure", ["true", "false"])
+@pytest.mark.parametrize(
+    ("signal", "insecure"),
+    [("", "true"), ("TRACES_", "true"), ("METRICS_", "true"), ("", "false")],
+)
 def test_grpc(signal: str, insecure: str, clean: None, export: Any) -> None:
     """With both variables a signal arrives by gRPC without TLS at an address that has no scheme."""
     sink = GrpcSink()
@@ -429,10 +440,10 @@ ENDPOINTS: Final = {
 
 
 @pytest.mark.parametrize("name", ENDPOINTS)
-def test_endpoint(name: str, sink: Sink, sink_for: Any, export: Any) -> None:
+def test_endpoint(name: str, sink: Sink, export: Any) -> None:
     """The general one is a base, a signal's own one the whole URL."""
     path, traces, metrics = ENDPOINTS[name]
-    export(**sink_for() | {name: sink.url + path})
+    export(**name_both(sink) | {name: sink.url + path})
 
     assert [each["path"] for each in sink.headers["traces"]] == [traces]
     assert {each["path"] for each in sink.headers["metrics"]} == {metrics}
@@ -441,8 +452,13 @@ def test_endpoint(name: str, sink: Sink, sink_for: Any, export: Any) -> None:
 TIMEOUTS: Final = {f"OTEL_EXPORTER_OTLP_{signal}TIMEOUT" for signal in ("", "TRACES_", "METRICS_")}
 
 
-@pytest.mark.parametrize("name", sorted(TIMEOUTS))
-@pytest.mark.parametrize(("seconds", "is_late"), [("0.3", True), ("30", False)])
+@pytest.mark.parametrize(
+    ("name", "seconds", "is_late"),
+    [
+        *((name, "0.3", True) for name in sorted(TIMEOUTS)),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "30", False),
+    ],
+)
 def test_timeout(
     name: str,
     seconds: str,
@@ -554,19 +570,15 @@ def test_problems(env: dict[str, str], problem: str | None) -> None:
     assert [problem in line and "; " in line for line in problems] == [True] * (problem is not None)
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"OTEL_EXPORTER_OTLP_TIMEOUT": "10s"},
-        {"OTEL_EXPORTER_OTLP_TRACES_COMPRESSION": "zstd"},
-        {"OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "many"},
-        {"OTEL_ATTRIBUTE_COUNT_LIMIT": "-1"},
-    ],
-)
-def test_wrong_value(env: dict[str, str], sink: Sink, export: Any) -> None:
-    """A value that the SDK would raise for costs no span: the default is used."""
-    export(OTEL_EXPORTER_OTLP_ENDPOINT=sink.url, **env)
-
+def test_wrong_values(sink: Sink, export: Any) -> None:
+    """Values that the SDK would raise for cost no span: the defaults are used."""
+    export(
+        OTEL_EXPORTER_OTLP_ENDPOINT=sink.url,
+        OTEL_EXPORTER_OTLP_TIMEOUT="10s",
+        OTEL_EXPORTER_OTLP_TRACES_COMPRESSION="zstd",
+        OTEL_BSP_MAX_EXPORT_BATCH_SIZE="many",
+        OTEL_ATTRIBUTE_COUNT_LIMIT="-1",
+    )
     assert sink.spans
 
 
@@ -576,18 +588,20 @@ VALUES: Final = {
     "OTEL_BSP_EXPORT_TIMEOUT": "1",
     "OTEL_METRIC_EXPORT_TIMEOUT": "1",
     "OTEL_PYTHON_SDK_INTERNAL_METRICS_ENABLED": "true",
+    # With the metrics above it is asked for; another name than that of a provider is an error there.
+    "OTEL_PYTHON_METER_PROVIDER": "default_meter_provider",
 }
 
 
-@pytest.mark.parametrize("name", NOT_FOLLOWED)
-def test_not_followed(name: str, sink: Sink, sink_for: Any, export: Any, clean: None) -> None:
-    """Spans are as without it, and doctor tells that it has no effect, with the reason."""
-    env = sink_for() | {env_names.TTFT_OTEL_METRICS: str(int("METRIC" in name))}
-    export(**env)
-    before = [span.name for span in sink.spans], sink.resource
-    sink.traces.clear()
-    export(**env, **{name: VALUES.get(name, "none")})
+def test_not_followed(plain: Sink, sink: Sink, export: Any) -> None:
+    """With all of them spans are as without, and doctor tells of each that it has no effect, and why."""
+    given = {name: VALUES.get(name, "none") for name in NOT_FOLLOWED}
+    export(make_crowded_record(), **name_both(sink), **given)
 
-    assert ([span.name for span in sink.spans], sink.resource) == before
-    told = [each for each in doctor.check_settings(read_settings()) if name in each.says.split()]
-    assert [each.state for each in told] == ["note"]
+    assert [span.name for span in sink.spans] == [span.name for span in plain.spans]
+    assert sink.resource == plain.resource and sink.metrics
+    for name in NOT_FOLLOWED:
+        told = [
+            each for each in doctor.check_settings(read_settings()) if name in each.says.split()
+        ]
+        assert [each.state for each in told] == ["note"], name

@@ -97,18 +97,3 @@ def test_unknown_exporter() -> None:
     before = dict(vars(sys.modules[__name__]))
     take_messages(OtherExporter())
     assert vars(sys.modules[__name__]) == before
-
-
-def test_compression(
-    collector: Any, make_batch: Callable[[], SpanBatch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The SDK's variables hold for messages, too: here compression and a header."""
-    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, collector.url)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=one")
-    exporter = create_span_exporter(read_settings())
-    assert exporter.export(make_batch()) is SpanExportResult.SUCCESS
-    exporter.shutdown()
-    assert collector.headers[0]["content-encoding"] == "gzip"
-    assert collector.headers[0]["x-tenant"] == "one"
-    assert len(collector.spans()) == 8

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -37,7 +37,6 @@ from ttft_otel.exporter.spans import span_builder
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.assemble.request_assembly import MAX_DURATION_US
 from ttft_otel.report.breakdown_source import open_source
-from ttft_otel.report.foreign import foreign_spans
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import Request, SourceChoice, StoredSpan
 from ttft_otel.report.store.database_reader import (
@@ -276,41 +275,19 @@ def test_below_our_router() -> None:
     assert request.ttft_us == 230_000 and request.closed
 
 
-@pytest.mark.parametrize(
-    ("given", "stages"),
-    [
-        ({"gen_ai__latency__time_in_queue": 0.2}, {"prefill.queue": 200_000}),
-        ({"gen_ai__latency__time_in_queue": 0.201}, {}),  # more than the TTFT
-        ({"gen_ai__latency__time_in_queue": -0.1}, {}),
-        ({"gen_ai__latency__time_in_queue": "0.1"}, {}),
-        ({"gen_ai__latency__time_in_queue": True}, {}),
-        ({"gen_ai__latency__time_in_queue": 10**30}, {}),
-    ],
-)
-def test_odd_lengths(given: Mapping[str, Any], stages: Mapping[str, int]) -> None:
-    """What cannot be a length, or does not fit, is unattributed."""
-    (request,) = list_requests([make_request(**given)])
-
-    assert request.stages == stages and request.closed
-
-
-@pytest.mark.parametrize(
-    "total", [0, -1.0, "0.2", True, MAX_DURATION_US, float("nan"), float("inf"), -float("inf")]
-)
-def test_no_request(total: Any) -> None:
-    """A span without a TTFT is no request; nor is one of that name from another scope."""
-    span = make_span(1, "llm_request", "vllm.x", gen_ai__latency__time_to_first_token=total)
-
-    assert list_requests([span]) == []
+def test_odd_lengths() -> None:
+    """What cannot be a length, or does not fit, is unattributed; without a TTFT there is no request."""
+    for queue, stages in (
+        (0.2, {"prefill.queue": 200_000}),
+        (0.201, {}),  # more than the TTFT
+        *((odd, {}) for odd in (-0.1, "0.1", True, 10**30)),
+    ):
+        (request,) = list_requests([make_request(gen_ai__latency__time_in_queue=queue)])
+        assert request.stages == stages and request.closed, queue
+    for total in (0, -1.0, "0.2", True, MAX_DURATION_US, float("nan"), -float("inf")):
+        span = make_span(1, "llm_request", "vllm.x", gen_ai__latency__time_to_first_token=total)
+        assert list_requests([span]) == [], total
     assert list_requests([make_request("my.agent")]) == []
-
-
-def test_a_loop_of_parents() -> None:
-    """A span that is its own ancestor ends nothing."""
-    loop = replace(make_request(), parent_id=f"{1:016x}")
-    parents = {loop.span_id: loop.span_id}
-
-    assert foreign_spans.add_ttft_spans([loop], parents)
 
 
 NAMES = (

@@ -10,7 +10,6 @@ import sqlite3
 import threading
 import urllib.error
 import urllib.request
-import zlib
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -55,11 +54,6 @@ def make_http_exporter(served: RunningServer) -> SpanExporter:
     return HttpExporter(endpoint=url, compression=Compression.Gzip, timeout=30)
 
 
-def make_plain_exporter(served: RunningServer) -> SpanExporter:
-    """The SDK's HTTP exporter as vLLM's child uses it by default."""
-    return HttpExporter(endpoint=f"{served.http}/v1/traces", timeout=30)
-
-
 def post_traces(
     served: RunningServer, data: bytes | Iterator[bytes], kind: str = PROTOBUF, **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
@@ -70,9 +64,7 @@ def post_traces(
     )
 
 
-@pytest.mark.parametrize(
-    "make_exporter", [make_grpc_exporter, make_http_exporter, make_plain_exporter]
-)
+@pytest.mark.parametrize("make_exporter", [make_grpc_exporter, make_http_exporter])
 def test_exporters(
     report_server: RunningServer, make_exporter: Callable[[RunningServer], SpanExporter]
 ) -> None:
@@ -101,7 +93,7 @@ def test_exporters(
 
 def test_report(report_server: RunningServer) -> None:
     """/ttft_report answers with the original names, by role and combined, and closes."""
-    exporter = make_plain_exporter(report_server)
+    exporter = make_http_exporter(report_server)
     exporter.export(sample_records.make_spans(sample_records.make_routed_records("r1")))
     exporter.shutdown()
     status, report = sample_records.fetch_json(report_server, "/ttft_report/r1")
@@ -175,14 +167,6 @@ def test_content_type(report_server: RunningServer) -> None:
     assert post_traces(report_server, b"{}", "text/plain")[0] == 415
 
 
-def test_deflate(report_server: RunningServer) -> None:
-    """deflate is understood too."""
-    data = sample_records.encode_records(
-        [sample_records.make_leg_record("mono", sample_records.DECODE_US)]
-    )
-    assert post_traces(report_server, zlib.compress(data), Content_Encoding="deflate")[0] == 200
-
-
 def test_oversize(report_server: RunningServer) -> None:
     """Too large as sent, or a gzip bomb of a few kilobytes: 413, and the server lives on."""
     assert post_traces(report_server, b"\0" * (MAX_BODY_BYTES + 1))[0] == 413
@@ -251,11 +235,8 @@ def test_partial(report_server: RunningServer) -> None:
     assert sample_records.fetch_json(report_server, "/ttft_report/good")[0] == 200
 
 
-@pytest.mark.parametrize("make_exporter", [make_grpc_exporter, make_http_exporter])
 def test_locked(
-    start_report_server: Callable[..., RunningServer],
-    make_exporter: Callable[[RunningServer], SpanExporter],
-    monkeypatch: pytest.MonkeyPatch,
+    start_report_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A database locked by someone else loses nothing: the exporter is told to try again."""
     monkeypatch.setattr(database_schema, "BUSY_S", 0.3)
@@ -267,7 +248,7 @@ def test_locked(
     sent = sample_records.make_spans(sample_records.make_routed_records("locked"))
     release = threading.Timer(1.0, lambda: lock.execute("ROLLBACK"))
     release.start()
-    exporter = make_exporter(report_server)
+    exporter = make_http_exporter(report_server)
     assert exporter.export(sent) is SpanExportResult.SUCCESS
     exporter.shutdown()
     release.join()

@@ -9,7 +9,6 @@ import ssl
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,17 +103,14 @@ FILTERS = (
 )
 
 
-@pytest.mark.parametrize("wanted", FILTERS)
-def test_same_requests(both: tuple[Path, FakeTempo], wanted: RequestFilter) -> None:
+def test_same_requests(both: tuple[Path, FakeTempo]) -> None:
     """Every filter gives the same requests in the same order, field by field, from either."""
     path, tempo = both
-    with (
-        open_reader(path) as stored,
-        open_source(SourceChoice(tempo=tempo.url)) as searched,
-    ):
-        expected = stored.list_latest(wanted)
-        assert searched.list_latest(wanted) == expected
-    assert expected or wanted.since_ns == 1
+    for wanted in FILTERS:
+        with open_reader(path) as stored, open_source(SourceChoice(tempo=tempo.url)) as searched:
+            expected = stored.list_latest(wanted)
+            assert searched.list_latest(wanted) == expected, wanted
+        assert expected or wanted.since_ns == 1
 
 
 def test_same_traces(both: tuple[Path, FakeTempo]) -> None:
@@ -135,45 +131,13 @@ def test_same_traces(both: tuple[Path, FakeTempo]) -> None:
         assert searched.find_trace("../../api/echo") is None
 
 
-def test_a_changed_number_is_seen(both: tuple[Path, FakeTempo]) -> None:
-    """Counter-test: a microsecond more in one span's attribute is another request."""
-    path, _ = both
-    record = make_requests(3)[-1]
-    assert record.ttft is not None
-    with FakeTempo() as tempo:
-        tempo.add(make_spans([record]))
-        with open_source(SourceChoice(tempo=tempo.url)) as searched:
-            (first,) = searched.list_latest(RequestFilter())
-        stages = {
-            **record.ttft.stages,
-            "prefill.compute": record.ttft.stages["prefill.compute"] + 1,
-        }
-        tempo.traces.clear()
-        tempo.add(make_spans([Record(**{**_fields(record), "ttft": _with_stages(record, stages)})]))
-        with open_source(SourceChoice(tempo=tempo.url)) as searched:
-            (second,) = searched.list_latest(RequestFilter())
-    assert first != second
-    assert replace(second, stages=first.stages, legs=first.legs) == first
-
-
-def _fields(record: Record) -> dict[str, object]:
-    return {name: getattr(record, name) for name in record.__struct_fields__}
-
-
-def _with_stages(record: Record, stages: dict[str, int]) -> object:
-    assert record.ttft is not None
-    fields = {name: getattr(record.ttft, name) for name in record.ttft.__struct_fields__}
-    return type(record.ttft)(**{**fields, "stages": stages})
-
-
-@pytest.mark.parametrize("limit", [2, 5, 1000])
-def test_paging(tempo: FakeTempo, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows are halved until no search reaches its limit: all are found whatever the limit is."""
-    monkeypatch.setattr(tempo_source, "SEARCH_LIMIT", limit)
+def test_paging(tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows are halved until no search reaches its limit: all are found however small it is."""
+    monkeypatch.setattr(tempo_source, "SEARCH_LIMIT", 2)
     with open_source(SourceChoice(tempo=tempo.url)) as searched:
         found = searched.list_latest(RequestFilter(since_ns=BEGIN_S * 10**9))
     assert len(found) == 30
-    assert any(int(asked["limit"]) == limit for asked in tempo.list_searches())
+    assert any(int(asked["limit"]) == 2 for asked in tempo.list_searches())
 
 
 def test_one_second(tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,9 +256,7 @@ def test_progress_and_notes(tempo: FakeTempo) -> None:
             (TempoFault("/api/search", 200, answer), "gave no search result")
             for answer in (
                 b'{"traces": [{"traceID": "../../../api/admin", "startTimeUnixNano": "1"}]}',
-                b'{"traces": [{"traceID": "ab", "startTimeUnixNano": 1e999}]}',
                 b'{"traces": [{"traceID": "ab", "durationMs": "NaN"}]}',
-                b'{"traces": {"a": 1}}',
                 b'{"traces": [], "metrics": {"totalJobs": 1e400}}',
                 b'{"traces":' + b"[" * 100_000,
             )
@@ -320,36 +282,26 @@ def test_failures(tempo: FakeTempo, fault: TempoFault, reported: str) -> None:
     assert SECRET not in result.output and "\x1b" not in result.output
 
 
-@pytest.mark.parametrize(
-    ("words", "reported"),
-    [
-        (["--tempo", "http://[::1"], "is no address"),
-        (["--tempo", "http://127.0.0.1:99999"], "is no address"),
-        (["--tempo", "ftp://127.0.0.1"], "is not an HTTP address"),
-        (["--tempo", "http://127.0.0.1:1", "--tempo-header", "a=b\r\nc: d"], "no header may have"),
-        (["--tempo", "http://127.0.0.1:1", "--tempo-header", "\udcff=b"], "no header may have"),
-        (["--tempo", "http://127.0.0.1:1", "--tempo-timeout", "nan"], "not a number"),
-    ],
-)
-def test_what_is_no_address(words: list[str], reported: str) -> None:
-    """Addresses and headers that cannot be used are refused with a sentence."""
-    result = CliRunner().invoke(cli.main, ["report", *words])
-    assert result.exit_code != 0 and isinstance(result.exception, SystemExit), result.exception
-    assert reported in " ".join(result.output.split())
-
-
-def test_nobody_there() -> None:
-    """A refused connection, and an address that is none."""
+def test_no_address() -> None:
+    """A refused connection, and addresses and headers that cannot be used, end with a sentence."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for url, reported in (
-        (f"http://user:{SECRET}@127.0.0.1:{port}", "is not reachable (Connect"),
-        ("127.0.0.1:3200", "is not an HTTP address"),
+        closed = f"http://user:{SECRET}@127.0.0.1:{free.getsockname()[1]}"
+    example, here = "http://127.0.0.1:3200", "http://127.0.0.1:1"
+    for words, *reported in (
+        ((closed,), "is not reachable (Connect", example),
+        (("127.0.0.1:3200",), "is not an HTTP address", example),
+        (("http://[::1",), "is no address"),
+        (("http://127.0.0.1:99999",), "is no address"),
+        (("ftp://127.0.0.1",), "is not an HTTP address"),
+        ((here, "--tempo-header", "a=b\r\nc: d"), "no header may have"),
+        ((here, "--tempo-header", "\udcff=b"), "no header may have"),
+        ((here, "--tempo-timeout", "nan"), "not a number"),
     ):
-        result = CliRunner().invoke(cli.main, ["report", "--tempo", url])
-        assert result.exit_code == 1 and reported in result.output
-        assert "http://127.0.0.1:3200" in result.output and SECRET not in result.output
+        result = CliRunner().invoke(cli.main, ["report", "--tempo", *words])
+        assert result.exit_code != 0 and isinstance(result.exception, SystemExit), words
+        assert all(each in " ".join(result.output.split()) for each in reported), result.output
+        assert SECRET not in result.output
 
 
 def test_credentials(tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch) -> None:
