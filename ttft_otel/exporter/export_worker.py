@@ -17,7 +17,12 @@ from opentelemetry.sdk.environment_variables import (
 from ttft_otel.exporter.batch_exporter import BatchExporter, create_span_exporter
 from ttft_otel.exporter.record_queue import RecordQueue
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
-from ttft_otel.exporter.spans.span_batch import MAX_BATCH_SPANS, BatchBuilder, SpanLimits
+from ttft_otel.exporter.spans.span_batch import (
+    MAX_BATCH_SPANS,
+    BatchBuilder,
+    cut_spans,
+    read_limits,
+)
 from ttft_otel.tracing import measurement
 from ttft_otel.tracing.engine_report import decode_message
 from ttft_otel.tracing.guard import Guard
@@ -50,7 +55,7 @@ def run_worker(
     builder = BatchBuilder(
         resources, settings.detail, numbers.get(OTEL_BSP_MAX_EXPORT_BATCH_SIZE, MAX_BATCH_SPANS)
     )
-    limits = SpanLimits.read(numbers)
+    limits = read_limits(numbers)
     wait_s = numbers.get(OTEL_BSP_SCHEDULE_DELAY, BATCH_WAIT_S * 1000) / 1000
     if not settings.metrics:
         export_records(record_queue, span_exporter, builder, None, limits, wait_s)
@@ -68,7 +73,7 @@ def export_records(
     span_exporter: BatchExporter,
     builder: BatchBuilder,
     metrics: RequestMetrics | None = None,
-    limits: SpanLimits | None = None,
+    limits: Mapping[str, int] | None = None,
     wait_s: float = BATCH_WAIT_S,
 ) -> None:
     """Take batches from `record_queue` and export their spans, until the queue has ended.
@@ -91,8 +96,8 @@ def export_records(
                 except ValueError:  # not a record of this version, or with broken ids
                     span_exporter.counters.add("foreign")
         for spans in builder.take_batches():
-            if limits is not None:
-                limits.cut_spans(spans.request)
+            if limits:
+                cut_spans(spans.request, limits)
             span_exporter.export_batch(spans)
         # Last: what an exporter holds that is killed has to count as lost.
         span_exporter.counters.add("finished", taken)

@@ -37,10 +37,15 @@ from ttft_otel.tracing.settings import Settings
 
 MAX_PENDING_ROWS: Final = 4096  # requests that are not counted yet, at some 0.6 KB
 MAX_PLANS: Final = 4096  # heads whose series are known
-# Of queues, by reason and by what held them: the metric, its label, and that label's values by code.
-_QUEUE_METRICS: Final = (
-    (metric_names.QUEUE_REASON_DURATION, keys.QUEUE_REASON, stages.WAIT_REASON_NAMES),
-    (metric_names.QUEUE_HELD_DURATION, keys.HELD_BY_KIND, stages.HOLDING_KIND_NAMES),
+# What a few requests have besides their times: a metric, its own label with that label's value ("" for none).
+_RECOMPUTED: Final = (metric_names.EC_RECOMPUTED, "", "")
+_REASONS: Final = tuple(
+    (metric_names.QUEUE_REASON_DURATION, keys.QUEUE_REASON, name)
+    for name in stages.WAIT_REASON_NAMES
+)
+_HELD: Final = tuple(
+    (metric_names.QUEUE_HELD_DURATION, keys.HELD_BY_KIND, name)
+    for name in stages.HOLDING_KIND_NAMES
 )
 log = logging.getLogger("ttft_otel")
 
@@ -55,9 +60,8 @@ class _Plan:
     head: MeasurementHead
     columns: list[list[Series]]  #: the series of each time
     rows: list[tuple[int, ...]] = field(default_factory=list)  #: times, microseconds
-    recomputed_items: list[int] = field(default_factory=list)
-    reasons: dict[int, list[int]] = field(default_factory=dict)  #: microseconds of queues, by code
-    held: dict[int, list[int]] = field(default_factory=dict)  #: likewise
+    #: Other values (items, microseconds of queues) by metric, label and its value.
+    others: dict[tuple[str, str, str], list[int]] = field(default_factory=dict)
 
 
 class RequestMetrics:
@@ -122,11 +126,11 @@ class RequestMetrics:
         self._pending_rows += 1
         plan.rows.append(measured.times_us)
         if measured.recomputed_items != NOT_MEASURED:
-            plan.recomputed_items.append(measured.recomputed_items)
+            plan.others.setdefault(_RECOMPUTED, []).append(measured.recomputed_items)
         for code, length_us in measured.reasons:
-            plan.reasons.setdefault(code, []).append(length_us)
+            plan.others.setdefault(_REASONS[code], []).append(length_us)
         for code, length_us in measured.held:
-            plan.held.setdefault(code, []).append(length_us)
+            plan.others.setdefault(_HELD[code], []).append(length_us)
         return plan
 
     def _count_rows(self) -> None:
@@ -138,20 +142,11 @@ class RequestMetrics:
             for column, values_us in zip(plan.columns, zip(*rows, strict=True), strict=True):
                 for series in column:
                     self._add_values(series, values_us)
-            if plan.recomputed_items:
-                series = self._find_series(metric_names.EC_RECOMPUTED, plan.head, {})
-                self._add_values(series, tuple(plan.recomputed_items))
-                plan.recomputed_items = []
-            self._count_waits(plan)
-
-    def _count_waits(self, plan: _Plan) -> None:
-        """Count the queues' parts; their series are few, and found anew each time."""
-        waits = (plan.reasons, plan.held)
-        for (metric, label, words), lengths in zip(_QUEUE_METRICS, waits, strict=True):
-            for code, values_us in lengths.items():
-                series = self._find_series(metric, plan.head, {label: words[code]})
-                self._add_values(series, tuple(values_us))
-            lengths.clear()
+            # Their series are few, and found anew each time.
+            for (metric, label, value), values in plan.others.items():
+                series = self._find_series(metric, plan.head, {label: value})
+                self._add_values(series, tuple(values))
+            plan.others.clear()
 
     def _add_values(self, series: Series, values: tuple[int, ...]) -> None:
         series.add_values(values)

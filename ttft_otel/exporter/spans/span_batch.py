@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -27,9 +26,6 @@ from ttft_otel.exporter.spans.resource_cache import MAX_SERVICES, ResourceCache
 from ttft_otel.exporter.spans.span_builder import SCOPE, read_span
 from ttft_otel.exporter.spans.span_writer import count_spans, write_spans
 from ttft_otel.model.record import Record
-
-if TYPE_CHECKING:
-    Owner: TypeAlias = Span | Span.Event | Span.Link
 
 # At some 290 bytes a span 0.3 MB, far below gRPC's usual limit of 4 MB for a message.
 MAX_BATCH_SPANS: Final = 1024  # spans per OTLP message
@@ -163,59 +159,48 @@ def _encode_batch(
     return spans.request if isinstance(spans, SpanBatch) else encode(spans)
 
 
-@dataclass(frozen=True, slots=True)
-class SpanLimits:
-    """The most of each kind that may be exported; None where no variable says so."""
+def read_limits(numbers: Mapping[str, int]) -> dict[str, int]:
+    """The most of each kind that a span may have, of `numbers` by variables' names; {} for no limits."""
+    general = numbers.get(names.OTEL_ATTRIBUTE_COUNT_LIMIT)
+    length = numbers.get(names.OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT)
+    limits = {
+        "attributes": numbers.get(names.OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT, general),
+        "attributes of events": numbers.get(names.OTEL_EVENT_ATTRIBUTE_COUNT_LIMIT, general),
+        "attributes of links": numbers.get(names.OTEL_LINK_ATTRIBUTE_COUNT_LIMIT, general),
+        "events": numbers.get(names.OTEL_SPAN_EVENT_COUNT_LIMIT),
+        "links": numbers.get(names.OTEL_SPAN_LINK_COUNT_LIMIT),
+        "characters": numbers.get(names.OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT, length),
+    }
+    return {kind: limit for kind, limit in limits.items() if limit is not None}
 
-    attributes: int | None
-    event_attributes: int | None
-    link_attributes: int | None
-    events: int | None
-    links: int | None
-    characters: int | None
 
-    @classmethod
-    def read(cls, numbers: Mapping[str, int]) -> SpanLimits | None:
-        """The limits in `numbers`, by their variables' names; None without one."""
-        general = numbers.get(names.OTEL_ATTRIBUTE_COUNT_LIMIT)
-        length = numbers.get(names.OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT)
-        limits = cls(
-            numbers.get(names.OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT, general),
-            numbers.get(names.OTEL_EVENT_ATTRIBUTE_COUNT_LIMIT, general),
-            numbers.get(names.OTEL_LINK_ATTRIBUTE_COUNT_LIMIT, general),
-            numbers.get(names.OTEL_SPAN_EVENT_COUNT_LIMIT),
-            numbers.get(names.OTEL_SPAN_LINK_COUNT_LIMIT),
-            numbers.get(names.OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT, length),
-        )
-        return None if limits == cls(*[None] * 6) else limits
+def cut_spans(request: ExportTraceServiceRequest, limits: Mapping[str, int]) -> None:
+    """Cut the spans of `request` in place, and count what they lost, as OTLP has it."""
+    characters = limits.get("characters")
+    scopes = (scope for each in request.resource_spans for scope in each.scope_spans)
+    for span in (span for scope in scopes for span in scope.spans):
+        for field in ("events", "links"):
+            _cut_field(span, field, limits.get(field))
+            for each in getattr(span, field):
+                _cut_field(each, "attributes", limits.get(f"attributes of {field}"))
+        _cut_field(span, "attributes", limits.get("attributes"))
+        if characters is not None:
+            for owner in (span, *span.events, *span.links):
+                for attribute in owner.attributes:
+                    _cut_value(attribute.value, characters)
 
-    def cut_spans(self, request: ExportTraceServiceRequest) -> None:
-        """Cut the spans of `request` in place, and count what they lost, as OTLP has it."""
-        scopes = (scope for each in request.resource_spans for scope in each.scope_spans)
-        for span in (span for scope in scopes for span in scope.spans):
-            if self.events is not None and (lost := len(span.events) - self.events) > 0:
-                del span.events[self.events :]
-                span.dropped_events_count += lost
-            if self.links is not None and (lost := len(span.links) - self.links) > 0:
-                del span.links[self.links :]
-                span.dropped_links_count += lost
-            self._cut_attributes(span, self.attributes)
-            for event in span.events:
-                self._cut_attributes(event, self.event_attributes)
-            for link in span.links:
-                self._cut_attributes(link, self.link_attributes)
 
-    def _cut_attributes(self, owner: Owner, limit: int | None) -> None:
-        if limit is not None and (lost := len(owner.attributes) - limit) > 0:
-            del owner.attributes[limit:]
-            owner.dropped_attributes_count += lost
-        if self.characters is not None:
-            for attribute in owner.attributes:
-                self._cut_value(attribute.value, self.characters)
+def _cut_field(owner: Span | Span.Event | Span.Link, field: str, limit: int | None) -> None:
+    values = getattr(owner, field)
+    if limit is not None and (lost := len(values) - limit) > 0:
+        del values[limit:]
+        count = f"dropped_{field}_count"
+        setattr(owner, count, getattr(owner, count) + lost)
 
-    def _cut_value(self, value: AnyValue, characters: int) -> None:
-        # Set only where it is longer: setting it changes which field of the value is there.
-        if len(value.string_value) > characters:
-            value.string_value = value.string_value[:characters]
-        for each in value.array_value.values:
-            self._cut_value(each, characters)
+
+def _cut_value(value: AnyValue, characters: int) -> None:
+    # Set only where it is longer: setting it changes which field of the value is there.
+    if len(value.string_value) > characters:
+        value.string_value = value.string_value[:characters]
+    for each in value.array_value.values:
+        _cut_value(each, characters)
