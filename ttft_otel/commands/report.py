@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `ttft-otel report`: print requests from the database, or from Tempo.
+"""The command `ttft-otel report`: print requests from the database or Tempo, or those of a result file.
 
-Its JSON keeps to docs/report.schema.json. Needs a pip extra for Tempo only.
+Its JSON keeps to docs/report.schema.json. Needs a pip extra for Tempo only. With --join the requests are
+those of another load generator's result: AIPerf's profile_export.jsonl has each request's ID, which it sends
+as x-request-id; vLLM's `bench serve --save-result --save-detailed` sends its prefix and the request's number.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from rich import progress
@@ -24,12 +26,6 @@ from ttft_otel.model.stages import OUTSIDE
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.breakdown_source import BreakdownSource
-from ttft_otel.report.join_results import (
-    JoinedRequests,
-    JoinError,
-    join_requests,
-    read_client_ttfts,
-)
 from ttft_otel.report.report_types import Request, SourceChoice
 from ttft_otel.report.show import json_answers, perfetto_trace, terminal
 from ttft_otel.report.store.database_reader import (
@@ -40,6 +36,15 @@ from ttft_otel.report.store.database_reader import (
 )
 from ttft_otel.report.store.database_schema import StoreError
 from ttft_otel.report.time_window import WINDOW_HELP, filter_window
+
+MAX_JOINED_BYTES: Final = 1 << 30  # of a result file; answers' texts are in vLLM's
+# A client cannot have waited for less than its server took; clocks and time stamps differ by less.
+TOLERANCE_US: Final = 2000
+MAX_IMPOSSIBLE: Final = 0.01  # of the joined requests
+
+
+class JoinError(Exception):
+    """The file cannot be read, or does not fit the stored requests; the message has the remedy."""
 
 
 @click.command(
@@ -127,8 +132,7 @@ def report(
             # All requests of the trace; --request shows the sum of its own only.
             _print_trace(opened.find_trace(trace_id.lower()), None, trace_id, as_json)
         elif joined_file:
-            client_ttfts = read_client_ttfts(joined_file, join_prefix)
-            _print_joined(join_requests(listed(), client_ttfts), as_json)
+            _print_joined(listed(), read_client_ttfts(joined_file, join_prefix), as_json)
         else:
             _print_requests(listed(), opened, last, as_json)
 
@@ -227,18 +231,16 @@ def _print_requests(
         terminal.print_summary(requests)
 
 
-def _print_joined(joined: JoinedRequests, as_json: bool) -> None:
-    counts = {
-        "in_file": joined.in_file,
-        "joined": len(joined.requests),
-        "not_in_file": joined.not_in_file,
-    }
+def _print_joined(requests: list[Request], client_ttfts: Mapping[str, int], as_json: bool) -> None:
+    joined = join_requests(requests, client_ttfts)
+    beside = sum(each.request_id not in client_ttfts for each in requests)
+    counts = {"in_file": len(client_ttfts), "joined": len(joined), "not_in_file": beside}
     if as_json:
-        _print_json({**_describe_requests(joined.requests), "join": counts})
+        _print_json({**_describe_requests(joined), "join": counts})
         return
-    terminal.print_summary(joined.requests)
+    terminal.print_summary(joined)
     click.echo(
-        f"{counts['joined']} of the file's {joined.in_file} requests are stored; {joined.not_in_file} stored "
+        f"{len(joined)} of the file's {len(client_ttfts)} requests are stored; {beside} stored "
         f"ones that were read are not in the file. `{OUTSIDE}` is what the client waited beyond our span."
     )
 
@@ -258,3 +260,77 @@ def _print_json(value: object) -> None:
 
 def _escape_control(found: re.Match[str]) -> str:
     return found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1]
+
+
+def read_client_ttfts(path: Path, prefix: str | None) -> dict[str, int]:
+    """The client's TTFT in microseconds by request ID, of those that have one.
+
+    prefix: what `vllm bench serve --request-id-prefix` was given, for its files.
+    Raises JoinError.
+    """
+    try:
+        if path.stat().st_size > MAX_JOINED_BYTES:
+            raise JoinError(f"{path} is larger than {MAX_JOINED_BYTES >> 20} MiB")
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JoinError(f"{path} cannot be read: {error}") from error
+    try:
+        if '"x_request_id"' in text:
+            return dict(_list_aiperf(text))
+        return dict(_list_vllm_bench(json.loads(text), prefix))
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
+        raise JoinError(
+            f"{path} is neither AIPerf's profile_export.jsonl nor a result of `vllm bench serve "
+            "--save-result --save-detailed`"
+        ) from error
+
+
+def join_requests(requests: Sequence[Request], client_ttfts: Mapping[str, int]) -> list[Request]:
+    """Those of `requests` that the file has; what the client waited beyond them is their stage `outside`.
+
+    client_ttfts: microseconds by request ID. Raises JoinError where none fits, or clients would have
+    waited for less than their servers took, so that the IDs are those of other requests.
+    """
+    joined = [
+        replace(
+            each,
+            ttft_us=client_ttfts[each.request_id],
+            stages={**each.stages, OUTSIDE: client_ttfts[each.request_id] - each.ttft_us},
+        )
+        for each in requests
+        if each.request_id in client_ttfts and not each.error
+    ]
+    if not joined:
+        raise JoinError(
+            f"none of the {len(client_ttfts)} requests of the file is among the {len(requests)} that were "
+            "read: --since names the window; both have to have the same x-request-id"
+        )
+    impossible = sum(each.stages[OUTSIDE] < -TOLERANCE_US for each in joined)
+    if impossible > MAX_IMPOSSIBLE * len(joined):
+        raise JoinError(
+            f"{impossible} of {len(joined)} clients would have waited for less than their server took: "
+            "the IDs are those of another run, or the file has its requests in another order"
+        )
+    return joined
+
+
+def _list_aiperf(text: str) -> Iterator[tuple[str, int]]:
+    factors = {"ns": 0.001, "us": 1.0, "ms": 1000.0, "sec": 1e6, "s": 1e6}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        record: dict[str, Any] = json.loads(line)
+        ttft = record["metrics"].get("time_to_first_token")
+        # Warm-up is in the file, too, and a failed request has no first token.
+        if ttft and record["metadata"].get("benchmark_phase", "profiling") == "profiling":
+            yield record["metadata"]["x_request_id"], round(ttft["value"] * factors[ttft["unit"]])
+
+
+def _list_vllm_bench(result: Any, prefix: str | None) -> Iterator[tuple[str, int]]:
+    ttfts, errors = result["ttfts"], result.get("errors") or []
+    if prefix is None:
+        raise JoinError(
+            "vLLM's file has no request IDs: start `vllm bench serve` with --request-id-prefix NAME, "
+            "and give NAME here as --join-prefix"
+        )
+    for number, seconds in enumerate(ttfts):
+        if seconds and not (number < len(errors) and errors[number]):
+            yield f"{prefix}{number}", round(seconds * 1e6)
