@@ -72,18 +72,8 @@ class TraceBuilder:
         above = self.tracks.get((trace_id, parent.span_id)) if parent else None
         track = _place_span(process, span, parent, above)
         self.tracks[trace_id, span.span_id] = track
-        self.events.append(
-            {
-                "ph": "X",
-                "name": row.stage or span.name,
-                "cat": row.what,
-                "ts": self.to_us(span.start_ns),
-                "dur": max(span.end_ns - span.start_ns, 0) / 1000,
-                "pid": process.number,
-                "tid": track.number,
-                "args": {"trace_id": trace_id, "span_id": span.span_id, **span.attributes},
-            }
-        )
+        args = {"trace_id": trace_id, "span_id": span.span_id, **span.attributes}
+        self.add_slice(row.stage or span.name, row.what, span, process.number, track.number, args)
         if parent and above and above is not track:
             self.add_arrow(parent, above, span, track)
 
@@ -103,24 +93,34 @@ class TraceBuilder:
         """The engine's steps, on a track of their own below each process's requests."""
         for step in steps:
             process = self.find_process(step.span, "")
-            self.events.append(
-                {
-                    "ph": "X",
-                    "name": step.word,
-                    "cat": "engine step",
-                    "ts": self.to_us(step.start_ns),
-                    "dur": (step.end_ns - step.start_ns) / 1000,
-                    "pid": process.number,
-                    "tid": STEP_TRACKS[step.word],
-                    "args": {
-                        "traced requests": step.requests,
-                        "request ids": step.request_ids,
-                        "traced prompt tokens": step.prompt_tokens,
-                        "tokens of the step": step.step_tokens,
-                    },
-                }
-            )
+            args = {
+                "traced requests": step.requests,
+                "request ids": step.request_ids,
+                "traced prompt tokens": step.prompt_tokens,
+                "tokens of the step": step.step_tokens,
+            }
+            track = STEP_TRACKS[step.word]
+            self.add_slice(step.word, "engine step", step, process.number, track, args)
             process.step_words.add(step.word)
+
+    def add_slice(
+        self,
+        name: str,
+        kind: str,
+        shown: StoredSpan | StoredStep,
+        process: int,
+        track: int,
+        args: Event,
+    ) -> None:
+        """A slice as long as `shown`, on a track of a process."""
+        self.events.append(
+            {
+                "ph": "X", "name": name, "cat": kind,
+                "ts": self.to_us(shown.start_ns),
+                "dur": max(shown.end_ns - shown.start_ns, 0) / 1000,
+                "pid": process, "tid": track, "args": args,
+            }
+        )  # fmt: skip
 
     def add_arrow(
         self,
@@ -143,16 +143,11 @@ class TraceBuilder:
         for kind, at_ns, track in (("s", begin_ns, start), ("f", until_ns, end)):
             self.events.append(
                 {
-                    "ph": kind,
-                    "id": number,
-                    "name": word,
-                    "cat": word,
-                    "ts": self.to_us(at_ns),
-                    "pid": track.process.number,
-                    "tid": track.number,
+                    "ph": kind, "id": number, "name": word, "cat": word, "ts": self.to_us(at_ns),
+                    "pid": track.process.number, "tid": track.number,
                     **({"bp": "e"} if kind == "f" else {}),
                 }
-            )
+            )  # fmt: skip
 
     def find_process(self, span: StoredSpan, role: str) -> Process:
         """The process that made `span`, by its instance; a service without one is one process."""

@@ -52,10 +52,11 @@ def print_summary(requests: Sequence[Request], console: Console | None = None) -
     out.print(_draw_bar([(line.name, line.mean) for line in summary.stages], out.width))
     out.print()
     out.print(_build_percentile_table(summary))
-    _print_recomputed(summary.recomputed, out)
-    _print_clock_error(summary.clock_error_us, out)
-    _print_foreign(summary.foreign, out)
-    out.print(_format_verdict(summary))
+    _print_notes(summary.recomputed, summary.clock_error_us, summary.foreign, out)
+    if summary.closed:
+        out.print(Text("✓ Σ stages + unattributed = ttft, in every request", style="green"))
+    else:
+        out.print(Text("✗ Σ stages + unattributed ≠ ttft in some request", style="red"))
 
 
 def print_waterfall(
@@ -104,24 +105,20 @@ def print_waterfall(
         )
     for request in requests:
         out.print(_build_sum_panel(request, out.width))
-    _print_recomputed(collect_recomputed(requests), out)
-    _print_clock_error(find_clock_error(requests), out)
-    _print_foreign(describe_foreign(requests), out)
+    foreign = describe_foreign(requests)
+    _print_notes(collect_recomputed(requests), find_clock_error(requests), foreign, out)
 
 
-def _print_recomputed(counts: Sequence[RecomputedCount], out: Console) -> None:
-    if said := describe_recomputed(counts):
-        out.print(Text(f"! {remove_controls(said)}", style="yellow"))
-
-
-def _print_clock_error(error_us: int, out: Console) -> None:
-    if said := describe_clock_error(error_us):
-        out.print(Text(f"± {said}", style="dim"))
-
-
-def _print_foreign(said: str, out: Console) -> None:
-    if said:
-        out.print(Text(f"! {said}", style="yellow"))
+def _print_notes(
+    recomputed: Sequence[RecomputedCount], error_us: int, foreign: str, out: Console
+) -> None:
+    for mark, said, style in (
+        ("!", describe_recomputed(recomputed), "yellow"),
+        ("±", describe_clock_error(error_us), "dim"),
+        ("!", foreign, "yellow"),
+    ):
+        if said:
+            out.print(Text(f"{mark} {remove_controls(said)}", style=style))
 
 
 def _format_before(before: TimeBefore) -> Text:
@@ -176,12 +173,6 @@ def _build_percentile_table(summary: Summary) -> Table:
 
 def _list_quantiles(line: SummaryLine) -> list[str]:
     return [format_ms(1000 * value) for value in (line.p50, line.p95, line.p99, line.mean)]
-
-
-def _format_verdict(summary: Summary) -> Text:
-    if summary.closed:
-        return Text("✓ Σ stages + unattributed = ttft, in every request", style="green")
-    return Text("✗ Σ stages + unattributed ≠ ttft in some request", style="red")
 
 
 def _build_sum_panel(request: Request, width: int) -> Panel:

@@ -12,7 +12,6 @@ import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final
 
 import aiohttp
@@ -73,7 +72,7 @@ class FoundTrace:
 
 
 class TempoClient:
-    """Tempo's HTTP API: `async with TempoClient(choice) as client`. `shown_url` has no credentials."""
+    """Tempo's HTTP API, between open() and close(). `shown_url` has no credentials."""
 
     def __init__(self, choice: SourceChoice) -> None:
         self._choice = choice
@@ -95,7 +94,8 @@ class TempoClient:
         )
         return self._url.scheme == "http" and self._url.host not in LOOPBACK_HOSTS and has_secret
 
-    async def __aenter__(self) -> TempoClient:
+    async def open(self) -> None:
+        """Make the session. Raises TempoError for a file of CAs that cannot be read."""
         try:
             context = ssl.create_default_context(
                 cafile=str(self._choice.ca_file) if self._choice.ca_file else None
@@ -112,14 +112,8 @@ class TempoClient:
             ),
             headers=dict(self._choice.headers),
         )
-        return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
             # aiohttp closes its sockets in the loop's next round.
@@ -256,24 +250,23 @@ class TempoClient:
         return TempoError(f"{place} to {path} ({text or 'no reason given'}): {remedy}")
 
     def _explain_failure(self, error: BaseException) -> str:
-        place = self.shown_url
+        said = self._clean_text(str(error))
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
-            return (
-                f"{place} has a certificate that is not trusted "
-                f"({self._clean_text(str(error.certificate_error))}): name its CA by --tempo-ca FILE"
-            )
-        if isinstance(error, aiohttp.ClientSSLError):
-            return f"{place} does not speak TLS as it should ({self._clean_text(str(error))}): is it http://?"
-        if isinstance(error, asyncio.TimeoutError):
-            return (
-                f"{place} did not answer within {self._choice.timeout_s:g} s: ask for a shorter window, "
+            said = self._clean_text(str(error.certificate_error))
+            what = f"has a certificate that is not trusted ({said}): name its CA by --tempo-ca FILE"
+        elif isinstance(error, aiohttp.ClientSSLError):
+            what = f"does not speak TLS as it should ({said}): is it http://?"
+        elif isinstance(error, asyncio.TimeoutError):
+            what = (
+                f"did not answer within {self._choice.timeout_s:g} s: ask for a shorter window, "
                 "or wait longer with --tempo-timeout"
             )
-        if isinstance(error, aiohttp.ClientConnectorError):
-            return f"{place} is not reachable ({error.os_error.strerror or error.os_error}): {ADDRESS_REMEDY}"
-        return (
-            f"{place} broke off ({self._clean_text(str(error)) or type(error).__name__}): try again"
-        )
+        elif isinstance(error, aiohttp.ClientConnectorError):
+            reason = error.os_error.strerror or error.os_error
+            what = f"is not reachable ({reason}): {ADDRESS_REMEDY}"
+        else:
+            what = f"broke off ({said or type(error).__name__}): try again"
+        return f"{self.shown_url} {what}"
 
     def _clean_text(self, text: str) -> str:
         """One short line that a terminal can show, without what only we and Tempo should know."""
@@ -322,7 +315,7 @@ def _read_found_span(trace_id: str, found: Mapping[str, Any]) -> StoredSpan:
 
 def is_trace_id(text: str) -> bool:
     """Whether `text` is 32 hex digits."""
-    return len(text) == 32 and all(each in "0123456789abcdefABCDEF" for each in text)
+    return re.fullmatch("[0-9a-fA-F]{32}", text) is not None
 
 
 def _find_host(location: str) -> str:

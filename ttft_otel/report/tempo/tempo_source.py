@@ -107,7 +107,7 @@ class TempoSource:
     def close(self) -> None:
         """End the connections; idempotent."""
         if not self._loop.is_closed():
-            self._loop.run_until_complete(self._client.__aexit__(None, None, None))
+            self._loop.run_until_complete(self._client.close())
             self._loop.close()
 
     def list_latest(self, wanted: RequestFilter) -> list[Request]:
@@ -199,7 +199,7 @@ class TempoSource:
             self._report_progress("", 0, 0)
 
     async def _open(self) -> None:
-        await self._client.__aenter__()
+        await self._client.open()
         if self._client.is_exposed:
             self._report_note(
                 f"the credentials for {self._client.shown_url} are sent without encryption; use https://"
