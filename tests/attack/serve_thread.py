@@ -9,8 +9,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+from ttft_otel.report.breakdown_source import ServeOptions
 from ttft_otel.report.report_server import ReportServer, run_server
-from ttft_otel.report.serve_options import ServeOptions
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from sample_records import RunningServer
 
+from ttft_otel.report.breakdown_source import ServeOptions
 from ttft_otel.report.report_server import ReportServer, run_server
-from ttft_otel.report.serve_options import ServeOptions
 from ttft_otel.report.store.span_store import SpanStore
 
 

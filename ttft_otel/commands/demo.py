@@ -32,11 +32,10 @@ import click
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.model.names import env_names, header_names, keys
 from ttft_otel.report import receive
-from ttft_otel.report.breakdown_source import Explainer
+from ttft_otel.report.breakdown_source import Explainer, ServeOptions
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_server import ReportServer, run_server
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.serve_options import ServeOptions
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 from ttft_otel.report.store.span_store import SpanStore
 

@@ -13,10 +13,9 @@ from ttft_otel.commands.command_options import OptionDecorator, make_number_opti
 from ttft_otel.commands.source_options import add_source_options
 from ttft_otel.http.head_checks import is_loopback
 from ttft_otel.model.names import env_names
-from ttft_otel.report.breakdown_source import Explainer
+from ttft_otel.report.breakdown_source import Explainer, ServeOptions
 from ttft_otel.report.report_server import ReportServer, run_server
 from ttft_otel.report.report_types import SourceChoice
-from ttft_otel.report.serve_options import ServeOptions
 from ttft_otel.report.store import database_schema
 
 MEGABYTE: Final = 1 << 20

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -25,16 +23,16 @@ from ttft_otel import __version__
 from ttft_otel.model import palette
 from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.breakdown_source import (
-    BreakdownSource,
     ComparedWindows,
     ExplainAnswer,
     Explainer,
     ExplainQuestion,
+    ServeOptions,
     open_source,
 )
 from ttft_otel.report.receive import alert_webhook, receiver
 from ttft_otel.report.receive.receiver import ArrivingBody, BodyBudget, Receiver
-from ttft_otel.report.serve_options import ServeOptions
+from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.show import json_answers, pages
 from ttft_otel.report.store.database_reader import (
     MAX_REQUESTS,
@@ -117,22 +115,8 @@ def _read_question(
 AskedQuestion = Annotated[ExplainQuestion, Depends(_read_question)]
 
 
-@dataclass(frozen=True, slots=True)
-class WebContext:
-    """What routes need. span_receiver: stores what is posted; None where pages show Tempo's requests."""
-
-    options: ServeOptions
-    span_receiver: Receiver | None
-    #: An explanation reads up to a thousand requests: one at a time, so that spans are stored meanwhile.
-    is_free: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(1))
-
-    def open(self) -> AbstractContextManager[BreakdownSource]:
-        """Open what pages show. Raises StoreError."""
-        return open_source(self.options.source)
-
-
 def create_app(span_receiver: Receiver | None, options: ServeOptions) -> FastAPI:
-    """Create the app. span_receiver: as in WebContext."""
+    """Create the app. span_receiver: stores what is posted; None where pages show Tempo's requests."""
 
     async def check_token(request: Request) -> None:
         # Probes have no token, and files are public.
@@ -151,7 +135,6 @@ def create_app(span_receiver: Receiver | None, options: ServeOptions) -> FastAPI
         redoc_url=None,
         dependencies=[Depends(check_token)],
     )
-    context = WebContext(options, span_receiver)
     if span_receiver:
         # On the same port, so that OTEL_EXPORTER_OTLP_ENDPOINT is also the page's address.
         app.add_api_route(
@@ -160,11 +143,15 @@ def create_app(span_receiver: Receiver | None, options: ServeOptions) -> FastAPI
     app.mount("/static", StaticFiles(directory=STATIC_FOLDER), name="static")
     app.add_exception_handler(StoreError, _answer_store_error)
     _add_health_route(app, span_receiver)
-    _add_api_routes(app, context)
-    _add_page_routes(app, context)
+    _add_api_routes(app, options.source)
+    _add_page_routes(app, options)
     if options.explain is not None:
-        _add_why_routes(app, context, options.explain)
-        _add_alert_route(app, context)
+        # An explanation reads up to a thousand requests: one at a time, so that spans are stored meanwhile.
+        is_free = threading.Semaphore(1)
+        _add_why_routes(app, options, options.explain, is_free)
+        _add_alert_route(
+            app, options, span_receiver.budget if span_receiver else BodyBudget(), is_free
+        )
     return app
 
 
@@ -190,12 +177,12 @@ def _add_health_route(app: FastAPI, span_receiver: Receiver | None) -> None:
         return JSONResponse(content, 503 if trouble else 200)
 
 
-def _add_api_routes(app: FastAPI, context: WebContext) -> None:
+def _add_api_routes(app: FastAPI, source: SourceChoice) -> None:
     # `path`: clients choose request IDs, which may contain a slash.
     @app.get("/ttft_report/{request_id:path}")
     def ttft_report(request_id: str) -> Response:
         """The TTFT report of one request: by role and combined, in milliseconds."""
-        with context.open() as opened:
+        with open_source(source) as opened:
             request = opened.find_request(request_id)
         return (
             JSONResponse(json_answers.build_report(request))
@@ -206,13 +193,13 @@ def _add_api_routes(app: FastAPI, context: WebContext) -> None:
     @app.get("/api/requests")
     def list_requests(wanted: Filters) -> list[dict[str, Any]]:
         """The newest requests that match the filter."""
-        with context.open() as opened:
+        with open_source(source) as opened:
             return [json_answers.describe_request(each) for each in opened.list_latest(wanted)]
 
     @app.get("/api/trace/{trace_id}")
     def get_trace(trace_id: str) -> Response:
         """All spans of one trace."""
-        stored_trace = _find_trace(context, trace_id)
+        stored_trace = _find_trace(source, trace_id)
         return (
             JSONResponse(json_answers.describe_trace(stored_trace))
             if stored_trace
@@ -222,30 +209,28 @@ def _add_api_routes(app: FastAPI, context: WebContext) -> None:
     @app.get("/api/summary")
     def get_summary(wanted: Filters) -> dict[str, Any]:
         """Percentiles over the newest requests that match the filter."""
-        with context.open() as opened:
+        with open_source(source) as opened:
             return json_answers.describe_summary(summarize(opened.list_latest(wanted)))
 
 
-def _add_page_routes(app: FastAPI, context: WebContext) -> None:
+def _add_page_routes(app: FastAPI, options: ServeOptions) -> None:
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     def index_page(wanted: Filters) -> HTMLResponse:
-        with context.open() as opened:
+        with open_source(options.source) as opened:
             text = pages.render_index(
                 opened.list_latest(wanted),
                 wanted,
                 opened.list_models(),
-                context.options.explain is not None,
+                options.explain is not None,
             )
         return HTMLResponse(text, headers=SECURITY_HEADERS)
 
     @app.get("/trace/{trace_id}", response_class=HTMLResponse, include_in_schema=False)
     def trace_page(trace_id: str) -> HTMLResponse:
-        stored_trace = _find_trace(context, trace_id)
+        stored_trace = _find_trace(options.source, trace_id)
         if not stored_trace:
             return HTMLResponse(pages.render_missing(trace_id), 404, SECURITY_HEADERS)
-        text = pages.render_trace(
-            stored_trace, context.options.explain is not None, context.options.grafana_url
-        )
+        text = pages.render_trace(stored_trace, options.explain is not None, options.grafana_url)
         return HTMLResponse(text, headers=SECURITY_HEADERS)
 
     @app.get("/stages.css", include_in_schema=False)
@@ -253,16 +238,27 @@ def _add_page_routes(app: FastAPI, context: WebContext) -> None:
         return Response(palette.build_style_sheet(), media_type="text/css")
 
 
-def _add_why_routes(app: FastAPI, context: WebContext, explain: Explainer) -> None:
+def _add_why_routes(
+    app: FastAPI, options: ServeOptions, explain: Explainer, is_free: threading.Semaphore
+) -> None:
     def answer_page(question: ExplainQuestion | ComparedWindows) -> HTMLResponse:
-        if not context.is_free.acquire(blocking=False):
-            busy = ExplainAnswer.refuse("Something else is being explained: try again in a moment.")
-            return HTMLResponse(_render_answer(context, question, busy), 503, SECURITY_HEADERS)
-        try:
-            answer = explain(context.options.source, question)
-        finally:
-            context.is_free.release()
-        return HTMLResponse(_render_answer(context, question, answer), headers=SECURITY_HEADERS)
+        status = 200
+        if is_free.acquire(blocking=False):
+            try:
+                answer = explain(options.source, question)
+            finally:
+                is_free.release()
+        else:
+            status = 503
+            answer = ExplainAnswer.refuse(
+                "Something else is being explained: try again in a moment."
+            )
+        text = (
+            pages.render_diff(question, answer)
+            if isinstance(question, ComparedWindows)
+            else pages.render_why(question, answer, options.grafana_url)
+        )
+        return HTMLResponse(text, status, SECURITY_HEADERS)
 
     @app.get("/diff", response_class=HTMLResponse, include_in_schema=False)
     def diff_page(a: str = "2h..1h", b: str = "1h..", model: str = "") -> HTMLResponse:
@@ -278,17 +274,9 @@ def _add_why_routes(app: FastAPI, context: WebContext, explain: Explainer) -> No
         return answer_page(ExplainQuestion(request_id=request_id))
 
 
-def _render_answer(
-    context: WebContext, question: ExplainQuestion | ComparedWindows, answer: ExplainAnswer
-) -> str:
-    if isinstance(question, ComparedWindows):
-        return pages.render_diff(question, answer)
-    return pages.render_why(question, answer, context.options.grafana_url)
-
-
-def _add_alert_route(app: FastAPI, context: WebContext) -> None:
-    budget = context.span_receiver.budget if context.span_receiver else BodyBudget()
-
+def _add_alert_route(
+    app: FastAPI, options: ServeOptions, budget: BodyBudget, is_free: threading.Semaphore
+) -> None:
     @app.post("/api/alerts")
     async def answer_alerts(request: Request) -> JSONResponse:
         """Explanations of the alerts that Alertmanager's webhook posts (version 4)."""
@@ -311,13 +299,13 @@ def _add_alert_route(app: FastAPI, context: WebContext) -> None:
             ClientDisconnect,
         ) as error:
             raise HTTPException(400, f"not of Alertmanager's version 4: {error}") from error
-        if not context.is_free.acquire(blocking=False):
+        if not is_free.acquire(blocking=False):
             # Upon which Alertmanager tries again.
             raise HTTPException(503, "something else is being explained: try again")
         try:
-            return JSONResponse(await run_sync(alert_webhook.answer_group, context.options, group))
+            return JSONResponse(await run_sync(alert_webhook.answer_group, options, group))
         finally:
-            context.is_free.release()
+            is_free.release()
 
 
 async def _read_bounded(request: Request, budget: BodyBudget, body: ArrivingBody) -> None:
@@ -328,8 +316,8 @@ async def _read_bounded(request: Request, budget: BodyBudget, body: ArrivingBody
         budget.extend_body(body, chunk)
 
 
-def _find_trace(context: WebContext, trace_id: str) -> StoredTrace | None:
-    with context.open() as opened:
+def _find_trace(source: SourceChoice, trace_id: str) -> StoredTrace | None:
+    with open_source(source) as opened:
         # As IDs are stored and shown; the search itself takes both cases.
         return opened.find_trace(trace_id.lower())
 

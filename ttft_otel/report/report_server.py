@@ -22,8 +22,8 @@ import uvicorn
 from ttft_otel.http.bounded_connection import BoundedConnection
 from ttft_otel.http.head_checks import CallerRules, HeadLimits
 from ttft_otel.report import app
+from ttft_otel.report.breakdown_source import ServeOptions
 from ttft_otel.report.receive.receiver import Receiver, create_grpc_server
-from ttft_otel.report.serve_options import ServeOptions
 from ttft_otel.report.store.database_schema import StoreError
 from ttft_otel.report.store.span_store import SpanStore
 

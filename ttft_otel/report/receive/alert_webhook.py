@@ -21,8 +21,7 @@ import click
 import msgspec
 
 from ttft_otel.model.names import keys
-from ttft_otel.report.breakdown_source import ExplainAnswer, ExplainQuestion
-from ttft_otel.report.serve_options import ServeOptions
+from ttft_otel.report.breakdown_source import ExplainAnswer, ExplainQuestion, ServeOptions
 from ttft_otel.report.show.terminal import remove_controls
 from ttft_otel.report.store.database_reader import RequestFilter
 from ttft_otel.report.store.database_schema import StoreError
