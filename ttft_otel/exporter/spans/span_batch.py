@@ -185,7 +185,8 @@ def cut_spans(request: ExportTraceServiceRequest, limits: Mapping[str, int]) -> 
                 _cut_field(each, "attributes", limits.get(f"attributes of {field}"))
         _cut_field(span, "attributes", limits.get("attributes"))
         if characters is not None:
-            for owner in (span, *span.events, *span.links):
+            owners: tuple[Span | Span.Event | Span.Link, ...] = (span, *span.events, *span.links)
+            for owner in owners:
                 for attribute in owner.attributes:
                     _cut_value(attribute.value, characters)
 
