@@ -8,16 +8,26 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from lab.free_ports import accept_connections
+
+
+@dataclass
+class ProxiedExchange:
+    """A request's first bytes, when they came, and when the answer's first did; CLOCK_MONOTONIC, ns."""
+
+    data: bytes
+    began_ns: int
+    answered_ns: int = 0
 
 
 class DelayProxy:
     """Forwards TCP connections from the loopback, with a delay of `delay_s` seconds per request.
 
     A request begins with the first bytes after the server has answered the one before.
-    slept_ms: how long the last delay really lasted.
+    slept_ms: how long the last delay really lasted. exchanges: all, as they began.
     """
 
     def __init__(self, url: str) -> None:
@@ -26,6 +36,7 @@ class DelayProxy:
         self.target = (parts.hostname or "127.0.0.1", parts.port or 80)
         # Plain attributes: tests change them while connections are open, from the next request on.
         self.delay_s = self.slept_ms = 0.0
+        self.exchanges: list[ProxiedExchange] = []
         # Port 0: the kernel chooses a free one, which nobody can take in between.
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
@@ -44,35 +55,35 @@ class DelayProxy:
             # With Nagle's algorithm a second small write waits for an acknowledgement, up to 40 ms.
             for end in (client, upstream):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # Set while the next bytes of the client begin a request.
-            fresh = threading.Event()
-            fresh.set()
+            own: list[ProxiedExchange] = []  # of this connection
             back = threading.Thread(
-                target=self._relay_bytes, args=(upstream, client, fresh, False), daemon=True
+                target=self._relay_bytes, args=(upstream, client, own, False), daemon=True
             )
             back.start()
-            self._relay_bytes(client, upstream, fresh, True)
+            self._relay_bytes(client, upstream, own, True)
             back.join()
 
     def _relay_bytes(
         self,
         source: socket.socket,
         sink: socket.socket,
-        burst_start: threading.Event,
+        own: list[ProxiedExchange],
         is_request: bool,
     ) -> None:
         try:
             while data := source.recv(65536):
+                is_open = bool(own) and not own[-1].answered_ns
                 # Only a request's first bytes wait: a body in several pieces is one request.
-                if is_request and burst_start.is_set():
-                    burst_start.clear()
+                if is_request and not is_open:
                     began_ns = time.monotonic_ns()
+                    own.append(ProxiedExchange(data, began_ns))
+                    self.exchanges.append(own[-1])
                     # What was really slept is noted: a busy machine
                     # sleeps longer than it is asked to.
                     time.sleep(self.delay_s)
                     self.slept_ms = (time.monotonic_ns() - began_ns) / 1e6
-                elif not is_request:
-                    burst_start.set()
+                elif not is_request and is_open:
+                    own[-1].answered_ns = time.monotonic_ns()
                 sink.sendall(data)
         except OSError:
             pass
