@@ -9,8 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib.util
 import logging
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,9 +65,10 @@ from ttft_otel.tracing.settings import Settings
 
 CORPUS: Final = Path(__file__).parent / "corpus"
 LONG: Final = (pytest.mark.full, pytest.mark.timeout(7200))
+CASES: Final = 200_000  # of each parser, with --full
 EXAMPLES: Final = (
     pytest.param(150, id="some"),
-    pytest.param(20_000, id="many", marks=LONG),
+    pytest.param(CASES // 10, id="many", marks=LONG),
 )
 MAX_BYTES: Final = 4096
 TURNS: Final = 80  # of the event loop, for some requests that are pipelined
@@ -340,6 +346,32 @@ def test_mutations(target: str, number: int) -> None:
         CHECKS[target](parts)
 
     check()
+
+
+@pytest.mark.parametrize("target", [pytest.param(each, marks=LONG) for each in CHECKS])
+def test_new_code_is_sought(target: str, tmp_path: Path) -> None:
+    """Atheris keeps inputs that reach code which no other one has reached, and mutates these."""
+    if importlib.util.find_spec("atheris") is None:
+        pytest.skip(
+            "needs Atheris, which scripts/install brings where there is one: Linux on x86-64"
+        )
+    found, seen = tmp_path / "found", tmp_path / "seen"
+    found.mkdir()
+    shutil.copytree(CORPUS / target, seen)
+    words = (
+        f"-runs={CASES}",
+        f"-max_len={MAX_BYTES}",
+        "-timeout=30",
+        f"-artifact_prefix={tmp_path}/",
+    )
+    done = subprocess.run(
+        (sys.executable, "-m", "attack.coverage_fuzz", target, *words, found, seen),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"Done {CASES} runs" in done.stderr
 
 
 @pytest.mark.parametrize("target", CHECKS)
