@@ -42,7 +42,7 @@ MAX_EXPLAIN_ROUNDS = 9
 # The queue has at least half of what such a request takes longer, give or take two steps.
 QUEUE_TOLERANCE = ErrorTolerance(0.0, math.inf, 4 * STEP_MS)
 DELAY_MS = 400.0
-LATE = 4  # requests of a window, a tenth of FEWER_LIKE
+LATE = 5  # requests of a window; of fewer it asks to explain each
 # place of the delay -> the stage that must be named; for a text, and for an image.
 TEXT_STAGES = {
     "receive": "receive",
@@ -248,7 +248,7 @@ def test_the_wire(epd: LiveDeployment) -> None:
 
 def test_window(epd: LiveDeployment) -> None:
     """The late requests of a window: the stage that was delayed ate the objective."""
-    like = LikeRequests(epd, count=FEWER_LIKE)
+    like = LikeRequests(epd, count=12 * LATE)
     names = [delay_one(like, "dispatch") for _ in range(LATE)]
     like.explain(names[-1])  # until it is stored
     # Half of the delay is lateness then: what delays a single request besides is less than that of these.
