@@ -188,6 +188,14 @@ def test_recorded() -> None:
     assert not stall.held_by and keys.HELD_BY_TRUNCATED not in ttft.attributes
 
 
+def test_not_sampled() -> None:
+    """A holder whose spans are not exported has no link; holders that may be missing are told."""
+    ttft = make_record_part([(90, 7, 0, "a", TRACEPARENT[:-1] + "0")], lost=True)
+
+    assert ttft.pieces[1].held_by == (HeldBy(90, 7, "prefill", "a"),)
+    assert ttft.attributes[keys.HELD_BY_TRUNCATED] is True
+
+
 def test_unknown_code() -> None:
     """A reason of a later version is "other", and the sum stays."""
     assert [part.reason for part in divide_waits(PIECES[1:2], [(100, 99)])] == ["other"]

@@ -277,6 +277,22 @@ def test_encoder_run(client: FakeClient, monkeypatch: pytest.MonkeyPatch, pendin
         assert not pieces and dropped == ["kept"]
 
 
+def test_kept_both(client: FakeClient) -> None:
+    """An instance that keeps blocks and encodings is asked for each, and tells each as it knows it."""
+    both = carrier.KEPT_BLOCKS_BIT | carrier.KEPT_ITEMS_BIT
+    client.server.plan = ServerPlan(stream=False, kept=both)
+    client.server.blocks_answer = carrier.encode_answer(
+        carrier.KeptBlocks(1_000_900, 1_009_900, 12, 2, False)
+    )
+    client.server.items_answer = carrier.encode_answer(
+        carrier.KeptItems(1_000_900, 1_001_900, 1, 64, 0, "")
+    )
+    asyncio.run(client.call_server())
+
+    names_told = {piece.name for record in client.records.kept for piece in record.late}
+    assert names_told == {span_names.KV_KEPT, span_names.EC_KEPT}
+
+
 def test_kept_too_many(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the bound, and where nobody knows, a kept span is dropped and counted."""
     dropped: list[str] = []
@@ -424,11 +440,12 @@ def test_not_sampled(client: FakeClient) -> None:
 
 
 def test_asked_not_sampled(client: FakeClient) -> None:
-    """Asked for, but not sampled: the caller has its answer, the exporter nothing."""
+    """Asked for, but not sampled: the caller has its answer, the exporter nothing, nor is it asked for more."""
+    client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_BLOCKS_BIT)
     asyncio.run(client.call_server(traceparent=UNSAMPLED, **TIMING_HEADERS))
 
     assert timing.parse_server_timing(client.get_header()) is not None
-    assert not client.records.kept
+    assert not client.records.kept and not client.server.queried_ids
 
 
 def test_broken_begin(client: FakeClient, guard_keeps: None) -> None:

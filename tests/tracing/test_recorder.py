@@ -152,17 +152,20 @@ FETCHED_ONE = [1, 1, 64, 0, SOURCE_ENCODED, SOURCE_REMOTE | BIT_ANNOUNCED]
         ("prefill_decode", "0", 0),
         ("decode", "1", 0),
         ("", "1", 0),
+        # An encoder, also one that takes encodings: nothing is remote there, and nothing encoded again.
+        ("encode", "1", None),
     ],
 )
 def test_encoded_before(
-    monkeypatch: pytest.MonkeyPatch, leg: str, encoded: str, recomputed: int
+    monkeypatch: pytest.MonkeyPatch, leg: str, encoded: str, recomputed: int | None
 ) -> None:
     """A router's word that encoders have worked counts on the legs after them, where params name none."""
     monkeypatch.setattr(identity, "takes_encodings", True)
     made = make_closed_trace([1, 1, 0, 0, SOURCE_ENCODED], x_ttft_leg=leg, x_ttft_encoded=encoded)
     told = timing.parse_server_timing(recorder.format_timing_header(made, 9000))
 
-    assert told is not None and told.ec == timing.EncoderCacheCounts(1, 0, 0, recomputed, 0)
+    counts = None if recomputed is None else timing.EncoderCacheCounts(1, 0, 0, recomputed, 0)
+    assert told is not None and told.ec == counts
 
 
 def test_items_on_spans(

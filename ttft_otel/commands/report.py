@@ -132,7 +132,9 @@ def report(
             # All requests of the trace; --request shows the sum of its own only.
             _print_trace(opened.find_trace(trace_id.lower()), None, trace_id, as_json)
         elif joined_file:
-            _print_joined(listed(), read_client_ttfts(joined_file, join_prefix), as_json)
+            # Before the requests are read, which takes a while from Tempo: a wrong file is told at once.
+            client_ttfts = read_client_ttfts(joined_file, join_prefix)
+            _print_joined(listed(), client_ttfts, as_json)
         else:
             _print_requests(listed(), opened, last, as_json)
 

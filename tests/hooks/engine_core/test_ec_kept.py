@@ -211,3 +211,13 @@ def test_bounded(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert not CORE.encodings.leases and not CORE.encodings.leases_by_hash
     assert len(CORE.encodings.fetched_hashes) == 4 and len(CORE.encodings.answers.unasked) == 4
+
+
+def test_bounded_items(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of many items pushes out as many requests as that takes."""
+    monkeypatch.setattr(ec_kept, "MAX_WAITING_ENCODINGS", 4)
+    encode_and_keep(pair, "a", "cat")
+    encode_and_keep(pair, "b", "dog", "cow")
+    encode_and_keep(pair, "c", "ant", "bee", "fly")
+
+    assert list(CORE.encodings.leases) == ["c"] and len(CORE.encodings.leases_by_hash) == 3

@@ -92,7 +92,8 @@ class BlockTransfers:
     def _track_request(self, request_id: str, state: EngineTimeline | KeptBlocks) -> None:
         if len(self.tracked) >= MAX_TRACKED_REQUESTS:
             oldest = next(iter(self.tracked))
-            if isinstance(self.tracked.pop(oldest), KeptBlocks):
+            evicted = self.tracked.pop(oldest)
+            if isinstance(evicted, KeptBlocks) and oldest in self.answers.asked:
                 self.answers.settle(oldest, "")  # its caller must not wait any longer
         self.tracked[request_id] = state
 
