@@ -47,7 +47,9 @@ class KnownEngine:
             at_us = round(offset_s * 1e6) + BEFORE_US
             load.append(Arrival(at_us, len(body["prompt"]), body["max_tokens"]))
         records = []
-        for arrival, one in zip(load, run_scheduler(load, self.limits, self.device), strict=True):
+        for arrival, one in zip(
+            load, run_scheduler(tuple(load), self.limits, self.device), strict=True
+        ):
             number = run.started + 1000 * len(self.loads)
             record = build_served_record(number, arrival, one)
             sent_ns = self.at_ns + (arrival.at_us - BEFORE_US) * 1000
@@ -81,14 +83,16 @@ class KnownEngine:
 
 def measure_capacity(engine: KnownEngine) -> float:
     """Requests a second where all are there from the start."""
-    waiting = [replace(each, at_us=0) for each in engine.loads[0]]
+    waiting = tuple(replace(each, at_us=0) for each in engine.loads[0])
     served = run_scheduler(waiting, engine.limits, engine.device)
     return len(waiting) / max(one.end for one in served) * 1e6
 
 
 def find_p95_ms(load: Sequence[Arrival], limits: EngineLimits, *devices: Device) -> float:
     """The true p95 of the TTFT where the load comes 1.5 times as fast."""
-    faster = [replace(each, at_us=round(each.at_us / bench_command.WHATIF_RATE)) for each in load]
+    faster = tuple(
+        replace(each, at_us=round(each.at_us / bench_command.WHATIF_RATE)) for each in load
+    )
     (p95_us,) = find_truth(faster, limits, devices, shares=(0.95,))
     return float(p95_us) / 1000
 

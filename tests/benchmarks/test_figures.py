@@ -211,7 +211,7 @@ def test_clients_are_held_against_the_truth() -> None:
     """What a client says is compared with the notes of its own requests, all of which are found."""
     note = {"came": 1_000_000, "tokens": [21_000_000, 31_000_000, 43_000_000]}
     errors = measure_errors(Reading([21.5, 20.5], [11.0, 13.0]), [note, note])
-    with start_truth_server() as url:
+    with start_truth_server(None) as url:
         reading, notes, _ = play_client("ttft-otel bench", Load(url, "", 100.0, 20))
 
     assert (errors["ttft_ms mean"], errors["itl_ms mean"], errors["missing"]) == (1.0, 1.0, 0)

@@ -73,11 +73,14 @@ def keep_waiting(bench: LiveDeployment, holders: list[Fields], waiter: Fields) -
 
 
 def wait_until_it_waits(bench: LiveDeployment) -> tuple[dict[str, int], int]:
-    """The first page on which both count WAITERS; the last one when time is up."""
+    """The first page on which both count WAITERS; the last one when time is up.
+
+    Who has come within a step waits for its end first (`in_step`), and is looked at again after it.
+    """
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         found = read_waiting(bench)
-        if sum(found[0].values()) == found[1] == WAITERS:
+        if sum(found[0].values()) == found[1] == WAITERS and "in_step" not in found[0]:
             return found
         time.sleep(0.05)
     return found

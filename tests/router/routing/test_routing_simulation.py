@@ -200,19 +200,22 @@ def test_made_kinds(kind: str) -> None:
 
 
 def test_listed() -> None:
-    """Every result that is kept is of a case that was written down, with all policies and seeds."""
+    """Every result that is kept is of a case that was written down; two seeds have all policies.
+
+    The predictor takes ten times as long, and has a single seed in most cases; seeds from the third on may
+    have the best policies only.
+    """
     kept = json.loads(RESULTS.read_text("utf-8"))
     listed = {case["name"]: case for case in CASES["cases"]}
     assert [case["name"] for case in kept["cases"]] == list(listed)
 
     for case in kept["cases"]:
         assert listed[case["name"]].items() <= case.items()
-        # One that takes ten times as long has a single seed in most cases.
-        for seed, found in case["seeds"].items():
-            wanted = [*CASES["policies"], "oracle"]
-            if seed != "1" and "predicted_latency" not in found:
-                wanted.remove("predicted_latency")
-            assert list(found) == wanted
+        for number, found in enumerate(case["seeds"].values()):
+            wanted = (
+                {*CASES["policies"], "oracle"} if number < 2 else {"calibrated", "decay", "oracle"}
+            )
+            assert wanted - found.keys() <= ({"predicted_latency"} if number else set())
 
 
 @pytest.mark.full
