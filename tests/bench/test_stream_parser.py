@@ -55,6 +55,11 @@ def test_any_split(end: str) -> None:
         assert len(story.token_times_ns) == 2 and story.is_finished and not story.stream_error
 
 
+def test_no_line_end() -> None:
+    """A body of one long line, as a refusal is, has no event, and is not searched from each of its bytes."""
+    assert not list(decode_events([(0, b'{"error": "' + b"x" * 1_000_000)]))
+
+
 def test_time() -> None:
     """An event has the time of the piece that completed it, not of its first byte."""
     data = b'data: {"choices": [{"text": "a"}]}\n\n'

@@ -233,7 +233,7 @@ async def perform_exchange(
         response.end_ns, response.error = monotonic_ns(), "timeout"
     except OSError as error:
         response.end_ns, response.error = monotonic_ns(), f"connection: {type(error).__name__}"
-    # 0 would be a time before the run, and become its start in find_start_ns().
+    # 0 would be a time before the run, and become the start of LoadRun.
     response.sent_ns = response.sent_ns or response.end_ns
     return response
 

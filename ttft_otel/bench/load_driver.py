@@ -313,7 +313,9 @@ def decode_events(pieces: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, by
     """
     ends, lines = list(accumulate(len(piece) for _, piece in pieces)), list[bytes]()
     # Of the whole body, as bytes: a piece may end within a character, or between CR and LF.
-    for line in LINE.finditer(b"".join(piece for _, piece in pieces)):
+    body = b"".join(piece for _, piece in pieces)
+    # Behind the last line end the expression would try again at every byte.
+    for line in LINE.finditer(body, 0, max(body.rfind(b"\n"), body.rfind(b"\r")) + 1):
         if line[1]:
             # Comments (": ping") and other fields have no data.
             name, _, value = line[1].partition(b":")
