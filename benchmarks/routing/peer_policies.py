@@ -18,7 +18,7 @@ from ttft_otel.router.routing.policies.pending_load import InstanceLoad
 from ttft_otel.router.routing.policies.policy_registry import HashRing, LeastRequestsPolicy
 from ttft_otel.router.routing.policies.policy_state import PolicyState, RoutingPolicy
 from ttft_otel.router.routing.policies.prefill_model import compute_work
-from ttft_otel.router.types import Decision, Instance, RoutingRequest
+from ttft_otel.router.types import Decision, Instance, RoutingRequest, find_base_model
 
 MAX_LOAD_FACTOR: Final = 1.25  # of an instance's requests to the mean, as KubeAI has it by default
 # Defaults of vllm-router's and SGLang's cache_aware.
@@ -133,7 +133,7 @@ class DecayPolicy(TokenLoadPolicy):
         self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
     ) -> Decision:
         """The fewest, by the times of the request's base model."""
-        self._model = instances[0].find_base_model(request.model)
+        self._model = find_base_model(instances, request.model)
         return super().choose_instance(request, instances, now_us, is_retry)
 
     def score_instance(self, url: str, load: InstanceLoad, new_tokens: int, now_us: int) -> float:

@@ -208,14 +208,14 @@ class Instance:
         """Record what it lists, `data` of its /v1/models."""
         lengths = [card.get("max_model_len") for card in model_cards]
         self.model_cards = model_cards
+        listed = {card["id"] for card in model_cards}
         parents = ((card["id"], card.get("parent")) for card in model_cards)
-        self.base_models = {name: base for name, base in parents if isinstance(base, str)}
+        # Names of listed models only, which are bounded.
+        self.base_models = {
+            name: base for name, base in parents if isinstance(base, str) and base in listed
+        }
         known = [each for each in lengths if isinstance(each, int) and each > 0]
         self.max_model_len = min(known, default=0)
-
-    def find_base_model(self, model: str) -> str:
-        """The model whose weights compute the prompts of `model`: an adapter's own base model."""
-        return self.base_models.get(model, model)
 
     def make_elsewhere(self) -> LoadElsewhere:
         """What others have sent to it, to be changed."""
@@ -250,6 +250,15 @@ class Decision(msgspec.Struct, frozen=True):
     predicted_ttft_s: float | None = None
     candidate_scores: Sequence[float] = ()
     candidate_cached_tokens: Sequence[int] = ()
+
+
+def find_base_model(instances: Sequence[Instance], model: str) -> str:
+    """The model whose weights compute the prompts of `model`: an adapter's own base model.
+
+    By the first of `instances` whose list of models is known; one that was just discovered has none yet.
+    """
+    told = next((each for each in instances if each.model_cards), instances[0])
+    return told.base_models.get(model, model)
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):

@@ -83,6 +83,7 @@ def get_routing(router: fake_instances.RunningRouter) -> RoutingService:
         ("--slo-ttft-ms", "500"),
         ("--slo-ttft-ms", "500", "--routing-logic", "ttft", "--ttft-model", "trapezoid"),
         ("--max-queue-ms", "500", "--routing-logic", "kvaware"),
+        ("--trust-priority", "--routing-logic", "ttft"),
         ("--kv-events-endpoint", "http://127.0.0.1:1=tcp://127.0.0.1:2"),
         ("--prefix-index", "kv-events"),
         ("--ttft-model", "calibrated", "--routing-logic", "kvaware"),

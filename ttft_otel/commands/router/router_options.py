@@ -529,6 +529,8 @@ class RouterOptions:
                 raise click.UsageError(
                     f"--{flag}-ms needs predictions: --routing-logic ttft --ttft-model calibrated."
                 )
+        if self.trust_priority and not self.max_queue_ms:
+            raise click.UsageError("--trust-priority needs --max-queue-ms MILLISECONDS.")
         if self.kv_events_endpoint and self.prefix_index != "kv-events":
             raise click.UsageError("--kv-events-endpoint needs --prefix-index kv-events.")
 

@@ -108,7 +108,7 @@ class ClientOutput(asyncio.Transport):
 
     def push_part(self, data: bytes) -> None:
         """Write a part of a body in chunks."""
-        # The client has left, of which receive() tells the request's task.
+        # The client has left, of which the connection tells the request's task.
         if not self._transport.is_closing():
             # A chunk of HTTP/1.1: its length in hexadecimal, then the data.
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))

@@ -434,15 +434,17 @@ def test_slow() -> None:
 def test_adapters() -> None:
     """Prefills of an adapter teach what its base model and that one's other adapters take, no other model."""
     known, instance = build_state(), replace(A)
-    parents = {"m": None, "one": "m", "two": "m", "other": None}
+    # A base model that the instance does not list could have any name, of any length.
+    parents = {"m": None, "one": "m", "two": "m", "other": "unlisted"}
     instance.record_model_cards(tuple({"id": each, "parent": parents[each]} for each in parents))
     requests = {each: structs.replace(build_request(1, 100), model=each) for each in parents}
     for number in range(10):
         add_load_entry(known, requests["one"], instance, now=number)
         known.record_first_token(requests["one"], number, 0.1, 0)
 
+    among = (replace(B), instance)  # B has just been found, and has told nothing yet
     reasons = [
-        choose_instance("ttft", known, each, among=(instance,)).reason for each in requests.values()
+        choose_instance("ttft", known, each, among=among).reason for each in requests.values()
     ]
 
     assert reasons == ["calibrated"] * 3 + ["trapezoid"]

@@ -10,7 +10,7 @@ from ttft_otel.router.errors import SloUnreachable
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND, BusyUntil, InstanceLoad
 from ttft_otel.router.routing.policies.policy_state import RoutingPolicy
 from ttft_otel.router.routing.policies.prefill_model import PrefillLine, PrefillWork, count_pairs
-from ttft_otel.router.types import Decision, Instance, RoutingRequest
+from ttft_otel.router.types import Decision, Instance, RoutingRequest, find_base_model
 
 # Relative difference below which scores count as equal: predictions are not more accurate than that.
 TIE_MARGIN: Final = 0.05
@@ -39,7 +39,7 @@ class LeastTtftPolicy(RoutingPolicy):
         state = self.state
         if self.uses_predictions:
             # None until MIN_SAMPLES prefills of this model were measured.
-            model = state.models.get_line(instances[0].find_base_model(request.model))
+            model = state.models.get_line(find_base_model(instances, request.model))
             if model is not None:
                 return self._choose_soonest(request, instances, *model, now_us)
         cached_tokens = state.estimate_cached(request, instances)
@@ -63,7 +63,7 @@ class LeastTtftPolicy(RoutingPolicy):
         self, request: RoutingRequest, instances: Sequence[Instance], now_us: int
     ) -> tuple[float, float]:
         """Seconds of the shortest queue of `instances`, 0 if one is idle, and of the shortest prefill."""
-        base_model = instances[0].find_base_model(request.model)
+        base_model = find_base_model(instances, request.model)
         model = self.state.models.get_line(base_model) if self.uses_predictions else None
         loads = self.state.pending.list_loads(instances)
         if model is None or not all(load.entries for load in loads):

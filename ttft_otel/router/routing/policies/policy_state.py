@@ -29,7 +29,7 @@ from ttft_otel.router.routing.policies.prefill_model import (
     PrefillWork,
     compute_work,
 )
-from ttft_otel.router.types import Decision, Instance, RoutingRequest
+from ttft_otel.router.types import Decision, Instance, RoutingRequest, find_base_model
 
 # Weight of the latest sample in the moving average of overheads.
 # About the last ten requests: overheads change with the network, not with prompts.
@@ -126,7 +126,7 @@ class PolicyState:
             request.block_keys,
             self.predict_ttft(decision),
             self.pending.count_decodes(decision.instance),
-            decision.instance.find_base_model(request.model),
+            find_base_model([decision.instance], request.model),
         )
         self.pending.add_pending(key or (request.leg, request.request_id), entry)
 
