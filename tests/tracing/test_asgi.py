@@ -440,7 +440,7 @@ def test_not_sampled(client: FakeClient) -> None:
 
 
 def test_asked_not_sampled(client: FakeClient) -> None:
-    """Asked for, but not sampled: the caller has its answer, the exporter nothing, nor is it asked for more."""
+    """Asked for, but not sampled: the caller has its answer, the exporter nothing, and no more is asked."""
     client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_BLOCKS_BIT)
     asyncio.run(client.call_server(traceparent=UNSAMPLED, **TIMING_HEADERS))
 

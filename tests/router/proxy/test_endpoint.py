@@ -7,6 +7,7 @@ import asyncio
 import json
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -124,12 +125,39 @@ async def test_request_id_is_kept_or_made() -> None:
             assert one.received[-1].headers["X-Request-Id"] == kept and len(kept) <= 256
 
 
-async def test_client_leaving_stops_the_legs() -> None:
+async def test_malformed_context_breaks_nothing() -> None:
+    """A malformed traceparent, tracestate or baggage starts a new trace; the request is served."""
+    async with fake_instances.run_routed_instances() as (router, one):
+        bad = {"traceparent": "00-zz-1", "tracestate": "x" * 900, "baggage": "é;;=,"}
+        status, _, _ = await router.post_chat(**bad)
+        assert status == 200
+        assert one.received[0].headers["traceparent"].startswith("00-")
+        assert (await router.wait_for_records(2))[0].parent_id == ""
+
+
+async def post_over_http_10(router: fake_instances.RunningRouter) -> None:
+    """Post a chat with HTTP/1.0 and read what comes; the connection ends with the task."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(router.url).port)
+    try:
+        body = json.dumps(fake_instances.build_chat()).encode()
+        head = (
+            "POST /v1/chat/completions HTTP/1.0\r\nhost: localhost\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+async def test_client_leaving_stops_the_legs(version: str) -> None:
     """A client that goes away before or after the first token ends the leg within 100 ms."""
     delays = fake_instances.LoopDelays()
     for plan in (InstancePlan({"prefill.compute": 60_000}), InstancePlan(gap_s=60)):
         async with fake_instances.run_routed_instances([plan]) as (router, one):
-            task = asyncio.create_task(router.post_chat())
+            post = router.post_chat() if version == "1.1" else post_over_http_10(router)
+            task = asyncio.create_task(post)
             await fake_instances.wait_until(lambda one=one: one.received)
             await router.wait_for_records(int(plan.gap_s > 0))
             left = clock.now_us()
