@@ -127,6 +127,7 @@ def test_no_prediction(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.full
 def test_more_memory(tmp_path: Path) -> None:
     """Late requests waited for KV blocks: with twice as many the p99 is that of the real scheduler."""
     scarce = EngineLimits(16, 512, kv_tokens=2400)
