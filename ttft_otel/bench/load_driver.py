@@ -307,10 +307,7 @@ class StreamContent:
 
 
 def decode_events(pieces: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """The data of server-sent events, each with the time of the piece that completed it.
-
-    pieces: of a body, with their times. Lines end with CR, LF or both.
-    """
+    """The data of server-sent events of a body's timed pieces, each with the time of what ended it."""
     ends, lines = list(accumulate(len(piece) for _, piece in pieces)), list[bytes]()
     # Of the whole body, as bytes: a piece may end within a character, or between CR and LF.
     body = b"".join(piece for _, piece in pieces)
