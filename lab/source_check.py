@@ -17,7 +17,7 @@ from typing import Any, Final
 from lab import schedule_decisions
 from lab.required_fields import FIELDS, VllmField
 from ttft_otel.hooks import target_check
-from ttft_otel.hooks.targets import CONNECTOR_METHODS, TARGETS, PatchTarget, TargetPlace
+from ttft_otel.hooks.targets import TARGETS, PatchTarget, TargetPlace
 
 PRESENT: Final = "present"
 PARTLY: Final = "partly lost"  # a target of which some places are there
@@ -185,7 +185,7 @@ class SourceTree:
         for place in target.places:
             if place.module.startswith("vllm.") and exists_in(place, version):
                 yield self._check_function(place, target.reads, target.places)
-        for place in CONNECTOR_METHODS.get(target.name, ()):
+        for place in target.methods:
             if exists_in(place, version):
                 yield self._check_method(place, target.reads)
 

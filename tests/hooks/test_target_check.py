@@ -18,7 +18,6 @@ from ttft_otel import hooks
 from ttft_otel.hooks import ec_fields, target_check, vllm_fields
 from ttft_otel.hooks.targets import (
     ALL_STAGES,
-    CONNECTOR_METHODS,
     TARGETS,
     TARGETS_BY_NAME,
     PatchTarget,
@@ -75,9 +74,10 @@ def test_source_complete(version: str) -> None:
     assert result.version == version
     # fastapi's target is no part of the tree; other targets came with later releases.
     absent = {"frontend.app"} | {
-        name
-        for name, places in CONNECTOR_METHODS.items()
-        if not any(source_check.exists_in(place, version) for place in places)
+        target.name
+        for target in TARGETS
+        if target.methods
+        and not any(source_check.exists_in(place, version) for place in target.methods)
     }
     assert ("transfer.wait" in absent) is (version == "0.20.2")  # whose connectors make nobody wait
     assert {target.target.name for target in result.targets} == set(TARGETS_BY_NAME) - absent
@@ -96,7 +96,7 @@ def test_golden(version: str) -> None:
 
     assert expected == table
     for target in TARGETS:
-        for place in (*target.places, *CONNECTOR_METHODS.get(target.name, ())):
+        for place in (*target.places, *target.methods):
             if source_check.exists_in(place, version):
                 assert table[target.name][place.address] == "present", target.name
 
@@ -107,7 +107,7 @@ def build_table(version: str) -> dict[str, dict[str, str]]:
     return {
         target.name: {
             place.address: f"missing {what}" if what else "present"
-            for place in (*target.places, *CONNECTOR_METHODS.get(target.name, ()))
+            for place in (*target.places, *target.methods)
             for what in (target_check.check_place(root, place, target.reads),)
         }
         for target in TARGETS

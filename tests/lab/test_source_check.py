@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from lab import compat, source_check
 from lab.required_fields import FIELDS
-from ttft_otel.hooks.targets import CONNECTOR_METHODS, TARGETS
+from ttft_otel.hooks.targets import TARGETS
 
 SCHEDULER = "v1/core/sched/scheduler.py"
 EC_BASE = "distributed/ec_transfer/ec_connector/base.py"
@@ -24,7 +24,7 @@ def tree(tmp_path: Path) -> Path:
     """The smallest checkout that has everything we hang into and read, as the newest vLLM."""
     owners: dict[tuple[str, str], list[str]] = {}
     for target in TARGETS:
-        for place in (*target.places, *CONNECTOR_METHODS.get(target.name, ())):
+        for place in (*target.places, *target.methods):
             if place.module.startswith("vllm.") and source_check.exists_in(place, ""):
                 owner, _, name = place.name.rpartition(".")
                 line = f"def {name}({', '.join(('self', *target.reads))}): ..."

@@ -604,8 +604,3 @@ TARGETS: Final[tuple[PatchTarget, ...]] = (
 )
 # For connectors' hooks, which patch a class at run time, and for doctor's messages.
 TARGETS_BY_NAME: Final[dict[str, PatchTarget]] = {target.name: target for target in TARGETS}
-
-# Of those methods, as of all targets, names and parameters can be checked.
-CONNECTOR_METHODS: Final[dict[str, tuple[TargetPlace, ...]]] = {
-    target.name: target.methods for target in TARGETS if target.methods
-}

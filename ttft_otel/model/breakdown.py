@@ -3,7 +3,8 @@
 
 recorder.py passes the Marks it collected and puts the Breakdown into the Record. A cursor walks the
 marks in the order of stages.STAGES. A missing mark leaves its interval open, and the next mark closes
-both as `unattributed`: a missing hook never makes a neighbouring stage longer.
+both as `unattributed`: a missing hook never makes a neighbouring stage longer. Of a request without a
+first token find_failed_stage() says where it ended.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 Commands make a SourceChoice of their flags (commands/source_options.py) and read through open_source(); what
 they get is the same from either (BreakdownSource). Pages and alerts ask an Explainer, which `serve` gets from
-commands/main.py: explain/ is above this room.
+commands/main.py: explain/ is above this room. ServeOptions are the ports, limits and token of `serve`.
 """
 
 from __future__ import annotations

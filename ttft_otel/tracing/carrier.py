@@ -89,8 +89,8 @@ class KeptItems(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class EncoderRun(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """When an encoder ran that had not ended when the answer left; microseconds of CLOCK_MONOTONIC."""
 
-    start: int
-    end: int
+    since: int
+    until: int
 
 
 class QueueReport(msgspec.Struct, array_like=True, gc=False, frozen=True):

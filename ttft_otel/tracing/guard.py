@@ -4,6 +4,7 @@
 With plugin.py the only place with a broad `except`. Only our own code runs inside it; what vLLM's
 functions raise passes through. Under pytest exceptions are raised again, unless TTFT_OTEL_GUARD=keep
 asks for the production behaviour. `place` names the hook or code block, for the counter and the log.
+A Hook says what runs around one of vLLM's functions; hooks/wrap.py makes the wrapper from it.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeAlias
 
-import msgspec
-
 from ttft_otel.model import endpoints, stages
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, Piece
@@ -159,8 +157,7 @@ def send_kept_span(trace: RequestTrace, query: str, answer: str, sender: RecordS
     kept = carrier.decode_answer(kind, answer)
     if kept is None:
         return False
-    since, until = msgspec.structs.astuple(kept)[:2]
-    piece = _make_piece(trace, name, since, until, list_attributes(kept))
+    piece = _make_piece(trace, name, kept.since, kept.until, list_attributes(kept))
     if piece is not None:
         recorder.send_record(trace, sender, late=(piece,))
     return piece is not None
@@ -201,16 +198,25 @@ def _make_piece(
     return Piece("late", name, max(0, start), min(end, known_end), attributes)
 
 
-# By the bit of EngineDetails.kept, one utility call per kind, as each is answered when its own data are gone;
-# the type of its answer, the name of the span, and what makes its attributes.
+# By the utility call, one for each kind, as each is answered when its own data are gone: the bit of
+# EngineDetails.kept, the type of the answer, the name of the span, and what makes its attributes.
 KEPT_QUERIES: Final[dict[str, tuple[int, Any, str, Callable[[Any], Attributes]]]] = {
     carrier.KEPT_BLOCKS_QUERY: (
-        *(carrier.KEPT_BLOCKS_BIT, carrier.KeptBlocks, span_names.KV_KEPT, _list_block_attributes),
+        carrier.KEPT_BLOCKS_BIT,
+        carrier.KeptBlocks,
+        span_names.KV_KEPT,
+        _list_block_attributes,
     ),
     carrier.KEPT_ITEMS_QUERY: (
-        *(carrier.KEPT_ITEMS_BIT, carrier.KeptItems, span_names.EC_KEPT, _list_item_attributes),
+        carrier.KEPT_ITEMS_BIT,
+        carrier.KeptItems,
+        span_names.EC_KEPT,
+        _list_item_attributes,
     ),
     carrier.ENCODER_QUERY: (
-        *(carrier.ENCODER_RUN_BIT, carrier.EncoderRun, span_names.ENCODER_RUN, lambda run: {}),
+        carrier.ENCODER_RUN_BIT,
+        carrier.EncoderRun,
+        span_names.ENCODER_RUN,
+        lambda run: {},
     ),
 }

@@ -234,7 +234,7 @@ def judge_encoder_runs(loop: StepLoop) -> list[tuple[float, float]]:
     for request_id in unfinished:
         run = carrier.decode_answer(carrier.EncoderRun, CORE.answer_encoder_run(request_id))
         assert run is not None and request_id not in runs
-        runs[request_id] = (run.start, run.end)
+        runs[request_id] = (run.since, run.until)
     errors: list[tuple[float, float]] = []
     for request_id, (start, end) in runs.items():
         intervals = loop.outcomes[int(request_id[1:])].truth.intervals

@@ -177,7 +177,7 @@ def test_events_of_a_shared_encoder(clocked: ClockedDevice) -> None:
 
     assert CORE.answer_encoder_run("b") == first
     run = carrier.decode_answer(carrier.EncoderRun, first)
-    assert run is not None and abs(run.end - run.start - 30_000) <= 20
+    assert run is not None and abs(run.until - run.since - 30_000) <= 20
     assert len(set(map(id, clocked.clock.pool))) == len(clocked.clock.pool)
     assert CORE.answer_encoder_run("a") == ""
 

@@ -113,8 +113,13 @@ class EncodingLeases:
             now = clock.now_us()
             self._add_lease(
                 EncodingLease(
-                    *(request.request_id, now, unfetched, unready, len(unfetched), size),
-                    0 if unready else now,
+                    request_id=request.request_id,
+                    since=now,
+                    waiting=unfetched,
+                    unready=unready,
+                    items=len(unfetched),
+                    bytes=size,
+                    ready_at=0 if unready else now,
                 )
             )
 

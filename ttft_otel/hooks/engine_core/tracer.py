@@ -79,7 +79,7 @@ class EngineCoreTracer:
         self.resumed: dict[str, Any] = {}
         #: Requests answered before their encoder had ended; its run as JSON once a worker has reported it.
         self.encoder_runs: OrderedDict[str, str] = OrderedDict()
-        #: Requests beyond MAX_AWAITING_REQUESTS.
+        #: Requests beyond MAX_AWAITING_REQUESTS, of `awaiting` or `resumed`.
         self.dropped_requests = 0
 
     def build_hooks(self) -> dict[str, Hook]:
@@ -183,8 +183,7 @@ class EngineCoreTracer:
             return
         request_id = session.request_id
         if len(self.resumed) >= MAX_AWAITING_REQUESTS:
-            del self.resumed[next(iter(self.resumed))]
-            self.dropped_requests += 1
+            self._drop_oldest(self.resumed)
         self.resumed[request_id] = None
         if was_waiting:
             held = self.held.follow_request(request_id, timeline)
@@ -192,6 +191,18 @@ class EngineCoreTracer:
             held = self.held.note_unseen(request_id, timeline)
             timeline.open_details().reasons += (timeline.added, queue_reasons.OTHER)
         self.queue.arrived.append(held)
+
+    def _drop_oldest(self, kept: dict[str, Any]) -> None:
+        """Make room in `awaiting` or `resumed`."""
+        del kept[next(iter(kept))]
+        self.dropped_requests += 1
+        # Once: under such a load every request would log it.
+        if self.dropped_requests == 1:
+            log.warning(
+                "ttft-otel: more than %d traced requests wait for a first token; "
+                "the engine's stages of the oldest are unattributed",
+                MAX_AWAITING_REQUESTS,
+            )
 
     # The scheduler takes the request.
 
@@ -209,14 +220,7 @@ class EngineCoreTracer:
                     if self.resumed and data.req_id in self.resumed:
                         self.resumed[data.req_id] = output
                     if len(awaiting) >= MAX_AWAITING_REQUESTS:
-                        del self.awaiting[next(iter(self.awaiting))]
-                        self.dropped_requests += 1
-                        if self.dropped_requests == 1:
-                            log.warning(
-                                "ttft-otel: more than %d traced requests wait for a first token; "
-                                "the engine's stages of the oldest are unattributed",
-                                MAX_AWAITING_REQUESTS,
-                            )
+                        self._drop_oldest(awaiting)
                     awaiting[data.req_id] = timeline
             if not (awaiting or queue.arrived or queue.waiting):
                 return

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import islice
+from operator import itemgetter
 from typing import Any, Final
 
 from ttft_otel.hooks.engine_core.held_steps import HeldRequests
@@ -33,7 +34,6 @@ from ttft_otel.tracing.engine_timeline import EngineTimeline
 MAX_WAITING: Final = 2048  # requests that are followed; reasons of more are "other"
 MAX_LOOKED_AT: Final = 32  # requests per step whose own reason is asked for
 MAX_CHANGES: Final = 512  # of the queue's reason that are kept
-MAX_CODE: Final = 1 << 30  # more than that of any reason
 MAX_OWN_CHANGES: Final = 48  # that travel with a request; the older ones are put together by reason
 MAX_MISSES: Final = 16  # steps until an arrival that never reaches the scheduler is given up
 
@@ -66,8 +66,7 @@ class WaitingQueue:
             return
         facts = get_facts(scheduler)
         reason = find_common_reason(scheduler, facts, output, preempted, throttled)
-        if not self._changes or self._changes[-1][1] != reason:
-            self._note_change(reason, now)
+        self._note_change(reason, now)
         for entry in joined:
             if len(self.waiting) < MAX_WAITING:
                 entry.shared_since = now
@@ -159,7 +158,7 @@ class WaitingQueue:
         if not entry.shared_since or not self._changes:
             return
         # The change before `since`: its reason still held when this request joined.
-        first = max(0, bisect_right(self._changes, (entry.shared_since, MAX_CODE)) - 1)
+        first = max(0, bisect_right(self._changes, entry.shared_since, key=itemgetter(0)) - 1)
         reasons = entry.timeline.open_details().reasons
         reasons += (entry.shared_since, self._changes[first][1])
         for change in self._changes[first + 1 :]:

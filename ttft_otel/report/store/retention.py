@@ -2,7 +2,7 @@
 """Removal of old traces from the database; span_store.py calls it in its transactions and while idle.
 
 Traces beyond the limits disappear at once, with their requests. Their spans, which nothing reads any more,
-are deleted in slices, so that no commit takes long.
+are deleted in slices, so that no commit takes long. run_transaction() is how all of this folder writes.
 """
 
 from __future__ import annotations
