@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lab import local_deployment
-from lab.delay_proxy import DelayProxy, ProxiedExchange
+from lab.delay_proxy import DelayProxy, ProxiedExchange, run_delay_proxy
 from lab.local_servers import LocalServer
 from lab.ttft_client import TimedResponse
 from tests.live.bench import (
@@ -43,20 +43,19 @@ FLAGS = ("--routing-logic", "ttft", "--max-queue-ms", str(MAX_QUEUE_MS), "--trus
 @pytest.fixture
 def proxied(small: LiveDeployment) -> Iterator[tuple[LocalServer, DelayProxy]]:
     """A router that holds, and the proxy through which it reaches the server; it can predict prefills."""
-    proxy = DelayProxy(small.front_url)
-    sink = {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: small.fleet.get_url("receiver")}
-    command = local_deployment.build_router_command({"mono": [proxy.url]}, sink, *FLAGS)
-    small.control.set_injections({"forward": STEP_MS})
-    try:
-        with LocalServer(command) as router:
-            for number in range(100):  # until the tokenizer is there, and a line is fitted
-                small.send_request(router.url, **make_prompt(1 + number % 5))
-                if sum(read_metric(router.url, metric_names.ROUTER_PREFILL_SAMPLES)) >= 15:
-                    break
-            yield router, proxy
-    finally:
-        small.control.set_injections()
-        proxy.close()
+    with run_delay_proxy(small.front_url, 0.0) as proxy:
+        sink = {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: small.fleet.get_url("receiver")}
+        command = local_deployment.build_router_command({"mono": [proxy.url]}, sink, *FLAGS)
+        small.control.set_injections({"forward": STEP_MS})
+        try:
+            with LocalServer(command) as router:
+                for number in range(100):  # until the tokenizer is there, and a line is fitted
+                    small.send_request(router.url, **make_prompt(1 + number % 5))
+                    if sum(read_metric(router.url, metric_names.ROUTER_PREFILL_SAMPLES)) >= 15:
+                        break
+                yield router, proxy
+        finally:
+            small.control.set_injections()
 
 
 def send_burst(
@@ -92,9 +91,8 @@ def check_times(answer: TimedResponse, exchange: ProxiedExchange) -> int:
     ttft_us = found.pop("ttft")
     assert sum(found.values()) == ttft_us and found[UNATTRIBUTED] == 0
     assert answer.client_ttft_us is not None
-    beyond_us = (
-        answer.client_ttft_us - ttft_us
-    )  # before the router has the request, and after its answer
+    # Before the router has the request, and after its answer.
+    beyond_us = answer.client_ttft_us - ttft_us
     assert -CLOCK_US <= beyond_us <= 0.05 * ttft_us + 50_000, (answer.client_ttft_us, ttft_us)
     own_us = sum(found[each] for each in found if each.startswith("router.") and each != HOLD)
     to_proxy_us = (exchange.began_ns - answer.started_ns) // 1000

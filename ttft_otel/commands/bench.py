@@ -354,7 +354,7 @@ def bench(**given: Any) -> None:
             with closing(progress):
                 sides, sweep = _send_load(given, session, sides)
             was_interrupted = bool(session.interrupts)
-            # Within the block, too: results are written completely.
+            # Still in the block, where Ctrl-C is only counted: results are written completely.
             results = build_document(_describe_load(given), sides, dict(given["slos"]), sweep)
             if given["ab"]:
                 try:

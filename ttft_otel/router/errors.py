@@ -15,8 +15,12 @@ REASONS: Final = {401: "key", 404: "not_found", 405: "method", 415: "media_type"
 OTHER_REASON: Final = "request"
 # The `type` of OpenAI's errors by status, and the statuses after which a client is to come back in a second.
 ERROR_TYPES: Final = {
-    **{401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError"},
-    **{429: "RateLimitError", 502: "UpstreamError", 503: "UnavailableError"},
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    429: "RateLimitError",
+    502: "UpstreamError",
+    503: "UnavailableError",
 }
 OTHER_ERROR_TYPE: Final = "BadRequestError"
 RETRYABLE_STATUSES: Final = (429, 503)

@@ -204,18 +204,21 @@ class Instance:
     # Media items encoded again although an encoder had encoded them (encoders.py).
     recomputed_items: int = 0
 
-    def record_model_cards(self, model_cards: tuple[dict[str, Any], ...]) -> None:
-        """Record what it lists, `data` of its /v1/models."""
-        lengths = [card.get("max_model_len") for card in model_cards]
+    def record_model_cards(self, model_cards: tuple[dict[str, Any], ...]) -> bool:
+        """Record what it lists, `data` of its /v1/models. Returns whether these are other models."""
+        listed = frozenset(card["id"] for card in model_cards)
+        has_changed, self.models = listed != self.models, listed
         self.model_cards = model_cards
-        listed = {card["id"] for card in model_cards}
-        parents = ((card["id"], card.get("parent")) for card in model_cards)
         # Names of listed models only, which are bounded.
         self.base_models = {
-            name: base for name, base in parents if isinstance(base, str) and base in listed
+            card["id"]: parent
+            for card in model_cards
+            if isinstance(parent := card.get("parent"), str) and parent in listed
         }
+        lengths = [card.get("max_model_len") for card in model_cards]
         known = [each for each in lengths if isinstance(each, int) and each > 0]
         self.max_model_len = min(known, default=0)
+        return has_changed
 
     def make_elsewhere(self) -> LoadElsewhere:
         """What others have sent to it, to be changed."""

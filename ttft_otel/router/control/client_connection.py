@@ -27,7 +27,12 @@ IDLE_S: Final = 5.0  # seconds for which a connection stays open after an answer
 MAX_LINGER_S: Final = 30.0  # seconds for which bytes after a refusal are read and thrown away
 # By status of a refused head: the reason that is counted.
 _REASONS: Final = {
-    **{400: "http", 403: "origin", 414: "target", 421: "host", 429: "pipelining", 431: "headers"}
+    400: "http",
+    403: "origin",
+    414: "target",
+    421: "host",
+    429: "pipelining",
+    431: "headers",
 }
 
 
@@ -165,11 +170,10 @@ class ClientConnection(BoundedConnection):
     def start_request(self) -> None:
         """The head is complete: the request starts, or waits for those before it."""
         super().start_request()
-        # The cycle's task starts later, and finds it in its scope.
         # Parts are pushed as chunks, of which HTTP/1.0 knows nothing.
         output: Any = ClientOutput(self.transport, self.flow, self.scope["http_version"] == "1.1")
         self.cycle.transport = output
-        # uvicorn knows its own extensions only.
+        # The cycle's task starts later, and finds it there; uvicorn knows its own extensions only.
         self.scope["extensions"] = {OUTPUT_EXTENSION: output}
         self.shared.awaited_heads.forget(self)
         if not self.pipeline:
@@ -209,6 +213,7 @@ class ClientConnection(BoundedConnection):
 
     def refuse(self, error: HeadRefused) -> None:
         reason = _REASONS[error.status]
+        # A 429 has Retry-After by default: what was pipelined would be refused a second later, too.
         self._refuse(RequestRejected(error.status, str(error), reason, retry_after_s=0))
 
     def _refuse(self, error: RequestRejected) -> None:

@@ -6,7 +6,12 @@ from __future__ import annotations
 import msgspec
 
 from ttft_otel.model.names import header_names
-from ttft_otel.router.errors import RequestRejected, RouterError, UpstreamRefused
+from ttft_otel.router.errors import (
+    RETRYABLE_STATUSES,
+    RequestRejected,
+    RouterError,
+    UpstreamRefused,
+)
 from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.types import AsgiSend, HeaderList
 
@@ -34,10 +39,10 @@ def render_error(error: RouterError) -> tuple[HeaderList, bytes]:
     """The instance's own headers and body, or ours: OpenAI's JSON."""
     if isinstance(error, UpstreamRefused):
         return error.headers, error.body
-    # A second for 503 only: after 502 and 504 the request may have been run.
+    # Not after 502 and 504: the request may have been run.
     error_type = "UpstreamError"
     param = None
-    retry_after_s = int(error.status == 503)
+    retry_after_s = int(error.status in RETRYABLE_STATUSES)
     if isinstance(error, RequestRejected):
         error_type = error.error_type
         param = error.parameter

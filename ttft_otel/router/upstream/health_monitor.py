@@ -180,12 +180,9 @@ class HealthMonitor:
         status, model_cards = await self._fetch_models(instance, authorization)
         if model_cards is None:
             return status
-        models = frozenset(card["id"] for card in model_cards)
         # Candidates were computed by the models; without a change they stay.
-        if models != instance.models:
-            instance.models = models
+        if instance.record_model_cards(model_cards):
             self.pool.reset_candidates()
-        instance.record_model_cards(model_cards)
         return status
 
     async def _fetch_models(

@@ -60,7 +60,7 @@ def build_fleet(*urls: str, root: str = "", leg: str = "mono", **card: Any) -> I
     """Instances that have named their model."""
     instances = [parse_instance_url(url, leg) for url in urls or ("http://127.0.0.1:9",)]
     for each in instances:
-        each.models, each.model_cards = frozenset(("m",)), ({"id": "m", "root": root, **card},)
+        each.record_model_cards(({"id": "m", "root": root, **card},))
     return InstancePool({leg: instances})
 
 
@@ -126,7 +126,8 @@ async def test_local(
     caplog.set_level(logging.DEBUG)
     many = build_fleet(root=folder)
     (each,) = many
-    each.model_cards = (*each.model_cards, {"id": "lora", "root": "/adapter", "parent": "m"})
+    adapter = {"id": "lora", "root": "/adapter", "parent": "m"}
+    each.record_model_cards((*each.model_cards, adapter))
 
     async with run_reader(None, "local", many) as read:
         found = await wait_for_prompt(read)

@@ -37,11 +37,8 @@ class LeastTtftPolicy(RoutingPolicy):
     ) -> Decision:
         """Choose the least score, ties at random. Raises SloUnreachable."""
         state = self.state
-        if self.uses_predictions:
-            # None until MIN_SAMPLES prefills of this model were measured.
-            model = state.models.get_line(find_base_model(instances, request.model))
-            if model is not None:
-                return self._choose_soonest(request, instances, *model, now_us)
+        if (model := self._find_line(request, instances)) is not None:
+            return self._choose_soonest(request, instances, *model, now_us)
         cached_tokens = state.estimate_cached(request, instances)
         scores = [
             # Pending and own work in the same unit; no time is needed to compare them.
@@ -59,12 +56,19 @@ class LeastTtftPolicy(RoutingPolicy):
             cached_tokens,
         )
 
+    def _find_line(
+        self, request: RoutingRequest, instances: Sequence[Instance]
+    ) -> tuple[PrefillLine, Mapping[str, float]] | None:
+        """None until MIN_SAMPLES prefills of its base model were measured, and without predictions."""
+        if not self.uses_predictions:
+            return None
+        return self.state.models.get_line(find_base_model(instances, request.model))
+
     def predict_wait(
         self, request: RoutingRequest, instances: Sequence[Instance], now_us: int
     ) -> tuple[float, float]:
         """Seconds of the shortest queue of `instances`, 0 if one is idle, and of the shortest prefill."""
-        base_model = find_base_model(instances, request.model)
-        model = self.state.models.get_line(base_model) if self.uses_predictions else None
+        model = self._find_line(request, instances)
         loads = self.state.pending.list_loads(instances)
         if model is None or not all(load.entries for load in loads):
             return 0.0, 0.0

@@ -154,9 +154,9 @@ class LocalPromptReader:
 
     def find_tokenizer(self, model: str) -> TokenizeQuestion | None:
         """The question that loads the tokenizer of `model`; None while no instance lists the model."""
-        for _, card, cards in self._list_model_cards():
-            if not model or card.get("id") == model:
-                return self._locate_tokenizer(card, cards)
+        for instance, card in self._list_model_cards():
+            if not model or card["id"] == model:
+                return self._locate_tokenizer(instance, card)
         return TokenizeQuestion(self._tokenizer) if self._tokenizer else None
 
     def ensure_loaded(self, source: str) -> TokenizerWorker | None:
@@ -194,11 +194,11 @@ class LocalPromptReader:
         task.add_done_callback(self._closing_tasks.discard)
 
     async def _compare_with_instance(self, source: str, worker: TokenizerWorker) -> None:
-        for instance, card, cards in list(self._list_model_cards()):
-            question = self._locate_tokenizer(card, cards)
+        for instance, card in list(self._list_model_cards()):
+            question = self._locate_tokenizer(instance, card)
             if question.source != source or question.adapter:
                 continue
-            body = build_probe_body(str(card.get("id")))
+            body = build_probe_body(card["id"])
             instance_ids = await self._request_token_ids(instance.url, body)
             if instance_ids is None:
                 continue
@@ -231,8 +231,8 @@ class LocalPromptReader:
     async def _watch_models(self) -> None:
         while True:
             wanted_sources = {
-                self._locate_tokenizer(card, cards).source
-                for _, card, cards in self._list_model_cards()
+                self._locate_tokenizer(instance, card).source
+                for instance, card in self._list_model_cards()
             }
             if self._tokenizer:
                 wanted_sources = {self._tokenizer}
@@ -243,23 +243,19 @@ class LocalPromptReader:
                 self._close_tokenizer(source)
             await asyncio.sleep(MODEL_CHECK_INTERVAL_S)
 
-    def _list_model_cards(
-        self,
-    ) -> Iterator[tuple[Instance, dict[str, Any], tuple[dict[str, Any], ...]]]:
-        return ((each, card, each.model_cards) for each in self._pool for card in each.model_cards)
+    def _list_model_cards(self) -> Iterator[tuple[Instance, dict[str, Any]]]:
+        return ((each, card) for each in self._pool for card in each.model_cards)
 
-    def _locate_tokenizer(
-        self, card: dict[str, Any], cards: tuple[dict[str, Any], ...]
-    ) -> TokenizeQuestion:
+    def _locate_tokenizer(self, instance: Instance, card: dict[str, Any]) -> TokenizeQuestion:
         """What loads the tokenizer of a model card: an adapter uses that of its base model.
 
-        cards: all of the same instance. The adapter's name is part of its block keys.
+        The adapter's name is part of its block keys.
         """
-        parent = card.get("parent")
-        base = next((each for each in cards if parent and each.get("id") == parent), card)
+        base_name = instance.base_models.get(card["id"])
+        base = next((each for each in instance.model_cards if each["id"] == base_name), card)
         max_model_len = base.get("max_model_len")
-        source = self._tokenizer or str(base.get("root") or base.get("id"))
-        adapter = str(card.get("id")) if base is not card else ""
+        source = self._tokenizer or str(base.get("root") or base["id"])
+        adapter = card["id"] if base is not card else ""
         limit = max_model_len if isinstance(max_model_len, int) else 0
         return TokenizeQuestion(source, adapter=adapter, max_prompt_tokens=limit)
 
