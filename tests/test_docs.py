@@ -86,6 +86,7 @@ def list_anchors(page: Path) -> set[str]:
 def test_links() -> None:
     """Every relative link leads to a file that is there, and to a heading in it."""
     broken = []
+    assert REPORTS
     for page in (*PAGES, *REPORTS):
         for link in LINK.findall(page.read_text("utf-8")):
             path, _, anchor = link.partition("#")

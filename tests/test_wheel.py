@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
@@ -99,8 +100,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @functools.cache
 def build_wheel(work: Path) -> Path:
     """Build the wheel below `work`, once for all that need it; skips where that cannot be."""
-    copy_files(ROOT, list_tracked_files(ROOT), work / "source")
-    run_uv("build", "--quiet", "--wheel", "--out-dir", work / "dist", work / "source")
+    # A folder of its own: who comes after a skip builds again.
+    source = Path(tempfile.mkdtemp(dir=work))
+    copy_files(ROOT, list_tracked_files(ROOT), source)
+    run_uv("build", "--quiet", "--wheel", "--out-dir", work / "dist", source)
     (built,) = (work / "dist").glob("*.whl")
     return built
 

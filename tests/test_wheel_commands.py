@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from test_wheel import build_wheel, make_environment
 
 from lab import uv_command
 from tests.test_docs_commands import list_commands
-from tests.test_wheel import build_wheel, make_environment
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 # Command, or its first words -> what it needs beside the wheel.

@@ -16,7 +16,6 @@ from benchmarks.answers.known_engine import Chance, Device, EngineSettings
 from benchmarks.answers.known_fleet import SECOND, Ask, Site, change_site, draw_asks
 from benchmarks.answers.window_spans import Sampling
 
-MINUTE: Final = 60 * SECOND
 LENGTH: Final = 120.0  # seconds of an hour, which is as long as it needs to be
 NOTHING: Final = ("nothing", "not_known")
 Asker = Callable[[Chance, float], list[Ask]]

@@ -51,11 +51,6 @@ class SimulatedInstance:
         self._adapters, self._loading = RecentBlocks(adapters), 0
 
     @property
-    def busy_s(self) -> float:
-        """Seconds in which it computed so far."""
-        return self.engine.busy_us / US_PER_SECOND
-
-    @property
     def kv_tokens(self) -> int:
         """What its KV cache holds."""
         return self.cache.max_blocks * TRACE_BLOCK_TOKENS

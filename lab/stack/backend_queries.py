@@ -32,8 +32,8 @@ def query_instant(prometheus: str, query: str, time: float | None = None) -> lis
     return vector
 
 
-def sum_instant_query(prometheus: str, query: str, time: float | None = None) -> float | None:
+def sum_instant_query(prometheus: str, query: str) -> float | None:
     """The sum of the values of a PromQL `query`; None when there are none."""
     # No series is not 0: a counter that nobody has counted is missing.
-    samples = query_instant(prometheus, query, time)
+    samples = query_instant(prometheus, query)
     return sum(float(each["value"][1]) for each in samples) if samples else None

@@ -16,7 +16,6 @@ from attack.watched_process import INJECTED_STALL_S, WatchedRouter, run_watched_
 from lab.http_servers import HttpServerThread, SilentHandler
 
 MEGA = 1 << 20
-MARKED_BODY = b'{"model": "tiny", "stream": true, "messages": []}'
 CHAT_CONTENT = b'{"model": "tiny", "messages": [{"role": "user", "content": %b}]}'
 
 

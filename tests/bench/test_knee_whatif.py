@@ -14,8 +14,8 @@ import pytest
 
 from bench.conftest import RunBench
 from tests.explain.recorded_window import find_truth
-from tests.explain.stored_records import BEFORE_US, build_served_record, build_spans, store_spans
-from tests.explain.whatif.scheduler_truth import Arrival, Device, run_scheduler
+from tests.explain.stored_records import build_served_record, build_spans, store_spans
+from tests.explain.whatif.scheduler_truth import BEFORE_US, Arrival, Device, hasten, run_scheduler
 from ttft_otel.bench import load_plan
 from ttft_otel.bench.http_exchange import RawResponse
 from ttft_otel.bench.load_driver import LoadRun, RequestResult, StreamContent
@@ -90,9 +90,7 @@ def measure_capacity(engine: KnownEngine) -> float:
 
 def find_p95_ms(load: Sequence[Arrival], limits: EngineLimits, *devices: Device) -> float:
     """The true p95 of the TTFT where the load comes 1.5 times as fast."""
-    faster = tuple(
-        replace(each, at_us=round(each.at_us / bench_command.WHATIF_RATE)) for each in load
-    )
+    faster = hasten(load, bench_command.WHATIF_RATE)
     (p95_us,) = find_truth(faster, limits, devices, shares=(0.95,))
     return float(p95_us) / 1000
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 
 from tests.explain.whatif.scheduler_truth import (
+    BEFORE_US,
     LINEAR,
     STREAM_US,
     Arrival,
@@ -26,7 +27,6 @@ from ttft_otel.explain.whatif.what_if import Fleet
 from ttft_otel.explain.whatif.what_if_figures import TTFT
 from ttft_otel.model.names import keys
 
-BEFORE_US = 1500  # from the arrival at the server to that at its engine
 SMALL = EngineLimits(4, 512)
 BUSY = draw_arrivals(11, 200, 40_000, (5, 25))
 REPETITIONS = 2  # the first is without noise, and decides what is refused

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy
@@ -13,8 +12,6 @@ from ttft_otel.explain.window.request_facts import MEDIA, RequestFacts
 SECOND_NS = 1_000_000_000
 LATE = 12
 DELAY_US = 400_000
-
-Change = Callable[[RequestFacts], RequestFacts]
 
 
 def make_window(count: int = 300, seed: int = 1) -> list[RequestFacts]:

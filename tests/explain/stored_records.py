@@ -15,7 +15,13 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from tests.explain.whatif.scheduler_truth import STREAM_US, Arrival, Served, draw_arrivals
+from tests.explain.whatif.scheduler_truth import (
+    BEFORE_US,
+    STREAM_US,
+    Arrival,
+    Served,
+    draw_arrivals,
+)
 from ttft_otel.exporter.spans import span_builder
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Piece, Record, Server, Ttft
@@ -23,8 +29,6 @@ from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.store.span_store import SpanStore
 
 BEGIN_S = 1_790_000_000  # Unix seconds of the first request
-# From a request's arrival to the scheduler, of requests that a Scheduler has served.
-BEFORE_US = 1500
 
 
 def build_record(number: int, start_us: int, lengths: dict[str, int], **more: Any) -> Record:

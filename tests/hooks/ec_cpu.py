@@ -29,7 +29,7 @@ WIDTH = 8  # of an encoding; float16: 16 bytes a row, one row a block
 ROWS = 2
 BYTES = ROWS * WIDTH * 2
 BLOCKS = 32
-PRODUCER, CONSUMER = ("encoder.local", 7000), ("consumer", 0)
+PRODUCER = ("encoder.local", 7000)
 
 
 class FakeWires:

@@ -6,10 +6,11 @@ Fixtures: `epd` (the encoder, prefill_decode, router, receiver; V1 runner, encod
 V2 runner and async scheduling: `nixl` (the encoder, prefill_decode, router; encodings over NIXL), `newer`
 (only its prefill_decode, which does everything when no encodings are announced to it), `newer_pd` (prefill
 and decode), `nixl3` (the encoder, prefill, decode; all over NIXL). `small` is one text server with few
-places, tokens, KV blocks and adapters (test_limits.py, test_kv_events.py); `features` is the same one with
-a single place (test_engine_features.py). Each deployment is started once; a test that needs another one stops
-the one that runs. `epd` is started beside `small`, whose tests measure no times; the next ones while nothing
-is measured because tests of units and of the stack still run: what waits takes no CPU time.
+places, tokens, KV blocks and adapters (test_limits.py and others); `features` is the same one with
+a single place (test_engine_features.py and others). Each deployment is started once; a test that needs
+another one stops the one that runs. `epd` is started beside `small`, whose tests hold on a busy machine; the
+next ones while nothing is measured because tests of units and of the stack still run: what waits takes no
+CPU time.
 
 scripts/test runs tests of units and of the stack beside these: tests marked `untimed` come first and
 hold on a busy machine, the others wait until those have ended.
@@ -297,7 +298,7 @@ def newer(deck: DeploymentDeck) -> LiveDeployment:
 def small(deck: DeploymentDeck, request: pytest.FixtureRequest) -> LiveDeployment:
     """One text server with few places, tokens, KV blocks and adapters, on the second core.
 
-    Its tests measure no times: what comes next is started beside it.
+    Its tests hold on a busy machine: what comes next is started beside it.
     """
     wanted = any(get_needed_deployment(item) == "epd" for item in request.session.items)
     return deck.use_deployment("text", beside="epd" if wanted else "")

@@ -57,11 +57,6 @@ def find_unused_url() -> str:
     return f"http://127.0.0.1:{find_free_port()}"
 
 
-def find_unused_urls(count: int) -> list[str]:
-    """As many URLs of different ports on which nothing listens."""
-    return [find_unused_url() for _ in range(count)]
-
-
 class RunningRouter:
     """A running router: its client, its records and its URL."""
 

@@ -2,7 +2,7 @@
 """The router's whole trace of one request, per topology, against tests/golden/trees.json.
 
 All spans with all attributes, as the exporter makes them; lengths, ports and ids apart. To accept a
-change: PYTHONPATH=tests python -c "from router import test_trees; test_trees.write_golden()".
+change: PYTHONPATH=tests python -c "from router import test_trace_trees; test_trace_trees.write_golden()".
 """
 
 from __future__ import annotations

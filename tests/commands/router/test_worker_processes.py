@@ -20,11 +20,10 @@ from click.testing import CliRunner
 from router import fake_instances
 from router.fake_instances import STREAM_EVENTS, FakeInstance, InstancePlan
 
-from commands.router.test_router_process import START_TIMEOUT_S, CommandProcess, run_command
+from commands.router.test_router_process import CommandProcess, run_command
 from ttft_otel.commands.router.command import command
 from ttft_otel.model.names import env_names, header_names, metric_names
 
-TIMEOUT_S = 2 * START_TIMEOUT_S
 FEW_CLIENTS = 4
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from tests.explain.shell_commands import StoreCommand
 from tests.explain.stored_records import (
-    BEFORE_US,
     build_served_record,
     build_spans,
     delay,
@@ -21,6 +20,7 @@ from tests.explain.stored_records import (
     store_spans,
 )
 from tests.explain.whatif.scheduler_truth import (
+    BEFORE_US,
     STREAM_US,
     Arrival,
     draw_arrivals,

@@ -17,6 +17,7 @@ from tests.hooks.vllm_import import import_from_vllm
 from ttft_otel.explain.whatif.engine_model import EngineLimits
 
 BASE_US, TOKEN_US, GAP_US = 4_000, 25, 300  # of a step: always, for each token, and after it
+BEFORE_US = 1500  # from the arrival at the server to that at its engine
 STREAM_US = 200  # from a sampled token to the client
 
 

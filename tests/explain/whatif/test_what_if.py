@@ -9,7 +9,6 @@ import numpy
 import pytest
 
 from tests.explain.recorded_window import (
-    BEFORE_US,
     BUSY,
     SMALL,
     ask,
@@ -21,6 +20,7 @@ from tests.explain.recorded_window import (
 )
 from tests.explain.whatif.scheduler_truth import (
     BASE_US,
+    BEFORE_US,
     GAP_US,
     STREAM_US,
     TOKEN_US,

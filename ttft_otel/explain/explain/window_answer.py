@@ -165,10 +165,10 @@ def _plan_trial(recording: Recording, flag: str, factor: float) -> tuple[str, Pl
         raise CannotTellError(
             f"the servers' spans do not tell {flag}; ttft-otel whatif takes it by hand"
         )
-    if flag == CACHE_MEMORY:
-        return f"{factor:g} times the {flag}", PlannedChange(kv_cache=factor)
-    fields: dict[str, Any] = {field: round(recorded * factor)}
-    return f"{flag} {fields[field]}", PlannedChange(**fields)
+    is_memory = flag == CACHE_MEMORY
+    value: Any = factor if is_memory else round(recorded * factor)
+    setting = f"{factor:g} times the {flag}" if is_memory else f"{flag} {value}"
+    return setting, PlannedChange(**{field: value})
 
 
 def _choose_stretch(explanation: Explanation, wanted: RequestFilter) -> RequestFilter:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the analyses need of a request: stages, size, attributes, why each stage waited and where it ran.
 
-Read from the embedded store, or from Tempo. stage_difference.py gets RequestFacts, which are put into strata
-so that like is compared with like; late_requests.py and cause_findings.py get RequestFacts.
+window_reading.py reads RequestFacts from the embedded store, or from Tempo; explain and diff put them into
+strata, so that like is compared with like.
 """
 
 from __future__ import annotations
