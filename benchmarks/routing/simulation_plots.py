@@ -53,7 +53,10 @@ def plot_ratios(cases: list[Case]) -> Figure:
     places = list(range(len(cases), 0, -1))
     for policy, (color, mark) in POLICIES.items():
         ratios = [
-            min(compute_mean(case, policy, "mean") / compute_mean(case, OURS, "mean"), MAX_RATIO)
+            min(
+                compute_mean(case, policy, "mean") / compute_mean(case, OURS, "mean", policy),
+                MAX_RATIO,
+            )
             for case in cases
         ]
         axes.scatter(ratios, places, 28, color=color, marker=mark, label=policy, linewidths=1.3)

@@ -40,9 +40,16 @@ def format_cases(cases: Sequence[Case]) -> str:
     return '{"cases": [\n' + ",\n".join(parts) + "\n]}\n"
 
 
-def compute_mean(case: Case, policy: str, measure: str) -> float:
-    """The mean of a measure over the seeds. Seconds, or a share of all answers ("late")."""
-    values = [each[policy] for each in case["seeds"].values() if policy in each]
+def compute_mean(case: Case, policy: str, measure: str, beside: str = "") -> float:
+    """The mean of a measure over the seeds, of which those count that `beside` has, too.
+
+    Seconds, or a share of all answers ("late").
+    """
+    values = [
+        each[policy]
+        for each in case["seeds"].values()
+        if policy in each and (not beside or beside in each)
+    ]
     if measure == "late":
         return statistics.fmean(1 - each["good"] for each in values)
     return statistics.fmean(each[measure] for each in values)
@@ -54,7 +61,7 @@ def list_policies(cases: Sequence[Case]) -> list[str]:
 
 
 class Lag(NamedTuple):
-    """By how much ours is above the best policy that does not know the future, and which that is.
+    """By how much a policy is above the best that does not know the future, and which that is.
 
     half: half the interval of `behind` over the seeds; infinite with one. limit: that the goal allows.
     """
@@ -77,19 +84,16 @@ class Lag(NamedTuple):
 
 def compute_lag(case: Case, measure: str, policy: str = OURS) -> Lag:
     """Compare a policy with the best of all but NO_PEERS by a measure, in one case."""
+    every = [each for each in case["seeds"].values() if policy in each]
     values = {
         name: compute_mean(case, name, measure)
         for name in list_policies([case])
-        if name not in NO_PEERS
+        # The mean of one that lacks a seed is over other loads.
+        if name not in NO_PEERS and all(name in each for each in every)
     }
     best = min(values, key=values.__getitem__)
     if measure == "late":
-        every = case["seeds"].values()
-        differences = [
-            each[best]["good"] - each[policy]["good"]
-            for each in every
-            if best in each and policy in each
-        ]
+        differences = [each[best]["good"] - each[policy]["good"] for each in every]
         behind, limit = statistics.fmean(differences), GOOD_RESOLUTION
     else:
         differences = compute_gains(case, policy, best, measure)

@@ -20,6 +20,7 @@ from benchmarks.peer_clients import (
     measure_errors,
     play_client,
     start_truth_server,
+    take_notes,
 )
 from benchmarks.router import RouterSubject
 from benchmarks.router_latency import LatencySamples, StampedClient
@@ -217,6 +218,20 @@ def test_clients_are_held_against_the_truth() -> None:
     assert (errors["ttft_ms mean"], errors["itl_ms mean"], errors["missing"]) == (1.0, 1.0, 0)
     assert len(reading.ttft_ms) == len(notes) == 20
     assert {len(each["tokens"]) for each in notes} == {OUTPUT_TOKENS}
+
+
+def test_a_real_server_is_noted_from_outside() -> None:
+    """With an upstream each request is noted before it is passed on, and each token after it has come."""
+    with start_truth_server(None) as upstream, start_truth_server(upstream) as url:
+        reading, notes, _ = play_client("ttft-otel bench", Load(url, "", 100.0, 20))
+        truths = take_notes(upstream)
+
+    assert len(reading.ttft_ms) == len(notes) == len(truths) == 20
+    assert {len(each["tokens"]) for each in notes} == {OUTPUT_TOKENS}
+    came, true_came = (sorted(each["came"] for each in some) for some in (notes, truths))
+    assert all(one <= other for one, other in zip(came, true_came, strict=True))
+    told, true = (sorted(t for each in some for t in each["tokens"]) for some in (notes, truths))
+    assert all(one >= other for one, other in zip(told, true, strict=True))
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.routing import hold_simulation, load_kinds
+from benchmarks.routing import hold_simulation, load_kinds, simulation_tables
 from benchmarks.routing.fleet_simulation import simulate_case
 from benchmarks.routing.mooncake_traces import TraceRow
 
@@ -216,6 +216,17 @@ def test_listed() -> None:
                 {*CASES["policies"], "oracle"} if number < 2 else {"calibrated", "decay", "oracle"}
             )
             assert wanted - found.keys() <= ({"predicted_latency"} if number else set())
+
+
+def test_who_lacks_a_seed_is_not_the_best() -> None:
+    """A policy that has the easy seed alone has a low mean, and is not compared with those of all seeds."""
+    figures = {name: {"mean": mean} for name, mean in (("calibrated", 1.1), ("decay", 1.0))}
+    hard = {name: {"mean": 10 * each["mean"]} for name, each in figures.items()}
+    case = {"seeds": {"1": {**figures, "llmd": {"mean": 1.05}}, "2": hard}}
+    lag = simulation_tables.compute_lag(case, "mean")
+
+    assert (lag.best, round(lag.behind, 3)) == ("decay", 0.1)
+    assert simulation_tables.compute_mean(case, "calibrated", "mean", "llmd") == 1.1
 
 
 @pytest.mark.full
