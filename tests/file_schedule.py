@@ -55,7 +55,7 @@ LONG_FILES: Final = (
     "tests/bench/test_comparison.py",
     "tests/report/receive/test_receiver.py",
     "tests/hooks/device/test_accelerator.py",
-    "tests/attack/test_receiver_shapes.py",
+    "tests/attack/test_senders.py",
     "tests/lab/test_local_servers.py",
     "tests/test_layers.py",
     "tests/bench/test_invalid_input.py",
