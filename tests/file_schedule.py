@@ -60,7 +60,7 @@ LONG_FILES: Final = (
     "tests/test_layers.py",
     "tests/bench/test_invalid_input.py",
     "tests/router/routing/test_load_entry.py",
-    "tests/router/disagg/test_prefill_decode.py",
+    "tests/router/proxy/test_prefill_decode.py",
     "tests/router/routing/test_routing_service.py",
     "tests/attack/test_kv_event_publisher.py",
     "tests/router/disagg/test_encoders.py",

@@ -26,18 +26,18 @@ from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.disagg.stream_splice import PrefillAnswer, StreamSplicer
 from ttft_otel.router.errors import UpstreamRefused, UpstreamUnavailable
 from ttft_otel.router.exchange import Exchange
+from ttft_otel.router.proxy.client_stream import (
+    AnswerReading,
+    ClientStream,
+    finish_attempt,
+    relay_response,
+)
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import MODE_OFF, HeaderList, Instance
 from ttft_otel.router.upstream import failures, http_headers
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
 from ttft_otel.router.upstream.instance_connection import InstanceAnswer
 from ttft_otel.router.upstream.query_client import QUERY_ERRORS
-from ttft_otel.router.upstream.response_relay import (
-    AnswerReading,
-    ClientWriter,
-    finish_attempt,
-    relay_response,
-)
 from ttft_otel.router.upstream.upstream_client import (
     FirstByteWait,
     UpstreamClient,
@@ -61,7 +61,7 @@ class DisaggregatedRequest(msgspec.Struct):
     plan: LegPlan
     request: types.RoutingRequest  # as for a single server
     exchange: Exchange
-    client_stream: ClientWriter
+    client_stream: ClientStream
     on_sent: Callable[[], None]  # called when no instance gets the client's body any more
     leg_headers: dict[str, str] = {}  # of both legs' requests
     unfetched_kv_params: Raw | None = None  # names KV blocks that the prefill instance still keeps
