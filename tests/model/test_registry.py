@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""semconv/ against weaver's schema, the names in the code, and spans and metrics that are made."""
+"""Names, spans and metrics that are made, against semconv/ and the published GenAI conventions.
+
+semconv/ itself is valid under weaver's schema. golden/genai_conventions.json has the conventions' facts, with
+the versions of the files that they are from.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from typing import Any, Final
 
 import jsonschema
 import pytest
+import tracing_fakes
 import yaml
 from opentelemetry.semconv import attributes as stable
 from opentelemetry.semconv.schemas import Schemas
@@ -19,6 +24,12 @@ from tests.model.test_names import list_constants
 from ttft_otel.model import stages
 from ttft_otel.model.metric_table import FOREIGN_METRICS, METRICS, STATUS_LABEL
 from ttft_otel.model.names import keys, span_names
+from ttft_otel.tracing import carrier, recorder
+from ttft_otel.tracing.context import start_context
+from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing.request_trace import RequestTrace
+from ttft_otel.tracing.roles import identity
+from ttft_otel.tracing.settings import Settings
 
 ROOT: Final = Path(__file__).parents[2]
 GOLDEN: Final = ROOT / "tests" / "golden"
@@ -73,9 +84,11 @@ def test_schema(name: str) -> None:
     schema = json.loads((GOLDEN / "semconv.schema.json").read_text("utf-8"))
     content = load_file(name)
     jsonschema.validate(content, schema, cls=jsonschema.Draft202012Validator)
-    del content["groups"][0]["brief"]
+    first = content["groups"][0]
+    del first["brief"]
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(content, schema, cls=jsonschema.Draft202012Validator)
+        broken = content | {"groups": [first]}
+        jsonschema.validate(broken, schema, cls=jsonschema.Draft202012Validator)
 
 
 def test_attributes() -> None:
@@ -194,3 +207,58 @@ def test_spans() -> None:
     assert check_span(
         "SERVER", "POST", {keys.ROLE: "mono", keys.OUTERMOST: 1, keys.STAGE: "sample"}
     )
+
+
+@pytest.mark.parametrize("metric", CONVENTIONS["metrics"])
+def test_metrics_of_conventions(metric: str) -> None:
+    """Those of a server are all made, with their unit, buckets and no attribute of another name."""
+    expected, ours = CONVENTIONS["metrics"][metric], METRICS[metric]
+
+    assert (ours.unit, list(ours.bounds_s)) == (expected["unit"], expected["buckets"])
+    assert set(ours.labels) <= set(expected["attributes"])
+    # Required by the model, or by a condition that can be met here.
+    wanted = {keys.OPERATION, keys.PROVIDER, keys.MODEL}
+    assert wanted | ({keys.ERROR_TYPE} & set(expected["attributes"])) == set(ours.labels)
+
+
+def test_names_of_conventions() -> None:
+    """Every gen_ai name of ours is one of the model's, as an attribute or as a metric."""
+    ours = {value for value in list_constants().values() if value.startswith("gen_ai.")}
+
+    assert ours <= set(CONVENTIONS["attributes"]) | set(CONVENTIONS["metrics"])
+
+
+@pytest.mark.usefixtures("blank_identity", "no_state_left")
+@pytest.mark.parametrize(("role", "streamed"), [("mono", True), ("mono", False), ("encode", False)])
+def test_values_of_conventions(role: str, streamed: bool) -> None:
+    """Values are the request's, of the types that they have to have, and on the span that knows them."""
+    identity.model, identity.role = "tiny", role
+    trace = RequestTrace(1000, start_context("", "", Settings(on=True)), False)
+    trace.path = trace.route = "/v1/chat/completions"
+    trace.method, trace.server = "POST", ("10.1.2.3", 8000)
+    trace.streamed, trace.status = streamed, 200
+    recorder.register_engine_request(trace, "e")
+    marks = carrier.encode_timeline(EngineTimeline(prompt=100, cached=64))
+    recorder.record_first_output("e", marks, 1900, 2000)
+    recorder.close_ttft(trace, 2100 if streamed else 0)
+    recorder.record_end("e", "length", 8)
+    trace.engine_requests["e"].ended, trace.end = 2700, 3000
+    sender = tracing_fakes.MemorySender()
+    recorder.send_known_halves(trace, sender, server=True)
+    spans = {span.name: (span.kind.name, dict(span.attributes)) for span in sender.build_spans()}
+
+    for name, (kind, attributes) in spans.items():
+        assert not check_span(kind, name, attributes)
+    _, server = spans["POST /v1/chat/completions"]
+    _, ttft = spans[span_names.ENCODE if role == "encode" else span_names.TTFT]
+    for each in (ttft, server):
+        assert each[keys.RESPONSE_MODEL] == "tiny"
+        assert (each[keys.SERVER_ADDRESS], each[keys.SERVER_PORT]) == ("10.1.2.3", 8000)
+    assert (ttft[keys.INPUT_TOKENS], ttft[keys.CACHE_READ_TOKENS]) == (100, 64)
+    ends, of_streams = {keys.OUTPUT_TOKENS, keys.FINISH_REASONS}, {*CONVENTIONS["streams only"]}
+    for _, attributes in spans.values():
+        is_told = streamed and attributes is ttft
+        assert of_streams & {*attributes} == (of_streams if is_told else set())
+        is_told = role != "encode" and attributes is server
+        assert ends & {*attributes} == (ends if is_told else set())
+    assert role == "encode" or [server[key] for key in sorted(ends)] == [("length",), 8]

@@ -7,7 +7,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -58,11 +58,6 @@ def list_sources(folder: str) -> str:
     return "\n".join(path.read_text("utf-8") for path in sorted((ROOT / folder).rglob("*.py")))
 
 
-def has_worker_code(stage: Stage) -> bool:
-    """Whether breakdown.py has a constant for the code of an interval of the worker."""
-    return not stage.in_worker or stage.code in find_codes().values()
-
-
 def find_codes() -> dict[str, int]:
     """breakdown.py's constants for codes of the worker's intervals."""
     return {name: value for name, value in vars(breakdown).items() if name.startswith("CODE_")}
@@ -77,7 +72,7 @@ def is_stamped(stage: Stage) -> bool:
 
 def is_cut(stage: Stage) -> bool:
     """Whether the partition of marks can give the stage."""
-    partition = read_file("ttft_otel/model/breakdown.py").partition("def find_failed_stage")[0]
+    partition = read_file(BREAKDOWN).partition("def find_failed_stage")[0]
     return stage.in_worker or f'"{stage.name}"' in partition
 
 
@@ -88,15 +83,9 @@ def is_lost_with_its_hook(stage: Stage) -> bool:
     )
 
 
-def has_rule(stage: Stage) -> bool:
-    """Whether explain says what to look at where the stage's cause is not known."""
-    return stage.rule_group in LOOK_AT
-
-
 def is_replayed(stage: Stage) -> bool:
     """Whether what-if gives a stage anew that it says it models."""
-    model = list_strings("ttft_otel/explain/whatif/fleet_model.py")
-    return stage.replayed != "modelled" or stage.name in model
+    return stage.replayed != "modelled" or stage.name in list_strings(FLEET_MODEL)
 
 
 def is_told_of_failures(stage: Stage) -> bool:
@@ -118,93 +107,76 @@ def is_proved(stage: Stage) -> bool:
 
 def is_in_dashboards(stage: Stage) -> bool:
     """Whether exactly one of the dashboards' stacks has the stage."""
-    kinds = [
-        kind
-        for kind in ttft_queries.STAGE_KINDS
-        if re.fullmatch(ttft_queries.match_stage_kind(kind), stage.name)
+    patterns = {kind: ttft_queries.match_stage_kind(kind) for kind in ttft_queries.STAGE_KINDS}
+    return [kind for kind, each in patterns.items() if re.fullmatch(each, stage.name)] == [
+        stage.kind
     ]
-    return kinds == [stage.kind]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Consumer:
-    """A file that has to follow the table of stages.
-
-    file: relative to the checkout. remedy: what to do in it. accounts_for: whether it is done.
-    """
-
-    file: str
-    remedy: str
-    accounts_for: Callable[[Stage], bool]
-
-
-CONSUMERS: Final = (
-    Consumer(
-        file="ttft_otel/model/breakdown.py",
-        remedy="add a CODE_ constant for the worker's interval",
-        accounts_for=has_worker_code,
+BREAKDOWN: Final = "ttft_otel/model/breakdown.py"
+FLEET_MODEL: Final = "ttft_otel/explain/whatif/fleet_model.py"
+# Files that have to follow the table of stages: what to do in each, and whether that is done for a stage.
+CONSUMERS: Final[tuple[tuple[str, str, Callable[[Stage], bool]], ...]] = (
+    (
+        BREAKDOWN,
+        "add a CODE_ constant for the worker's interval",
+        lambda stage: not stage.in_worker or stage.code in find_codes().values(),
     ),
-    Consumer(
-        file="ttft_otel/model/breakdown.py",
-        remedy="cut the stage out of the marks, in partition_marks() or what it calls",
-        accounts_for=is_cut,
+    (BREAKDOWN, "cut the stage out of the marks, in partition_marks() or what it calls", is_cut),
+    (
+        "ttft_otel/hooks/worker/model_runners.py",
+        "stamp the interval with its code, there or in another hook of the worker",
+        is_stamped,
     ),
-    Consumer(
-        file="ttft_otel/hooks/worker/model_runners.py",
-        remedy="stamp the interval with its code, there or in another hook of the worker",
-        accounts_for=is_stamped,
+    (
+        "ttft_otel/hooks/targets.py",
+        "name the stage in `lost` of the target whose hook measures it",
+        is_lost_with_its_hook,
     ),
-    Consumer(
-        file="ttft_otel/hooks/targets.py",
-        remedy="name the stage in `lost` of the target whose hook measures it",
-        accounts_for=is_lost_with_its_hook,
+    (
+        "ttft_otel/explain/explain/remedies.py",
+        "say in LOOK_AT what to look at, or take a rule_group that has it",
+        lambda stage: stage.rule_group in LOOK_AT,
     ),
-    Consumer(
-        file="ttft_otel/explain/explain/remedies.py",
-        remedy="say in LOOK_AT what to look at, or take a rule_group that has it",
-        accounts_for=has_rule,
+    (
+        FLEET_MODEL,
+        'model the stage in merge_stages(), or say replayed="inside" in its row',
+        is_replayed,
     ),
-    Consumer(
-        file="ttft_otel/explain/whatif/fleet_model.py",
-        remedy='model the stage in merge_stages(), or say replayed="inside" in its row',
-        accounts_for=is_replayed,
+    (
+        BREAKDOWN,
+        "let find_failed_stage() tell it, or say in ends_as which stage is told instead",
+        is_told_of_failures,
     ),
-    Consumer(
-        file="ttft_otel/model/breakdown.py",
-        remedy="let find_failed_stage() tell it, or say in ends_as which stage is told instead",
-        accounts_for=is_told_of_failures,
+    (
+        "lab/vllm_plugins/inject/ttft_inject/places.py",
+        "add each place of injected_at to INJECTION_POINTS and PLACES",
+        is_injected,
     ),
-    Consumer(
-        file="lab/vllm_plugins/inject/ttft_inject/places.py",
-        remedy="add each place of injected_at to INJECTION_POINTS and PLACES",
-        accounts_for=is_injected,
+    (
+        "lab/compat.py",
+        "say in which stage a delay at its places shows, there or in tests/live/test_injected.py",
+        is_proved,
     ),
-    Consumer(
-        file="lab/compat.py",
-        remedy="say in which stage a delay at its places shows, there or in tests/live/test_injected.py",
-        accounts_for=is_proved,
+    (
+        "docs/stages.md",
+        "describe it in the table",
+        lambda stage: f"| `{stage.name}` |" in read_file("docs/stages.md"),
     ),
-    Consumer(
-        file="docs/stages.md",
-        remedy="describe it in the table",
-        accounts_for=lambda stage: f"| `{stage.name}` |" in read_file("docs/stages.md"),
+    (
+        "tests/golden/vocabulary.json",
+        "run `.venv/bin/python tests/model/test_names.py`, which writes it",
+        lambda stage: f'"{stage.name}"' in read_file("tests/golden/vocabulary.json"),
     ),
-    Consumer(
-        file="tests/golden/vocabulary.json",
-        remedy="run `.venv/bin/python tests/model/test_names.py`, which writes it",
-        accounts_for=lambda stage: f'"{stage.name}"' in read_file("tests/golden/vocabulary.json"),
+    (
+        "collector/config.yaml",
+        "run `.venv/bin/python -m lab.collector_config`, which writes it",
+        lambda stage: keys.name_stage_attribute(stage.name) in read_file("collector/config.yaml"),
     ),
-    Consumer(
-        file="collector/config.yaml",
-        remedy="run `.venv/bin/python -m lab.collector_config`, which writes it",
-        accounts_for=lambda stage: (
-            keys.name_stage_attribute(stage.name) in read_file("collector/config.yaml")
-        ),
-    ),
-    Consumer(
-        file="grafana/build/ttft_queries.py",
-        remedy="give its kind a stack, then run `.venv/bin/python -m grafana.build`",
-        accounts_for=is_in_dashboards,
+    (
+        "grafana/build/ttft_queries.py",
+        "give its kind a stack, then run `.venv/bin/python -m grafana.build`",
+        is_in_dashboards,
     ),
 )
 
@@ -212,10 +184,10 @@ CONSUMERS: Final = (
 def list_gaps(rows: tuple[Stage, ...]) -> list[str]:
     """What has to be done for the stages `rows`, one line for each file that does not account for one."""
     return [
-        f"edit {consumer.file} for {stage.name}: {consumer.remedy}"
+        f"edit {file} for {stage.name}: {remedy}"
         for stage in rows
-        for consumer in CONSUMERS
-        if not consumer.accounts_for(stage)
+        for file, remedy, accounts_for in CONSUMERS
+        if not accounts_for(stage)
     ]
 
 
@@ -225,31 +197,20 @@ def test_every_consumer_accounts_for_every_stage() -> None:
     assert not gaps, "\n" + "\n".join(gaps)
 
 
-def test_rows_are_whole() -> None:
-    """Colours are unique and written as #rrggbb; codes, too, are unique."""
-    colors = [*palette.STAGE_COLORS.values()]
-    assert len(colors) == len(set(colors))
-    assert all(re.fullmatch(r"#[0-9a-f]{6}", color) for color in colors)
-    assert len({stage.code for stage in STAGES}) == len(STAGES)
-    assert {stage.ends_as for stage in STAGES} - {""} <= {*stages.STAGE_NAMES}
-
-
 def test_a_stage_that_nobody_knows_names_every_file() -> None:
     """For a new row every file is named that has to follow, and none twice for the same reason."""
     gaps = list_gaps((NEW_STAGE,))
     # What it is cut by comes from the row itself, and so do its colour and its place in the dashboards.
-    follows = {"ttft_otel/model/breakdown.py", "grafana/build/ttft_queries.py"}
-    named = {line.split()[1] for line in gaps}
-    assert named >= {consumer.file for consumer in CONSUMERS} - follows
+    follows = {BREAKDOWN, "grafana/build/ttft_queries.py"}
+    assert {line.split()[1] for line in gaps} >= {file for file, *_ in CONSUMERS} - follows
     assert len(gaps) == len(set(gaps))
 
 
-@pytest.mark.parametrize("change", ["inside", "ends"])
-def test_a_row_can_say_that_a_consumer_need_not_follow(change: str) -> None:
+def test_a_row_can_say_that_a_consumer_need_not_follow() -> None:
     """A stage that what-if leaves as recorded, or that failures do not tell, asks for no edit there."""
     row = replace(NEW_STAGE, replayed="inside", ends_as="prefill.compute")
-    told = "fleet_model.py" if change == "inside" else "find_failed_stage"
-    assert not any(told in line for line in list_gaps((row,)))
+    gaps = "".join(list_gaps((row,)))
+    assert "fleet_model.py" not in gaps and "find_failed_stage" not in gaps
 
 
 @pytest.mark.parametrize(
@@ -269,9 +230,13 @@ def test_split(name: str, split: tuple[str, str]) -> None:
 
 
 def test_rows() -> None:
-    """Every stage has a sentence, roles that exist, and parts that lie in stages that exist."""
+    """Every stage has a sentence, a code and a colour of its own, roles and parts that exist."""
     for stage in stages.STAGES:
-        assert stage.says.endswith(".") and set(stage.roles) <= set(stages.ROLES)
-        assert "router" not in stage.roles
+        assert stage.says.endswith(".") and set(stage.roles) <= {*stages.ROLES} - {"router"}
+    colors = [*palette.STAGE_COLORS.values()]
+    assert len(colors) == len(set(colors))
+    assert all(re.fullmatch(r"#[0-9a-f]{6}", color) for color in colors)
+    assert len({stage.code for stage in STAGES}) == len(STAGES)
+    assert {stage.ends_as for stage in STAGES} - {""} <= {*stages.STAGE_NAMES}
     assert set(stages.STAGE_PARTS) <= set(stages.STAGE_NAMES)
     assert set(stages.SERVICE_NAMES) == set(stages.ROLES)

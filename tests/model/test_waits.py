@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,6 +44,8 @@ def test_reasons_divided() -> None:
         ReasonSlice(QUEUE, "token_budget", 300, 400),
         ReasonSlice(STALL_STAGE, "token_budget", 500, 600),
     ]
+    # A reason of a later version is "other", and the sum stays.
+    assert divide_waits(PIECES[1:2], [(100, 99)]) == [ReasonSlice(QUEUE, "other", 100, 400)]
 
 
 def test_many_changes() -> None:
@@ -76,12 +80,6 @@ def test_reasons_sum(lengths: list[int], changes: list[tuple[int, int]]) -> None
             assert all(part.reason in WAIT_REASONS for part in inside)
 
 
-def make_reason_part(changes: list[tuple[int, int]]) -> Ttft:
-    trace = RequestTrace(0, start_context("", "", Settings(on=True)), False)
-    cut = Breakdown(0, 600, PIECES, {QUEUE: 300}, 0, 0, divide_waits(PIECES, changes))
-    return make_ttft(trace, cut)
-
-
 # From 50 on: 100 us of prompts, 200 us half prompts and half answers, nothing, own and others.
 SEGMENTS = [
     *(50, 100, 100, 0, 0, 0, 0),
@@ -100,10 +98,7 @@ def test_divided() -> None:
     assert stall.lengths == (50, 0, 0, 50, 0, 0)
     (stall,) = divide_held(PIECES[-1:], [0, 1000, 0, 0, 0, 0, 1000])
     assert stall.lengths == (0, 0, 0, 0, 0, 100)
-
-
-def test_unknown() -> None:
-    """An engine core that told nothing: no claim, rather than "idle"."""
+    # An engine core that told nothing: no claim, rather than "idle".
     assert divide_held(PIECES, []) == []
     assert divide_held(PIECES[1:2], [100])[0].lengths == (0, 0, 0, 0, 300, 0)
 
@@ -151,31 +146,29 @@ def test_split(length: int, weights: list[int]) -> None:
     assert sum(shares) == (length if total else 0)
     for share, weight in zip(shares, weights, strict=True):
         assert abs(share * total - length * weight) <= total * len(weights)
+    if total and len(weights) == 3:  # a step's are split likewise, in less time
+        assert [*split_step(length, *weights, total)] == shares
 
 
-@given(st.integers(0, 10**9), st.tuples(*[st.integers(0, 10**6)] * 3).filter(any))
-def test_split_step(length: int, weights: tuple[int, int, int]) -> None:
-    """A step's three weights are split as any others are."""
-    assert [*split_step(length, *weights, sum(weights))] == split_length(
-        length, weights, sum(weights)
-    )
-
-
-def make_record_part(holders: list[tuple[int, int, int, str, str]], lost: bool = False) -> Ttft:
+def make_part(
+    changes: Sequence[tuple[int, int]] = (),
+    segments: list[int] | None = None,
+    holders: list[tuple[int, int, int, str, str]] | None = None,
+    lost: bool = False,
+) -> Ttft:
+    """The `ttft` half of a request with these reasons, or with what these segments and holders tell."""
     trace = RequestTrace(0, start_context("", "", Settings(on=True)), False)
-    trace.timeline = EngineTimeline(
-        held=SEGMENTS, details=EngineDetails(holders=holders, holders_lost=lost)
-    )
-    held = divide_held(PIECES, SEGMENTS)
-    cut = Breakdown(0, 600, PIECES, {QUEUE: 300}, 0, 0, [], held)
-    return make_ttft(trace, cut)
+    details = EngineDetails(holders=holders or [], holders_lost=lost)
+    trace.timeline = EngineTimeline(held=segments or [], details=details)
+    reasons = divide_waits(PIECES, changes) if changes else []
+    held = divide_held(PIECES, segments or [])
+    return make_ttft(trace, Breakdown(0, 600, PIECES, {QUEUE: 300}, 0, 0, reasons, held))
 
 
 def test_recorded() -> None:
     """Kinds are on the stages' spans, those of the queue on `ttft`, too; holders on the queue's."""
-    ttft = make_record_part(
-        [(90, 7, 0, "a", TRACEPARENT), (60, 2, 1, "b", ""), (9, 1, 99, "c", "")]
-    )
+    holders = [(90, 7, 0, "a", TRACEPARENT), (60, 2, 1, "b", ""), (9, 1, 99, "c", "")]
+    ttft = make_part(segments=SEGMENTS, holders=holders)
     queue, stall = ttft.pieces[1], ttft.pieces[3]
     expected = {"ttft.held.prefill_us": 150, "ttft.held.decode_us": 100, "ttft.held.idle_us": 50}
 
@@ -190,20 +183,16 @@ def test_recorded() -> None:
 
 def test_not_sampled() -> None:
     """A holder whose spans are not exported has no link; holders that may be missing are told."""
-    ttft = make_record_part([(90, 7, 0, "a", TRACEPARENT[:-1] + "0")], lost=True)
+    unsampled = [(90, 7, 0, "a", TRACEPARENT[:-1] + "0")]
+    ttft = make_part(segments=SEGMENTS, holders=unsampled, lost=True)
 
     assert ttft.pieces[1].held_by == (HeldBy(90, 7, "prefill", "a"),)
     assert ttft.attributes[keys.HELD_BY_TRUNCATED] is True
 
 
-def test_unknown_code() -> None:
-    """A reason of a later version is "other", and the sum stays."""
-    assert [part.reason for part in divide_waits(PIECES[1:2], [(100, 99)])] == ["other"]
-
-
 def test_several_reasons() -> None:
     """A queue with several has a piece below it for each, and no reason of its own."""
-    ttft = make_reason_part([(150, KV)])
+    ttft = make_part([(150, KV)])
     below = [piece for piece in ttft.pieces if piece.kind == "reason"]
 
     assert [(piece.name, piece.start, piece.end) for piece in below] == [
