@@ -9,7 +9,7 @@ import msgspec
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from benchmarks.otlp_bodies import LAST_STAGES, TEXT_STAGES, build_benchmark_record
+from benchmarks.otlp_bodies import SERVER_STAGES, build_benchmark_record
 from ttft_otel.exporter.spans.span_builder import build_spans
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import Attributes, Piece, Record, encode_record
@@ -24,7 +24,7 @@ SPANS_PER_REQUEST: Final = 15  # server, ttft, 9 stages, unattributed, 3 parts
 def build_request_halves(number: int) -> list[Record]:
     """The `ttft` half, which is sent with the first token, and the `server` half of its end."""
     # Lengths differ from request to request: equal spans would let an encoder keep all of them.
-    lengths_us = {stage: STAGE_US + number % 97 for stage in (*TEXT_STAGES, *LAST_STAGES)}
+    lengths_us = {stage: STAGE_US + number % 97 for stage in SERVER_STAGES["mono"]}
     whole = build_benchmark_record("mono", lengths_us, number, True, ())
     assert whole.ttft is not None
     # Inside the first stages, as parts are: they do not add to the sum of the stages.

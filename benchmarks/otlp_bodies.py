@@ -20,23 +20,20 @@ from ttft_otel.model.record import RECORD_VERSION, Attributes, Call, Piece, Reco
 
 SPANS_PER_BATCH: Final = 512  # spans of one request, as our exporter sends them
 BATCH_COUNT: Final = 24  # different ones, sent in turn with new trace ids
-TEXT_STAGES: Final = (
-    "receive",
-    "preprocess",
-    "ipc",
-    "prefill.queue",
-    "dispatch",
-    "prefill.compute",
-)
-LAST_STAGES: Final = ("sample", "output", "egress")
-ENCODE_STAGES: Final = (
-    "receive",
-    "preprocess",
-    "ipc",
-    "encoder.queue",
-    "dispatch",
-    "encoder.compute",
-)
+_FIRST_STAGES: Final = ("receive", "preprocess", "ipc")
+_TEXT_STAGES: Final = (*_FIRST_STAGES, "prefill.queue", "dispatch", "prefill.compute")
+_LAST_STAGES: Final = ("sample", "output", "egress")
+# By role, in the order of a request.
+SERVER_STAGES: Final[dict[stages.Role, tuple[str, ...]]] = {
+    "mono": (*_TEXT_STAGES, *_LAST_STAGES),
+    "encode": (
+        *(*_FIRST_STAGES, "encoder.queue", "dispatch"),
+        *("encoder.compute", "ec.transfer", "output", "egress"),
+    ),
+    "prefill": (*_TEXT_STAGES, "ec.transfer", *_LAST_STAGES),
+    "prefill_decode": (*_TEXT_STAGES, "ec.transfer", *_LAST_STAGES),
+    "decode": (*_TEXT_STAGES, "kv.transfer", *_LAST_STAGES),
+}
 
 
 def draw_stage_lengths(names_: tuple[str, ...], draw: random.Random) -> dict[str, int]:
@@ -105,30 +102,26 @@ def build_benchmark_record(
     )
 
 
-def build_request_records(number: int, draw: random.Random) -> list[Record]:
-    """One request: every other one text on a single server, else through a router and two instances."""
-    if number % 2:
-        return [
-            build_benchmark_record(
-                "mono", draw_stage_lengths((*TEXT_STAGES, *LAST_STAGES), draw), number, True, ()
-            )
-        ]
-    encode_stages = draw_stage_lengths((*ENCODE_STAGES, "ec.transfer", "output", "egress"), draw)
-    decode_stages = draw_stage_lengths((*TEXT_STAGES, "ec.transfer", *LAST_STAGES), draw)
-    own_stages = draw_stage_lengths(("router.receive", "router.route", "router.hop.encode"), draw)
-    router_stages = own_stages | {f"encode.{name}": us for name, us in encode_stages.items()}
-    router_stages |= draw_stage_lengths(("router.hop.prefill_decode",), draw)
-    router_stages |= {f"prefill_decode.{name}": us for name, us in decode_stages.items()}
+def build_request_records(
+    legs: tuple[stages.Role, ...], number: int, draw: random.Random
+) -> list[Record]:
+    """One request through a router and an instance of each of `legs`; without any, on a single server."""
+    if not legs:
+        own_stages = draw_stage_lengths(SERVER_STAGES["mono"], draw)
+        return [build_benchmark_record("mono", own_stages, number, True, ())]
+    records = []
+    router_stages = draw_stage_lengths(("router.receive", "router.route"), draw)
+    for leg in legs:
+        own_stages = draw_stage_lengths(SERVER_STAGES[leg], draw)
+        records.append(build_benchmark_record(leg, own_stages, number, False, ()))
+        router_stages |= draw_stage_lengths((f"router.hop.{leg}",), draw)
+        router_stages |= {f"{leg}.{name}": us for name, us in own_stages.items()}
     router_stages |= draw_stage_lengths(("router.egress",), draw)
     calls = tuple(
-        Call(f"c{number * 2 + place:015x}", f"POST {CHAT_PATH}", leg, 0, 100_000, 200)
-        for place, leg in enumerate(("encode", "prefill_decode"))
+        Call(f"c{number * 4 + place:015x}", f"POST {CHAT_PATH}", leg, 0, 100_000, 200)
+        for place, leg in enumerate(legs)
     )
-    return [
-        build_benchmark_record("encode", encode_stages, number, False, ()),
-        build_benchmark_record("prefill_decode", decode_stages, number, False, ()),
-        build_benchmark_record("router", router_stages, number, True, calls),
-    ]
+    return [*records, build_benchmark_record("router", router_stages, number, True, calls)]
 
 
 @dataclass
@@ -159,7 +152,9 @@ def build_otlp_bodies() -> list[OtlpBody]:
     number = 0
     while len(requests) < BATCH_COUNT:
         number += 1
-        for each in build_request_records(number, draw):
+        # Every other one text on a single server.
+        legs: tuple[stages.Role, ...] = () if number % 2 else ("encode", "prefill_decode")
+        for each in build_request_records(legs, number, draw):
             spans = waiting.setdefault(each.service, [])
             spans += exporter.build_spans(each, resources[each.service])
             if len(spans) >= SPANS_PER_BATCH:

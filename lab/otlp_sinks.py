@@ -56,6 +56,7 @@ class SpanSink(grpc.GenericRpcHandler):  # type: ignore[misc]
         self.read: list[ResourceSpans] = []
         self.by_trace: defaultdict[str, list[tuple[Resource, Span]]] = defaultdict(list)
         self.parsed = 0
+        self.called: set[str] = set()  # methods, also those that it refuses
         self.server: grpc.Server | None = None
         self.start()
 
@@ -66,6 +67,7 @@ class SpanSink(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """Accept one request as bytes; they are parsed when somebody asks for them."""
+        self.called.add(details.method)
         if details.method != EXPORT_METHOD:
             return None
         return grpc.unary_unary_rpc_method_handler(self.store_request)

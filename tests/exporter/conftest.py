@@ -1,32 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures: a real OTLP receiver on the loopback, records, and a search for exporter processes."""
+"""Fixtures: real OTLP receivers on the loopback, records, and a search for exporter processes."""
 
 from __future__ import annotations
 
 import gzip
 import logging
 import socket
+import ssl
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Final
 
-import grpc
 import pytest
 from full_record import make_short_record
 from opentelemetry import context
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
-from opentelemetry.proto.metrics.v1.metrics_pb2 import ResourceMetrics
-from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from lab.http_servers import HttpServerThread, SilentHandler
+from lab.otlp_sinks import SpanSink, to_attributes
 from ttft_otel.model import record
+
+UNPACK: Final[dict[str, Callable[[bytes], bytes]]] = {
+    "gzip": gzip.decompress,
+    "deflate": zlib.decompress,
+    "": bytes,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -38,39 +42,60 @@ def own_context() -> Iterator[None]:
 
 
 class OtlpCollector:
-    """An OTLP/HTTP receiver that answers with `status`, or not at all while `hang` is set."""
+    """An OTLP/HTTP receiver, with TLS if there are certificates; keeps what it answers with 200.
 
-    def __init__(self, port: int = 0) -> None:
+    status: of its answers. delay_s: before each of them. hang: while it is set there is none.
+    headers: by the signal, with the path.
+    """
+
+    def __init__(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         self.status = 200
+        self.delay_s = 0.0
         self.hang = threading.Event()
         self.release = threading.Event()
-        self.received: list[ResourceSpans] = []
-        self.pushes: list[list[ResourceMetrics]] = []  # of metrics
-        self.headers: list[dict[str, str]] = []
+        self.headers: dict[str, list[dict[str, str]]] = {"traces": [], "metrics": []}
+        self.traces: list[ExportTraceServiceRequest] = []
+        self.metrics: list[ExportMetricsServiceRequest] = []
         outer = self
 
         class Handler(SilentHandler):
             def do_POST(self) -> None:
-                body = self.read_body()
-                if self.headers["content-encoding"] == "gzip":
-                    body = gzip.decompress(body)
+                body = UNPACK[self.headers.get("content-encoding", "")](self.read_body())
                 if outer.hang.is_set():
                     outer.release.wait(30)
                     return
-                outer.headers.append(self.list_headers())
-                if outer.status == 200 and self.path == "/v1/metrics":
-                    pushed = ExportMetricsServiceRequest.FromString(body).resource_metrics
-                    outer.pushes.append(list(pushed))
+                time.sleep(outer.delay_s)
+                signal = "metrics" if "metrics" in self.path else "traces"
+                outer.headers[signal].append(self.list_headers() | {"path": self.path})
+                if outer.status == 200 and signal == "traces":
+                    outer.traces.append(ExportTraceServiceRequest.FromString(body))
                 elif outer.status == 200:
-                    outer.received += ExportTraceServiceRequest.FromString(body).resource_spans
+                    outer.metrics.append(ExportMetricsServiceRequest.FromString(body))
                 self.send_answer(outer.status)
 
         self.server = HttpServerThread(Handler, port=port)
-        self.port, self.url = self.server.server_port, self.server.url
+        self.url = self.server.url
+        if tls is not None:
+            self.server.socket = tls.wrap_socket(self.server.socket, server_side=True)
+            self.url = self.url.replace("http:", "https:")
 
+    @property
+    def resource(self) -> dict[str, Any]:
+        """Attributes of the first resource that came with spans."""
+        return to_attributes(self.traces[0].resource_spans[0].resource.attributes)
+
+    @property
     def spans(self) -> list[Span]:
-        """Everything accepted so far."""
-        return _list_spans(self.received)
+        """All spans that came."""
+        groups = [each for request in self.traces for each in request.resource_spans]
+        return [span for each in groups for span in each.scope_spans[0].spans]
+
+    def list_pushes(self) -> list[list[Metric]]:
+        """The metrics of each push."""
+        return [
+            [metric for each in push.resource_metrics for metric in each.scope_metrics[0].metrics]
+            for push in self.metrics
+        ]
 
     def close(self) -> None:
         """Stop listening; what was received stays readable."""
@@ -78,37 +103,12 @@ class OtlpCollector:
         self.server.close()
 
 
-def _list_spans(received: list[ResourceSpans]) -> list[Span]:
-    return [span for each in received for scope in each.scope_spans for span in scope.spans]
-
-
-class GrpcCollector(trace_service_pb2_grpc.TraceServiceServicer):
-    """An OTLP/gRPC receiver that accepts everything."""
-
-    def __init__(self) -> None:
-        self.received: list[ResourceSpans] = []
-        self.server = grpc.server(ThreadPoolExecutor(1))
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self.server)
-        self.port = self.server.add_insecure_port("127.0.0.1:0")
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.server.start()
-
-    def Export(self, request: ExportTraceServiceRequest, context: object) -> object:
-        """Called by gRPC for each request."""
-        self.received += request.resource_spans
-        return ExportTraceServiceResponse()
-
-    def list_spans(self) -> list[Span]:
-        """Everything accepted so far."""
-        return _list_spans(self.received)
-
-
 @pytest.fixture
-def grpc_collector() -> Iterator[GrpcCollector]:
-    """A gRPC receiver that accepts everything."""
-    made = GrpcCollector()
+def grpc_collector() -> Iterator[SpanSink]:
+    """A receiver for gRPC, which refuses metrics."""
+    made = SpanSink()
     yield made
-    made.server.stop(None).wait()
+    made.stop()
 
 
 @pytest.fixture
@@ -121,10 +121,24 @@ def restored_loggers() -> Iterator[None]:
         logger.propagate = True
 
 
+@pytest.fixture(scope="module")
+def make_collector() -> Iterator[Callable[..., OtlpCollector]]:
+    """Start a receiver, now; arguments of OtlpCollector."""
+    made: list[OtlpCollector] = []
+
+    def start_collector(port: int = 0, tls: ssl.SSLContext | None = None) -> OtlpCollector:
+        made.append(OtlpCollector(port, tls))
+        return made[-1]
+
+    yield start_collector
+    for each in made:
+        each.close()
+
+
 @pytest.fixture
-def collector() -> Iterator[OtlpCollector]:
+def collector(make_collector: Callable[[], OtlpCollector]) -> Iterator[OtlpCollector]:
     """A receiver that accepts everything."""
-    made = OtlpCollector()
+    made = make_collector()
     yield made
     made.close()
 
@@ -195,17 +209,3 @@ def unused_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-@pytest.fixture
-def make_collector() -> Iterator[Callable[[int], OtlpCollector]]:
-    """Start a receiver on a given port, now."""
-    collectors: list[OtlpCollector] = []
-
-    def start_collector(port: int) -> OtlpCollector:
-        collectors.append(OtlpCollector(port))
-        return collectors[-1]
-
-    yield start_collector
-    for collector in collectors:
-        collector.close()

@@ -130,7 +130,7 @@ def test_host_ends(
     eventually(lambda: not _list_children(started.pid))  # some 50 ms: detached
     HOST_ENDS[end](started)
     started.wait(5)
-    eventually(lambda: len(collector.spans()) == RECORDS * SPANS, ARRIVED_S)
+    eventually(lambda: len(collector.spans) == RECORDS * SPANS, ARRIVED_S)
     eventually(lambda: not find_exporters(started.pid), GONE_S)
 
 
@@ -145,7 +145,7 @@ def test_process(start_host: Any, collector: Any, eventually: Any, find_exporter
     interrupts the host to run, and it maps nothing of torch, nor of the protocol not asked for.
     """
     started = start_host()
-    eventually(lambda: len(collector.spans()) == RECORDS * SPANS, ARRIVED_S)
+    eventually(lambda: len(collector.spans) == RECORDS * SPANS, ARRIVED_S)
     (exporter,) = find_exporters(started.pid)
     assert _list_policies(exporter) == {os.SCHED_BATCH}
     maps = Path(f"/proc/{exporter}/maps").read_text()
@@ -162,7 +162,7 @@ SET_IDLE_CODE = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_par
 def test_policy(start_host: Any, collector: Any, eventually: Any, find_exporters: Any) -> None:
     """A policy that the host was given stays."""
     started = start_host(before=SET_IDLE_CODE)
-    eventually(lambda: len(collector.spans()) == RECORDS * SPANS, ARRIVED_S)
+    eventually(lambda: len(collector.spans) == RECORDS * SPANS, ARRIVED_S)
     (exporter,) = find_exporters(started.pid)
     assert _list_policies(exporter) == {os.SCHED_IDLE}
 
@@ -178,7 +178,7 @@ def test_close_waits(start_host: Any, collector: Any) -> None:
     """When close returns in time, every record is with the collector."""
     started = start_host(after="sender.close(60)")
     assert started.wait(70) == 0
-    assert len(collector.spans()) == RECORDS * SPANS
+    assert len(collector.spans) == RECORDS * SPANS
 
 
 def test_exit_is_bounded(
@@ -209,7 +209,7 @@ def test_fork(start_host: Any, collector: Any, eventually: Any, find_exporters: 
     child = int(started.stdout.readline())
     started.kill()
     started.wait(5)
-    eventually(lambda: len(collector.spans()) == RECORDS * SPANS, ARRIVED_S)
+    eventually(lambda: len(collector.spans) == RECORDS * SPANS, ARRIVED_S)
     eventually(lambda: not find_exporters(started.pid), GONE_S)
     assert _read_state(child) not in ("", "Z")
     os.kill(child, signal.SIGKILL)
@@ -231,7 +231,7 @@ def test_forked_child_sends(start_host: Any, collector: Any, eventually: Any) ->
     """A child that multiprocessing forked has an exporter of its own, told of its end."""
     started = start_host(after=FORKED_CHILD_CODE.format(records=RECORDS, method="fork"))
     assert started.wait(20) == 0, started.stderr.read()
-    eventually(lambda: len(collector.spans()) == 2 * RECORDS * SPANS, ARRIVED_S)
+    eventually(lambda: len(collector.spans) == 2 * RECORDS * SPANS, ARRIVED_S)
 
 
 def _kill_exporters(sender: handoff.RecordSender, exporters: Any, eventually: Any) -> None:
@@ -254,41 +254,21 @@ def _read_state(process: int) -> str:
 def test_exporter_killed(
     collector: Any, make_record: Callable[[], Record], eventually: Any, find_exporters: Any
 ) -> None:
-    """A killed exporter is replaced at the next record, and only once in a while."""
+    """A killed exporter is replaced at the next record, but only once in a while; what it had is lost."""
     sender = handoff.RecordSender(Settings(endpoint=collector.url))
     assert sender.send(encode_record(make_record()))
     eventually(lambda: sender.get_counts()["finished"] == 1)
     sender._next_start_at = 0.0  # as if it had been started long ago
     _kill_exporters(sender, find_exporters, eventually)
+    collector.hang.set()
     assert sender.send(encode_record(make_record()))
-    eventually(lambda: sender.get_counts()["finished"] == 2)
+    eventually(lambda: sender.get_counts()["received"] == 2)
     _kill_exporters(sender, find_exporters, eventually)
     assert not sender.send(encode_record(make_record()))
     sender.close()
-    counted = {"sent": 2, "dropped": 1, "restarts": 1, "received": 2, "finished": 2}
-    expected = dict.fromkeys(sender.get_counts(), 0) | counted | {"exported": 2 * SPANS}
+    counted = {"sent": 2, "dropped": 1, "lost": 1, "restarts": 1, "received": 2, "finished": 1}
+    expected = dict.fromkeys(sender.get_counts(), 0) | counted | {"exported": SPANS}
     assert sender.get_counts() == expected
-
-
-def test_what_a_killed_exporter_held_is_counted(
-    collector: Any, make_record: Callable[[], Record], eventually: Any, find_exporters: Any
-) -> None:
-    """A batch and what waits behind it are lost where the collector is silent: also after several deaths."""
-    collector.hang.set()
-    held = 150
-    sender = handoff.RecordSender(Settings(endpoint=collector.url))
-    record = encode_record(make_record())
-    for death in (1, 2):
-        sender._next_start_at = 0.0
-        for _ in range(held):
-            assert sender.send(record)
-        eventually(lambda due=death * held: sender.get_counts()["received"] == due)
-        sender._next_start_at = float("inf")
-        _kill_exporters(sender, find_exporters, eventually)
-        assert not sender.send(record)
-        counts = sender.get_counts()
-        assert counts["lost"] == counts["sent"] - counts["finished"] == death * held
-    sender.close()
 
 
 @pytest.mark.parametrize(

@@ -3,31 +3,24 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import ssl
 import time
-import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from types import ModuleType
 from typing import Any, Final
 
-import grpc
 import pytest
 from full_record import FULL_RECORD
 from msgspec.structs import replace
 from opentelemetry import environment_variables as api_variables
 from opentelemetry.instrumentation import environment_variables as python_variables
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk import environment_variables as sdk_variables
 
 from lab.certificates import make_certificate
-from lab.http_servers import HttpServerThread, SilentHandler
-from lab.otlp_sinks import to_attributes
+from lab.otlp_sinks import SpanSink
 from ttft_otel.commands import doctor
 from ttft_otel.exporter.export_worker import run_worker
 from ttft_otel.exporter.exporter_counters import ExporterCounters
@@ -46,11 +39,6 @@ NOT_FOLLOWED: Final = [
     for pattern in patterns
     for name in otel_variables.expand_names(pattern)
 ]
-UNPACK: Final[dict[str, Callable[[bytes], bytes]]] = {
-    "gzip": gzip.decompress,
-    "deflate": zlib.decompress,
-    "": bytes,
-}
 # tests/test_distro.py sets these, in processes that opentelemetry-instrument starts; and
 # tests/tracing/test_config_file.py.
 IN_OTHER_TESTS: Final = {name for name in FOLLOWED if name.startswith("OTEL_PYTHON_")} | {
@@ -58,50 +46,6 @@ IN_OTHER_TESTS: Final = {name for name in FOLLOWED if name.startswith("OTEL_PYTH
 }
 
 pytestmark = pytest.mark.usefixtures("restored_loggers")
-
-
-class Sink:
-    """An OTLP/HTTP receiver, with TLS if there are certificates; keeps requests by their signal."""
-
-    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
-        self.delay_s = 0.0
-        self.headers: dict[str, list[dict[str, str]]] = {"traces": [], "metrics": []}
-        self.traces: list[ExportTraceServiceRequest] = []
-        self.metrics: list[ExportMetricsServiceRequest] = []
-        outer = self
-
-        class Handler(SilentHandler):
-            def do_POST(self) -> None:
-                body = UNPACK[self.headers.get("content-encoding", "")](self.read_body())
-                time.sleep(outer.delay_s)
-                signal = "metrics" if "metrics" in self.path else "traces"
-                outer.headers[signal].append(self.list_headers() | {"path": self.path})
-                if signal == "traces":
-                    outer.traces.append(ExportTraceServiceRequest.FromString(body))
-                else:
-                    outer.metrics.append(ExportMetricsServiceRequest.FromString(body))
-                self.send_answer(200)
-
-        self.server = HttpServerThread(Handler)
-        self.url = self.server.url
-        if tls is not None:
-            self.server.socket = tls.wrap_socket(self.server.socket, server_side=True)
-            self.url = self.url.replace("http:", "https:")
-
-    @property
-    def resource(self) -> dict[str, Any]:
-        """Attributes of the first resource that came."""
-        return to_attributes(self.traces[0].resource_spans[0].resource.attributes)
-
-    @property
-    def spans(self) -> list[Any]:
-        """All spans, without what is drawn anew for each of them."""
-        return [
-            span
-            for request in self.traces
-            for each in request.resource_spans
-            for span in each.scope_spans[0].spans
-        ]
 
 
 def forget_variables(patch: pytest.MonkeyPatch) -> None:
@@ -117,14 +61,6 @@ def forget_variables(patch: pytest.MonkeyPatch) -> None:
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of OpenTelemetry but those of the test."""
     forget_variables(monkeypatch)
-
-
-@pytest.fixture
-def sink(clean: None) -> Iterator[Sink]:
-    """A receiver without TLS."""
-    made = Sink()
-    yield made
-    made.server.close()
 
 
 def run_export(patch: pytest.MonkeyPatch, record: Record, **env: str) -> None:
@@ -143,21 +79,20 @@ def export(clean: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return lambda record=FULL_RECORD, **env: run_export(monkeypatch, record, **env)
 
 
-def name_both(sink: Sink) -> dict[str, str]:
+def name_both(sink: Any) -> dict[str, str]:
     """Variables that send both signals to the sink."""
     return {"OTEL_EXPORTER_OTLP_ENDPOINT": sink.url, env_names.TTFT_OTEL_METRICS: "1"}
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[Sink]:
+def plain(make_collector: Callable[[], Any]) -> Any:
     """What arrives of the crowded record without any variable."""
-    made = Sink()
+    made = make_collector()
     with pytest.MonkeyPatch.context() as patch:
         forget_variables(patch)
         run_export(patch, make_crowded_record(), **name_both(made))
-    made.server.close()
     assert made.traces and made.metrics
-    yield made
+    return made
 
 
 def list_known(module: ModuleType) -> set[str]:
@@ -182,7 +117,7 @@ def test_all_are_tried() -> None:
     assert tried | IN_OTHER_TESTS == set(FOLLOWED)
 
 
-def test_schema_url(plain: Sink) -> None:
+def test_schema_url(plain: Any) -> None:
     """Scope and resource of both signals name the version of the conventions that they follow."""
     (spans,) = plain.traces[0].resource_spans
     (metrics,) = plain.metrics[0].resource_metrics
@@ -194,15 +129,15 @@ def test_schema_url(plain: Sink) -> None:
 
 
 # The variable, its value, and what has to be true of the receiver only then.
-Effect = tuple[str, Callable[[Sink], object]]
+Effect = tuple[str, Callable[[Any], object]]
 
 
-def name_header(signal: str) -> Callable[[Sink], object]:
+def name_header(signal: str) -> Callable[[Any], object]:
     """Whether a header came with the signal."""
     return lambda sink: sink.headers[signal][0].get("x-key") == "a b"
 
 
-def name_encoding(signal: str, word: str) -> Callable[[Sink], object]:
+def name_encoding(signal: str, word: str) -> Callable[[Any], object]:
     """Whether the signal came compressed in this way."""
     return lambda sink: sink.headers[signal][0].get("content-encoding") == word
 
@@ -272,7 +207,7 @@ HTTP_EFFECTS: Final[dict[str, Effect]] = {
 }
 
 
-def measure_longest(sink: Sink) -> int:
+def measure_longest(sink: Any) -> int:
     """Characters of the longest text that came."""
     texts = (each.value.string_value for span in sink.spans for each in span.attributes)
     return max(map(len, texts))
@@ -291,17 +226,17 @@ def make_crowded_record() -> Record:
 
 
 @pytest.mark.parametrize("name", HTTP_EFFECTS)
-def test_http(name: str, plain: Sink, sink: Sink, export: Any) -> None:
+def test_http(name: str, plain: Any, collector: Any, export: Any) -> None:
     """What the receiver gets is different with the variable, and as ever without it."""
     value, is_different = HTTP_EFFECTS[name]
     assert not is_different(plain)
-    export(make_crowded_record(), **name_both(sink), **{name: value})
+    export(make_crowded_record(), **name_both(collector), **{name: value})
 
-    assert sink.traces
-    assert is_different(sink)
+    assert collector.traces
+    assert is_different(collector)
 
 
-def count_kept(sink: Sink) -> tuple[int, ...]:
+def count_kept(sink: Any) -> tuple[int, ...]:
     """How many attributes of spans, events, links, how many events, links and characters came."""
     events = [each for span in sink.spans for each in span.events]
     links = [each for span in sink.spans for each in span.links]
@@ -322,15 +257,27 @@ def count_kept(sink: Sink) -> tuple[int, ...]:
         ("OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT", {5}),
     ],
 )
-def test_limit_of_0(name: str, gone: set[int], plain: Sink, sink: Sink, export: Any) -> None:
+def test_limit_of_0(name: str, gone: set[int], plain: Any, collector: Any, export: Any) -> None:
     """A limit of 0 keeps none, as the specification has it: all spans come, without what it limits."""
     before = count_kept(plain)
     assert all(before)
-    export(make_crowded_record(), OTEL_EXPORTER_OTLP_ENDPOINT=sink.url, **{name: "0"})
+    export(make_crowded_record(), OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, **{name: "0"})
 
-    assert len(sink.spans) == len(plain.spans)
+    assert len(collector.spans) == len(plain.spans)
     kept = [0 if place in gone else count for place, count in enumerate(before)]
-    assert list(count_kept(sink)) == kept
+    assert list(count_kept(collector)) == kept
+
+
+def name_signal(variable: str) -> str:
+    """The signal that a variable is for."""
+    return "metrics" if "METRICS_" in variable else "traces"
+
+
+def choose_signal(variable: str) -> dict[str, str]:
+    """Variables that leave only this signal: the other one would wait for its retries."""
+    if name_signal(variable) == "metrics":
+        return {env_names.TTFT_OTEL_METRICS: "1", "OTEL_TRACES_EXPORTER": "none"}
+    return {env_names.TTFT_OTEL_METRICS: "0"}
 
 
 TLS: Final = {
@@ -348,11 +295,17 @@ def key_pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[Path, Pat
 
 
 @pytest.mark.parametrize(
-    "signal", ["", "TRACES_", pytest.param("METRICS_", marks=pytest.mark.full)]
+    "signal",
+    ["", *(pytest.param(each, marks=pytest.mark.full) for each in ("TRACES_", "METRICS_"))],
 )
 @pytest.mark.parametrize("left_out", ["", "CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"])
 def test_tls(
-    signal: str, left_out: str, export: Any, key_pairs: Any, monkeypatch: pytest.MonkeyPatch
+    signal: str,
+    left_out: str,
+    export: Any,
+    key_pairs: Any,
+    make_collector: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A server that shows a certificate and asks for one gets its signal with all three, else nothing."""
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):  # requests lets them win over a session's
@@ -362,26 +315,16 @@ def test_tls(
     tls.load_cert_chain(certificate, key)
     tls.load_verify_locations(ours)
     tls.verify_mode = ssl.CERT_REQUIRED
-    sink = Sink(tls)
+    collector = make_collector(tls=tls)
     files = {"CERTIFICATE": certificate, "CLIENT_CERTIFICATE": ours, "CLIENT_KEY": our_key}
     env = {
         f"OTEL_EXPORTER_OTLP_{signal}{what}": str(path)
         for what, path in files.items()
         if what != left_out
     }
-    wanted = "metrics" if signal == "METRICS_" else "traces"
-    # The other signal goes nowhere: it would wait for its retries.
-    other = {"OTEL_TRACES_EXPORTER": "none"} if wanted == "metrics" else {}
-    try:
-        export(
-            OTEL_EXPORTER_OTLP_ENDPOINT=sink.url,
-            TTFT_OTEL_METRICS="1" if wanted == "metrics" else "0",
-            **other,
-            **env,
-        )
-        assert bool(sink.headers[wanted]) is (not left_out)
-    finally:
-        sink.server.close()
+    export(OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, **choose_signal(signal), **env)
+
+    assert bool(collector.headers[name_signal(signal)]) is (not left_out)
 
 
 GRPC: Final = {
@@ -391,45 +334,24 @@ GRPC: Final = {
 }
 
 
-class GrpcSink(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """An OTLP/gRPC receiver without TLS that keeps the names of the methods that were called."""
-
-    def __init__(self) -> None:
-        self.called: set[str] = set()
-        self.server = grpc.server(ThreadPoolExecutor(1))
-        self.server.add_generic_rpc_handlers((self,))
-        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
-        self.server.start()
-
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        """Accept everything: an answer without fields is an empty message."""
-        self.called.add("metrics" if "metrics" in details.method else "traces")
-        return grpc.unary_unary_rpc_method_handler(lambda body, _: b"")
-
-
 @pytest.mark.parametrize(
     ("signal", "insecure"),
     [("", "true"), ("TRACES_", "true"), ("METRICS_", "true"), ("", "false")],
 )
-def test_grpc(signal: str, insecure: str, clean: None, export: Any) -> None:
+def test_grpc(signal: str, insecure: str, grpc_collector: SpanSink, export: Any) -> None:
     """With both variables a signal arrives by gRPC without TLS at an address that has no scheme."""
-    sink = GrpcSink()
-    name = "OTEL_EXPORTER_OTLP_" + signal
-    wanted = "metrics" if signal == "METRICS_" else "traces"
-    try:
-        export(
-            TTFT_OTEL_METRICS="1" if wanted == "metrics" else "0",
-            **{
-                f"OTEL_EXPORTER_OTLP_{wanted.upper()}_ENDPOINT": sink.address,
-                f"{name}PROTOCOL": "grpc",
-                f"{name}INSECURE": insecure,
-                f"{name}TIMEOUT": "1",
-            },
-            **({"OTEL_TRACES_EXPORTER": "none"} if wanted == "metrics" else {}),
-        )
-        assert (wanted in sink.called) is (insecure == "true")
-    finally:
-        sink.server.stop(None).wait()
+    name, wanted = f"OTEL_EXPORTER_OTLP_{signal}", name_signal(signal)
+    export(
+        **choose_signal(signal),
+        **{
+            f"OTEL_EXPORTER_OTLP_{wanted.upper()}_ENDPOINT": f"127.0.0.1:{grpc_collector.port}",
+            f"{name}PROTOCOL": "grpc",
+            f"{name}INSECURE": insecure,
+            f"{name}TIMEOUT": "1",
+        },
+    )
+    found = {"metrics" if "metrics" in method else "traces" for method in grpc_collector.called}
+    assert found == ({wanted} if insecure == "true" else set())
 
 
 ENDPOINTS: Final = {
@@ -440,13 +362,13 @@ ENDPOINTS: Final = {
 
 
 @pytest.mark.parametrize("name", ENDPOINTS)
-def test_endpoint(name: str, sink: Sink, export: Any) -> None:
+def test_endpoint(name: str, collector: Any, export: Any) -> None:
     """The general one is a base, a signal's own one the whole URL."""
     path, traces, metrics = ENDPOINTS[name]
-    export(**name_both(sink) | {name: sink.url + path})
+    export(**name_both(collector) | {name: collector.url + path})
 
-    assert [each["path"] for each in sink.headers["traces"]] == [traces]
-    assert {each["path"] for each in sink.headers["metrics"]} == {metrics}
+    assert [each["path"] for each in collector.headers["traces"]] == [traces]
+    assert {each["path"] for each in collector.headers["metrics"]} == {metrics}
 
 
 TIMEOUTS: Final = {f"OTEL_EXPORTER_OTLP_{signal}TIMEOUT" for signal in ("", "TRACES_", "METRICS_")}
@@ -454,28 +376,21 @@ TIMEOUTS: Final = {f"OTEL_EXPORTER_OTLP_{signal}TIMEOUT" for signal in ("", "TRA
 
 @pytest.mark.parametrize(
     ("name", "seconds", "is_late"),
-    [
-        *((name, "0.3", True) for name in sorted(TIMEOUTS)),
-        ("OTEL_EXPORTER_OTLP_TIMEOUT", "30", False),
-    ],
+    [(name, "0.3", True) for name in sorted(TIMEOUTS)]
+    + [("OTEL_EXPORTER_OTLP_TIMEOUT", "30", False)],
 )
 def test_timeout(
     name: str,
     seconds: str,
     is_late: bool,
-    sink: Sink,
+    collector: Any,
     export: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """An answer after a second is too late for the short one, and the log says so."""
-    is_metrics = "METRICS" in name
-    sink.delay_s = 1.0
-    export(
-        OTEL_EXPORTER_OTLP_ENDPOINT=sink.url,
-        TTFT_OTEL_METRICS=str(int(is_metrics)),
-        OTEL_TRACES_EXPORTER="none" if is_metrics else "otlp",
-        **{name: seconds},
-    )
+    collector.delay_s = 1.0
+    endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+    export(**endpoint, **choose_signal(name), **{name: seconds})
 
     told = [each.getMessage() for each in caplog.records if each.name == "ttft_otel"]
     assert any("fail" in line for line in told) is is_late
@@ -486,12 +401,12 @@ TIMES: Final = {"OTEL_BSP_SCHEDULE_DELAY", "OTEL_METRIC_EXPORT_INTERVAL"}
 
 @pytest.mark.parametrize("name", sorted(TIMES))
 def test_time(
-    name: str, sink: Sink, clean: None, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, collector: Any, clean: None, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a short time what is there is sent while the host lives, without one only later."""
-    arrived = sink.metrics if "METRIC" in name else sink.traces
+    arrived = collector.metrics if "METRIC" in name else collector.traces
     for value in ("", "50"):
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", sink.url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         monkeypatch.setenv(env_names.TTFT_OTEL_METRICS, "1")
         monkeypatch.setenv(name, value)
         monkeypatch.setenv({*TIMES}.difference([name]).pop(), "50" if "METRIC" in name else "60000")
@@ -570,16 +485,16 @@ def test_problems(env: dict[str, str], problem: str | None) -> None:
     assert [problem in line and "; " in line for line in problems] == [True] * (problem is not None)
 
 
-def test_wrong_values(sink: Sink, export: Any) -> None:
+def test_wrong_values(collector: Any, export: Any) -> None:
     """Values that the SDK would raise for cost no span: the defaults are used."""
     export(
-        OTEL_EXPORTER_OTLP_ENDPOINT=sink.url,
+        OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
         OTEL_EXPORTER_OTLP_TIMEOUT="10s",
         OTEL_EXPORTER_OTLP_TRACES_COMPRESSION="zstd",
         OTEL_BSP_MAX_EXPORT_BATCH_SIZE="many",
         OTEL_ATTRIBUTE_COUNT_LIMIT="-1",
     )
-    assert sink.spans
+    assert collector.spans
 
 
 # Values that have an effect on an SDK.
@@ -593,13 +508,13 @@ VALUES: Final = {
 }
 
 
-def test_not_followed(plain: Sink, sink: Sink, export: Any) -> None:
+def test_not_followed(plain: Any, collector: Any, export: Any) -> None:
     """With all of them spans are as without, and doctor tells of each that it has no effect, and why."""
     given = {name: VALUES.get(name, "none") for name in NOT_FOLLOWED}
-    export(make_crowded_record(), **name_both(sink), **given)
+    export(make_crowded_record(), **name_both(collector), **given)
 
-    assert [span.name for span in sink.spans] == [span.name for span in plain.spans]
-    assert sink.resource == plain.resource and sink.metrics
+    assert [span.name for span in collector.spans] == [span.name for span in plain.spans]
+    assert collector.resource == plain.resource and collector.metrics
     for name in NOT_FOLLOWED:
         told = [
             each for each in doctor.check_settings(read_settings()) if name in each.says.split()

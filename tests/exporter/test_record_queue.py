@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,17 +17,13 @@ from ttft_otel.exporter.exporter_counters import ExporterCounters
 from ttft_otel.exporter.record_queue import MAX_RECORD_BYTES, READ_PAUSE_S, RecordQueue
 
 
-def test_reads_to_the_end() -> None:
-    """Records come in order, each whole, and the end of file ends the reading."""
+@pytest.fixture
+def host_end() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of the handoff: the host's, which the test closes, and the exporter's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    inbox = RecordQueue(ExporterCounters())
-    for number in range(10):
-        ours.send(b"%d" % number * 100)
+    yield ours, theirs
     ours.close()
-    inbox.read_socket(theirs)
     theirs.close()
-    assert inbox.take_batch(100, 0) == [b"%d" % number * 100 for number in range(10)]
-    assert inbox.take_batch(100, 0) == []
 
 
 @pytest.mark.parametrize(("most", "most_bytes"), [(3, 1 << 20), (1 << 20, 3)])
@@ -41,19 +38,17 @@ def test_full(most: int, most_bytes: int) -> None:
     assert inbox.counters.get_counts()["overflowed"] == 7
 
 
-def test_too_long() -> None:
+def test_too_long(host_end: tuple[socket.socket, socket.socket]) -> None:
     """A record that is longer than any can be is counted, not cut into something else."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = host_end
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_RECORD_BYTES)
     try:
         ours.send(b"x" * (MAX_RECORD_BYTES + 1))
     except OSError:
         pytest.skip("this kernel grants no such message at all")
-    finally:
-        ours.close()
+    ours.close()
     inbox = RecordQueue(ExporterCounters())
     inbox.read_socket(theirs)
-    theirs.close()
     assert len(inbox) == 0
     assert inbox.counters.get_counts()["overflowed"] == 1
 
@@ -76,9 +71,14 @@ def read_waits(thread: threading.Thread) -> int:
     return int(text.split("\nvoluntary_ctxt_switches:", 1)[1].split(None, 1)[0])
 
 
-def test_records_that_come_one_by_one_wake_nobody() -> None:
-    """While records come the reader looks now and then, and waits for none of them; all arrive."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def test_records_that_come_one_by_one_wake_nobody(
+    host_end: tuple[socket.socket, socket.socket],
+) -> None:
+    """While records come the reader looks now and then, and waits for none of them.
+
+    All arrive in order, each whole, and the end of file ends the reading.
+    """
+    ours, theirs = host_end
     inbox = RecordQueue(ExporterCounters())
     reader = threading.Thread(target=inbox.read_socket, args=(theirs,))
     reader.start()
@@ -89,8 +89,8 @@ def test_records_that_come_one_by_one_wake_nobody() -> None:
     waits = read_waits(reader)
     ours.close()
     reader.join(10)
-    theirs.close()
     assert inbox.take_batch(sent + 1, 0) == [b"%d" % number for number in range(sent)]
+    assert inbox.take_batch(1, 0) == []
     assert waits < sent / 2
 
 
@@ -100,7 +100,10 @@ def test_records_that_come_one_by_one_wake_nobody() -> None:
     ids=["the default where a kernel grants its least", "the least setting"],
 )
 def test_burst_during_a_pause(
-    monkeypatch: pytest.MonkeyPatch, buffer_bytes: int, records: int
+    monkeypatch: pytest.MonkeyPatch,
+    host_end: tuple[socket.socket, socket.socket],
+    buffer_bytes: int,
+    records: int,
 ) -> None:
     """The socket keeps what comes while the reader does not look, 5000 records a second at least."""
     paused, go_on = threading.Event(), threading.Event()
@@ -111,7 +114,7 @@ def test_burst_during_a_pause(
         go_on.wait(10)
 
     monkeypatch.setattr(record_queue, "time", SimpleNamespace(sleep=hold_reader))
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = host_end
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
     inbox = RecordQueue(ExporterCounters())
     reader = threading.Thread(target=inbox.read_socket, args=(theirs,))
@@ -124,5 +127,4 @@ def test_burst_during_a_pause(
     go_on.set()
     ours.close()
     reader.join(10)
-    theirs.close()
     assert inbox.take_batch(2 * records, 0) == [record] * (records + 1)

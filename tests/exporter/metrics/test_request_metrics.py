@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the exporter process counts itself: the collector's series, in the SDK's own buckets."""
+"""What the exporter process counts itself: the collector's series, in the SDK's buckets, pushed by OTLP."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from opentelemetry.sdk.metrics.export import (
 )
 from opentelemetry.sdk.metrics.view import ExponentialBucketHistogramAggregation, View
 
+from lab.otlp_sinks import to_attributes
 from ttft_otel.exporter.exporter_counters import ExporterCounters
 from ttft_otel.exporter.metrics import request_metrics
 from ttft_otel.exporter.metrics.metric_series import (
@@ -28,7 +29,8 @@ from ttft_otel.exporter.metrics.metric_series import (
     ExponentialSeries,
     SeriesRegistry,
 )
-from ttft_otel.exporter.metrics.request_metrics import RequestMetrics
+from ttft_otel.exporter.metrics.request_metrics import MetricPusher, RequestMetrics
+from ttft_otel.exporter.otlp_exporter import build_metric_exporter
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
 from ttft_otel.model.metric_table import (
     MAX_HISTOGRAM_BUCKETS,
@@ -37,9 +39,10 @@ from ttft_otel.model.metric_table import (
     OVERFLOW_LABEL,
     STATUS_LABEL,
 )
-from ttft_otel.model.names import keys, metric_names, span_names
-from ttft_otel.model.record import Piece, Record, Server, Ttft
-from ttft_otel.tracing import measurement
+from ttft_otel.model.names import env_names, keys, metric_names, span_names
+from ttft_otel.model.record import Piece, Record, Server
+from ttft_otel.tracing import handoff, measurement
+from ttft_otel.tracing.settings import Settings
 
 RecordMaker = Callable[..., Record]
 
@@ -70,13 +73,9 @@ def list_points(data: MetricsData | None) -> list[tuple[str, dict[str, Any], Any
     ]
 
 
-def count_series(metrics: RequestMetrics) -> dict[tuple[str, str], int]:
-    """Values by metric and stage, or error."""
-    counts: dict[tuple[str, str], int] = {}
-    for name, labels, point in list_points(metrics.take_data()):
-        key = (name, str(labels.get(keys.STAGE) or labels.get(keys.ERROR_TYPE, "")))
-        counts[key] = counts.get(key, 0) + point.count
-    return counts
+def take_points(metrics: RequestMetrics, name: str) -> list[Any]:
+    """The data points of one metric's series."""
+    return [point for each, _, point in list_points(metrics.take_data()) if each == name]
 
 
 def change_ttft(record: Record, **fields: Any) -> Record:
@@ -86,34 +85,28 @@ def change_ttft(record: Record, **fields: Any) -> Record:
 
 
 def test_all_requests_count(make_record: RecordMaker) -> None:
-    """Sampled or not, a request is one TTFT and one value for each of its stages' spans."""
-    metrics = build_metrics()
-    for number in range(100):
-        add(metrics, msgspec.structs.replace(make_record(number), flags=number % 10 == 0))
-
-    assert count_series(metrics) == {
-        (metric_names.TTFT_DURATION, ""): 100,
-        (metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN, ""): 100,
-        (metric_names.STAGE_DURATION, "receive"): 100,
-        (metric_names.STAGE_DURATION, "preprocess"): 100,
-    }
-    assert metrics.counters.get_counts()["counted"] == 100
-
-
-def test_same_point_either_way(make_record: RecordMaker) -> None:
-    """A request that is not sampled leaves what it would have left sampled, but for the exemplar."""
+    """A request is one TTFT and one value for each of its stages' spans, the same if it is not sampled."""
     either = []
     for flags in (0, 1):
         metrics = build_metrics()
-        add(metrics, msgspec.structs.replace(make_record(), flags=flags))
+        for number in range(10):
+            add(metrics, msgspec.structs.replace(make_record(number), flags=flags))
+        points = list_points(metrics.take_data())
         either.append(
             [
                 (name, labels, point.count, point.sum, point.min, point.max)
-                for name, labels, point in list_points(metrics.take_data())
+                for name, labels, point in points
             ]
         )
+        assert metrics.counters.get_counts()["counted"] == 10
 
     assert either[0] == either[1]
+    assert {(name, labels.get(keys.STAGE, "")): count for name, labels, count, *_ in either[0]} == {
+        (metric_names.TTFT_DURATION, ""): 10,
+        (metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN, ""): 10,
+        (metric_names.STAGE_DURATION, "receive"): 10,
+        (metric_names.STAGE_DURATION, "preprocess"): 10,
+    }
 
 
 def test_labels(make_record: RecordMaker) -> None:
@@ -189,15 +182,17 @@ def test_exemplars_are_sampled_traces(make_record: RecordMaker) -> None:
     sampled = make_record(7)
     add(metrics, sampled)
     add(metrics, msgspec.structs.replace(make_record(8), flags=0))
-    points = list_points(metrics.take_data())
 
-    (whole,) = [point for name, _, point in points if name == metric_names.TTFT_DURATION]
+    (whole,) = take_points(metrics, metric_names.TTFT_DURATION)
     (exemplar,) = whole.exemplars
     assert sampled.ttft is not None
     assert exemplar.trace_id == int(sampled.trace_id, 16)
     assert exemplar.span_id == int(sampled.ttft.span_id, 16)
     assert exemplar.value == 0.0009
     assert not any(point.exemplars for _, _, point in list_points(metrics.take_data()))
+    # A duration that is told apart leads to the request's own span, which ends with it.
+    ((duration,),) = count_ends(end(sampled, Server("POST", 700, 200))).values()
+    assert [each.span_id for each in duration.exemplars] == [int(sampled.span_id, 16)]
 
 
 def test_slow_requests_keep_their_exemplars(make_record: RecordMaker) -> None:
@@ -206,9 +201,8 @@ def test_slow_requests_keep_their_exemplars(make_record: RecordMaker) -> None:
     add(metrics, change_ttft(make_record(0), end=9_000_000))
     for number in range(1, 500):
         add(metrics, change_ttft(make_record(number), end=900 + number))
-    points = list_points(metrics.take_data())
 
-    (whole,) = [point for name, _, point in points if name == metric_names.TTFT_DURATION]
+    (whole,) = take_points(metrics, metric_names.TTFT_DURATION)
     assert len(whole.exemplars) <= 10
     assert 9.0 in [exemplar.value for exemplar in whole.exemplars]
 
@@ -243,13 +237,10 @@ def test_series_are_bounded(make_record: RecordMaker) -> None:
     metrics = build_metrics(max_series=5)
     for number in range(20):
         add(metrics, msgspec.structs.replace(make_record(), attributes={keys.MODEL: f"m{number}"}))
-    points = list_points(metrics.take_data())
-
-    whole = [
-        (labels, point) for name, labels, point in points if name == metric_names.TTFT_DURATION
-    ]
-    assert sum(point.count for _, point in whole) == 20
-    assert [point.count for labels, point in whole if labels == {OVERFLOW_LABEL: True}] == [15]
+    whole = take_points(metrics, metric_names.TTFT_DURATION)
+    assert sum(point.count for point in whole) == 20
+    overflowed = [each.count for each in whole if each.attributes == {OVERFLOW_LABEL: True}]
+    assert overflowed == [15]
     # Of the TTFT, of the convention, and of two stages, whose series are full after two requests and a half.
     assert metrics.counters.get_counts()["merged"] == 15 + 15 + 35
 
@@ -285,7 +276,7 @@ def test_rows_are_counted_before_they_are_too_many(
         model = {keys.MODEL: f"m{number % 5}"}
         add(metrics, msgspec.structs.replace(make_record(), attributes=model, flags=number % 2))
 
-    assert count_series(metrics)[metric_names.TTFT_DURATION, ""] == 50
+    assert sum(point.count for point in take_points(metrics, metric_names.TTFT_DURATION)) == 50
 
 
 def test_foreign_bytes_are_counted(make_record: RecordMaker) -> None:
@@ -322,15 +313,19 @@ def test_one_service_name_for_all_roles(
 
 @pytest.mark.parametrize("outermost", [True, False])
 def test_queues(make_record: RecordMaker, outermost: bool) -> None:
-    """Sampled or not, outermost or not, a queue counts for its reason and for each kind that held it."""
+    """Outermost or not, queues count for their reasons and for each kind that held them; stalls do not."""
     held = {keys.name_held_attribute("decode"): 300, keys.name_held_attribute("idle"): 100}
-    queue = Piece("stage", "prefill.queue", 0, 400, {keys.QUEUE_REASON: "kv_blocks"} | held)
-    made = make_record()
-    assert isinstance(made.ttft, Ttft)
+    pieces = (
+        Piece("stage", "prefill.queue", 0, 400, {keys.QUEUE_REASON: "kv_blocks"} | held),
+        Piece("stage", "encoder.queue", 400, 450, {keys.name_held_attribute("own"): 50}),
+        Piece("reason", "lora", 400, 420, {keys.QUEUE_REASON: "lora"}),
+        Piece("reason", "lora", 420, 450, {keys.QUEUE_REASON: "lora"}),
+        Piece("stage", "prefill.stall", 450, 900, {keys.STALL_REASON: "in_step"} | held),
+    )
+    record = change_ttft(make_record(), pieces=pieces, attributes=dict(held))
     metrics = build_metrics()
     for flags in (0, 1):
-        ttft = msgspec.structs.replace(made.ttft, pieces=(queue,))
-        add(metrics, msgspec.structs.replace(made, flags=flags, ttft=ttft, outermost=outermost))
+        add(metrics, msgspec.structs.replace(record, flags=flags, outermost=outermost))
     points = list_points(metrics.take_data())
     found = {
         (name, labels.get(keys.QUEUE_REASON) or labels.get(keys.HELD_BY_KIND)): (
@@ -343,8 +338,10 @@ def test_queues(make_record: RecordMaker, outermost: bool) -> None:
 
     assert found == {
         (metric_names.QUEUE_REASON_DURATION, "kv_blocks"): (2, 800),
+        (metric_names.QUEUE_REASON_DURATION, "lora"): (4, 100),
         (metric_names.QUEUE_HELD_DURATION, "decode"): (2, 600),
         (metric_names.QUEUE_HELD_DURATION, "idle"): (2, 200),
+        (metric_names.QUEUE_HELD_DURATION, "own"): (2, 100),
     }
     assert any(name == metric_names.TTFT_DURATION for name, _, _ in points) == outermost
 
@@ -425,25 +422,6 @@ def test_behind_a_router(make_record: RecordMaker) -> None:
     assert set(found) == {(metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN, "")}
 
 
-def test_not_an_answer(make_record: RecordMaker) -> None:
-    """Neither an answer that says "queued" nor a request that generates nothing has a duration here."""
-    queued = end(make_record(), Server("POST", 700, 200, {keys.BACKGROUND: True}))
-    other = msgspec.structs.replace(queued, server=Server("POST", 700, 200), attributes={})
-
-    assert count_ends(queued, other) == {}
-
-
-def test_exemplar_of_an_end(make_record: RecordMaker) -> None:
-    """A duration that is told apart leads to the request's own span, which ends with it."""
-    made = make_record(7)
-    (duration,) = count_ends(end(made, Server("POST", 700, 200)))[
-        metric_names.GEN_AI_SERVER_REQUEST_DURATION, ""
-    ]
-
-    (exemplar,) = duration.exemplars
-    assert exemplar.span_id == int(made.span_id, 16)
-
-
 times_us = st.integers(0, 10**10) | st.sampled_from(
     [1, 15_625, 500_000, 10**6, 2 * 10**6, 64 * 10**6]
 )
@@ -501,3 +479,68 @@ def test_error_is_bounded() -> None:
     buckets.add_values([1000, 1_000_000])
 
     assert 2 ** (2**-buckets.scale) <= 1.0444
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_process(is_on: bool, collector: Any, make_record: RecordMaker) -> None:
+    """It counts all requests, exports the sampled ones' spans, and marks both resources; off only spans."""
+    sender = handoff.RecordSender(Settings(on=True, endpoint=collector.url, metrics=is_on))
+    for number in range(200):
+        record = msgspec.structs.replace(make_record(number), flags=int(number % 10 == 0))
+        assert sender.send(measurement.encode_for_exporter(record))
+    sender.close(30)
+
+    assert {span.name for span in collector.spans} >= {span_names.TTFT, "receive"}
+    assert len({span.trace_id for span in collector.spans}) == 20
+    if not is_on:
+        assert not collector.metrics and keys.METRICS_SOURCE not in collector.resource
+        return
+    assert {
+        metric.name: sum(point.count for point in read_points(metric))
+        for metric in collector.list_pushes()[-1]
+    } == {
+        metric_names.TTFT_DURATION: 200,
+        metric_names.STAGE_DURATION: 400,
+        metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN: 200,
+    }
+    of_metrics = to_attributes(collector.metrics[-1].resource_metrics[0].resource.attributes)
+    for name in (keys.METRICS_SOURCE, "service.instance.id"):
+        assert of_metrics[name] == collector.resource[name]
+    counts = sender.get_counts()
+    assert (counts["counted"], counts["foreign"], counts["merged"]) == (200, 0, 0)
+
+
+def read_points(metric: Any) -> Any:
+    """The data points of a metric that was pushed."""
+    return getattr(metric, metric.WhichOneof("data")).data_points
+
+
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_outage(
+    is_delta: bool,
+    collector: Any,
+    make_record: RecordMaker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What a receiver has not taken comes with a later push; an outage is two lines in the log."""
+    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, collector.url)
+    metrics = build_metrics(is_delta)
+    pusher = MetricPusher(metrics, build_metric_exporter("http/protobuf"), "there")
+    collector.status = 400  # the SDK tries again by itself where a later try could help
+    for number in range(3):
+        metrics.add_record(make_record(number))
+        pusher.push()
+    collector.status = 200
+    metrics.add_record(make_record(3))
+    pusher.push()
+
+    counts = [
+        sum(point.count for point in read_points(metric))
+        for push in collector.list_pushes()
+        for metric in push
+        if metric.name == metric_names.TTFT_DURATION
+    ]
+    assert counts == ([1, 1, 1, 1] if is_delta else [4])
+    lines = [each.getMessage() for each in caplog.records if each.name == "ttft_otel"]
+    assert len(lines) == 2 and "there fails" in lines[0] and "there works" in lines[1]

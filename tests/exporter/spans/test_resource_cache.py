@@ -3,49 +3,31 @@
 
 from __future__ import annotations
 
-import socket
-from pathlib import Path
-
 import pytest
-from opentelemetry.util import _importlib_metadata
 
-from ttft_otel.exporter.spans.resource_cache import ResourceCache
+from ttft_otel.exporter.spans.resource_cache import MAX_SERVICES, ResourceCache
 from ttft_otel.model.names import keys
 
 
-def test_operator_resource(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator's attributes and detectors of entry points are in the resource; the former win."""
-    (tmp_path / "own_place.py").write_text(
-        "from opentelemetry.sdk.resources import Resource, ResourceDetector\n"
-        "class Detector(ResourceDetector):\n"
-        "    def detect(self):\n"
-        "        return Resource({'container.id': 'c0ffee', 'k8s.pod.name': 'guessed'})\n"
-    )
-    folder = tmp_path / "own_place-1.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: own-place\nVersion: 1\n")
-    (folder / "entry_points.txt").write_text(
-        "[opentelemetry_resource_detector]\nown_place = own_place:Detector\n"
-    )
-    given = {
-        "k8s.namespace.name": "serving",
-        "k8s.pod.name": "vllm-0",
-        "service.namespace": "chat",
-        "service.version": "1.2",
-        "deployment.environment.name": "staging",
-    }
+def test_operator_resource(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator's attributes and the detectors that are asked for are in the resource; the former win."""
+    given = {"k8s.pod.name": "vllm-0", "service.version": "1.2", "host.name": "mine"}
     text = ",".join(f"{name}={value}" for name, value in given.items())
-    monkeypatch.syspath_prepend(tmp_path)
-    # Another test may have looked for detectors: the API keeps what it found.
-    _importlib_metadata._original_entry_points_cached.cache_clear()
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", text)
-    monkeypatch.setenv("OTEL_EXPERIMENTAL_RESOURCE_DETECTORS", "host,own_place")
+    monkeypatch.setenv("OTEL_EXPERIMENTAL_RESOURCE_DETECTORS", "host")
+    settings = {keys.ENGINE_MAX_SEQS: 64, keys.ENGINE_ASYNC: 0}  # told by the host, as integers
 
-    found = ResourceCache(4711).get("vllm").attributes
-    assert {name: found[name] for name in given} == given
-    assert found["container.id"] == "c0ffee"
-    assert found["host.name"] == socket.gethostname()
+    found = ResourceCache(4711, engine_settings=settings).get("vllm").attributes
+    assert {name: found[name] for name in given} == given and found["host.arch"]
     assert (found["service.name"], found["process.pid"]) == ("vllm", 4711)
+    assert settings.items() <= found.items()
+
+
+def test_resources_are_bounded() -> None:
+    """More service names than roles share one resource, whatever the records claim."""
+    resources = ResourceCache(1)
+    found = [resources.get(f"service-{number}") for number in range(100)]
+    assert len({id(each) for each in found}) <= MAX_SERVICES + 1
 
 
 def test_instances_of_several_processes_differ(monkeypatch: pytest.MonkeyPatch) -> None:

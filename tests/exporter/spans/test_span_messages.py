@@ -4,26 +4,41 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
-import sdk_span_builder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.exporter.otlp.proto.common import trace_encoder
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
+from opentelemetry.trace.status import Status, StatusCode
 
 from benchmarks.otlp_bodies import build_request_records
+from lab.otlp_sinks import SpanSink
+from ttft_otel.exporter.batch_exporter import create_span_exporter
+from ttft_otel.exporter.spans import span_content
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
-from ttft_otel.exporter.spans.span_batch import MAX_BATCH_SPANS, BatchBuilder, SpanBatch
-from ttft_otel.exporter.spans.span_builder import build_spans
+from ttft_otel.exporter.spans.span_batch import (
+    MAX_BATCH_SPANS,
+    BatchBuilder,
+    SpanBatch,
+    take_messages,
+)
+from ttft_otel.exporter.spans.span_builder import SCOPE
 from ttft_otel.exporter.spans.span_writer import count_spans
 from ttft_otel.model import stages
-from ttft_otel.model.names import keys, span_names
+from ttft_otel.model.names import env_names, keys, span_names
 from ttft_otel.model.record import (
     RECORD_VERSION,
+    Attributes,
     Call,
     Handover,
     HandoverCall,
@@ -33,8 +48,11 @@ from ttft_otel.model.record import (
     Server,
     Ttft,
 )
-from ttft_otel.tracing.settings import DETAILS
+from ttft_otel.tracing.settings import DETAILS, read_settings
 
+MAX_VALUE_CHARS = 256  # characters of one attribute's value
+MAX_ATTRIBUTES = 128  # attributes of one span
+BELOW = ("part", "reason")  # kinds of pieces whose parent is a stage's span
 RESOURCES = ResourceCache(4711)
 MAX_US = 10**12
 MAX_INT = 2**63 - 1
@@ -150,6 +168,119 @@ records = st.builds(
 )
 
 
+class SdkTrace:
+    """A sampled record's spans by the SDK's own objects: what span_writer.py has to write."""
+
+    def __init__(self, record: Record, resource: Resource) -> None:
+        self.record, self.resource = record, resource
+        self.state = TraceState.from_header([record.state]) if record.state else TraceState()
+        self.shared = span_content.list_shared_attributes(record)
+        self.top = self.make_context(record.span_id)
+        self.spans: list[ReadableSpan] = []
+        self.add_top_spans()
+        self.add_pieces()
+
+    def make_context(self, span_id: str = "", remote: bool = False) -> SpanContext:
+        """The context of a span in this trace, by default of a new one."""
+        number = int(span_id, 16) if span_id else random.getrandbits(64) or 1
+        ids = int(self.record.trace_id, 16), number
+        return SpanContext(*ids, remote, TraceFlags(self.record.flags), self.state)
+
+    def add_top_spans(self) -> None:
+        """Server span, calls and `ttft` span."""
+        record, server, ttft = self.record, self.record.server, self.record.ttft
+        identity = span_content.list_identity_attributes(record, self.shared)
+        if server:
+            above = self.make_context(record.parent_id, True) if record.parent_id else None
+            own = identity | server.attributes | span_content.list_outcome(server)
+            times = (0, server.end)
+            self.add(server.name, self.top, above, times, own, SpanKind.SERVER)
+        for call in record.calls:
+            own = self.shared | {keys.LEG: call.leg} | call.attributes
+            own |= span_content.list_outcome(call)
+            context, times = self.make_context(call.span_id), (call.start, call.end)
+            self.add(call.name, context, self.top, times, own, SpanKind.CLIENT)
+        if ttft:
+            own = identity | ttft.attributes | span_content.list_totals(ttft)
+            context, times = self.make_context(ttft.span_id), (ttft.start, ttft.end)
+            self.add(ttft.name, context, self.top, times, own, failed=bool(ttft.error))
+
+    def add_pieces(self) -> None:
+        """Pieces of the `ttft` span, those below stages last; late ones and their steps."""
+        ttft = self.record.ttft
+        on_stages = span_content.list_stage_attributes(self.record, self.shared)
+        placed: list[tuple[Piece, SpanContext]] = []
+        for piece in sorted(ttft.pieces, key=lambda each: each.kind in BELOW) if ttft else ():
+            parent = self.make_context(ttft.span_id)
+            for stage, context in placed if piece.kind in BELOW else ():
+                if stage.start <= piece.start and piece.end <= stage.end:
+                    parent = context
+                    break
+            shared = on_stages if piece.kind in ("stage", "reason") else self.shared
+            context = self.add_piece(piece, parent, shared)
+            if piece.kind == "stage":
+                placed.append((piece, context))
+        above = self.top
+        for piece in span_content.list_late_pieces(self.record):
+            parent = above if piece.kind == "step" else self.top
+            context = self.add_piece(piece, parent, self.shared)
+            above = above if piece.kind == "step" else context
+
+    def add_piece(self, piece: Piece, parent: SpanContext, shared: Attributes) -> SpanContext:
+        """The span of a piece, which never failed by itself."""
+        links, events = [], []
+        for holder in piece.held_by:
+            told: Attributes = {
+                keys.HELD_BY_US: holder.us,
+                keys.HELD_BY_TOKENS: holder.tokens,
+                keys.HELD_BY_KIND: holder.kind,
+                keys.HELD_BY_REQUEST_ID: holder.request_id[:MAX_VALUE_CHARS],
+            }
+            if holder.trace_id:
+                ids = int(holder.trace_id, 16), int(holder.span_id, 16)
+                links.append(Link(SpanContext(*ids, True, TraceFlags(1)), told))
+            else:
+                at_ns = self.record.start_ns + 1000 * piece.start
+                events.append(Event(keys.HELD_BY, told, at_ns))
+        context, times = self.make_context(), (piece.start, piece.end)
+        own = shared | piece.attributes
+        own |= span_content.list_kind_attributes(piece.kind, piece.name)
+        self.add(piece.name, context, parent, times, own, failed=False, links=links, events=events)
+        return context
+
+    def add(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        times: tuple[int, int],
+        attributes: Attributes,
+        kind: SpanKind = SpanKind.INTERNAL,
+        failed: bool | None = None,
+        **more: Any,
+    ) -> None:
+        """Add a span. times: in us after the record's start. failed: by default if it has an error."""
+        failed = keys.ERROR_TYPE in attributes if failed is None else failed
+        start_ns, end_ns = (self.record.start_ns + 1000 * each for each in times)
+        made = ReadableSpan(
+            name=name,
+            context=context,
+            parent=parent,
+            resource=self.resource,
+            attributes={
+                key: value[:MAX_VALUE_CHARS] if isinstance(value, str) else value
+                for key, value in [*attributes.items()][-MAX_ATTRIBUTES:]
+            },
+            kind=kind,
+            status=Status(StatusCode.ERROR if failed else StatusCode.UNSET),
+            start_time=start_ns,
+            end_time=max(start_ns, end_ns),
+            instrumentation_scope=SCOPE,
+            **more,
+        )
+        self.spans.append(made)
+
+
 def order_attributes(request: ExportTraceServiceRequest) -> ExportTraceServiceRequest:
     """The request with each span's attributes sorted by name: OTLP gives their order no meaning."""
     for group in request.resource_spans:
@@ -164,12 +295,8 @@ def order_attributes(request: ExportTraceServiceRequest) -> ExportTraceServiceRe
 def encode_by_sdk(made: Iterable[Record]) -> ExportTraceServiceRequest:
     """The same records by the SDK's spans and its encoder, with the same random IDs."""
     random.seed(17)
-    spans = [
-        span
-        for each in made
-        for span in sdk_span_builder.build_spans(each, RESOURCES.get(each.service))
-    ]
-    return order_attributes(encode_spans(spans))
+    spans = [span for each in made for span in SdkTrace(each, RESOURCES.get(each.service)).spans]
+    return order_attributes(trace_encoder.encode_spans(spans))
 
 
 def batch_records(made: Iterable[Record]) -> SpanBatch:
@@ -204,7 +331,7 @@ def test_same_as_sdk(made: list[Record]) -> None:
     assert len(batch) == written <= sum(map(count_spans, made))
     # A handover is only cut into steps when they are written.
     assert written == sum(map(count_spans, made)) or any(each.handover for each in sampled)
-    read_back = order_attributes(encode_spans(list(batch)))
+    read_back = order_attributes(trace_encoder.encode_spans(list(batch)))
     compare_requests(order_attributes(batch.request), expected)
     compare_requests(read_back, expected)
 
@@ -212,7 +339,9 @@ def test_same_as_sdk(made: list[Record]) -> None:
 def test_same_as_sdk_in_benchmark() -> None:
     """Records as servers, encoders and routers make them, many in one batch."""
     draw = random.Random(3)
-    made = [each for number in range(1, 21) for each in build_request_records(number, draw)]
+    made = []
+    for number in range(20):
+        made += build_request_records(("encode", "prefill_decode")[: number % 3], number, draw)
     assert order_attributes(batch_records(made).request) == encode_by_sdk(made)
 
 
@@ -256,15 +385,6 @@ def test_batches_are_bounded(make_record: Callable[..., Record]) -> None:
     assert list(builder.take_batches()) == []
 
 
-def test_sequence(make_record: Callable[..., Record]) -> None:
-    """A batch is a sequence of the SDK's spans for whoever reads it as one."""
-    batch = batch_records([make_record(1), make_record(2)])
-    expected = [span.name for span in build_spans(make_record(1), RESOURCES.get("vllm"))] * 2
-    assert [span.name for span in batch] == [span.name for span in batch[:]] == expected
-    assert batch[-1].name == expected[-1]
-    assert len(batch) == 8
-
-
 KINDS_LEFT = {
     "full": {"server", "call", "ttft", "stage", "part", "sibling", "late", "step"},
     "stages": {"server", "call", "ttft", "stage", "late", "step"},
@@ -298,3 +418,72 @@ def test_detail(detail: str, make_record: Callable[..., Record]) -> None:
     assert all(span.parent_span_id in ids for span in spans if span.name != "server")
     same = {span.name: span.attributes for span in list_spans(full.request)}
     assert all(span.attributes == same[span.name] for span in spans if span.name != "part")
+
+
+@pytest.fixture(params=["http/protobuf", "grpc"])
+def connected(
+    request: pytest.FixtureRequest,
+    collector: Any,
+    grpc_collector: SpanSink,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[tuple[SpanExporter, Callable[[], list[ResourceSpans]]]]:
+    """The SDK's exporter for each protocol, and what its receiver got."""
+    is_grpc = request.param == "grpc"
+    url = f"http://127.0.0.1:{grpc_collector.port}" if is_grpc else collector.url
+    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, url)
+    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_PROTOCOL, request.param)
+    exporter = create_span_exporter(read_settings())
+
+    def list_received() -> list[ResourceSpans]:
+        received = [each for request in collector.traces for each in request.resource_spans]
+        return grpc_collector.list_resources() or received
+
+    yield exporter, list_received
+    exporter.shutdown()
+
+
+def test_message_is_sent(
+    connected: Any, make_record: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This version of the SDK takes the message: nobody builds spans of it."""
+    exporter, list_received = connected
+    batch = batch_records([make_record(1), make_record(2)])
+
+    def refuse_reading(_: SpanBatch) -> Iterator[Any]:
+        raise AssertionError("the SDK reads the batch as spans")
+
+    monkeypatch.setattr(SpanBatch, "__iter__", refuse_reading)
+    assert exporter.export(batch) is SpanExportResult.SUCCESS
+    assert list_received() == list(batch.request.resource_spans)
+
+
+@pytest.mark.parametrize("is_other_sdk", [True, False])
+def test_spans_are_sent(
+    is_other_sdk: bool,
+    connected: Any,
+    make_record: Callable[..., Record],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An SDK that encodes elsewhere reads the batch as spans; those of others are encoded as before."""
+    exporter, list_received = connected
+    take_messages(exporter)  # a second time changes nothing
+    batch = batch_records([make_record(1), make_record(2)])
+    if is_other_sdk:
+        module = sys.modules[type(exporter).__module__]
+        monkeypatch.setattr(module, "encode_spans", module.encode_spans.args[0])
+    assert exporter.export(batch if is_other_sdk else batch[:]) is SpanExportResult.SUCCESS
+    (received,) = list_received()
+    names_sent = [span.name for span in batch]
+    assert [span.name for span in received.scope_spans[0].spans] == names_sent
+    assert received.resource == batch.request.resource_spans[0].resource and len(names_sent) == 8
+
+
+def test_unknown_exporter() -> None:
+    """An exporter whose module encodes nothing is left alone."""
+
+    class OtherExporter(SpanExporter):
+        pass
+
+    before = dict(vars(sys.modules[__name__]))
+    take_messages(OtherExporter())
+    assert vars(sys.modules[__name__]) == before

@@ -2,7 +2,7 @@
 """Write the spans of one Record as messages of opentelemetry-proto; span_batch.py collects them for export.
 
 Straight from the Record, without the SDK's span objects: these and their encoding take some ten times the
-CPU time. A test builds the same spans with the SDK (sdk_span_builder.py) and compares them.
+CPU time. A test builds the same spans with the SDK (test_span_messages.py) and compares them.
 IDs and times are the record's; sampling was decided by the recorder.
 """
 
