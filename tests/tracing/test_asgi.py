@@ -218,42 +218,37 @@ def test_disconnect(client: FakeClient) -> None:
     assert client.server.queried_ids == ["chat-1-1f"]
 
 
-def test_kept_blocks(client: FakeClient) -> None:
-    """Blocks that an answered request leaves for another instance: a span that follows the record."""
-    client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_BLOCKS_BIT)
+def test_kept(client: FakeClient) -> None:
+    """Blocks and encodings that an answered request leaves for other instances: spans that follow its record.
+
+    The instance is asked for each, and tells each as it knows it.
+    """
+    both = carrier.KEPT_BLOCKS_BIT | carrier.KEPT_ITEMS_BIT
+    client.server.plan = ServerPlan(stream=False, kept=both)
     client.server.blocks_answer = carrier.encode_answer(
         carrier.KeptBlocks(1_000_900, 1_009_900, 12, 2, True)
     )
-    asyncio.run(client.call_server(traceparent=UNSAMPLED[:-1] + "1"))
-    first, last = client.records.kept
-
-    assert first.server is not None and not first.late
-    assert last.server is None and last.ttft is None
-    (piece,) = last.late
-    assert (piece.name, piece.start, piece.end) == (span_names.KV_KEPT, 900, 9_900)
-    assert piece.attributes[keys.KV_BLOCKS] == 2
-    assert piece.attributes[keys.ERROR_TYPE] == "expired"
-    assert (first.trace_id, first.span_id) == (last.trace_id, last.span_id)
-    assert client.records.build_spans()[-1].parent is not None
-
-
-def test_kept_encodings(client: FakeClient) -> None:
-    """Encodings that an encoder keeps for another instance: the same, with a span of its own."""
-    client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_ITEMS_BIT)
     client.server.items_answer = carrier.encode_answer(
         carrier.KeptItems(1_000_900, 1_009_900, 2, 8192, 1_001_000, "evicted")
     )
-    asyncio.run(client.call_server())
-    _, last = client.records.kept
+    asyncio.run(client.call_server(traceparent=UNSAMPLED[:-1] + "1"))
+    first, *others = client.records.kept
 
-    (piece,) = last.late
-    assert (piece.name, piece.start, piece.end) == (span_names.EC_KEPT, 900, 9_900)
-    assert piece.attributes == {
+    assert first.server is not None and not first.late and len(others) == 2
+    for record in others:
+        assert record.server is None and record.ttft is None
+        assert (first.trace_id, first.span_id) == (record.trace_id, record.span_id)
+    found = {piece.name: piece for record in others for piece in record.late}
+    assert {(piece.start, piece.end) for piece in found.values()} == {(900, 9_900)}
+    blocks = found[span_names.KV_KEPT].attributes
+    assert (blocks[keys.KV_BLOCKS], blocks[keys.ERROR_TYPE]) == (2, "expired")
+    assert found[span_names.EC_KEPT].attributes == {
         keys.EC_ITEMS: 2,
         keys.EC_BYTES: 8192,
         keys.EC_READY_US: 100,
         keys.ERROR_TYPE: "evicted",
     }
+    assert client.records.build_spans()[-1].parent is not None
 
 
 @pytest.mark.parametrize("pending", [2, 9])
@@ -275,22 +270,6 @@ def test_encoder_run(client: FakeClient, monkeypatch: pytest.MonkeyPatch, pendin
         assert pieces == [Piece("late", span_names.ENCODER_RUN, 500, 4_500)] and not dropped
     else:
         assert not pieces and dropped == ["kept"]
-
-
-def test_kept_both(client: FakeClient) -> None:
-    """An instance that keeps blocks and encodings is asked for each, and tells each as it knows it."""
-    both = carrier.KEPT_BLOCKS_BIT | carrier.KEPT_ITEMS_BIT
-    client.server.plan = ServerPlan(stream=False, kept=both)
-    client.server.blocks_answer = carrier.encode_answer(
-        carrier.KeptBlocks(1_000_900, 1_009_900, 12, 2, False)
-    )
-    client.server.items_answer = carrier.encode_answer(
-        carrier.KeptItems(1_000_900, 1_001_900, 1, 64, 0, "")
-    )
-    asyncio.run(client.call_server())
-
-    names_told = {piece.name for record in client.records.kept for piece in record.late}
-    assert names_told == {span_names.KV_KEPT, span_names.EC_KEPT}
 
 
 def test_kept_too_many(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:

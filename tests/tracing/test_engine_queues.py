@@ -82,17 +82,13 @@ def list_counts(seen: Seen) -> Seen:
     return {name: seen[name] for name in WAIT_REASON_NAMES if seen[name] != 0}
 
 
-def test_all_engines_together(pending: RequestTrace) -> None:
+async def test_all_engines_together(pending: RequestTrace) -> None:
     """The counts of all data-parallel ranks are added; reasons that nobody has are there at 0."""
+    seen = await scrape(FakeEngine(kv_blocks=2, lora=1), FakeEngine(kv_blocks=3))
 
-    async def look() -> Seen:
-        return await scrape(FakeEngine(kv_blocks=2, lora=1), FakeEngine(kv_blocks=3))
-
-    seen = asyncio.run(look())
     assert list_counts(seen) == {"kv_blocks": 5, "lora": 1}
     assert 0 <= (seen["age"] or 0) < 1
-    ((first, _),) = [(each["holders"][0], each) for each in engine_queues.latest.describe()[:1]]
-    assert first == {
+    assert engine_queues.latest.describe()[0]["holders"][0] == {
         "request_id": "holder",
         "trace_id": "a" * 32,
         "kind": "decode",
@@ -101,82 +97,58 @@ def test_all_engines_together(pending: RequestTrace) -> None:
     }
 
 
-def test_nobody_is_asked_while_nothing_waits(pending: RequestTrace) -> None:
+async def test_nobody_is_asked_while_nothing_waits(pending: RequestTrace) -> None:
     """Without a pending request a scrape asks no engine core, and all counts are 0."""
     recorder.awaiting_traces.clear()
+    engine = FakeEngine(kv_blocks=2)
+    seen = await scrape(engine)
 
-    async def look() -> tuple[Seen, int]:
-        engine = FakeEngine(kv_blocks=2)
-        return await scrape(engine), engine.asked
-
-    seen, asked = asyncio.run(look())
-    assert asked == 0
+    assert engine.asked == 0
     assert list_counts(seen) == {} and seen["age"] == 0
 
 
-def test_an_engine_that_hangs(pending: RequestTrace) -> None:
-    """Its last word stays with a growing age, a scrape waits little for it, and it is asked once."""
+async def test_an_engine_that_hangs(pending: RequestTrace) -> None:
+    """Its last word stays with a growing age, a scrape waits little for it, and it is asked once.
 
-    async def look() -> tuple[list[Seen], int]:
-        engine = FakeEngine(max_num_seqs=4)
-        seen = [await scrape(engine)]
-        engine.hangs.set()
-        await asyncio.sleep(0.5)
-        seen += [await scrape(engine)]
-        await asyncio.sleep(0.5)
-        seen += [await scrape(engine)]
-        asked = engine.asked
-        engine.hangs.clear()
-        engine.waiting = {}
-        await asyncio.sleep(0.1)
-        seen += [await scrape(engine)]
-        return seen, asked
+    A request that comes after that word has no reason yet; its own age counts.
+    """
+    engine = FakeEngine(max_num_seqs=4)
+    fresh = await scrape(engine)
+    engine.hangs.set()
+    await asyncio.sleep(0.5)
+    hung = await scrape(engine)
+    await asyncio.sleep(0.5)
+    later = await scrape(engine)
+    pending.arrive = clock.now_us() - 300_000
+    newer = await scrape(engine)
+    asked = engine.asked
+    engine.hangs.clear()
+    engine.waiting = {}
+    await asyncio.sleep(0.1)
+    after = await scrape(engine)
 
-    (fresh, hung, later, after), asked = asyncio.run(look())
     for each in (fresh, hung, later):
         assert list_counts(each) == {"max_num_seqs": 4}
     assert (fresh["age"] or 0) < 0.1 < (hung["age"] or 0) < (later["age"] or 0) - 0.4
     assert (fresh["took"] or 0) < 0.2 < (hung["took"] or 0) < 5
+    assert list_counts(newer) == {} and 0.3 <= (newer["age"] or 0) < (later["age"] or 0)
     assert asked == 2
     assert list_counts(after) == {} and (after["age"] or 0) < 0.4
 
 
-def test_a_scraper_without_pause(pending: RequestTrace) -> None:
+async def test_a_scraper_without_pause(pending: RequestTrace) -> None:
     """However often a page is read, by how many, an engine core is asked twice a second; the age is told."""
-
-    async def look() -> tuple[list[Seen], int]:
-        engine, seen, until = FakeEngine(max_num_seqs=4), list[Seen](), time.monotonic() + 1.2
-        while time.monotonic() < until:
-            seen += await asyncio.gather(*(scrape(engine) for _ in range(4)))
-        return seen, engine.asked
-
     begun = time.monotonic()
-    seen, asked = asyncio.run(look())
-    assert len(seen) > 40 and 1 < asked <= 1 + (time.monotonic() - begun) / 0.5
+    engine, seen = FakeEngine(max_num_seqs=4), list[Seen]()
+    while time.monotonic() < begun + 1.2:
+        seen += await asyncio.gather(*(scrape(engine) for _ in range(4)))
+
+    assert len(seen) > 40 and 1 < engine.asked <= 1 + (time.monotonic() - begun) / 0.5
     assert all(list_counts(each) == {"max_num_seqs": 4} for each in seen)
     assert 0.4 < max(each["age"] or 0 for each in seen)
 
 
-def test_an_old_word_is_not_about_a_new_request(pending: RequestTrace) -> None:
-    """A request that came after the engine's last word has no reason yet; its own age counts."""
-
-    async def look() -> Seen:
-        engine = FakeEngine(max_num_seqs=4)
-        await scrape(engine)
-        engine.hangs.set()
-        await asyncio.sleep(0.5)
-        pending.arrive = clock.now_us()
-        try:
-            return await scrape(engine)
-        finally:
-            engine.hangs.clear()
-
-    seen = asyncio.run(look())
-    assert list_counts(seen) == {}
-    assert 0.2 < (seen["age"] or 0) < 5
-
-
-def test_an_engine_without_the_method_is_asked_once(
+async def test_an_engine_without_the_method_is_asked_once(
     pending: RequestTrace, guard_keeps: None
 ) -> None:
     """An engine core without hooks fails the call, and logs it: once is enough."""
@@ -186,15 +158,12 @@ def test_an_engine_without_the_method_is_asked_once(
         asked.append(1)
         raise RuntimeError
 
-    async def look() -> None:
-        for _ in range(3):
-            await engine_queues.latest.ask([fail])
-
-    asyncio.run(look())
+    for _ in range(3):
+        await engine_queues.latest.ask([fail])
     assert len(asked) == 1
 
 
-def test_nothing_is_told_where_nobody_can_be_asked(pending: RequestTrace) -> None:
+async def test_nothing_is_told_where_nobody_can_be_asked(pending: RequestTrace) -> None:
     """Without a way to the engine core no count is shown: 0 would be wrong."""
-    seen = asyncio.run(scrape())
+    seen = await scrape()
     assert set(seen.values()) == {None, seen["took"]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sender in the host process: it never waits, counts what it drops, survives forks."""
+"""The sender in the host process: it never waits, counts what it drops, survives forks; its child."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from ttft_otel.model.names import env_names
+from ttft_otel.router.errors import UnreadablePrompt
+from ttft_otel.router.routing.prompts.tokenizer_worker import TokenizeQuestion, TokenizerWorker
 from ttft_otel.tracing import handoff
-from ttft_otel.tracing.handoff import RecordSender
+from ttft_otel.tracing.handoff import RecordSender, build_child_command
 from ttft_otel.tracing.settings import Settings
 
 # Detaches itself and reads like the exporter, and writes down what it got.
@@ -24,7 +26,7 @@ import os, socket, sys
 if os.fork():
     os._exit(0)
 with open({log!r}, "a") as log:
-    log.write(f"start {{os.getpid()}} {{os.environ.get('TTFT_OTEL')}}\\n")
+    log.write(f"start {{os.getpid()}}\\n")
     log.flush()
     source = socket.socket(fileno=int(sys.argv[1]))
     while data := source.recv(1 << 20):
@@ -70,9 +72,12 @@ def _read_lines(log: Path, word: str) -> list[str]:
 
 
 def test_close_waits(reader_log: Path, sender: RecordSender) -> None:
-    """Everything sent is read before close returns, and closing twice is closing once."""
-    for length in range(1, 101):
-        assert sender.send(b"x" * length)
+    """Everything sent is read before close returns; closing twice is closing once.
+
+    No empty message is sent: on this socket it would mean the end.
+    """
+    for length in range(101):
+        assert sender.send(b"x" * length) is bool(length)
     sender.close(10)
     sender.close(10)
     assert _read_lines(reader_log, "record") == [f"record {length}" for length in range(1, 101)]
@@ -103,20 +108,6 @@ def test_too_big(reader_log: Path, sender: RecordSender) -> None:
     assert (sender.sent, sender.dropped) == (1, 1)
 
 
-def test_reader_dies(reader_log: Path, sender: RecordSender) -> None:
-    """What a killed reader had not read is lost and counted; a new one starts, but not at once."""
-    assert sender.send(b"x")
-    _wait_until(lambda: reader_log.exists() and _read_lines(reader_log, "record"))
-    os.kill(int(_read_lines(reader_log, "start")[0].split()[1]), signal.SIGKILL)
-    _wait_until(lambda: not sender.send(b"x"))  # it is some time until the socket is closed
-    assert not sender.send(b"x")
-    assert sender.exporter_starts == 1
-    assert sender.get_counts()["lost"] == sender.sent  # this reader acknowledges nothing
-    sender._next_start_at = 0.0
-    assert sender.send(b"x")
-    assert sender.get_counts()["restarts"] == 1
-
-
 def test_no_reader_at_all(monkeypatch: pytest.MonkeyPatch, sender: RecordSender) -> None:
     """Where no process can be started, records are dropped and counted; the caller never notices."""
     monkeypatch.setenv("TTFT_OTEL_GUARD", "keep")
@@ -126,52 +117,31 @@ def test_no_reader_at_all(monkeypatch: pytest.MonkeyPatch, sender: RecordSender)
     assert (sender.sent, sender.dropped) == (0, 2)
 
 
-def test_environment(
-    reader_log: Path, sender: RecordSender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The exporter is not told to trace itself."""
-    monkeypatch.setenv(env_names.TTFT_OTEL, "1")
-    assert sender.send(b"x")
-    sender.close(10)
-    assert _read_lines(reader_log, "start")[0].endswith(" None")
+DEFAULT, TRACES = (
+    env_names.OTEL_EXPORTER_OTLP_ENDPOINT,
+    env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT,
+)
 
 
 @pytest.mark.parametrize(
-    ("settings", "env", "expected"),
+    ("endpoint", "env", "expected"),
     [
-        (Settings(), {}, {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://127.0.0.1:4318"}),
-        (
-            Settings(endpoint="http://c/v1/traces"),
-            {env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT: "http://c/v1/traces"},
-            {env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT: "http://c/v1/traces"},
-        ),
-        (
-            Settings(endpoint="http://127.0.0.1:4318"),
-            {env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT: "nonsense"},
-            {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://127.0.0.1:4318"},
-        ),
+        ("http://127.0.0.1:4318", {}, {DEFAULT: "http://127.0.0.1:4318"}),
+        ("http://c/v1/traces", {TRACES: "http://c/v1/traces"}, {TRACES: "http://c/v1/traces"}),
+        ("http://127.0.0.1:4318", {TRACES: "nonsense"}, {DEFAULT: "http://127.0.0.1:4318"}),
     ],
 )
-def test_endpoint(
-    settings: Settings,
-    env: dict[str, str],
-    expected: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_environment(
+    endpoint: str, env: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exporter is given what Settings made of the environment, mistakes mended."""
-    for name in (
-        env_names.OTEL_EXPORTER_OTLP_ENDPOINT,
-        env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT,
-    ):
+    """The exporter is given what Settings made of the variables, mistakes mended; not to trace itself."""
+    for name in (DEFAULT, TRACES):
         monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
+    for name, value in (env | {env_names.TTFT_OTEL: "1"}).items():
         monkeypatch.setenv(name, value)
-    found = handoff._build_environment(settings)
-    given = {
-        env_names.OTEL_EXPORTER_OTLP_ENDPOINT,
-        env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT,
-    } & found.keys()
-    assert {name: found[name] for name in given} == expected
+    found = handoff._build_environment(Settings(endpoint=endpoint))
+    names = (DEFAULT, TRACES, env_names.TTFT_OTEL)
+    assert {name: found[name] for name in names if name in found} == expected
 
 
 FORK_CODE = """
@@ -210,10 +180,45 @@ def test_module_door(reader_log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert handoff.get_counts()["sent"] == 0
 
 
-def test_empty(reader_log: Path, sender: RecordSender) -> None:
-    """No empty message is sent: on this socket it would mean the end."""
-    assert sender.send(b"x")
-    assert not sender.send(b"")
-    assert sender.send(b"y")
-    sender.close(10)
-    assert len(_read_lines(reader_log, "record")) == 2
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that appears when a module of the working directory is imported."""
+    log = tmp_path / "imported"
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    for name in ("argparse", "msgspec", "signal", "ttft_otel", "asyncio"):
+        (folder / f"{name}.py").write_text(
+            f"open({str(log)!r}, 'w').close()\nraise SystemExit(9)\n"
+        )
+    monkeypatch.chdir(folder)
+    # As in Python 3.10, which does not know it.
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    return log
+
+
+def test_command(planted: Path) -> None:
+    """What `python -m` would import from the working directory is not."""
+    usual = subprocess.run((sys.executable, "-m", "json.tool", "--help"), capture_output=True)
+    assert usual.returncode == 9 and planted.exists()
+    planted.unlink()
+    command = build_child_command("json.tool", "--help")
+    ours = subprocess.run(command, capture_output=True, text=True)
+    assert ours.returncode == 0 and "usage:" in ours.stdout
+    assert not planted.exists()
+
+
+async def test_working_directory(planted: Path) -> None:
+    """Neither the exporter nor the router's tokenizer process imports anything of it."""
+    sender = RecordSender(Settings(queue_bytes=1 << 16))
+    assert sender.send(b"no record")
+    sender.close(20)
+    assert sender.get_counts()["foreign"] == 1  # it has run, and read what is no record
+    worker = TokenizerWorker()
+    try:
+        await worker.ask_child(TokenizeQuestion("", "completion", b'{"prompt": [1]}', 1))
+    except UnreadablePrompt as error:
+        assert error.reason != "died"
+    finally:
+        await worker.close()
+    assert not planted.exists()

@@ -77,79 +77,16 @@ def test_round_trip() -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        pytest.param(change_record(outermost=False), id="behind a router"),
-        pytest.param(
-            change_record(ttft=None, outermost=False, server=Server("POST", 5, 200)),
-            id="the end of one behind a router",
-        ),
-        pytest.param(
-            change_record(ttft=None, server=Server("POST", 5, 200, {keys.BACKGROUND: True})),
-            id="an answer that says 'queued'",
-        ),
-        pytest.param(
-            change_record(ttft=None, server=Server("POST", 5, 200), attributes={}),
-            id="a request that generates nothing",
-        ),
+        change_record(outermost=False),  # behind a router
+        change_record(ttft=None, outermost=False, server=Server("POST", 5, 200)),
+        # An answer that says "queued", and a request that generates nothing.
+        change_record(ttft=None, server=Server("POST", 5, 200, {keys.BACKGROUND: True})),
+        change_record(ttft=None, server=Server("POST", 5, 200), attributes={}),
     ],
 )
 def test_nothing_to_count(record: Record) -> None:
     """What no metric counts is not sent."""
     assert measurement.encode_for_exporter(record) == b""
-
-
-@pytest.mark.parametrize(
-    ("server", "error"),
-    [
-        (Server("POST", 70, 200), ""),
-        (Server("POST", 70, 503, {}, "503"), "503"),
-        (Server("POST", 70, 404), "404"),
-        (Server("POST", 70, 200, {}, "cancelled"), "cancelled"),
-    ],
-)
-@pytest.mark.parametrize("ttft", [None, TTFT])
-def test_end(server: Server, error: str, ttft: Ttft | None) -> None:
-    """The whole request's length comes after what the record has of the TTFT, under its own error."""
-    found = measurement.measure_record(change_record(ttft=ttft, server=server))
-
-    assert found is not None
-    assert found.times_us == (*((100, 10, 80, 10) if ttft else ()), 70)
-    assert (found.head.has_ttft, found.head.end_error) == (ttft is not None, error)
-
-
-def test_items_behind_a_router() -> None:
-    """Of a consumer of encodings behind a router the items count, and no time."""
-    inner = msgspec.structs.replace(
-        change_ttft(attributes={keys.EC_RECOMPUTED_ITEMS: 2}), outermost=False
-    )
-    found = measurement.measure_record(inner)
-
-    assert found is not None and not found.head.is_outermost
-    assert (found.recomputed_items, found.head.stages) == (2, ())
-
-
-@pytest.mark.parametrize("outermost", [True, False])
-def test_waits(outermost: bool) -> None:
-    """Queues count by reason and by what held them, at any server; stalls and sums count in neither."""
-    held = {keys.name_held_attribute("prefill"): 20, keys.name_held_attribute("own"): 10}
-    pieces = (
-        Piece("stage", "prefill.queue", 0, 30, {keys.QUEUE_REASON: "in_step"} | held),
-        Piece("stage", "encoder.queue", 30, 35, {keys.name_held_attribute("decode"): 5}),
-        Piece("reason", "lora", 30, 32, {keys.QUEUE_REASON: "lora"}),
-        Piece("reason", "lora", 32, 35, {keys.QUEUE_REASON: "lora"}),
-        Piece("stage", "prefill.stall", 40, 70, {keys.STALL_REASON: "in_step"} | held),
-    )
-    record = msgspec.structs.replace(
-        change_ttft(pieces=pieces, attributes=dict(held)), outermost=outermost
-    )
-    found = measurement.decode_measurement(measurement.encode_for_exporter(record))
-
-    reasons, kinds = stages.WAIT_REASON_NAMES, stages.HOLDING_KIND_NAMES
-    assert [(reasons[code], us) for code, us in found.reasons] == [
-        *(("in_step", 30), ("lora", 2), ("lora", 3))
-    ]
-    assert [(kinds[code], us) for code, us in found.held] == [
-        *(("prefill", 20), ("own", 10), ("decode", 5))
-    ]
 
 
 def test_backwards() -> None:

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's trace: sampled or not, bounded, counted, and always cut into stages that add up."""
+"""One request's trace: sampled or not, bounded, counted, and in which role of this server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import tracing_fakes
 
 from ttft_otel.model import timing
 from ttft_otel.model.names import keys
+from ttft_otel.model.stages import ROLES
 from ttft_otel.tracing import carrier, measurement, recorder
 from ttft_otel.tracing.context import start_context
 from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.tracing.media_items import BIT_ANNOUNCED, SOURCE_ENCODED, SOURCE_REMOTE
 from ttft_otel.tracing.request_trace import RequestTrace
-from ttft_otel.tracing.roles import identity
+from ttft_otel.tracing.roles import identity, is_outermost, resolve_role
 from ttft_otel.tracing.settings import Settings
 
 ON = Settings(on=True)
@@ -31,11 +33,10 @@ def no_ends(no_state_left: None) -> Iterator[None]:
     recorder.unended_requests.clear()
 
 
-def make_trace(asked: bool = False) -> RequestTrace:
-    """A sampled trace of a request that arrived at 1000 us."""
-    made = RequestTrace(1000, start_context("", "", ON), asked)
-    made.path, made.method = "/v1/completions", "POST"
-    return made
+def make_trace(**fields: Any) -> RequestTrace:
+    """A sampled trace of a request that arrived at 1000 us, with these fields."""
+    known = {"path": "/v1/completions", "method": "POST", "timing_requested": False}
+    return RequestTrace(1000, start_context("", "", ON), **(known | fields))
 
 
 def test_begin() -> None:
@@ -189,7 +190,7 @@ def test_items_on_spans(
 
 def test_header_counts_tokens() -> None:
     """Server-Timing says how long the prompt was and how much of it was cached; without marks nothing."""
-    made = make_trace(asked=True)
+    made = make_trace(timing_requested=True)
     recorder.register_engine_request(made, "e")
     timeline = EngineTimeline(prompt=4096, cached=512, own_tokens=3584, step_tokens=3600)
     recorder.record_first_output("e", carrier.encode_timeline(timeline), 2000, 2100)
@@ -197,7 +198,36 @@ def test_header_counts_tokens() -> None:
     told = timing.parse_server_timing(recorder.format_timing_header(made, 2200))
 
     assert told is not None and told.tokens == timing.TokenCounts(4096, 512, 3584, 3600)
-    blind = make_trace(asked=True)
+    blind = make_trace(timing_requested=True)
     recorder.close_ttft(blind, 2200)
     told = timing.parse_server_timing(recorder.format_timing_header(blind, 2200))
     assert told is not None and told.tokens is None
+
+
+@pytest.mark.parametrize(
+    ("configured", "leg", "request_role", "role"),
+    [
+        ("", "", "", "mono"),
+        ("", "decode", "", "decode"),
+        ("", "", "prefill", "prefill"),
+        ("", "decode", "prefill", "decode"),
+        ("mono", "prefill", "", "prefill"),
+        ("encode", "prefill", "decode", "encode"),
+        ("decode", "", "prefill", "decode"),
+    ],
+)
+def test_configuration_then_header_then_request(
+    configured: str, leg: str, request_role: str, role: str
+) -> None:
+    """Configuration counts first; where it cannot tell, the router's word; then the request's own."""
+    identity.role = configured
+
+    assert resolve_role(make_trace(leg=leg, request_role=request_role)) == role
+
+
+@pytest.mark.parametrize("role", [each for each in ROLES if each != "router"])
+def test_only_who_answers_the_client_is_outermost(role: str) -> None:
+    """Encoders and prefill instances feed another one: theirs is not the client's first token."""
+    identity.role = role
+
+    assert is_outermost(make_trace()) == (role in ("decode", "prefill_decode", "mono"))

@@ -16,26 +16,15 @@ def test_defaults() -> None:
     assert not read.on
     assert (read.protocol, read.endpoint) == ("http/protobuf", settings.DEFAULT_HTTP_ENDPOINT)
     assert read.problems == ()
-
-
-def test_grpc() -> None:
-    """gRPC has its own default and takes an address without a scheme."""
-    assert (
-        settings.read_settings({env_names.OTEL_EXPORTER_OTLP_PROTOCOL: "grpc"}).endpoint
-        == settings.DEFAULT_GRPC_ENDPOINT
-    )
-    env = {
-        env_names.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL: "grpc",
-        env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "collector:4317",
-    }
-    assert settings.read_settings(env).endpoint == "collector:4317"
-    assert not settings.read_settings(env).problems
+    read = settings.read_settings({env_names.OTEL_EXPORTER_OTLP_PROTOCOL: "grpc"})
+    assert read.endpoint == settings.DEFAULT_GRPC_ENDPOINT
 
 
 @pytest.mark.parametrize(
     ("env", "protocol", "reason"),
     [
         ({env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://c:4317"}, "grpc", "port 4317"),
+        # gRPC takes an address without a scheme.
         ({env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "c:4317"}, "grpc", "port 4317"),
         ({env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://c:14317"}, "http/protobuf", "default"),
         (
@@ -61,6 +50,7 @@ def test_protocol_by_port(env: dict[str, str], protocol: str, reason: str) -> No
     read = settings.read_settings(env)
 
     assert (read.protocol, read.protocol_reason) == (protocol, reason)
+    assert read.endpoint in env.values() or reason == env_names.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL
     assert not read.problems
 
 
@@ -140,6 +130,7 @@ def test_all() -> None:
             env_names.TTFT_OTEL_QUEUE_BYTES: "131072",
             env_names.TTFT_OTEL_ROLE: "Encode",
             env_names.TTFT_OTEL_DETAIL: "Stages",
+            env_names.OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE: "Delta",
         }
     )
 
@@ -153,31 +144,25 @@ def test_all() -> None:
         queue_bytes=131072,
         role="encode",
         detail="stages",
+        temporality="delta",
     )
 
 
-@pytest.mark.parametrize("env", [{"OTEL_SDK_DISABLED": "true"}, {"OTEL_TRACES_EXPORTER": "none"}])
-def test_silenced(env: dict[str, str]) -> None:
-    """The standard ways to switch spans off are honoured, whatever sampler is named."""
-    found = settings.read_settings({"TTFT_OTEL": "1", "OTEL_TRACES_SAMPLER": "always_on", **env})
+@pytest.mark.parametrize(
+    ("env", "spans", "metrics"),
+    [
+        ({}, True, True),
+        ({env_names.OTEL_SDK_DISABLED: "true"}, False, False),
+        ({env_names.OTEL_TRACES_EXPORTER: "none"}, False, True),
+        ({env_names.OTEL_METRICS_EXPORTER: "none"}, True, False),
+    ],
+)
+def test_silenced(env: dict[str, str], spans: bool, metrics: bool) -> None:
+    """The standard ways to switch spans and metrics off are honoured, whatever our own variables ask for."""
+    asked = {"TTFT_OTEL": "1", "TTFT_OTEL_METRICS": "1", "OTEL_TRACES_SAMPLER": "always_on"}
+    found = settings.read_settings(asked | env)
 
-    assert found.sampler == "always_off"
-
-
-def test_metrics() -> None:
-    """Metrics are asked for by our variable; the standard ones choose their kind, and turn them off."""
-    asked = {env_names.TTFT_OTEL_METRICS: "1"}
-
-    assert settings.read_settings(asked).metrics
-    assert (
-        settings.read_settings(
-            asked | {env_names.OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE: "Delta"}
-        ).temporality
-        == "delta"
-    )
-    assert settings.read_settings(asked | {env_names.OTEL_TRACES_EXPORTER: "none"}).metrics
-    for off in ({env_names.OTEL_SDK_DISABLED: "true"}, {env_names.OTEL_METRICS_EXPORTER: "none"}):
-        assert not settings.read_settings(asked | off).metrics
+    assert (found.sampler, found.metrics) == ("always_on" if spans else "always_off", metrics)
 
 
 def test_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
