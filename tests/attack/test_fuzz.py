@@ -26,7 +26,7 @@ import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as some
-from router.disagg.prefill_answers import BOTH_LEGS, build_token
+from router.disagg.test_stream_splice import build_answer, plan_strip
 from router.proxy.test_endpoint_fuzz import repeatable_examples
 from uvicorn.server import ServerState
 
@@ -38,7 +38,6 @@ from ttft_otel.report.foreign.products import PRODUCTS
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.store.database_reader import build_stored_trace
-from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.disagg.stream_splice import StreamSplicer, render_first_events
 from ttft_otel.router.discovery import kubernetes_source
 from ttft_otel.router.discovery.discovery import Discovery, parse_source_address
@@ -58,7 +57,6 @@ from ttft_otel.router.routing.prefixes.kv_event_parser import (
     decode_extra_keys,
     iterate_kv_events,
 )
-from ttft_otel.router.types import MODE_STRIP
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.tracing.context import start_context
 from ttft_otel.tracing.settings import Settings
@@ -175,7 +173,7 @@ def check_http(parts: Sequence[bytes]) -> None:
 def check_sse(parts: Sequence[bytes]) -> None:
     """A decode instance's stream behind a prefill instance's token."""
     for is_chat in (True, False):
-        token, plan = build_token(chat=is_chat), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=is_chat)
+        token, plan = build_answer(chat=is_chat), plan_strip(is_chat)
         spliced = []
         for each in (parts, [b"".join(parts)]):
             splicer = StreamSplicer(token, plan, render_first_events(token, plan))

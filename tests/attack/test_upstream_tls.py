@@ -17,14 +17,12 @@ from typing import Any, Final, NamedTuple
 import grpc
 import pytest
 from aiohttp import web
-from click.testing import CliRunner
 from opentelemetry.sdk.metrics.export import MetricsData
 from opentelemetry.sdk.trace.export import SpanExportResult
 from router import fake_instances, raw_http
 from router.fake_instances import FakeInstance, InstancePlan, RunningRouter, find_unused_url
 
 from lab.certificates import make_certificate, sign_certificate
-from ttft_otel.commands.router.command import command
 from ttft_otel.exporter import batch_exporter
 from ttft_otel.exporter.batch_exporter import BatchExporter
 from ttft_otel.exporter.exporter_counters import ExporterCounters
@@ -332,17 +330,3 @@ def test_exports_over_grpc_follow_the_files(
         for path, content in zip((shown, key), authorities.signed["next client"], strict=True):
             replace(path, content)
         assert any(send() for _ in range(2))
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--upstream-ca", "/none"], "/none: [Errno 2] No such file"),
-        (["--upstream-ca", __file__], "these have to be PEM files"),
-        (["--upstream-cert-key", "tls.key"], "needs --upstream-cert"),
-    ],
-)
-def test_what_is_wrong_is_said(flags: list[str], words: str) -> None:
-    """Before anything listens."""
-    refused = CliRunner().invoke(command, ["--backend", "https://127.0.0.1:1", *flags])
-    assert refused.exit_code == 2 and words in " ".join(refused.output.split())

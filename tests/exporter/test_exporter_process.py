@@ -271,6 +271,27 @@ def test_exporter_killed(
     assert sender.get_counts() == expected
 
 
+def test_what_a_killed_exporter_held_is_counted(
+    collector: Any, make_record: Callable[[], Record], eventually: Any, find_exporters: Any
+) -> None:
+    """A batch and what waits behind it are lost where the collector is silent: also after several deaths."""
+    collector.hang.set()
+    held = 150
+    sender = handoff.RecordSender(Settings(endpoint=collector.url))
+    record = encode_record(make_record())
+    for death in (1, 2):
+        sender._next_start_at = 0.0
+        for _ in range(held):
+            assert sender.send(record)
+        eventually(lambda due=death * held: sender.get_counts()["received"] == due)
+        sender._next_start_at = float("inf")
+        _kill_exporters(sender, find_exporters, eventually)
+        assert not sender.send(record)
+        counts = sender.get_counts()
+        assert counts["lost"] == counts["sent"] - counts["finished"] == death * held
+    sender.close()
+
+
 @pytest.mark.parametrize(
     ("module", "absent"),
     [

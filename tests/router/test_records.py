@@ -18,7 +18,7 @@ from ttft_otel.model.record import (
     encode_record,
 )
 from ttft_otel.router.exchange import Exchange
-from ttft_otel.router.records import build_record
+from ttft_otel.router.proxy.exchange_reporter import build_record
 from ttft_otel.router.timeline import Attempt, RequestTimeline
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.tracing import measurement

@@ -7,12 +7,12 @@ encoders; 4 choose and call the backend, or prefill and then decode instances; 5
 shared_state/  what replicas know of one another's load, through a store
 workers/   several processes on one port: supervisor, shared load
 control/   ASGI application, admin API, metrics, limits of connections and memory
-proxy/     admission, the data path, errors
-disagg/    requests over several instances: encoders, prefill and decode, the spliced stream
+proxy/     admission, the data path over one leg or several, what is reported of it, errors
+disagg/    what several instances are sent and answer: encoders, bodies, plans, the spliced stream
 routing/   policies, prompt readers and prefix sources that choose an instance
 discovery/ instances that DNS or a Kubernetes API names
 upstream/  pool of instances with health and circuit breakers, HTTP client with retries
 
 exchange.py records what happens to a request; timeline.py holds its times and makes stages of them;
-records.py makes spans of both. types.py and errors.py are used by all.
+proxy/exchange_reporter.py tells both. types.py and errors.py are used by all.
 """

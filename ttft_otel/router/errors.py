@@ -90,15 +90,7 @@ class UpstreamRefused(RouterError):
 
 
 class InvalidAnswer(ValueError):
-    """An encoder's response is unusable; the text is for the client."""
-
-
-class AnswerTooLong(ValueError):
-    """The answer to a question of the router's own has more bytes than the question allows."""
-
-
-class TransferParamsTooLarge(ValueError):
-    """The parameters of one request exceed the limits, though no single response does."""
+    """An answer is unusable, or has more bytes than it may have; an encoder's text is for the client."""
 
 
 class UnreadablePrompt(Exception):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of one client request in the router: each step is recorded here, records.py exports it.
+"""The life of one client request in the router: each step is recorded here, exchange_reporter.py tells it.
 
 Other modules read an Exchange's fields and write them only by its methods; tests/router/test_exchange.py
 holds them to that.

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from ttft_otel.commands.router import router_options
 from ttft_otel.commands.router.command import command
@@ -134,3 +137,43 @@ def test_a_port_that_others_reach_needs_a_key() -> None:
             read_options(*flags).check_exposure()
         read_options(*flags, "--api-key", "k").check_exposure()
         read_options(*flags, "--insecure").check_exposure()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--host", "0.0.0.0"], "it needs --api-key KEY, or --insecure"),
+        (["--admin-port", "1", "--admin-host", "0.0.0.0"], "it needs --admin-token TOKEN"),
+        (["--discover", "dns://vllm"], "dns://SERVICE:PORT"),
+        (["--discover", "k8s://prod/app=x"], "kubectl proxy"),
+        (["--upstream-ca", "/none"], "/none: [Errno 2] No such file"),
+        (["--upstream-ca", __file__], "these have to be PEM files"),
+        (["--upstream-cert-key", "tls.key"], "needs --upstream-cert"),
+        (["--shared-state", "http://store"], "write redis://"),
+        (["--shared-state", "redis://:secret@"], "write redis://"),
+        (["--shared-state", "redis://store/index"], "write redis://"),
+        (["--shared-state", "rediss://store?ssl_cert_reqs=none"], "only ssl_ca_certs"),
+        (["--shared-state", "rediss://store?ssl_ca_certs=/none"], "/none cannot be read"),
+        (["--shared-state", "redis://store", "--shared-state-password-file", "/none"], "be read"),
+        (["--shared-state-prefix", "mine"], "need --shared-state"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything listens, and without a password that may be in a URL."""
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    refused = CliRunner().invoke(command, ["--backend", INSTANCE_URL, *flags])
+    assert refused.exit_code == 2 and words in " ".join(refused.output.split())
+    assert "secret" not in refused.output
+
+
+def test_the_client_of_a_store_is_not_imported() -> None:
+    """It costs a router that shares nothing neither time nor memory."""
+    code = (
+        "import sys; from ttft_otel.commands.router.command import command\n"
+        f"try: command(['--backend', {INSTANCE_URL!r}, '--host', '192.0.2.1', '--insecure'])\n"
+        "finally: print('redis' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "False", done.stderr

@@ -9,16 +9,15 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
-from click.testing import CliRunner
 from router import fake_instances
 from router.fake_instances import STREAM_EVENTS, InstancePlan
 
-from ttft_otel.commands.router.command import command
 from ttft_otel.model.names import env_names
 
 START_TIMEOUT_S = 120  # a process takes its time to start where others are busy
@@ -26,52 +25,83 @@ COMMAND_CODE = "from ttft_otel.commands.router.command import command; command()
 
 
 class CommandProcess:
-    """A router's process, who asks it, and what it logs."""
+    """A router's process, who asks it, and what it logs; `admin` is the URL of its admin port."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, router: fake_instances.RunningRouter, log: Path
+        self,
+        process: asyncio.subprocess.Process,
+        router: fake_instances.RunningRouter,
+        admin: str,
+        log: Path,
     ) -> None:
-        self.process, self.router, self.log = process, router, log
+        self.process, self.router, self.admin, self.log = process, router, admin, log
+        self.send_signal = process.send_signal
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
-        self.process.send_signal(number)
+    def list_workers(self) -> list[int]:
+        """Its children that run now."""
+        pid = self.process.pid
+        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split())]
 
     async def wait_for_log(self, text: str, times: int = 1) -> None:
         """Wait until its log has these words."""
         while self.log.read_text().count(text) < times:
             await asyncio.sleep(0.02)
 
-    async def get_status(self, path: str) -> int:
-        """The status of a GET on a connection of its own; 0 when nobody listens."""
+    async def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
+        """Status and body of a GET, or a POST of `body`, on a connection of its own, so by any worker.
+
+        path: with its host, if that is not the router's own port. The status is 0 for an answer that is cut
+        and where nobody listens.
+        """
+        url = path if path.startswith("http:") else self.router.url + path
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
         try:
-            async with aiohttp.ClientSession() as client:
-                async with client.get(f"{self.router.url}{path}") as response:
-                    return response.status
+            async with (
+                aiohttp.ClientSession(headers=named) as client,
+                client.request("GET" if body is None else "POST", url, json=body) as response,
+            ):
+                return response.status, await response.read()
         except aiohttp.ClientError:
-            return 0
+            return 0, b""
+
+    async def get_status(self, path: str) -> int:
+        """The status of a GET."""
+        return (await self.ask(path))[0]
+
+    async def list_instances(self) -> dict[str, Any]:
+        """The admin API's instances by URL."""
+        _, body = await self.ask(f"{self.admin}/instances")
+        return {each["url"]: each for each in json.loads(body)["instances"]}
+
+    async def wait_for_all(
+        self, count: int, is_right: Callable[[Any], object], answers: int = 10
+    ) -> None:
+        """Wait until `is_right` of the instances that so many workers show.
+
+        Connections are spread by chance: `answers` in a row for each of them miss one once in millions.
+        """
+        right = 0
+        while right < answers * count:
+            right = right + 1 if is_right(await self.list_instances()) else 0
+            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
-async def run_command(
-    folder: Path, *flags: str, wrapper: Sequence[str] = (), **env: str
-) -> AsyncIterator[CommandProcess]:
-    """The command with these flags, once it answers; killed at the end if it still runs.
-
-    wrapper: words of a command that becomes it.
-    """
-    port = fake_instances.find_unused_url().rpartition(":")[2]
+async def run_command(folder: Path, *flags: str, **env: str) -> AsyncIterator[CommandProcess]:
+    """The command with these flags, once it answers; killed at the end if it still runs."""
+    url, admin = fake_instances.find_unused_url(), fake_instances.find_unused_url()
+    ports = ("--port", url.rpartition(":")[2], "--admin-port", admin.rpartition(":")[2])
     log = folder / "log"
     with log.open("wb") as file:
         process = await asyncio.create_subprocess_exec(
-            *(*wrapper, sys.executable, "-c", COMMAND_CODE, "--port", port, *flags),
+            *(sys.executable, "-c", COMMAND_CODE, *ports, *flags),
             env={**os.environ, env_names.TTFT_OTEL: "0", **env},
             stderr=file,
         )
     try:
         async with aiohttp.ClientSession() as client:
             made = CommandProcess(
-                process, fake_instances.RunningRouter(client, f"http://127.0.0.1:{port}", []), log
+                process, fake_instances.RunningRouter(client, url, []), admin, log
             )
             while await made.get_status("/healthz") != 200:
                 assert process.returncode is None, log.read_text()
@@ -93,6 +123,7 @@ async def test_drain(tmp_path: Path) -> None:
         while not one.received:
             await asyncio.sleep(0.01)
         assert await it.get_status("/readyz") == 200
+        assert not it.list_workers(), "one process needs no other"
         it.send_signal(signal.SIGTERM)
         await it.wait_for_log("shutting down: 1 requests in flight may finish within 30 s")
         assert await it.get_status("/readyz") == 503
@@ -191,9 +222,10 @@ async def test_a_bad_file_changes_nothing(tmp_path: Path) -> None:
             it.send_signal(signal.SIGHUP)
             await it.wait_for_log("No such file")
             assert (await it.router.post_chat())[0] == 200
-            async with it.router.client.get(f"{it.router.url}/metrics") as response:
-                text = await response.text()
-            assert 'ttft_otel_router_reloads_total{result="failed"} 11.0' in text
+            assert (
+                b'ttft_otel_router_reloads_total{result="failed"} 11.0'
+                in (await it.ask("/metrics"))[1]
+            )
 
 
 async def test_everything_by_environment(tmp_path: Path) -> None:
@@ -203,17 +235,14 @@ async def test_everything_by_environment(tmp_path: Path) -> None:
     async with fake_instances.run_instance(InstancePlan({})) as one:
         env = {"CONFIG": str(file), "BACKEND": f"{one.url} {one.url}", "ADMIN_TOKEN": "t"}
         named = {f"TTFT_OTEL_ROUTER_{name}": value for name, value in env.items()}
-        admin = fake_instances.find_unused_url()
-        flags = ("--admin-port", admin.rpartition(":")[2], "--api-key", "flag")
-        async with run_command(tmp_path, *flags, **named) as it:
+        async with run_command(tmp_path, "--api-key", "flag", **named) as it:
             assert (await it.router.post_chat(Authorization="Bearer file"))[0] == 401
             assert (await it.router.post_chat(Authorization="Bearer flag"))[0] == 200
-            for given, wanted in (({}, 401), ({"Authorization": "Bearer t"}, 200)):
-                url = f"{admin}/instances"
-                async with it.router.client.get(url, headers=given) as response:
-                    assert response.status == wanted
-                    said = await response.json()
-            assert [each["url"] for each in said["instances"]] == [one.url]
+            instances = f"{it.admin}/instances"
+            assert await it.get_status(instances) == 401
+            status, said = await it.ask(instances, Authorization="Bearer t")
+            assert status == 200
+            assert [each["url"] for each in json.loads(said)["instances"]] == [one.url]
 
 
 async def test_wrong_telemetry_serves(tmp_path: Path) -> None:
@@ -227,11 +256,3 @@ async def test_wrong_telemetry_serves(tmp_path: Path) -> None:
             log = it.log.read_text()
             assert log.count("OTEL_TRACES_EXPORTER names console") == 1
             assert log.count("OTEL_TRACES_SAMPLER_ARG='half' is not a ratio") == 1
-
-
-def test_an_open_port_is_refused_at_start() -> None:
-    """`--host 0.0.0.0` without a key is refused with the remedy; with --insecure it serves."""
-    flags = ["--backend", "http://127.0.0.1:1", "--host", "0.0.0.0", "--port", "1"]
-    refused = CliRunner().invoke(command, flags)
-    assert refused.exit_code == 2
-    assert "it needs --api-key KEY, or --insecure" in " ".join(refused.output.split())

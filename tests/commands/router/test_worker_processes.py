@@ -1,55 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--workers` as real processes: clients and operators see one router, also while workers are killed."""
+"""`--workers` as processes: clients and operators see one router, also while some are killed or stopped."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import zmq.asyncio
 from click.testing import CliRunner
 from router import fake_instances
 from router.fake_instances import STREAM_EVENTS, FakeInstance, InstancePlan
 
+from commands.router import test_router_process
 from commands.router.test_router_process import CommandProcess, run_command
+from lab.fake_vllm.kv_publisher import FakePublisher
+from lab.fake_vllm.prefix_cache import FakeEngine
 from ttft_otel.commands.router.command import command
 from ttft_otel.model.names import env_names, header_names, metric_names
+from ttft_otel.router.workers import worker_socket
 
 FEW_CLIENTS = 4
 
 
-def list_worker_pids(it: CommandProcess) -> list[int]:
-    """The processes of the workers that run now."""
-    children = Path(f"/proc/{it.process.pid}/task/{it.process.pid}/children").read_text("ascii")
-    return [int(pid) for pid in children.split()]
-
-
 async def read_metrics(it: CommandProcess) -> dict[str, float]:
-    """The samples of /metrics, asked for on a connection of its own."""
-    async with aiohttp.ClientSession() as client:
-        async with client.get(f"{it.router.url}/metrics") as response:
-            lines = (await response.text()).splitlines()
+    """The samples of /metrics."""
+    lines = (await it.ask("/metrics"))[1].decode().splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in pairs}
 
 
 async def wait_for_workers(it: CommandProcess, count: int, restarts: int = 0) -> None:
     """Wait until so many serve, and so many were replaced."""
-    while True:
-        metrics = await read_metrics(it)
-        is_right = metrics.get(metric_names.ROUTER_WORKERS) == count
-        if is_right and metrics.get(f"{metric_names.ROUTER_WORKER_RESTARTS}_total", 0) >= restarts:
-            return
-        await asyncio.sleep(0.1)
+    await wait_for_metric(it, metric_names.ROUTER_WORKERS, count)
+    if restarts:
+        await wait_for_metric(it, f"{metric_names.ROUTER_WORKER_RESTARTS}_total", restarts)
 
 
 async def wait_for_metric(it: CommandProcess, name: str, value: float) -> None:
@@ -61,14 +54,8 @@ async def wait_for_metric(it: CommandProcess, name: str, value: float) -> None:
 async def post_alone(it: CommandProcess, request_id: str = "") -> int:
     """The status of a request on a connection of its own, 0 when it was cut."""
     headers = {header_names.REQUEST_ID: request_id} if request_id else {}
-    try:
-        async with aiohttp.ClientSession() as client:
-            body = {"model": "tiny", "stream": True, "messages": []}
-            url = f"{it.router.url}/v1/chat/completions"
-            async with client.post(url, json=body, headers=headers) as response:
-                return response.status if await response.read() == b"".join(STREAM_EVENTS) else 0
-    except aiohttp.ClientError:
-        return 0
+    status, said = await it.ask("/v1/chat/completions", fake_instances.build_chat(), **headers)
+    return status if said == b"".join(STREAM_EVENTS) else 0
 
 
 @pytest.mark.slow
@@ -83,13 +70,11 @@ async def test_one_router(tmp_path: Path) -> None:
         traced = {env_names.TTFT_OTEL: "1", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
         async with run_command(tmp_path, *flags, **traced) as it:
             await wait_for_workers(it, 3)
-            assert len(list_worker_pids(it)) == 3
+            assert len(it.list_workers()) == 3
             ids = [f"request-{number}" for number in range(12)]
             assert [await post_alone(it, each) for each in ids] == [200] * 12
             for each in ids:
-                async with aiohttp.ClientSession() as client:
-                    async with client.get(f"{it.router.url}/ttft_report/{each}") as response:
-                        assert response.status == 200, each
+                assert await it.get_status(f"/ttft_report/{each}") == 200, each
             assert await it.get_status("/ttft_report/nobody") == 404
             await wait_for_metric(it, f'{metric_names.ROUTER_REQUESTS}_total{{result="2xx"}}', 12)
 
@@ -103,54 +88,6 @@ async def test_one_router(tmp_path: Path) -> None:
             it.send_signal(signal.SIGTERM)
             assert await it.process.wait() == 0
             assert it.log.read_text().count("shutting down") == 3
-
-
-def describe_process(pid: int) -> dict[str, Any]:
-    """What a router's process has beside serving: what several workers need, by the kernel's own account."""
-    proc = Path(f"/proc/{pid}")
-    links = []
-    for each in (proc / "fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            links.append(str(each.readlink()))
-    return {
-        "processes": len((proc / "task" / str(pid) / "children").read_text("ascii").split()),
-        "threads": sorted(
-            (each / "comm").read_text("utf-8").strip() for each in (proc / "task").iterdir()
-        ),
-        "sockets": sum(link.startswith("socket:") for link in links),
-        # Anonymous memory that forked processes share.
-        "shared memory": (proc / "maps").read_text("utf-8").count("/dev/zero (deleted)")
-        + sum(link.startswith("/memfd:") for link in links),
-    }
-
-
-@pytest.mark.full
-async def test_one_worker_starts_nothing(tmp_path: Path) -> None:
-    """--workers 1 needs no process, thread, socket or shared memory more than no flag; 2 do, and no file."""
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-
-    async def describe(*flags: str) -> dict[str, Any]:
-        env = {"XDG_RUNTIME_DIR": str(temporary), "TMPDIR": str(temporary)}
-        async with (
-            fake_instances.run_instance() as one,
-            run_command(tmp_path, "--backend", one.url, *flags, **env) as it,
-        ):
-            assert await post_alone(it) == 200
-            if "2" in flags:
-                await wait_for_workers(it, 2)
-            assert not [*temporary.iterdir()]
-            return describe_process(it.process.pid)
-
-    plain = await describe()
-    one = await describe("--workers", "1")
-    two = await describe("--workers", "2")
-    assert plain["processes"] == one["processes"] == 0
-    assert plain["threads"] == one["threads"]
-    assert plain["shared memory"] == one["shared memory"] == 0
-    assert abs(plain["sockets"] - one["sockets"]) <= 1, "a probe may be under way in either"
-    # Of each worker: two sockets, and a page of numbers for all beside two of metrics.
-    assert two["processes"] == 2 and two["sockets"] >= 4 and two["shared memory"] == 5
 
 
 @asynccontextmanager
@@ -181,44 +118,35 @@ async def test_drain(tmp_path: Path) -> None:
         assert await it.process.wait() == 0
 
 
-async def list_instances(it: CommandProcess, admin: str) -> dict[str, Any]:
-    """The admin API's instances by URL, asked for on a connection of its own."""
-    async with aiohttp.ClientSession() as client:
-        async with client.get(f"{admin}/instances") as response:
-            return {each["url"]: each for each in (await response.json())["instances"]}
+async def give(it: CommandProcess, action: str, instance: FakeInstance) -> None:
+    """Give an order to any of its workers."""
+    order = {"action": action, "leg": "mono", "url": instance.url}
+    assert (await it.ask(f"{it.admin}/instances", order))[0] == 200
 
 
 async def test_orders_reach_all(tmp_path: Path) -> None:
     """An instance added through one worker is known to all, and to the successor of a killed worker."""
-    async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
-        admin = fake_instances.find_unused_url()
-        flags = ("--backend", a.url, "--workers", "2", "--admin-port", admin.rpartition(":")[2])
-        async with run_command(tmp_path, *flags) as it:
-            await wait_for_workers(it, 2)
-            for order in (
-                {"action": "add", "leg": "mono", "url": b.url},
-                {"action": "drain", "leg": "mono", "url": a.url},
-            ):
-                async with it.router.client.post(f"{admin}/instances", json=order) as response:
-                    assert response.status == 200
-            for restarts in (0, 1, 2):
-                await wait_for_workers(it, 2, restarts)
-                # Connections are spread by chance: of ten, both workers have some.
-                answers = 0
-                while answers < 10:
-                    found = await list_instances(it, admin)
-                    states = {url: each["state"] for url, each in found.items()}
-                    is_right = states == {a.url: "draining", b.url: "healthy"}
-                    answers = answers + 1 if is_right else 0
-                pids = list_worker_pids(it)
-                signal_worker(pids[0])
-                while pids[0] in list_worker_pids(it) or len(list_worker_pids(it)) < 2:
-                    await asyncio.sleep(0.02)
+    async with (
+        fake_instances.run_instance() as a,
+        fake_instances.run_instance() as b,
+        run_command(tmp_path, "--backend", a.url, "--workers", "2") as it,
+    ):
+        await wait_for_workers(it, 2)
+        await give(it, "add", b)
+        await give(it, "drain", a)
+        expected = {a.url: "draining", b.url: "healthy"}
+        for restarts in (0, 1, 2):
+            await wait_for_workers(it, 2, restarts)
+            await it.wait_for_all(2, lambda found: map_states(found) == expected)
+            pids = it.list_workers()
+            os.kill(pids[0], signal.SIGKILL)
+            while pids[0] in it.list_workers() or len(it.list_workers()) < 2:
+                await asyncio.sleep(0.02)
 
 
-def signal_worker(pid: int) -> None:
-    """Kill a worker with SIGKILL."""
-    os.kill(pid, signal.SIGKILL)
+def map_states(found: dict[str, Any]) -> dict[str, str]:
+    """The state of each instance by its URL."""
+    return {url: each["state"] for url, each in found.items()}
 
 
 @pytest.mark.slow
@@ -239,10 +167,8 @@ async def test_workers_are_killed_under_load(
     # Streams last, so that a worker that is killed has some under way.
     plan = InstancePlan(gap_s=0.05)
     async with fake_instances.run_instance(plan) as a, fake_instances.run_instance(plan) as b:
-        admin = fake_instances.find_unused_url()
-        port = ("--admin-port", admin.rpartition(":")[2])
         backends = ("--backend", a.url, "--backend", b.url)
-        async with run_command(tmp_path, *backends, *port, *flags) as it:
+        async with run_command(tmp_path, *backends, *flags) as it:
             await wait_for_workers(it, workers)
             statuses = await kill_meanwhile(it, random.Random(policy), workers, kills)
             await wait_for_workers(it, workers, kills)
@@ -253,12 +179,13 @@ async def test_workers_are_killed_under_load(
             assert set(sent.values()) == {1}, "nothing may be answered twice"
             # Some were lost before they were sent on; no instance got one that no client sent.
             assert statuses[200] <= len(sent) <= statuses[200] + statuses[0]
-            # Connections are spread by chance: 16 for each worker miss one of four once in millions.
-            answers = 0
-            while answers < 16 * workers:
-                found = (await list_instances(it, admin)).values()
-                load = sum(each["in_flight"] + each["pending"]["requests"] for each in found)
-                answers = 0 if load else answers + 1
+            await it.wait_for_all(workers, lambda found: not any(map(read_load, found.values())))
+
+
+def read_load(instance: dict[str, Any]) -> int:
+    """Requests that are under way at an instance, as the admin port shows it."""
+    load: int = instance["in_flight"] + instance["pending"]["requests"]
+    return load
 
 
 async def kill_meanwhile(
@@ -279,7 +206,7 @@ async def kill_meanwhile(
         seen = statuses[200]
         while statuses[200] < seen + 10:
             await asyncio.sleep(0.01)
-        signal_worker(chance.choice(list_worker_pids(it)))
+        os.kill(chance.choice(it.list_workers()), signal.SIGKILL)
         await it.wait_for_log("was ended by SIGKILL", restarts)
         await wait_for_workers(it, workers, restarts)
     is_over.set()
@@ -296,7 +223,7 @@ async def test_workers_end_with_their_supervisor(tmp_path: Path) -> None:
     """When the supervisor is killed, workers finish their streams, end, and free the port."""
     permits = asyncio.Semaphore(0)
     async with run_two_workers(tmp_path, permits) as (one, it):
-        pids = list_worker_pids(it)
+        pids = it.list_workers()
         stream = asyncio.create_task(post_alone(it))
         while not one.received:
             await asyncio.sleep(0.01)
@@ -326,3 +253,132 @@ def test_a_used_port(tmp_path: Path) -> None:
         refused = CliRunner().invoke(command, flags)
     assert refused.exit_code == 2
     assert f"cannot listen on 127.0.0.1 port {port}" in " ".join(refused.output.split())
+
+
+BLOCK_TOKENS = 4
+PROMPT_TOKENS = 10 * BLOCK_TOKENS
+PROMPT_COUNT = 20
+MAX_ROUNDS = 40
+
+
+@pytest.mark.full
+async def test_every_worker_knows_what_is_cached(tmp_path: Path) -> None:
+    """Both send each prompt, on a connection of its own, where the events say that it is."""
+    context = zmq.asyncio.Context()
+    publishers = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        publishers.append(FakePublisher(tmp_path / name, FakeEngine(BLOCK_TOKENS)))
+        publishers[-1].bind_sockets(context)
+    flags = ["--workers", "2", "--routing-logic", "prefix", "--prefix-index", "kv-events"]
+    try:
+        async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
+            for instance, publisher in zip((a, b), publishers, strict=True):
+                endpoints = f"{publisher.events_endpoint},{publisher.replay_endpoint}"
+                flags += ["--backend", instance.url]
+                flags += ["--kv-events-endpoint", f"{instance.url}={endpoints}"]
+            async with run_command(tmp_path, *flags) as it:
+                await wait_for_workers(it, 2)
+                for number in range(PROMPT_COUNT):
+                    ids = [*range(number * 1000, number * 1000 + PROMPT_TOKENS)]
+                    publishers[number % 2].engine.compute_prompt(ids)
+                    await publishers[number % 2].publish_events()
+                blocks = PROMPT_COUNT // 2 * PROMPT_TOKENS // BLOCK_TOKENS
+                await it.wait_for_all(
+                    2,
+                    lambda found: {each["index"]["blocks"] for each in found.values()} == {blocks},
+                )
+                # The first ones may be decided before the workers' readers of prompts have started.
+                for _ in range(MAX_ROUNDS):
+                    for instance in (a, b):
+                        instance.received.clear()
+                    for number in range(PROMPT_COUNT):
+                        # One token more: the engine always computes the last one.
+                        ids = [*range(number * 1000, number * 1000 + PROMPT_TOKENS), 1]
+                        body = {"model": "tiny", "prompt": ids}
+                        assert (await it.ask("/v1/completions", body))[0] == 200
+                    sent = [{each.json["prompt"][0] // 1000 for each in x.received} for x in (a, b)]
+                    if sent == [{*range(place, PROMPT_COUNT, 2)} for place in (0, 1)]:
+                        return
+                    await asyncio.sleep(0.5)
+                raise AssertionError(sent)
+    finally:
+        for publisher in publishers:
+            await publisher.close()
+        context.destroy(linger=0)
+
+
+# Questions before an order, so that it has to wait, and after it: each live worker keeps 256 messages for the
+# frozen one, and has some 500.
+QUESTIONS = (300, 1500)
+ORDERS = 320
+# Bytes that the kernel keeps for a process that reads nothing, not thousands of datagrams as else.
+KERNEL_BYTES = 16 << 10
+ORDERS_IN_KERNEL = 60  # more than that
+AGREE_WITHIN_S = 20
+
+
+async def ask_often(it: CommandProcess, count: int) -> None:
+    """Ask for reports that nobody has; connections that the frozen worker was given answer nothing."""
+    asked = (it.ask(f"/ttft_report/unknown-{number}") for number in range(count))
+    await asyncio.wait([asyncio.create_task(each) for each in asked], timeout=3)
+
+
+@asynccontextmanager
+async def connect(
+    it: CommandProcess,
+) -> AsyncIterator[Callable[[str, FakeInstance], Awaitable[None]]]:
+    """A function that gives orders, on a connection of a worker that answers."""
+    instances = f"{it.admin}/instances"
+    while True:
+        connector = aiohttp.TCPConnector(limit=1)
+        timeout = aiohttp.ClientTimeout(2)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
+            try:
+                async with client.get(instances) as response:
+                    await response.read()
+            except asyncio.TimeoutError:
+                continue
+
+            async def give_there(action: str, instance: FakeInstance) -> None:
+                order = {"action": action, "leg": "mono", "url": instance.url}
+                async with client.post(instances, json=order) as response:
+                    assert response.status == 200, await response.text()
+
+            yield give_there
+            return
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["questions", "orders"])
+async def test_orders_reach_a_frozen_worker(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when questions, or more orders than are kept, pushed out what it missed: all agree at last."""
+    change = f"import {worker_socket.__name__} as it; it.MAX_QUEUED_BYTES"
+    code = f"{change} = {KERNEL_BYTES}\n{test_router_process.COMMAND_CODE}"
+    monkeypatch.setattr(test_router_process, "COMMAND_CODE", code)
+    async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
+        flags = ("--backend", a.url, "--backend", b.url, "--workers", "3")
+        async with run_command(tmp_path, *flags) as it:
+            await wait_for_workers(it, 3)
+            frozen = it.list_workers()[0]
+            os.kill(frozen, signal.SIGSTOP)
+            async with connect(it) as give_there:
+                if kind == "questions":
+                    await ask_often(it, QUESTIONS[0])
+                    await give_there("drain", b)
+                    await ask_often(it, QUESTIONS[1])
+                else:
+                    for number in range(ORDERS):
+                        # It has to wait, but it is among the first that do.
+                        if number == ORDERS_IN_KERNEL:
+                            await give_there("drain", b)
+                        await give_there("drain" if number % 2 == 0 else "add", a)
+            os.kill(frozen, signal.SIGCONT)
+            lost = f"{metric_names.ROUTER_WORKER_MESSAGES_LOST}_total"
+            while not (await read_metrics(it)).get(lost):
+                await asyncio.sleep(0.1)  # there was too much
+            expected = {a.url: "healthy", b.url: "draining"}
+            agreeing = it.wait_for_all(3, lambda found: map_states(found) == expected)
+            await asyncio.wait_for(agreeing, AGREE_WITHIN_S)

@@ -17,7 +17,7 @@ from router.fake_instances import TRACEPARENT, InstancePlan, run_routed_instance
 from ttft_otel.model.names import header_names
 from ttft_otel.router.disagg import ec_params
 from ttft_otel.router.disagg.ec_params import TransferParams, splice_params
-from ttft_otel.router.errors import InvalidAnswer, TransferParamsTooLarge
+from ttft_otel.router.errors import InvalidAnswer, UpstreamUnavailable
 
 CHAT_PATH = "/v1/chat/completions"
 EC_PARAMS_FIELD = "ec_transfer_params"
@@ -347,7 +347,7 @@ def test_any_answer_is_taken_or_refused(answers: list[bytes]) -> None:
     for answer in answers:
         try:
             collected.add_answer(answer)
-        except (InvalidAnswer, TransferParamsTooLarge) as error:
+        except (InvalidAnswer, UpstreamUnavailable) as error:
             assert str(error)
     entries = json.loads(collected.to_json() or b"{}")
     assert all(isinstance(each, dict) for each in entries.values())
@@ -373,7 +373,7 @@ def test_the_bounds_are_of_all_answers_together() -> None:
     entry = json.dumps({"x": "x" * 900_000})
     for number in range(4):
         collected.add_answer(f'{{"{EC_PARAMS_FIELD}": {{"{number}": {entry}}}}}'.encode())
-    with pytest.raises(TransferParamsTooLarge, match="4194304 bytes"):
+    with pytest.raises(UpstreamUnavailable, match="4194304 bytes"):
         collected.add_answer(f'{{"{EC_PARAMS_FIELD}": {{"more": {entry}}}}}'.encode())
 
 

@@ -1,24 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefill token and the decode stream become one plain stream, however text and chunks are cut."""
+"""The prefill answer's token and the decode stream become one plain stream, however both are cut."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.router.disagg.prefill_answers import BOTH_LEGS, USAGE, build_token
 from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.disagg.stream_splice import (
     DONE_EVENT,
+    PrefillAnswer,
     StreamSplicer,
+    parse_kv_params,
+    parse_prefill_answer,
     render_first_events,
     render_stream_error,
+    take_kv_params,
 )
 from ttft_otel.router.types import MODE_STRIP
+
+USAGE = {"prompt_tokens": 10, "total_tokens": 11, "completion_tokens": 1}
+
+
+def plan_strip(is_chat: bool = True, **more: Any) -> LegPlan:
+    """A plan by which the prefill token leaves before the decode stream."""
+    return LegPlan(("prefill", "decode"), MODE_STRIP, is_chat=is_chat, **more)
+
+
+def build_answer_bytes(
+    text: str = "Hel", finish: str = "length", chat: bool = True, **more: Any
+) -> bytes:
+    """The prefill instance's plain answer of one token."""
+    own = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    choice = {"index": 0, **own, "logprobs": None, "finish_reason": finish, "stop_reason": None}
+    top = {"id": "cmpl-1", "created": 100, "model": "tiny", "choices": [choice], "usage": USAGE}
+    return json.dumps({**top, **more}).encode()
+
+
+def build_answer(*args: Any, chat: bool = True, **more: Any) -> PrefillAnswer:
+    """The same, parsed."""
+    answer = parse_prefill_answer(build_answer_bytes(*args, chat=chat, **more), chat)
+    assert answer is not None
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (build_answer("ok"), ""),
+        (build_answer(""), "character"),
+        (build_answer("h\ufffd"), "character"),
+        (build_answer("", "stop"), ""),
+        (build_answer("x", "error"), "finish_reason"),
+        (build_answer("a\n"), "stop"),
+        (build_answer("aST"), "stop"),
+        (build_answer("STOPPED"), ""),
+        (build_answer(usage={"completion_tokens_details": {"reasoning_tokens": 0}}), "reasoning"),
+    ],
+)
+def test_some_tokens_are_not_handed_out(given: PrefillAnswer, reason: str) -> None:
+    """Half a character, the possible start of a stop string, and what a parser may have split."""
+    assert given.explain_refusal(plan_strip(stop_strings=("\n\n", "STOP"))) == reason
+
+
+def test_a_long_stop_string_is_not_cut_into_pieces() -> None:
+    """Only the ends of the prefill token are compared: a twentyfold length costs about as many times more."""
+
+    def measure_s(length: int) -> float:
+        plan = plan_strip(stop_strings=("x" * length,))
+        answer, seconds = build_answer(), []
+        for _ in range(5):
+            began_s = time.perf_counter()
+            assert answer.explain_refusal(plan) == ""
+            seconds.append(time.perf_counter() - began_s)
+        return min(seconds)
+
+    # a slice for each length would take four hundred times as long
+    assert measure_s(200_000) < 100 * measure_s(10_000)
+    plan = plan_strip(stop_strings=("lo" + "x" * 200_000,))
+    assert build_answer("Hello").explain_refusal(plan) == "stop"
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_what_is_no_answer_of_one_token_is_none(chat: bool) -> None:
+    """Decode then answers everything: nothing of prefill's is guessed, and no type fails the request."""
+    given = json.loads(build_answer_bytes(chat=chat))
+    changes = (
+        {"id": 7},
+        {"created": "now"},
+        {"choices": 5},
+        {"choices": [{}, {}]},
+        {"usage": [1]},
+        {"choices": [{"text": ["a"], "message": {"content": ["a"]}}]},
+        {"choices": [{"message": 3}]},
+        {"choices": [{}]},
+    )
+    for change in changes:
+        assert parse_prefill_answer(json.dumps(given | change).encode(), chat) is None, change
+    for data in (b"", b"[]", b"{}"):
+        assert parse_prefill_answer(data, chat) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "params"),
+    [
+        (build_answer_bytes(kv_transfer_params={"a": 1}), b'{"a": 1}'),
+        (b'{"kv_transfer_params": {"remote_host": "p"}, "choices": 5}', b'{"remote_host": "p"}'),
+        (b'{"kv_transfer_params": { } }', None),
+        (b'{"kv_transfer_params": null}', None),
+        (b'{"kv_transfer_params": [1]}', None),
+        (b'{"choices": []}', None),
+        (b"[]", None),
+        (b'{"kv_transfer_params": {"a": "\xff"}}', None),
+        (b'{"kv_transfer_params": ' + b"[" * 100_000, None),
+    ],
+)
+def test_kv_params_of_any_answer(data: bytes, params: bytes | None) -> None:
+    """Where the blocks are is taken from whatever has it, and nothing else fails the request."""
+    found = parse_kv_params(data)
+    assert (None if found is None else bytes(found)) == params
+    if (answer := parse_prefill_answer(data, True)) is not None:
+        assert take_kv_params(answer) == found and take_kv_params(answer) is None
 
 
 def build_event(
@@ -37,16 +144,14 @@ ROLE_EVENT = build_event("", role="assistant")
 END_EVENT = build_event("", "length")
 
 
-def list_texts(data: bytes) -> list[str | None]:
-    """The text of every event that has one; [DONE] as it is."""
-    event_texts: list[str | None] = []
-    for event_bytes in data.split(b"\n\n")[:-1]:
-        if event_bytes == b"data: [DONE]":
-            event_texts.append("[DONE]")
-            continue
-        choice = json.loads(event_bytes[6:])["choices"][0]
-        event_texts.append(choice["text"] if "text" in choice else choice["delta"].get("content"))
-    return event_texts
+def parse_events(data: bytes) -> list[Any]:
+    """The JSON of each event, without [DONE]."""
+    return [json.loads(each[6:]) for each in data.split(b"\n\n") if each[6:7] == b"{"]
+
+
+def begin_splice(text: str = "Hel", chat: bool = True, sent_events: bytes = b"") -> StreamSplicer:
+    """A splicer of a client that has this text."""
+    return StreamSplicer(build_answer(text, chat=chat), plan_strip(chat), sent_events)
 
 
 def splice_chunks(splicer: StreamSplicer, chunks: Iterable[bytes]) -> bytes:
@@ -54,173 +159,143 @@ def splice_chunks(splicer: StreamSplicer, chunks: Iterable[bytes]) -> bytes:
     return b"".join([splicer.splice_chunk(chunk) for chunk in chunks]) + splicer.flush_rest()
 
 
-def splice_stripped(
-    text: str, chunks: Sequence[bytes], chat: bool = True
-) -> tuple[list[str | None], StreamSplicer]:
-    """What is left of the decode stream after the prefill text in strip, and the seam."""
-    splicer = StreamSplicer(
-        build_token(text, chat=chat), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=chat)
-    )
-    return list_texts(splice_chunks(splicer, chunks)), splicer
+def splice_texts(text: str, chunks: Sequence[bytes]) -> tuple[list[str], bool]:
+    """The texts that are left of a chat's decode stream after this one, and whether it began otherwise."""
+    splicer = begin_splice(text)
+    events = parse_events(splice_chunks(splicer, chunks))
+    return [each["choices"][0]["delta"]["content"] for each in events], splicer.has_mismatch
 
 
 def test_the_duplicate_goes_the_rest_stays() -> None:
     """One token per event: preamble and duplicate are dropped, everything else is as it came."""
-    rest = build_event("lo") + END_EVENT + DONE_EVENT
-    joint = StreamSplicer(build_token(), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True))
-    assert (
-        splice_chunks(
-            joint, [ROLE_EVENT + build_event("Hel"), build_event("lo"), END_EVENT, DONE_EVENT]
-        )
-        == rest
-    )
-    assert not joint.has_mismatch
-    joint = StreamSplicer(build_token(chat=False), LegPlan(BOTH_LEGS, MODE_STRIP))
-    assert splice_chunks(
-        joint, [build_event("Hel", chat=False), build_event("lo", chat=False), DONE_EVENT]
-    ) == (build_event("lo", chat=False) + DONE_EVENT)
+    rest = [build_event("lo"), END_EVENT, DONE_EVENT]
+    splicer = begin_splice()
+    chunks = [ROLE_EVENT + build_event("Hel"), *rest]
+    assert splice_chunks(splicer, chunks) == b"".join(rest) and not splicer.has_mismatch
+    hel, lo = (build_event(text, chat=False) for text in ("Hel", "lo"))
+    assert splice_chunks(begin_splice(chat=False), [hel, lo, DONE_EVENT]) == lo + DONE_EVENT
+
+
+def make_compact(event: bytes) -> bytes:
+    """The event without spaces, as vLLM writes it."""
+    return b"data: " + msgspec.json.encode(json.loads(event[6:])) + b"\n\n"
 
 
 def test_compact_events_as_vllm_writes_them() -> None:
     """The role's event is dropped as it came; a text that reads like it is a text."""
     lookalike = '"delta":{"role":"assistant","content":""}'
     events = [ROLE_EVENT, build_event("Hel"), build_event(lookalike), END_EVENT]
-    compact = [b"data: " + msgspec.json.encode(json.loads(event[6:])) + b"\n\n" for event in events]
+    compact = [make_compact(event) for event in events]
     for first in (compact[:2], compact[1:2]):  # also of a decode instance that says no role
-        texts, splicer = splice_stripped("Hel", [*first, *compact[2:], DONE_EVENT])
-        assert texts == [lookalike, "", "[DONE]"] and not splicer.has_mismatch
+        assert splice_texts("Hel", [*first, *compact[2:]]) == ([lookalike, ""], False)
     # Nothing was sent of the answer: the text is the first decode token, and not the prefill instance's.
-    assert splice_stripped("Hel", compact[2:3])[1].has_mismatch
+    assert splice_texts("Hel", compact[2:3])[1]
+
+
+USAGE_EVENT = b'data: {"id":"cmpl-2","created":100,"choices":[],"usage":{}}\n\n'
 
 
 def test_usage_right_after_the_role_has_ps_id() -> None:
     """Of an answer without a text all events have one ID, too."""
-    role = build_event("", role="assistant").replace(b"cmpl-1", b"cmpl-2")
-    usage = b'data: {"id":"cmpl-2","created":100,"choices":[],"usage":{}}\n\n'
-    for first in (role, b"data: " + msgspec.json.encode(json.loads(role[6:])) + b"\n\n"):
-        splicer = StreamSplicer(build_token(), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True))
-        assert splice_chunks(splicer, [first, usage]) == usage.replace(b"cmpl-2", b"cmpl-1")
+    role = ROLE_EVENT.replace(b"cmpl-1", b"cmpl-2")
+    for first in (role, make_compact(role)):
+        found = splice_chunks(begin_splice(), [first, USAGE_EVENT])
+        assert found == USAGE_EVENT.replace(b"cmpl-2", b"cmpl-1")
 
 
 @pytest.mark.parametrize(
-    ("chunks", "left"),
+    ("texts", "left", "is_mismatch"),
     [
-        ([ROLE_EVENT, build_event("Hello, "), build_event("you"), END_EVENT], ["lo, ", "you", ""]),
-        (
-            [ROLE_EVENT, build_event(""), build_event("Hel"), build_event("lo"), END_EVENT],
-            ["lo", ""],
-        ),
-        (
-            [ROLE_EVENT, build_event("H"), build_event("el"), build_event("lo"), END_EVENT],
-            ["lo", ""],
-        ),
-        ([ROLE_EVENT, build_event("H"), build_event("ello"), END_EVENT], ["lo", ""]),
-        ([ROLE_EVENT, build_event("Hello", "stop")], ["lo"]),
-        ([ROLE_EVENT, build_event("Hel", "stop")], [""]),
-        ([build_event("Hello", role="assistant"), END_EVENT], ["lo", ""]),
+        (["Hello, ", "you"], ["lo, ", "you", ""], False),
+        (["", "Hel", "lo"], ["lo", ""], False),
+        (["H", "el", "lo"], ["lo", ""], False),
+        (["H", "ello"], ["lo", ""], False),
+        (["Tra", "lala"], ["lala", ""], True),
+        (["He", "y", "ho"], ["ho", ""], True),
     ],
 )
-def test_only_the_duplicates_text_goes(chunks: list[bytes], left: list[str]) -> None:
-    """The first decode event may hold several tokens, a part of one, none, or the end of the answer."""
-    found, joint = splice_stripped("Hel", chunks)
-    assert found == left and not joint.has_mismatch
+def test_only_the_first_tokens_text_goes(
+    texts: list[str], left: list[str], is_mismatch: bool
+) -> None:
+    """The first decode event may hold several tokens, a part of one, none, or another one than prefill's."""
+    chunks = [ROLE_EVENT, *(build_event(text) for text in texts), END_EVENT]
+    assert splice_texts("Hel", chunks) == (left, is_mismatch)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "left", "is_mismatch"),
+    [
+        ([ROLE_EVENT, build_event("Hello", "stop")], ["lo"], False),
+        ([ROLE_EVENT, build_event("Hel", "stop")], [""], False),
+        ([ROLE_EVENT, build_event("", "stop")], [""], True),
+        ([build_event("Hello", role="assistant"), END_EVENT], ["lo", ""], False),
+    ],
+)
+def test_an_event_may_be_the_first_and_the_last(
+    chunks: list[bytes], left: list[str], is_mismatch: bool
+) -> None:
+    """It has the end of the answer, or the role, besides the text."""
+    assert splice_texts("Hel", chunks) == (left, is_mismatch)
 
 
 @pytest.mark.parametrize("size", [1, 7, 50, 10_000])
 def test_any_cut_of_the_bytes_gives_the_same(size: int) -> None:
     """Chunks need not be events: cut anywhere, the client gets the same events."""
-    whole = (
-        ROLE_EVENT
-        + build_event("Hé")
-        + build_event("llo 😀")
-        + build_event("you")
-        + END_EVENT
-        + DONE_EVENT
-    )
-    found, _ = splice_stripped("Hé", [whole[at : at + size] for at in range(0, len(whole), size)])
-    assert found == ["llo 😀", "you", "", "[DONE]"]
+    texts = b"".join(build_event(text) for text in ("Hé", "llo 😀", "you"))
+    whole = ROLE_EVENT + texts + END_EVENT + DONE_EVENT
+    chunks = [whole[at : at + size] for at in range(0, len(whole), size)]
+    assert splice_texts("Hé", chunks) == (["llo 😀", "you", ""], False)
 
 
 def test_after_the_seam_bytes_pass_as_they_are() -> None:
     """Once the duplicate is gone nothing is parsed or held back, not even half an event."""
-    joint = StreamSplicer(build_token(), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True))
-    assert joint.splice_chunk(ROLE_EVENT + build_event("Hel") + b"data: {ha") == b"data: {ha"
-    assert joint.splice_chunk(b"lf") == b"lf" and joint.passes_unchanged
-
-
-@pytest.mark.parametrize(
-    ("chunks", "left"),
-    [
-        ([ROLE_EVENT, build_event("Tra"), build_event("lala"), END_EVENT], ["lala", ""]),
-        (
-            [ROLE_EVENT, build_event("He"), build_event("y"), build_event("ho"), END_EVENT],
-            ["ho", ""],
-        ),
-        ([ROLE_EVENT, build_event("", "stop")], [""]),
-    ],
-)
-def test_another_first_token_is_noticed(chunks: list[bytes], left: list[str]) -> None:
-    """The first decode token, where it is another one, is replaced by prefill's; the seam says so."""
-    found, joint = splice_stripped("Hel", chunks)
-    assert joint.has_mismatch and found == left
+    splicer = begin_splice()
+    assert splicer.splice_chunk(ROLE_EVENT + build_event("Hel") + b"data: {ha") == b"data: {ha"
+    assert splicer.splice_chunk(b"lf") == b"lf" and splicer.passes_unchanged
 
 
 def test_a_token_that_d_takes_for_reasoning_is_a_mismatch() -> None:
     """Where the decode parser puts the token elsewhere, its event goes on as it is."""
     other = b'data: {"id": "cmpl-1", "created": 100, "choices": [{"delta": {"reasoning": "Hel"}}]}'
-    joint = StreamSplicer(build_token(), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True))
-    out = splice_chunks(joint, [ROLE_EVENT, other + b"\n\n", END_EVENT])
-    assert b'"reasoning"' in out and joint.has_mismatch
+    splicer = begin_splice()
+    out = splice_chunks(splicer, [ROLE_EVENT, other + b"\n\n", END_EVENT])
+    assert b'"reasoning"' in out and splicer.has_mismatch
 
 
 def test_one_id_and_one_time() -> None:
     """Decode's own id and time become those of the prefill events, in every event, never inside a text."""
     mine = {"id": "cmpl-9", "created": 105}
     quoted = '"created":105 and "id":"cmpl-9"'
-    chunks = [
-        build_event("Hel", **mine),
-        build_event(quoted, **mine),
-        build_event("", "length", **mine),
-        DONE_EVENT,
-    ]
-    compact = [chunk.replace(b'": ', b'":') for chunk in chunks]
-    joint = StreamSplicer(build_token(), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True))
-    events = [json.loads(each[6:]) for each in splice_chunks(joint, compact).split(b"\n\n")[:-2]]
-    assert {(each["id"], each["created"]) for each in events} == {("cmpl-1", 100)}
-    assert events[0]["choices"][0]["delta"]["content"] == quoted
+    events = [build_event(*each, **mine) for each in (("Hel",), (quoted,), ("", "length"))]
+    compact = [event.replace(b'": ', b'":') for event in events]
+    found = parse_events(splice_chunks(begin_splice(), [*compact, DONE_EVENT]))
+    assert {(each["id"], each["created"]) for each in found} == {("cmpl-1", 100)}
+    assert found[0]["choices"][0]["delta"]["content"] == quoted
 
 
 def test_the_opening_is_a_servers_own() -> None:
     """Chat: preamble, then the token; completions: the token; nothing ends."""
-    events = [
-        json.loads(each[6:])
-        for each in render_first_events(
-            build_token(), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True)
-        ).split(b"\n\n")[:-1]
-    ]
+    events = parse_events(render_first_events(build_answer(), plan_strip()))
     assert [each["choices"][0]["delta"] for each in events] == [
         {"role": "assistant", "content": ""},
         {"content": "Hel"},
     ]
     assert {each["object"] for each in events} == {"chat.completion.chunk"}
     assert all(each["choices"][0]["finish_reason"] is None for each in events)
-    (event,) = render_first_events(build_token(chat=False), LegPlan(BOTH_LEGS, MODE_STRIP)).split(
-        b"\n\n"
-    )[:-1]
-    assert json.loads(event[6:])["choices"][0]["text"] == "Hel"
+    (event,) = parse_events(render_first_events(build_answer(chat=False), plan_strip(False)))
+    assert event["choices"][0]["text"] == "Hel"
 
 
-def test_an_answer_that_ends_on_p_is_whole() -> None:
+@pytest.mark.parametrize("usage", [False, True])
+def test_an_answer_that_ends_on_p_is_whole(usage: bool) -> None:
     """The prefill instance's finish reason, usage if it was asked for, and [DONE]."""
-    for usage in (False, True):
-        plan = LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True, include_usage=usage)
-        out = render_first_events(build_token("", "stop", system_fingerprint="f"), plan)
-        *events, done, end = out.split(b"\n\n")
-        assert (done, end) == (b"data: [DONE]", b"")
-        found = [json.loads(each[6:]) for each in events]
-        assert found[1]["choices"][0]["finish_reason"] == "stop"
-        assert [each.get("usage") for each in found] == [None, None] + [USAGE] * usage
-        assert [each.get("system_fingerprint") for each in found][-1] == "f"
+    answer = build_answer("", "stop", system_fingerprint="f")
+    out = render_first_events(answer, plan_strip(include_usage=usage))
+    found = parse_events(out)
+    assert out.endswith(b"}\n\n" + DONE_EVENT)
+    assert found[1]["choices"][0]["finish_reason"] == "stop"
+    assert [each.get("usage") for each in found] == [None, None] + [USAGE] * usage
+    assert found[-1]["system_fingerprint"] == "f"
 
 
 @pytest.mark.parametrize(
@@ -236,9 +311,8 @@ def test_an_answer_that_ends_on_p_is_whole() -> None:
 )
 def test_an_event_of_another_shape_goes_on_as_it_came(strange: bytes) -> None:
     """What no vLLM writes is the client's to read, and does not cut its stream off."""
-    joint = StreamSplicer(build_token(), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True))
     sent = b"data: " + strange + b"\n\n" + DONE_EVENT
-    assert joint.splice_chunk(sent) + joint.flush_rest() == sent
+    assert splice_chunks(begin_splice(), [sent]) == sent
 
 
 def test_a_stream_that_breaks_says_why() -> None:
@@ -251,23 +325,20 @@ def test_a_stream_that_breaks_says_why() -> None:
 
 def test_the_token_in_the_clients_bytes() -> None:
     """A repeated prefill event is dropped unparsed, once, and only while nothing of it is missing."""
-    plan = LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True)
-    sent = render_first_events(build_token(), plan)
+    sent = render_first_events(build_answer(), plan_strip())
     role, token = (event + b"\n\n" for event in sent.split(b"\n\n")[:2])
     for first in ([role, token], [token], [role + token]):
-        joint = StreamSplicer(build_token(), plan, sent)
+        splicer = begin_splice(sent_events=sent)
         # The decode instance may say the same word again: that one is the answer's.
-        assert splice_chunks(joint, [*first, token, DONE_EVENT]) == token + DONE_EVENT
-        assert not joint.has_mismatch
+        assert splice_chunks(splicer, [*first, token, DONE_EVENT]) == token + DONE_EVENT
+        assert not splicer.has_mismatch
     # After a part of the text these bytes are other words.
-    parted = StreamSplicer(build_token(), plan, sent)
-    assert list_texts(splice_chunks(parted, [build_event("H"), token, DONE_EVENT])) == ["[DONE]"]
+    parted = begin_splice(sent_events=sent)
+    assert splice_chunks(parted, [build_event("H"), token, DONE_EVENT]) == DONE_EVENT
     assert parted.has_mismatch
     # Another second: an event of the decode instance's own, whose time the client must not see.
     later = token.replace(b'"created":100', b'"created":101')
-    joint = StreamSplicer(build_token(), plan, sent)
-    assert splice_chunks(joint, [role, later, later]) == token
+    assert splice_chunks(begin_splice(sent_events=sent), [role, later, later]) == token
     # Settled by what came before: these bytes are the decode instance's, whatever they say.
-    joint = StreamSplicer(build_token(), plan, sent)
-    usage = b'data: {"id":"cmpl-2","created":100,"choices":[],"usage":{}}\n\n'
-    assert splice_chunks(joint, [usage, token]) == usage.replace(b"cmpl-2", b"cmpl-1") + token
+    found = splice_chunks(begin_splice(sent_events=sent), [USAGE_EVENT, token])
+    assert found == USAGE_EVENT.replace(b"cmpl-2", b"cmpl-1") + token

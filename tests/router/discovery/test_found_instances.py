@@ -8,12 +8,10 @@ import re
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from router import fake_instances
 from router.discovery.discovery_site import run_discovery_site
 from router.fake_instances import STREAM_EVENTS, InstancePlan
-from ttft_otel.commands.router.command import command
 from ttft_otel.router.discovery import found_instances
 from ttft_otel.router.discovery.discovery import SourceAddress, parse_source_address
 from ttft_otel.router.discovery.found_instances import FoundInstances
@@ -260,13 +258,3 @@ def test_refused(text: str, remedy: str) -> None:
     """A wrong value is refused with a message that says what to write."""
     with pytest.raises(ValueError, match=re.escape(remedy)):
         parse_source_address(text)
-    result = CliRunner().invoke(command, ["--discover", text])
-    assert result.exit_code == 2 and "Traceback" not in result.output
-
-
-def test_outside_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """k8s:// needs to know where the API is."""
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    result = CliRunner().invoke(command, ["--discover", "k8s://prod/app=x"])
-    assert result.exit_code == 2
-    assert "kubectl proxy" in result.output

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests served by several instances: encoders, prefill and decode, and one response made of theirs."""
+"""What several instances are sent for one request, and one response of theirs: encoders, prefill, decode."""

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import Raw
 
-from ttft_otel.router.errors import InvalidAnswer, TransferParamsTooLarge
+from ttft_otel.router.errors import InvalidAnswer, UpstreamUnavailable
 
 EC_PARAMS_FIELD: Final = "ec_transfer_params"
 # An entry of vLLM 0.32's ECCPUConnector is about 200 bytes, with a video's timestamps some thousand.
@@ -59,8 +59,8 @@ class TransferParams:
     def add_answer(self, data: bytes) -> None:
         """Add the parameters in `data`, an encoder's answer; it may have none.
 
-        Raises InvalidAnswer, and TransferParamsTooLarge, which a request with very many items can
-        cause too.
+        Raises InvalidAnswer, and UpstreamUnavailable where all answers of the request are too much, which
+        one with very many items can cause too.
 
         Of two announcements of one hash the longer one stays: an encoder that has evicted the
         encoding announces the item without an address (vLLM 0.32, ec_connector/cpu/scheduler,
@@ -84,9 +84,10 @@ class TransferParams:
                 )
                 self._entries[mm_hash] = entry
             if self._size_bytes > MAX_PARAMS_BYTES or len(self._entries) > MAX_ENTRIES:
-                raise TransferParamsTooLarge(
-                    f"{EC_PARAMS_FIELD} of one request exceed {MAX_PARAMS_BYTES} bytes or "
-                    f"{MAX_ENTRIES} entries"
+                raise UpstreamUnavailable(
+                    502,
+                    f"The encode instances' answers cannot be used: {EC_PARAMS_FIELD} of one request "
+                    f"exceed {MAX_PARAMS_BYTES} bytes or {MAX_ENTRIES} entries.",
                 )
 
     def to_json(self) -> bytes:

@@ -20,16 +20,11 @@ from ttft_otel.router import types
 from ttft_otel.router.disagg import request_body
 from ttft_otel.router.disagg.ec_params import MAX_ANSWER_BYTES, TransferParams, splice_params
 from ttft_otel.router.disagg.request_plan import LegPlan
-from ttft_otel.router.errors import (
-    InvalidAnswer,
-    TransferParamsTooLarge,
-    UpstreamRefused,
-    UpstreamUnavailable,
-)
+from ttft_otel.router.errors import InvalidAnswer, UpstreamRefused
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream import http_headers
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
-from ttft_otel.router.upstream.instance_connection import InstanceAnswer
+from ttft_otel.router.upstream.query_client import read_at_most
 from ttft_otel.router.upstream.upstream_client import (
     FirstByteWait,
     UpstreamClient,
@@ -130,8 +125,11 @@ async def _encode_item(
     while True:
         try:
             response = await upstream.send_request(request, trace, attempts)
-            with FirstByteWait(attempts[-1]):
-                answer = await _read_answer(response)
+            try:
+                with FirstByteWait(attempts[-1]):
+                    answer = await read_at_most(response, MAX_ANSWER_BYTES)
+            finally:
+                response.close()  # what is left of it, if anything is
             # The next leg waits for the end of this answer, so that is the end of this one.
             attempts[-1].record_whole_answer()
             if response.status < 400:
@@ -146,10 +144,6 @@ async def _encode_item(
             if not upstream.record_connection_failure(request, attempts, error):
                 raise build_unavailable_error(request.leg, error) from error
             await upstream.wait_before_retry(attempts)
-        except TransferParamsTooLarge as error:
-            raise UpstreamUnavailable(
-                502, f"The {request.leg} instances' answers cannot be used: {error}."
-            ) from error
     # After the end was recorded: reading the header is no part of the leg.
     record_server_timing(attempts[-1], response)
     upstream.pool.record_ended(attempts[-1])
@@ -157,25 +151,6 @@ async def _encode_item(
         raise UpstreamRefused(
             response.status, http_headers.filter_response_headers(response.raw_headers), answer
         )
-
-
-async def _read_answer(response: InstanceAnswer) -> bytes:
-    """Read a whole response. Raises InvalidAnswer, and closes the connection, if it is too long."""
-    parts: list[bytes] = []
-    remaining_bytes = MAX_ANSWER_BYTES
-    try:
-        # What announces too much is not read at all; a chunked answer is counted.
-        while remaining_bytes >= 0 and response.content_length <= MAX_ANSWER_BYTES:
-            part = await response.readany()
-            if not part:
-                return parts[0] if len(parts) == 1 else b"".join(parts)
-            parts.append(part)
-            remaining_bytes -= len(part)
-    except BaseException:
-        response.close()
-        raise
-    response.close()
-    raise InvalidAnswer(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
 
 
 def select_critical_attempts(attempt_chains: Sequence[list[Attempt]]) -> list[Attempt]:

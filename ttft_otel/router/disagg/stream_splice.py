@@ -19,37 +19,6 @@ REPLACEMENT_CHARACTER: Final = "\ufffd"  # stands for an incomplete UTF-8 charac
 _NULL_JSON: Final = Raw(b"null")
 
 
-class PrefillToken(msgspec.Struct):
-    """The prefill response with one token, not streamed."""
-
-    id: str
-    model: str
-    created: int
-    text: str
-    finish_reason: str
-    stop_reason: int | str | None
-    role: str = "assistant"
-    is_parsed: bool = False  # a parser may have split it into reasoning and the like
-    usage: dict[str, Any] = {}
-    kv_params: Raw | None = None  # where the prefill instance keeps the KV blocks, a JSON object
-    fingerprint: str | None = None
-
-    def explain_refusal(self, plan: LegPlan) -> str:
-        """Reason why it cannot be sent to the client before the decode stream, or ""."""
-        if self.is_parsed:
-            return "reasoning"
-        if self.finish_reason not in ("length", "stop"):
-            return "finish_reason"
-        if self.finish_reason == "length":
-            # A character may take several tokens: the first one's text is not final then.
-            if not self.text or self.text.endswith(REPLACEMENT_CHARACTER):
-                return "character"
-            # A server holds back what may become a stop string, which would be cut off.
-            if plan.stop_strings and _may_begin_stop(self.text, plan.stop_strings):
-                return "stop"
-        return ""
-
-
 class _Message(msgspec.Struct):
     content: str | None = None
     role: str = "assistant"
@@ -72,7 +41,9 @@ class _BlocksAnswer(msgspec.Struct):
     kv_transfer_params: Raw = _NULL_JSON
 
 
-class _TokenAnswer(_BlocksAnswer, kw_only=True):
+class PrefillAnswer(_BlocksAnswer, kw_only=True):
+    """The prefill instance's answer with one token, not streamed, in vLLM's form."""
+
     id: str
     model: str
     created: int
@@ -80,55 +51,62 @@ class _TokenAnswer(_BlocksAnswer, kw_only=True):
     usage: dict[str, Any] | None = None
     system_fingerprint: str | None = None
 
+    @property
+    def message(self) -> _Message:
+        """Its token; of a completion too, once parse_prefill_answer() has read it."""
+        return self.choices[0].message or _Message()
 
-_NO_MESSAGE: Final = _Message()
+    @property
+    def is_last(self) -> bool:
+        """Whether the token ends the whole answer."""
+        return self.choices[0].finish_reason == "stop"
+
+    def explain_refusal(self, plan: LegPlan) -> str:
+        """Reason why the token cannot be sent to the client before the decode stream, or ""."""
+        message, finish_reason = self.message, self.choices[0].finish_reason
+        # A parser may have split it.
+        details = self.usage.get("completion_tokens_details") if self.usage else None
+        if message.reasoning or message.tool_calls or details:
+            return "reasoning"
+        if finish_reason != "length":
+            return "" if finish_reason == "stop" else "finish_reason"
+        text = message.content
+        # A character may take several tokens: the first one's text is not final then.
+        if not text or text.endswith(REPLACEMENT_CHARACTER):
+            return "character"
+        # A server holds back what may become a stop string, which would be cut off.
+        if plan.stop_strings and _may_begin_stop(text, plan.stop_strings):
+            return "stop"
+        return ""
+
+
 _blocks_decoder: Final = msgspec.json.Decoder(_BlocksAnswer)
-_token_decoder: Final = msgspec.json.Decoder(_TokenAnswer)
+_answer_decoder: Final = msgspec.json.Decoder(PrefillAnswer)
 
 
-def parse_prefill_answer(data: bytes, is_chat: bool) -> PrefillToken | None:
+def parse_prefill_answer(data: bytes, is_chat: bool) -> PrefillAnswer | None:
     """Parse the prefill response `data`; None if it is not a vLLM response with one choice."""
     try:
-        answer = _token_decoder.decode(data)
+        answer = _answer_decoder.decode(data)
     except JSON_ERRORS:
         return None
-    (choice,), usage = answer.choices, answer.usage or {}
-    message = choice.message
-    if is_chat:
-        if message is None:
-            return None
-        text = message.content
-    else:
-        if choice.text is UNSET:
-            return None
-        message, text = _NO_MESSAGE, choice.text
-    return PrefillToken(
-        id=answer.id,
-        model=answer.model,
-        created=answer.created,
-        text=text or "",
-        finish_reason=choice.finish_reason or "",
-        stop_reason=choice.stop_reason,
-        role=message.role,
-        is_parsed=bool(
-            message.reasoning or message.tool_calls or usage.get("completion_tokens_details")
-        ),
-        usage=usage,
-        kv_params=_take_params(answer),
-        fingerprint=answer.system_fingerprint,
-    )
+    (choice,) = answer.choices
+    if not is_chat:
+        choice.message = None if choice.text is UNSET else _Message(choice.text)
+    return None if choice.message is None else answer
 
 
 def parse_kv_params(data: bytes) -> Raw | None:
     """Where the prefill instance keeps the KV blocks, from its response `data`; None if it does not say."""
     try:
-        return _take_params(_blocks_decoder.decode(data))
+        return take_kv_params(_blocks_decoder.decode(data))
     except JSON_ERRORS:
         return None
 
 
-def _take_params(answer: _BlocksAnswer) -> Raw | None:
-    params = bytes(answer.kv_transfer_params)
+def take_kv_params(answer: _BlocksAnswer) -> Raw | None:
+    """As parse_kv_params(); `answer`, which may be kept for minutes, has them no longer."""
+    params, answer.kv_transfer_params = bytes(answer.kv_transfer_params), _NULL_JSON
     # The decode instance refuses what is no UTF-8, which a decoder of raw JSON does not look at (nor at how
     # large numbers are).
     if params[:1] != b"{" or not params[1:-1].strip() or not _is_utf8(params):
@@ -164,44 +142,44 @@ _encode_json: Final = _encoder.encode
 _SHAPE_ERRORS: Final = (*JSON_ERRORS, LookupError, TypeError, ValueError, AttributeError)
 
 
-def render_first_events(first_token: PrefillToken, plan: LegPlan) -> bytes:
-    is_finished = first_token.finish_reason == "stop"
+def render_first_events(answer: PrefillAnswer, plan: LegPlan) -> bytes:
+    message, is_last = answer.message, answer.is_last
+    text = message.content or ""
     chunk: dict[str, Any] = {
-        "id": first_token.id,
+        "id": answer.id,
         "object": "chat.completion.chunk" if plan.is_chat else "text_completion",
-        "created": first_token.created,
-        "model": first_token.model,
+        "created": answer.created,
+        "model": answer.model,
         "choices": [],
     }
     events: list[dict[str, Any]] = []
     if plan.is_chat:
-        delta = {"role": first_token.role, "content": ""}
+        delta = {"role": message.role, "content": ""}
         role_choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
         events.append(
             {**chunk, "choices": [role_choice], "prompt_token_ids": None, "prompt_text": None}
         )
-        choice: dict[str, Any] = {"index": 0, "delta": {"content": first_token.text}}
+        choice: dict[str, Any] = {"index": 0, "delta": {"content": text}}
     else:
-        choice = {"index": 0, "text": first_token.text}
-    choice |= {
-        "logprobs": None,
-        "finish_reason": first_token.finish_reason if is_finished else None,
-    }
-    if is_finished or not plan.is_chat:
-        choice["stop_reason"] = first_token.stop_reason if is_finished else None
+        choice = {"index": 0, "text": text}
+    choice |= {"logprobs": None, "finish_reason": "stop" if is_last else None}
+    if is_last or not plan.is_chat:
+        choice["stop_reason"] = answer.choices[0].stop_reason if is_last else None
     if not plan.is_chat:
         choice["prompt_token_ids"] = None
     choice["token_ids"] = None
     events.append({**chunk, "choices": [choice]})
-    if is_finished:
+    if is_last:
         if plan.include_usage:
-            usage = {name: value for name, value in first_token.usage.items() if value is not None}
+            usage = {
+                name: value for name, value in (answer.usage or {}).items() if value is not None
+            }
             events.append({**chunk, "usage": usage})
-        if first_token.fingerprint is not None:
-            events[-1]["system_fingerprint"] = first_token.fingerprint
+        if answer.system_fingerprint is not None:
+            events[-1]["system_fingerprint"] = answer.system_fingerprint
     # One call of the encoder for all of them: no line break is within a line of JSON.
     lines = _encoder.encode_lines(events).replace(b"\n", b"\n\ndata: ")
-    return b"data: " + (lines[:-6] + DONE_EVENT if is_finished else lines[:-6])
+    return b"data: " + (lines[:-6] + DONE_EVENT if is_last else lines[:-6])
 
 
 def render_stream_error(body: bytes, message: str, status: int = 502) -> bytes:
@@ -220,15 +198,15 @@ def render_stream_error(body: bytes, message: str, status: int = 502) -> bytes:
 class StreamSplicer:
     """Rewrites the decode stream for a client that already has the prefill token.
 
-    sent_events: what it has of `first_token`, by render_first_events(); b"" compares texts alone.
+    sent_events: what it has of `answer`, by render_first_events(); b"" compares texts alone.
     """
 
-    def __init__(self, first_token: PrefillToken, plan: LegPlan, sent_events: bytes = b"") -> None:
-        self.first_token = first_token
+    def __init__(self, answer: PrefillAnswer, plan: LegPlan, sent_events: bytes = b"") -> None:
+        self.answer = answer
         self.plan = plan
         self._sent_event = sent_events[:-2].rpartition(b"\n\n")[2] if sent_events else None
         # The part of the prefill text that the decode instance will repeat.
-        self.pending_text = first_token.text
+        self._sent_text = self.pending_text = answer.message.content or ""
         self.awaits_role = plan.is_chat
         self.is_settled = self.has_mismatch = False
         self.passes_unchanged = False  # nothing is left to change
@@ -269,7 +247,7 @@ class StreamSplicer:
         if (
             event == self._sent_event
             and not self.is_settled
-            and self.pending_text is self.first_token.text
+            and self.pending_text is self._sent_text
         ):
             self.pending_text = ""
             self.is_settled = True
@@ -336,7 +314,7 @@ class StreamSplicer:
         # One look is enough: all events of a stream have the same id.
         if self._replacements:
             return
-        for name, value in (("id", self.first_token.id), ("created", self.first_token.created)):
+        for name, value in (("id", self.answer.id), ("created", self.answer.created)):
             if chunk.get(name, value) != value:
                 old, new = (_encode_json({name: each})[1:-1] for each in (chunk[name], value))
                 self._replacements.append((old, new))

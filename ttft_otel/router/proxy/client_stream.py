@@ -1,30 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client's side of one request: relays headers, first token and the rest without buffering.
 
-endpoint.py and prefill_decode.py pass the legs' responses; a slow client slows its leg down. The client's
-connection (control/client_connection.py) makes a ClientOutput for each request.
+endpoint.py and prefill_decode.py pass the legs' responses; a slow client slows its leg down, and a response
+that is cut short is closed. The client's connection (control/client_connection.py) makes a ClientOutput for
+each request.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from msgspec.structs import replace
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from ttft_otel.model import timing
-from ttft_otel.model.names import header_names
+from ttft_otel.model.names import header_names, keys
 from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter
-from ttft_otel.router.timeline import partition_timeline
-from ttft_otel.router.types import AsgiSend, HeaderList
+from ttft_otel.router.timeline import Attempt, partition_timeline
+from ttft_otel.router.types import AsgiSend, AttemptLoad, HeaderList
+from ttft_otel.router.upstream import http_headers
+from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS
 from ttft_otel.router.upstream.instance_connection import InstanceAnswer
+from ttft_otel.router.upstream.upstream_client import read_first_chunk, record_server_timing
 from ttft_otel.tracing import clock
 
 OUTPUT_EXTENSION: Final = "ttft_otel.output"  # of the scope: a ClientOutput
+# How vLLM begins the stream of a completion that failed before its first token; said by an instance
+# that does not report it in Server-Timing.
+_ERROR_EVENT: Final = b'data: {"error":'
 
 
 class ClientOutput(asyncio.Transport):
@@ -230,3 +238,79 @@ def _render_server_timing(exchange: Exchange) -> bytes:
     return timing.format_server_timing(
         breakdown.stages, breakdown.unattributed, breakdown.end - breakdown.start, rest_us
     ).encode()
+
+
+async def relay_response(
+    response: InstanceAnswer, attempt: Attempt, client_stream: ClientStream
+) -> None:
+    """Relay `response` chunk by chunk; close it if the client leaves first."""
+    exchange = client_stream.exchange
+    with AnswerReading(response, attempt):
+        first_chunk = await read_first_chunk(response, attempt)
+        if first_chunk.startswith(_ERROR_EVENT) and not attempt.error:
+            attempt.record_failure(keys.ERROR_NO_TOKEN, is_instance_failure=False)
+        load_entry = attempt.load_entry
+        if exchange.trace_context.trace_id or load_entry is not None:
+            record_server_timing(attempt, response)
+        exchange.record_answer(response.content_type == "text/event-stream", attempt.error)
+        # Asked before the send: if the end came with the first chunk, both leave together.
+        has_more = not response.at_eof()
+        # Who asked for Server-Timing decides who gets it: what the router asked for is removed.
+        is_own_timing = bool(exchange.trace_context.trace_id) or (
+            load_entry is not None and load_entry.requested_timing
+        )
+        response_headers = http_headers.filter_response_headers(response.raw_headers, is_own_timing)
+        await client_stream.send_first_chunk(
+            response.status, response_headers, first_chunk, has_more
+        )
+        # After the send: what a policy learns from a chunk must not delay it.
+        if load_entry is not None:
+            _record_chunk(load_entry, first_chunk)
+        if has_more:
+            rewrite = None
+            if load_entry is not None and load_entry.awaits_delta:
+                rewrite = partial(_record_chunk, load_entry)
+            last_part = await client_stream.send_rest(response, rewrite)
+        # Before the last send, which may wait for a slow client: the instance's part is over.
+        attempt.record_ended()
+        if has_more:
+            await client_stream.send_end(last_part)
+
+
+def _record_chunk(load_entry: AttemptLoad, data: bytes) -> bytes:
+    if load_entry.awaits_delta:
+        load_entry.record_chunk(data)
+    return data
+
+
+class AnswerReading:
+    """Context manager for reading `response`: notes how that ended in `attempt`, and finishes it.
+
+    Not a generator: making and closing one for each answer costs more.
+    """
+
+    __slots__ = ("_response", "_attempt")
+
+    def __init__(self, response: InstanceAnswer, attempt: Attempt) -> None:
+        self._response = response
+        self._attempt = attempt
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        attempt = self._attempt
+        if isinstance(error, UPSTREAM_ERRORS):
+            # whole answers that take longer than --total-timeout are what their clients asked for
+            is_late_end = isinstance(error, asyncio.TimeoutError) and bool(attempt.first_byte_us)
+            attempt.record_failure(type(error).__name__, not is_late_end)
+        elif isinstance(error, asyncio.CancelledError):
+            attempt.record_cancelled()
+        finish_attempt(self._response, attempt)
+
+
+def finish_attempt(response: InstanceAnswer, attempt: Attempt) -> None:
+    """Note the end of `attempt`; a `response` that is not read to its end is closed."""
+    attempt.record_ended()
+    if not response.at_eof():
+        response.close()

@@ -21,22 +21,31 @@ from ttft_otel.router import types
 from ttft_otel.router.disagg import encoders, request_body, request_media, request_plan
 from ttft_otel.router.disagg.ec_params import TransferParams
 from ttft_otel.router.disagg.encoders import add_ec_params, select_critical_attempts
-from ttft_otel.router.disagg.prefill_decode import DisaggregatedRequest, PrefillDecodeFlow
 from ttft_otel.router.disagg.request_body import BodyParser
 from ttft_otel.router.errors import RequestRejected, RouterError
 from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy import error_responses
-from ttft_otel.router.proxy.admission import AdmissionGate, read_ttft_limit
-from ttft_otel.router.proxy.client_request import BodyBudget, ClientBody, read_body
-from ttft_otel.router.proxy.client_stream import OUTPUT_EXTENSION, ClientOutput, ClientStream
+from ttft_otel.router.proxy.admission import (
+    AdmissionGate,
+    BodyBudget,
+    ClientBody,
+    read_body,
+    read_ttft_limit,
+)
+from ttft_otel.router.proxy.client_stream import (
+    OUTPUT_EXTENSION,
+    ClientOutput,
+    ClientStream,
+    relay_response,
+)
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter, RecentReports
 from ttft_otel.router.proxy.hold_queue import HoldQueue
+from ttft_otel.router.proxy.prefill_decode import DisaggregatedRequest, PrefillDecodeFlow
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import RequestTimeline
 from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend
 from ttft_otel.router.upstream import failures, http_headers
-from ttft_otel.router.upstream.response_relay import relay_response
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import clock, context
 from ttft_otel.tracing.settings import Settings

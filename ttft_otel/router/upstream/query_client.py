@@ -18,7 +18,7 @@ import aiohttp
 from yarl import URL
 
 from ttft_otel.http.body_decoding import BodyTooLargeError, unpack_body
-from ttft_otel.router.errors import AnswerTooLong
+from ttft_otel.router.errors import InvalidAnswer
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.upstream.client_tls import ClientTls
 from ttft_otel.router.upstream.connection_pool import ConnectionPool
@@ -30,7 +30,7 @@ MAX_PAGE_BYTES: Final = 8 << 20  # bytes of an answer, unpacked: /metrics is the
 MAX_HEADER_BYTES: Final = 65_536  # bytes of one header of an answer, unless a flag says otherwise
 # Who cannot be asked now, or does not answer so that it can be read. TimeoutError is no OSError before
 # Python 3.11.
-QUERY_ERRORS: Final = (aiohttp.ClientError, AnswerTooLong, OSError, asyncio.TimeoutError)
+QUERY_ERRORS: Final = (aiohttp.ClientError, InvalidAnswer, OSError, asyncio.TimeoutError)
 
 
 class QueryAnswer(NamedTuple):
@@ -105,7 +105,7 @@ class QueryClient:
             encoding = ",".join(answer.list_values(b"content-encoding"))
             return QueryAnswer(answer.status, unpack_body(data, encoding, max_bytes))
         except BodyTooLargeError as error:
-            raise AnswerTooLong(str(error)) from error
+            raise InvalidAnswer(str(error)) from error
         except ValueError as error:
             raise aiohttp.ClientPayloadError(f"the answer cannot be read: {error}") from error
 
@@ -133,13 +133,12 @@ class QueryClient:
 async def read_at_most(answer: InstanceAnswer, max_bytes: int) -> bytes:
     """The whole body of `answer`. Raises QUERY_ERRORS, also when it is longer than `max_bytes`."""
     # The announced length saves reading; a chunked answer announces none.
-    if answer.content_length > max_bytes:
-        raise AnswerTooLong(f"an answer of more than {max_bytes} bytes")
-    body = bytearray()
-    while chunk := await answer.readany():
+    body, is_longer = bytearray(), answer.content_length > max_bytes
+    while not is_longer and (chunk := await answer.readany()):
         body += chunk
-        if len(body) > max_bytes:
-            raise AnswerTooLong(f"an answer of more than {max_bytes} bytes")
+        is_longer = len(body) > max_bytes
+    if is_longer:
+        raise InvalidAnswer(f"its answer is longer than {max_bytes} bytes")
     return bytes(body)
 
 

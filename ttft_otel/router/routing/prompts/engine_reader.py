@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from ttft_otel.model.endpoints import MESSAGES_PATH, RESPONSES_PATH
-from ttft_otel.router.errors import AnswerTooLong, UnreadablePrompt
+from ttft_otel.router.errors import InvalidAnswer, UnreadablePrompt
 from ttft_otel.router.routing.policies.block_index import compute_block_keys
 from ttft_otel.router.routing.prompts.local_reader import (
     PROMPT_KINDS,
@@ -124,7 +124,7 @@ class EnginePromptReader(LocalPromptReader):
                 timeout_s=remaining_s,
                 max_bytes=MAX_RENDER_BYTES,
             )
-        except AnswerTooLong as error:
+        except InvalidAnswer as error:
             raise UnreadablePrompt("refused") from error
         finally:
             self._render_count -= 1

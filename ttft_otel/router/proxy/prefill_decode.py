@@ -23,21 +23,21 @@ from ttft_otel.router import types
 from ttft_otel.router.disagg import stream_splice
 from ttft_otel.router.disagg.ec_params import splice_params
 from ttft_otel.router.disagg.request_plan import LegPlan
-from ttft_otel.router.disagg.stream_splice import PrefillToken, StreamSplicer
+from ttft_otel.router.disagg.stream_splice import PrefillAnswer, StreamSplicer
 from ttft_otel.router.errors import UpstreamRefused, UpstreamUnavailable
 from ttft_otel.router.exchange import Exchange
+from ttft_otel.router.proxy.client_stream import (
+    AnswerReading,
+    ClientStream,
+    finish_attempt,
+    relay_response,
+)
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import MODE_OFF, HeaderList, Instance
 from ttft_otel.router.upstream import failures, http_headers
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
 from ttft_otel.router.upstream.instance_connection import InstanceAnswer
 from ttft_otel.router.upstream.query_client import QUERY_ERRORS
-from ttft_otel.router.upstream.response_relay import (
-    AnswerReading,
-    ClientWriter,
-    finish_attempt,
-    relay_response,
-)
 from ttft_otel.router.upstream.upstream_client import (
     FirstByteWait,
     UpstreamClient,
@@ -61,7 +61,7 @@ class DisaggregatedRequest(msgspec.Struct):
     plan: LegPlan
     request: types.RoutingRequest  # as for a single server
     exchange: Exchange
-    client_stream: ClientWriter
+    client_stream: ClientStream
     on_sent: Callable[[], None]  # called when no instance gets the client's body any more
     leg_headers: dict[str, str] = {}  # of both legs' requests
     unfetched_kv_params: Raw | None = None  # names KV blocks that the prefill instance still keeps
@@ -106,7 +106,7 @@ class PrefillDecodeFlow:
             events = stream_splice.render_first_events(first_token, plan)
             await client_stream.send_first_chunk(200, _build_stream_headers(answer), events, True)
             # The prefill token was the last one: nothing is left for the decode instance.
-            if first_token.finish_reason == "stop":
+            if first_token.is_last:
                 await client_stream.send_end()
             else:
                 splicer = StreamSplicer(first_token, plan, events)
@@ -168,7 +168,7 @@ class PrefillDecodeFlow:
             raise UpstreamRefused(response.status, headers, data)
         return response, data
 
-    def _take_first_token(self, job: DisaggregatedRequest, data: bytes) -> PrefillToken | None:
+    def _take_first_token(self, job: DisaggregatedRequest, data: bytes) -> PrefillAnswer | None:
         """The token in the prefill answer; None if the decode instance is to answer everything.
 
         Also takes where the prefill instance keeps the KV blocks.
@@ -183,14 +183,14 @@ class PrefillDecodeFlow:
             job.unfetched_kv_params = stream_splice.parse_kv_params(data)
             plan.turn_off("answer")
             return None
-        job.unfetched_kv_params = first_token.kv_params
+        job.unfetched_kv_params = stream_splice.take_kv_params(first_token)
         reason = first_token.explain_refusal(plan) or self._explain_too_long(plan, first_token)
         if reason:
             plan.turn_off(reason)
             return None
         return first_token
 
-    def _explain_too_long(self, plan: LegPlan, first_token: PrefillToken) -> str:
+    def _explain_too_long(self, plan: LegPlan, first_token: PrefillAnswer) -> str:
         """Reason if prompt and requested tokens exceed the context of a decode instance; else ""."""
         # The prefill instance checks its own context only, and the decode instance's may be shorter.
         # The smallest of them, as any may be chosen.
@@ -198,7 +198,7 @@ class PrefillDecodeFlow:
         max_model_len = min(
             (each.max_model_len for each in decoders if each.max_model_len), default=0
         )
-        wanted_tokens = first_token.usage.get("prompt_tokens", 0) + (plan.max_tokens or 0)
+        wanted_tokens = (first_token.usage or {}).get("prompt_tokens", 0) + (plan.max_tokens or 0)
         return "max_model_len" if max_model_len and wanted_tokens > max_model_len else ""
 
     async def _serve_full_answer(self, job: DisaggregatedRequest) -> None:

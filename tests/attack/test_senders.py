@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is posted to `serve`: exports of any shape and size, alerts; stored or refused at a bounded cost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from attack.serve_thread import run_serve
+from lab.http_servers import HttpServerThread, SilentHandler
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys, span_names
+from ttft_otel.report.breakdown_source import ExplainAnswer
+from ttft_otel.report.receive import alert_webhook, otlp_decoder, receiver
+
+ELEMENTS = 2_000_000  # of two bytes each: 4 MB, the most that one export may have
+# Of the time that protobuf's C code takes for the same bytes: 0.7 to 3 times were seen, and 10 to 40 before.
+MAX_RATIO = 8.0
+SPAN_COUNT = 5000
+
+
+def encode_field(number: int, data: bytes) -> bytes:
+    """A field of a protobuf message that has a length."""
+    length, rest = b"", len(data)
+    while rest > 127:
+        length += bytes([rest & 127 | 128])
+        rest >>= 7
+    return bytes([number << 3 | 2]) + length + bytes([rest]) + data
+
+
+def encode_span(more: bytes, number: int = 1) -> bytes:
+    """A span with valid IDs and times."""
+    ids = encode_field(1, b"\1" * 16) + encode_field(2, number.to_bytes(8, "big"))
+    return ids + b"\x39" + b"\1" * 8 + b"\x41" + b"\1" * 8 + more
+
+
+def encode_export(span: bytes = b"", scope: bytes = b"", resource: bytes = b"") -> bytes:
+    """An export of one span, with more fields of each message."""
+    spans = encode_field(2, encode_field(1, scope) + encode_field(2, encode_span(span)))
+    return encode_field(1, encode_field(1, resource) + spans)
+
+
+def encode_value(number: int, data: bytes) -> bytes:
+    """An attribute of a span whose value has this field."""
+    return encode_field(9, encode_field(1, b"a") + encode_field(2, encode_field(number, data)))
+
+
+def repeat_empty(tag: int) -> bytes:
+    """So many empty elements."""
+    return bytes([tag, 0]) * ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("build", "is_stored"),
+    [
+        (lambda: repeat_empty(0x0A), False),  # resource spans
+        (lambda: encode_field(1, repeat_empty(0x12)), False),  # scope spans
+        (lambda: encode_field(1, encode_field(2, repeat_empty(0x12))), False),  # spans
+        (lambda: encode_export(repeat_empty(0x4A)), True),  # attributes
+        (lambda: encode_export(repeat_empty(0x5A)), True),  # events
+        (lambda: encode_export(repeat_empty(0x6A)), True),  # links
+        (lambda: encode_export(encode_field(11, repeat_empty(0x1A))), True),  # of an event
+        (lambda: encode_export(scope=repeat_empty(0x1A)), True),
+        (lambda: encode_export(resource=repeat_empty(0x0A)), True),
+        (lambda: encode_export(encode_value(5, repeat_empty(0x0A))), True),  # values of a list
+        (lambda: encode_export(encode_value(6, repeat_empty(0x0A))), True),  # values of a map
+    ],
+)
+def test_empty_elements(build: Callable[[], bytes], is_stored: bool) -> None:
+    """Whatever is repeated, it costs the decoder no time; a span that has too much of it is stored, cut."""
+    data = build()
+    assert len(data) <= 4 << 20
+    start_s = time.thread_time()
+    with contextlib.suppress(DecodeError):
+        ExportTraceServiceRequest.FromString(data)
+    parsed_s = time.thread_time()
+    try:
+        accepted = otlp_decoder.chunk_export(data).accepted
+    except otlp_decoder.OtlpDecodeError:
+        accepted = 0
+    assert time.thread_time() - parsed_s < MAX_RATIO * (parsed_s - start_s)
+    assert accepted == int(is_stored)
+
+
+def test_an_honest_export() -> None:
+    """The control: as many bytes of real spans are stored, each with its attributes."""
+    attributes = b"".join(
+        encode_field(9, encode_field(1, b"key%d" % at) + encode_field(2, encode_field(1, b"value")))
+        for at in range(20)
+    )
+    spans = b"".join(
+        encode_field(2, encode_span(attributes, at)) for at in range(1, SPAN_COUNT + 1)
+    )
+    data = encode_field(1, encode_field(2, spans))
+    assert otlp_decoder.chunk_export(data).accepted == SPAN_COUNT
+    assert len(otlp_decoder.decode_export(data).spans[0].attributes) == 20
+
+
+TIMES = st.one_of(
+    st.sampled_from([0, 1, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]),
+    st.integers(0, (1 << 64) - 1),
+)
+TEXTS = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(["", "\x00", "x" * 5000, "<script>alert(1)</script>", "\U0001f600" * 300]),
+)
+# Few IDs, so that spans meet: the same twice, loops of parents, parents in other traces.
+TRACE_IDS = st.sampled_from([b"\x01" * 16, b"\x02" * 16, b"\x00" * 16, b"\x03" * 15, b""])
+SPAN_IDS = st.sampled_from([bytes([number]) * 8 for number in range(5)] + [b"\x01" * 7])
+OUR_KEYS = (
+    *(keys.ROLE, keys.OUTERMOST, keys.TOTAL_US, keys.UNATTRIBUTED_US, keys.REQUEST_ID),
+    *(keys.MODEL, keys.ERROR_TYPE, keys.DIED_IN, keys.STREAMING, keys.EC_RECOMPUTED_ITEMS),
+    "ttft.stage.sample_us",
+    "service.name",
+    "service.instance.id",
+)
+NUMBERS = st.one_of(
+    st.integers(-(1 << 63), (1 << 63) - 1), st.sampled_from([0, 1, -1, (1 << 63) - 1])
+)
+VALUES = st.recursive(
+    st.one_of(
+        st.fixed_dictionaries({"stringValue": TEXTS | st.sampled_from([*stages.ROLES])}),
+        st.fixed_dictionaries({"intValue": NUMBERS}),
+        st.fixed_dictionaries(
+            {
+                "doubleValue": st.floats(allow_nan=False, allow_infinity=False)
+                | st.sampled_from(["NaN", "Infinity", "-Infinity"])
+            }
+        ),
+        st.fixed_dictionaries({"boolValue": st.booleans()}),
+        st.just({}),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3).map(lambda each: {"arrayValue": {"values": each}}),
+        st.lists(st.fixed_dictionaries({"key": TEXTS, "value": inner}), max_size=3).map(
+            lambda each: {"kvlistValue": {"values": each}}
+        ),
+    ),
+    max_leaves=8,
+)
+ATTRIBUTES = st.lists(
+    st.fixed_dictionaries({"key": st.one_of(st.sampled_from(OUR_KEYS), TEXTS), "value": VALUES}),
+    max_size=8,
+)
+SPANS = st.fixed_dictionaries(
+    {
+        "traceId": TRACE_IDS.map(bytes.hex),
+        "spanId": SPAN_IDS.map(bytes.hex),
+        "name": st.one_of(st.sampled_from([span_names.TTFT, span_names.ENCODE]), TEXTS),
+        "startTimeUnixNano": TIMES.map(str),
+        "endTimeUnixNano": TIMES.map(str),
+    },
+    optional={
+        "parentSpanId": SPAN_IDS.map(bytes.hex),
+        "kind": st.integers(-(1 << 31), (1 << 31) - 1),
+        "attributes": ATTRIBUTES,
+        "status": st.fixed_dictionaries({"code": st.integers(0, 5), "message": TEXTS}),
+        "droppedAttributesCount": st.integers(0, (1 << 32) - 1),
+    },
+)
+SCOPES = st.fixed_dictionaries({"name": st.one_of(st.just(span_names.SCOPE), TEXTS)})
+EXPORTS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "resource": st.fixed_dictionaries({"attributes": ATTRIBUTES}),
+            "scopeSpans": st.lists(
+                st.fixed_dictionaries({"scope": SCOPES, "spans": st.lists(SPANS, max_size=6)}),
+                max_size=2,
+            ),
+        }
+    ),
+    max_size=2,
+).map(lambda groups: {"resourceSpans": groups})
+
+
+def fetch(url: str, data: bytes | None = None) -> tuple[int, bytes]:
+    """Status and body of a GET, or of a POST of `data`."""
+    try:
+        with urlopen(
+            Request(url, data, {"Content-Type": "application/json"}), timeout=60
+        ) as answer:
+            return answer.status, answer.read()
+    except HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+PATHS = (
+    *("/", "/?error=any", "/api/requests", "/api/summary", "/healthz"),
+    *(f"/{page}/{each * 16}" for page in ("trace", "api/trace") for each in ("01", "02")),
+)
+
+
+def test_spans_of_any_content(tmp_path: Path) -> None:
+    """Spans with any times, IDs, parents, attributes and resources are stored, or refused one by one.
+
+    Whatever is stored, list, traces and API show it.
+    """
+    with run_serve(tmp_path) as server:
+        url = f"http://127.0.0.1:{server.http_port}"
+
+        @settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+        @given(export=EXPORTS)
+        def check_export(export: dict[str, Any]) -> None:
+            assert fetch(f"{url}/v1/traces", json.dumps(export).encode())[0] == 200
+            for path in PATHS:
+                assert fetch(url + path)[0] in (200, 404), path
+
+        check_export()
+
+
+SCRIPT = '"><script>alert(1)</script>'
+
+
+def explain(*_: Any) -> ExplainAnswer:
+    """As long as an answer may be."""
+    stage = {"name": "x" * 1000, "typical_ms": 1.0, "late_ms": 2.0, "share": 0.1}
+    return ExplainAnswer(["because"], {"answered": True, "stages": [stage] * 8, "held": None})
+
+
+@contextlib.contextmanager
+def answer_alerts(folder: Path, **more: Any) -> Iterator[str]:
+    """The address of a `serve` with these options."""
+    with run_serve(folder, explain=explain, **more) as server:
+        yield f"http://127.0.0.1:{server.http_port}"
+
+
+def make_alert(**labels: str) -> dict[str, Any]:
+    """One that fires."""
+    named = {"alertname": "Late", "gen_ai_request_model": "chat", **labels}
+    return {"status": "firing", "labels": named, "startsAt": "2026-01-01T00:00:00Z"}
+
+
+def encode_group(*alerts: dict[str, Any]) -> bytes:
+    """What Alertmanager posts."""
+    return json.dumps({"version": "4", "alerts": list(alerts)}, ensure_ascii=False).encode(
+        "latin-1"
+    )
+
+
+def post(url: str, *alerts: dict[str, Any]) -> dict[str, Any]:
+    """The answer to these alerts."""
+    status, data = fetch(f"{url}/api/alerts", encode_group(*alerts))
+    assert status == 200
+    answer: dict[str, Any] = json.loads(data)
+    return answer
+
+
+def begin_post(url: str, length: int) -> socket.socket:
+    """A connection that has announced a webhook of so many bytes, and sent nothing of it."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), 10)
+    head = f"POST /api/alerts HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode())
+    return connection
+
+
+UNREADABLE = {
+    "deep": b'{"version": "4", "alerts": [], "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "no text": encode_group(make_alert(model="\xff")),
+    "no time": encode_group({**make_alert(), "startsAt": "0001-01-01T00:00:00"}),
+}
+
+
+def test_what_cannot_be_read_is_no_failure(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused, and no body that ends too soon makes a traceback either."""
+    with answer_alerts(tmp_path) as url:
+        for name, body in UNREADABLE.items():
+            assert fetch(f"{url}/api/alerts", body)[0] == 400, name
+        for _ in range(3):
+            with begin_post(url, 1000) as connection:
+                connection.sendall(b"{")
+                time.sleep(0.1)
+        assert not post(url)["answers"]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_bodies_share_the_receiver_s_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many webhooks arrive at once: the largest gives way, a small one is answered."""
+    monkeypatch.setattr(receiver.BodyBudget.__init__, "__defaults__", (1 << 20,))
+    with answer_alerts(tmp_path) as url:
+        slow = [begin_post(url, alert_webhook.MAX_BODY_BYTES - each) for each in range(4)]
+        for connection in slow:
+            connection.sendall(b" " * 600_000)
+            time.sleep(0.3)
+        assert len(post(url, make_alert())["answers"]) == 1
+        answers = []
+        for connection in slow:
+            connection.settimeout(1)
+            with connection, contextlib.suppress(TimeoutError):
+                connection.sendall(b" ")
+                answers.append(connection.recv(12))
+    assert answers.count(b"HTTP/1.1 503") == 3
+
+
+def test_an_answer_is_no_multiple_of_the_question(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Thousands of alerts in one body get no explanation each."""
+    alert = {"status": "firing", "labels": {}, "startsAt": "2026-01-01T00:00:00Z"}
+    with answer_alerts(tmp_path) as url:
+        found = post(url, *[alert] * 9000)
+    assert len(found["answers"]) == alert_webhook.MAX_ANSWERS
+    assert found["left_out"] == 9000 - alert_webhook.MAX_ANSWERS
+    assert len(json.dumps(found)) < alert_webhook.MAX_BODY_BYTES
+    assert len(capsys.readouterr().out.splitlines()) < 200
+
+
+def test_no_redirect_is_followed(tmp_path: Path) -> None:
+    """An Alertmanager leads us to no other address."""
+    asked: list[str] = []
+
+    class Inside(SilentHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_answer(200, b"")
+
+        do_POST = do_GET
+
+    class Leading(SilentHandler):
+        def do_POST(self) -> None:
+            self.read_body()
+            self.send_answer(302, Location=f"{inside.url}/latest/meta-data")
+
+    with (
+        HttpServerThread(Inside) as inside,
+        HttpServerThread(Leading) as leading,
+        answer_alerts(tmp_path, alertmanager_url=leading.url) as url,
+    ):
+        found = post(url, make_alert())
+    assert ("302" in found["not_sent"], asked) == (True, [])
+
+
+def test_labels_are_text(tmp_path: Path) -> None:
+    """On the page that an answer links to, whatever the alert's labels are."""
+    with answer_alerts(tmp_path) as url:
+        found = post(url, make_alert(gen_ai_request_model=SCRIPT, alertname=SCRIPT))
+        page = found["answers"][0]["page"]
+        assert page.startswith("/why?") and "<" not in page
+        text = fetch(url + page)[1].decode()
+    assert "<script>alert" not in text and "&lt;script&gt;" in text
