@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every policy on instances that never serve, with a clock that the test moves; and the ring of sessions."""
+"""What policies choose on instances that never serve, and by what: pending loads and models of prefills."""
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from bisect import bisect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, product
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,8 +21,8 @@ from msgspec import structs
 
 from ttft_otel.router.errors import SloUnreachable
 from ttft_otel.router.routing.policies import policy_registry
-from ttft_otel.router.routing.policies.block_index import BlockHolders, SentHistory
-from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
+from ttft_otel.router.routing.policies.block_index import SentHistory
+from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND, InstanceLoad, PendingLoads
 from ttft_otel.router.routing.policies.policy_registry import (
     POINTS_PER_INSTANCE,
     POLICIES,
@@ -27,10 +30,15 @@ from ttft_otel.router.routing.policies.policy_registry import (
 )
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
 from ttft_otel.router.routing.policies.prefill_model import (
+    MAX_TRACKED,
+    MIN_SAMPLES,
+    PrefillFit,
     PrefillLine,
     PrefillModels,
+    PrefillWork,
     compute_work,
     count_pairs,
+    describe_fit,
 )
 from ttft_otel.router.types import (
     Decision,
@@ -66,13 +74,17 @@ def build_request(
     )
 
 
-def build_state(line: PrefillLine | None = None, **options: Any) -> PolicyState:
+def build_state(
+    line: PrefillLine | None = None, pending: PendingLoads | None = None, **options: Any
+) -> PolicyState:
     """Nothing known yet but the `line` of prefills; ties are broken the same way each time."""
-    state = PolicyState(
-        BlockHolders(BLOCK_TOKENS), PolicyOptions(**options), tie_breaker=random.Random(7)
+    return PolicyState(
+        SentHistory(BLOCK_TOKENS, 100),
+        PolicyOptions(**options),
+        PendingLoads() if pending is None else pending,
+        PrefillModels(line),
+        tie_breaker=random.Random(7),
     )
-    state.models = PrefillModels(line)
-    return state
 
 
 def add_load_entry(
@@ -107,13 +119,10 @@ def set_in_flight(*counts: int) -> list[Instance]:
 # By hand from the formula: tokens, cached, pairs.
 PAIRS_BY_PROMPT = [
     (0, 0, 0),
-    (1, 0, 1),
-    (2, 1, 2),
     (10, 4, 45),
     (16, 16, 0),
     (100, 99, 100),
     (4096, 2048, 6_292_480),
-    (131_072, 0, 8_590_000_128),
     (131_072, 131_056, 2_097_032),
 ]
 
@@ -174,25 +183,16 @@ def test_nothing_known(name: str) -> None:
 @pytest.mark.parametrize("name", ["least_requests", "ttft"])
 def test_ties(name: str) -> None:
     """Among equals any is taken, about as often; the same seed takes the same ones."""
-    one, other = (POLICIES[name](build_state()) for _ in range(2))
-    took = [
-        one.choose_instance(build_request(), INSTANCES, 0, False).instance.url for _ in range(300)
-    ]
-    again = [
-        other.choose_instance(build_request(), INSTANCES, 0, False).instance.url for _ in range(300)
-    ]
+    took, again = (
+        [
+            policy.choose_instance(build_request(), INSTANCES, 0, False).instance.url
+            for _ in range(300)
+        ]
+        for policy in (POLICIES[name](build_state()) for _ in range(2))
+    )
 
     assert took == again
     assert min(Counter(took).values()) > 60
-
-
-def test_least() -> None:
-    """least: the instance with the fewest requests under way, as the fleet counts them."""
-    busy = set_in_flight(3, 1, 2)
-
-    found = choose_instance("least_requests", build_state(), build_request(), 0, busy)
-
-    assert found.instance is busy[1]
 
 
 def test_session() -> None:
@@ -403,9 +403,7 @@ def test_speculative() -> None:
     add_load_entry(known, build_request(1, 160, range(10)), A)
     add_load_entry(known, build_request(2, 160, range(20, 30)), B)
     request = build_request(3, 320, range(20))
-    original = PolicyState(
-        BlockHolders(BLOCK_TOKENS), PolicyOptions(ttft_model="trapezoid"), known.pending
-    )
+    original = build_state(None, known.pending, ttft_model="trapezoid")
 
     cached = [choose_instance("ttft", known, request, 0, (x,)).cached_tokens for x in INSTANCES]
 
@@ -521,35 +519,20 @@ def test_outcome() -> None:
     assert known.outcomes[A.url].r2 == pytest.approx(0.6, rel=0.01)
 
 
-def test_history() -> None:
-    """What was sent counts as cached; the latest blocks stay, ends of prompts go before beginnings."""
-    index = SentHistory(BLOCK_TOKENS, 6)
-    index.record_served(A.url, range(4))
-    index.record_served(B.url, range(2))
-    urls = [each.url for each in INSTANCES]
-
-    assert index.match_blocks(range(5), urls) == [4, 2, 0]
-    index.record_served(A.url, range(10, 14))
-    assert index.match_blocks(range(5), urls) == [2, 2, 0]
-    for number in range(0, 10_000, 3):
-        index.record_served(A.url, range(number, number + 3))
-        index.record_served(B.url, range(number, number + 3))
-    assert len(index) == 6
+INSTANCE_URLS = tuple(f"http://10.0.0.{number}:8000" for number in range(8))
 
 
-INSTANCE_URLS = tuple(f"http://10.0.0.{number}:8000" for number in range(20))
+@functools.cache
+def build_ring(urls: frozenset[str]) -> list[tuple[int, str]]:
+    """The points of these instances alone, in order."""
+    numbers = range(POINTS_PER_INSTANCE)
+    return sorted((policy_registry._hash_text(f"{url}#{n}"), url) for url in urls for n in numbers)
 
 
-def choose_from_ring(key: str, urls: Sequence[str]) -> str:
-    """The same from the ring of these instances alone."""
-    points = sorted(
-        (policy_registry._hash_text(f"{url}#{n}"), url)
-        for url in urls
-        for n in range(POINTS_PER_INSTANCE)
-    )
-    return points[
-        bisect([point for point, _ in points], policy_registry._hash_text(key)) % len(points)
-    ][1]
+def choose_from_ring(key: str, urls: Iterable[str]) -> str:
+    """Whose point on the ring of these instances alone follows."""
+    points = build_ring(frozenset(urls))
+    return points[bisect(points, (policy_registry._hash_text(key), "~")) % len(points)][1]
 
 
 @settings(deadline=None)
@@ -561,7 +544,7 @@ def test_same(asked: list[tuple[set[str], str]]) -> None:
     ring = HashRing()
     for urls, key in asked:
         ring.add_urls(urls)
-        assert ring.find_owner(key, urls) == choose_from_ring(key, sorted(urls))
+        assert ring.find_owner(key, urls) == choose_from_ring(key, urls)
 
 
 def test_no_new_points(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,5 +575,327 @@ def test_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(2, len(INSTANCE_URLS)):
         urls = set(INSTANCE_URLS[number - 2 : number])
         ring.add_urls(urls)
-        assert ring.find_owner("ann", urls) == choose_from_ring("ann", sorted(urls))
+        assert ring.find_owner("ann", urls) == choose_from_ring("ann", urls)
         assert len(ring._points) <= 3 * POINTS_PER_INSTANCE
+
+
+PATIENCE_S = 30
+# What may happen to one of twelve requests, after so many seconds: sent (also again, elsewhere), first token,
+# any other end, nothing more ever.
+EVENT_LISTS = st.lists(
+    st.tuples(
+        st.sampled_from(("sent", "sent", "first", "left")),
+        st.integers(0, 11),
+        st.sampled_from(INSTANCES),
+        st.integers(0, 12),
+    ),
+    max_size=80,
+)
+
+
+def build_shared_prompt(number: int) -> RoutingRequest:
+    """One of the twelve; their prompts share beginnings."""
+    blocks = (*range(number % 5), 100 + number)
+    return build_request(number, BLOCK_TOKENS * len(blocks) + number, blocks)
+
+
+def compute_sums(pending: PendingLoads) -> list[tuple[int, int, int, int]]:
+    """Of each instance: requests, tokens, pairs, queued blocks."""
+    loads = [pending.get_load(each.url) for each in INSTANCES]
+    return [(len(x.entries), x.tokens_to_compute, x.pairs, x.queued_blocks.total()) for x in loads]
+
+
+@given(EVENT_LISTS, st.sampled_from(sorted(POLICIES)))
+def test_any_order(events: list[tuple[str, int, Instance, int]], name: str) -> None:
+    """Whatever happens in whatever order, the sums are those of who is there, and end at zero."""
+    pending, now, there = PendingLoads(PATIENCE_S * US_PER_SECOND), 0, {}
+    state = build_state(pending=pending)
+    policy = POLICIES[name](state)
+    for what, number, failed, later in events:
+        now += later * US_PER_SECOND
+        request = build_shared_prompt(number)
+        if what == "sent":
+            others = tuple(each for each in INSTANCES if each is not failed)
+            choice = policy.choose_instance(request, others, now, number in there)
+            state.record_sent(request, choice, now)
+            there = {key: x for key, x in there.items() if now - x[1] < PATIENCE_S * US_PER_SECOND}
+            there[number] = (choice, now)
+        elif what == "first":
+            state.record_first_token(request, now, 0.1, 0)
+            there.pop(number, None)
+        else:
+            state.record_left(request, now)
+            there.pop(number, None)
+        assert compute_sums(pending) == [expect_sums(there, each.url) for each in INSTANCES]
+
+    pending.drop_expired(now + PATIENCE_S * US_PER_SECOND)
+
+    assert len(pending) == 0
+    assert compute_sums(pending) == [(0, 0, 0, 0)] * len(INSTANCES)
+    assert pending.estimate_delay_cost(now, 1) == 0  # no instance counts as busy
+
+
+def expect_sums(
+    requests_by_number: dict[int, tuple[Decision, int]], url: str
+) -> tuple[int, int, int, int]:
+    """The sums of one instance, from scratch."""
+    requests_here = [
+        (build_shared_prompt(number), choice.cached_tokens)
+        for number, (choice, _) in requests_by_number.items()
+        if choice.instance.url == url
+    ]
+    return (
+        len(requests_here),
+        sum(request.prompt_tokens - cached for request, cached in requests_here),
+        sum(count_pairs(request.prompt_tokens, cached) for request, cached in requests_here),
+        sum(len(request.block_keys) for request, _ in requests_here),
+    )
+
+
+def test_running() -> None:
+    """What an instance computes now began when it was sent, or when the one before it left."""
+    state = build_state()
+    for number in range(3):
+        add_load_entry(state, build_request(number, 10), A, now=number * US_PER_SECOND)
+
+    def get_elapsed(at: int) -> float:
+        running = state.pending.get_load(A.url).estimate_running(at * US_PER_SECOND)
+        assert running is not None
+        return running[1]
+
+    assert get_elapsed(4) == 4
+    state.record_left(build_request(1), 5 * US_PER_SECOND)  # left before its turn
+    assert get_elapsed(6) == 6
+    state.record_first_token(build_request(0), 7 * US_PER_SECOND, 0.1, 0)
+    assert get_elapsed(9) == 2
+    assert InstanceLoad().estimate_running(0) is None
+
+
+def test_crowd() -> None:
+    """Two arrivals a second, busy for half of the time: four are delayed; by the part that is busy now."""
+    pending = PendingLoads(window_s=10)
+    state = build_state(pending=pending)
+    assert pending.estimate_delay_cost(0, 1) == 0
+    for number in range(200):
+        at = number * US_PER_SECOND // 2
+        add_load_entry(state, build_request(number, 10), A, now=at)
+        state.record_left(build_request(number), at + US_PER_SECOND // 4)
+    assert pending.estimate_delay_cost(100 * US_PER_SECOND, 1) == 0  # nobody waits
+    add_load_entry(state, build_request(1, 10), A, now=100 * US_PER_SECOND)
+
+    assert abs(pending.estimate_delay_cost(100 * US_PER_SECOND, 1) - 4) < 0.4
+    assert abs(pending.estimate_delay_cost(100 * US_PER_SECOND, 4) - 0.5 / (1 - 0.5 / 4) / 4) < 0.05
+    assert pending.estimate_delay_cost(400 * US_PER_SECOND, 1) < 1e-9
+
+
+def test_lately() -> None:
+    """Of what an instance had to compute half is forgotten after each window; the idle one then, too."""
+    state = build_state(pending=PendingLoads(window_s=10))
+    for number, (to, at) in enumerate(((A, 1), (B, 5), (B, 12))):
+        assert state.pending.get_load(A.url).recent_tokens == (50 if number else 0)
+        add_load_entry(state, build_request(number, 50), to, now=at * US_PER_SECOND)
+    assert state.pending.get_load(A.url).recent_tokens == 25
+
+    state.record_left(build_request(0), 13 * US_PER_SECOND)
+    add_load_entry(state, build_request(9, 50), C, now=30 * US_PER_SECOND)
+    assert state.pending.get_load(A.url).recent_tokens == 0
+    assert state.pending.get_load(B.url).entries  # its requests have not ended
+
+
+TRUE_LINE = PrefillLine(0.005, 40e-6, 1.3e-9)
+PROBE = compute_work(8000, 0)
+
+
+def generate_prefills(
+    count: int, factor: float = 1.0, noise: float = 0.0, seed: int = 1
+) -> Iterator[tuple[PrefillWork, float]]:
+    """Lengths from 16 to 64k tokens, with any part of them cached, and `factor` times TRUE_LINE's seconds.
+
+    noise: of the seconds, relative.
+    """
+    rng, chance = random.Random(seed), random.Random(seed + 1)
+    for _ in range(count):
+        tokens = round(16 * 4096 ** rng.random())
+        work = compute_work(tokens, rng.randrange(tokens) // 16 * 16)
+        yield work, factor * TRUE_LINE.predict_seconds(work) * chance.lognormvariate(0, noise)
+
+
+def train_fit(*prefills: Iterable[tuple[PrefillWork, float]]) -> tuple[PrefillLine, PrefillFit]:
+    """What these prefills teach, one after the other."""
+    fit = PrefillFit()
+    for work, seconds in chain.from_iterable(prefills):
+        fit.add_sample(work, seconds)
+    assert fit.line is not None
+    return fit.line, fit
+
+
+def test_exact() -> None:
+    """From times without noise the fit finds the exact coefficients."""
+    line, fit = train_fit(generate_prefills(50))
+
+    assert line == pytest.approx(TRUE_LINE, rel=1e-3)
+    assert fit.quality.mape == pytest.approx(0, abs=0.01)
+
+
+def test_cost_of_answers() -> None:
+    """What answers under way cost each prefill is found, and nothing where none are."""
+    fit, chance, cost_s = PrefillFit(), random.Random(3), 0.0007
+    for work, seconds in generate_prefills(300):
+        decodes = chance.randrange(100)
+        noise = chance.lognormvariate(0, 0.05)
+        fit.add_sample(work, (seconds + cost_s * decodes) * noise, decodes)
+
+    assert fit.line is not None
+    assert fit.line.e == pytest.approx(cost_s, rel=0.1)
+    assert describe_fit(fit)["e"] == fit.line.e
+
+
+def test_noise() -> None:
+    """With 10 % of noise its errors are about that noise; long prompts are predicted within a few percent."""
+    line, fit = train_fit(generate_prefills(2000, noise=0.1))
+
+    for tokens in (2000, 8000, 32_000):
+        work = compute_work(tokens, 0)
+        assert line.predict_seconds(work) == pytest.approx(TRUE_LINE.predict_seconds(work), 0.05)
+    assert fit.quality.mape is not None and 0.06 < fit.quality.mape < 0.12
+    assert fit.quality.r2 is not None and fit.quality.r2 > 0.95
+
+
+@pytest.mark.parametrize("kept", list(product((0, 1), repeat=3)))
+def test_never_negative(kept: tuple[int, ...]) -> None:
+    """A part that costs nothing has a coefficient of zero, never below, whatever the noise."""
+    true = PrefillLine(*(x * keep for x, keep in zip(TRUE_LINE[:3], kept, strict=True)))
+    fit, chance = PrefillFit(), random.Random(4)
+    for work, _ in generate_prefills(300):
+        fit.add_sample(work, true.predict_seconds(work) + chance.gauss(0, 1e-4))
+        assert fit.line is None or min(fit.line) >= 0
+
+    if any(kept):
+        assert fit.line is not None
+        assert fit.line.predict_seconds(PROBE) == pytest.approx(
+            true.predict_seconds(PROBE), rel=0.1, abs=1e-3
+        )
+
+
+def test_one_length() -> None:
+    """From prompts of one length the model predicts that length correctly."""
+    line, _ = train_fit([(PROBE, 0.25)] * MIN_SAMPLES)
+
+    assert line.predict_seconds(PROBE) == pytest.approx(0.25)
+
+
+def test_forgets() -> None:
+    """When an instance becomes twice as slow, so do its predictions."""
+    line, _ = train_fit(generate_prefills(500), generate_prefills(3000, factor=2, seed=2))
+
+    assert line.predict_seconds(PROBE) == pytest.approx(2 * TRUE_LINE.predict_seconds(PROBE), 0.02)
+
+
+def train_models(
+    models: PrefillModels,
+    count: int,
+    slowdowns: Mapping[str, float] = MappingProxyType({}),
+    noise: float = 0.0,
+    instances: int = 8,
+) -> tuple[PrefillLine, Mapping[str, float]]:
+    """What is known of `m` after so many prefills at each instance; `slowdowns`: how slow."""
+    for number, (work, seconds) in enumerate(generate_prefills(count * instances, noise=noise)):
+        url = str(number % instances)
+        models.add_sample("m", url, work, seconds * slowdowns.get(url, 1.0))
+    known = models.get_line("m")
+    assert known is not None
+    return known
+
+
+def test_pool() -> None:
+    """Start values, then a line that all instances have in common; other models have no part in it."""
+    start = PrefillLine(1, 0, 0)
+    models = PrefillModels(start)
+    assert models.get_line("m") == (start, {})
+    assert PrefillModels().get_line("m") is None
+    line, factors = train_models(models, 1, instances=MIN_SAMPLES)
+
+    assert line == pytest.approx(TRUE_LINE, rel=1e-3)
+    assert factors == {}
+    assert models.get_line("other") == (start, {})
+
+
+def test_pace() -> None:
+    """A few samples tell a slow instance from the others: its line is the common one times its pace."""
+    models, slowdowns = PrefillModels(), {"0": 2.0, "1": 2.0, "2": 0.5}
+    train_models(models, 20, slowdowns, 0.1)
+    lines = {url: fit.line for (_, url), fit in models.list_fits().items()}
+
+    for url in ("0", "1", "2", "3", "7"):
+        line = lines[url]
+        assert line is not None
+        assert line.predict_seconds(PROBE) == pytest.approx(
+            slowdowns.get(url, 1.0) * TRUE_LINE.predict_seconds(PROBE), rel=0.12
+        )
+
+
+@pytest.mark.parametrize(("each", "noise"), [(5, 0.1), (50, 0.1), (50, 0.5)])
+def test_chance(each: int, noise: float) -> None:
+    """Equally fast instances are not told apart by their noise: nearly all have no pace of their own."""
+    _, factors = train_models(PrefillModels(), each, noise=noise, instances=64)
+
+    assert len(factors) < 12
+    assert all(abs(factor - 1) < noise / 2 for factor in factors.values())
+
+
+def test_pace_changes() -> None:
+    """An instance that becomes slow is known to be after a hundred prefills; all of them after more."""
+    models = PrefillModels()
+    train_models(models, 60, noise=0.05, instances=4)
+
+    for slow, count in (("0", 100), ("0123", 500)):
+        slowdowns = dict.fromkeys(slow, 3.0)
+        line, factors = train_models(models, count, slowdowns, instances=4)
+        for url in "0123":
+            assert factors.get(url, 1.0) * line.predict_seconds(PROBE) == pytest.approx(
+                slowdowns.get(url, 1.0) * TRUE_LINE.predict_seconds(PROBE), rel=0.15
+            )
+
+
+def test_wild() -> None:
+    """A prefill time a thousand times too long, or zero, does not spoil the predictions of its instance."""
+    models = PrefillModels()
+    _, factors = train_models(models, 40, noise=0.1)
+    models.add_sample("m", "0", PROBE, 1000 * TRUE_LINE.predict_seconds(PROBE))
+    models.add_sample("m", "1", PROBE, 0.0)
+
+    assert factors.get("0", 1.0) < 1.3
+    assert factors.get("1", 1.0) > 0.8
+
+
+def test_first() -> None:
+    """One long prefill tells nothing of an instance while nobody knows how much they differ by chance."""
+    models = PrefillModels()
+    _, factors = train_models(models, MIN_SAMPLES, instances=1)
+    models.add_sample("m", "b", PROBE, 10 * TRUE_LINE.predict_seconds(PROBE))
+
+    assert factors == {}
+
+
+def test_models_are_bounded() -> None:
+    """However many models and instances are named, no more than so many are kept, the latest."""
+    models = PrefillModels()
+    for number in range(MAX_TRACKED + 100):
+        models.add_sample(f"m{number}", "a", PROBE, 0.1)
+    kept = [key for key in models.list_fits() if key[1]]
+
+    assert len(kept) == MAX_TRACKED
+    assert kept[0] == ("m100", "a")
+    assert ("m99", "") not in models.list_fits()
+
+
+def test_drop() -> None:
+    """An instance that is gone leaves no series and weighs nothing in what the others are held against."""
+    models = PrefillModels()
+    line, factors = train_models(models, 40, {"0": 4.0}, 0.05, 2)
+    assert factors
+    models.add_sample("other", "0", PROBE, 0.1)
+    models.drop_instance("0")
+    assert set(models.list_fits()) == {("m", ""), ("m", "1")}
+    models.add_sample("m", "1", PROBE, line.predict_seconds(PROBE))
+    assert factors == {}
