@@ -13,6 +13,7 @@ import asyncio
 import json
 import socket
 import sys
+from collections.abc import Awaitable, Callable
 from time import monotonic_ns
 from typing import Any
 from urllib.parse import urlsplit
@@ -136,18 +137,20 @@ def encode_event(event: Any) -> bytes:
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
-def write_json(writer: asyncio.StreamWriter, body: Any) -> None:
+def write_json(writer: asyncio.StreamWriter, body: Any, status: int = 200) -> None:
     """A JSON answer."""
     data = json.dumps(body).encode()
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+    head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
     writer.write(f"{head}\r\n\r\n".encode() + data)
 
 
-async def main() -> None:
+async def serve_stamped(
+    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> None:
     """Serve until killed; the port is the first line of the output."""
     listener = StampingListener()
     listener.bind(("127.0.0.1", 0))
-    server = await asyncio.start_server(serve_connection, sock=listener, backlog=4096)
+    server = await asyncio.start_server(serve, sock=listener, backlog=4096)
     sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
     sys.stdout.flush()
     with keep_timestamps_enabled():
@@ -155,4 +158,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(serve_stamped(serve_connection))

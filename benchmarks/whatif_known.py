@@ -4,7 +4,7 @@
     python -m benchmarks.whatif_known [--seed N] [--only NAME] [--repetitions N] [--json FILE]
 
 The model of vLLM is that of benchmarks/answers, which shares no code with the package: its device's time
-is no line in tokens, decodes read contexts, processes stop, instances differ. tests/explain/whatif asserts
+is no line in tokens, decodes read contexts, processes stop, instances differ. tests/explain asserts
 some of it against vLLM's own Scheduler; benchmarks/whatif.py asks real servers.
 """
 

@@ -28,7 +28,10 @@ TEST_PACKAGES: Final = (
 )
 UNITS: Final = (
     *("tests/model", "tests/exporter/spans", "tests/exporter/metrics"),
-    *("tests/explain/diff/test_change_cause.py", "tests/explain/window/test_holding_work.py"),
+    *(
+        "tests/explain/test_diff.py::test_cause",
+        "tests/explain/test_stored_windows.py::test_holders",
+    ),
 )
 IMPORT_COMMANDS: Final = """
 import sys

@@ -21,8 +21,8 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
-from benchmarks.truth_server import StampingListener
-from ttft_otel.bench.http_exchange import keep_timestamps_enabled, sleep_until
+from benchmarks.truth_server import encode_event, serve_stamped, write_json
+from ttft_otel.bench.http_exchange import sleep_until
 from ttft_otel.model import timing
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ class ScriptedStreamServer:
         self.notes.append(note)
         failure = self.script.failures.get(str(number))
         if isinstance(failure, int):
-            write_json(writer, failure, {"error": {"message": f"{failure} as scripted"}})
+            write_json(writer, {"error": {"message": f"{failure} as scripted"}}, failure)
             return
         first_token_ms = self.script.first_token_ms[number % len(self.script.first_token_ms)]
         if self.script.has_queue:
@@ -90,18 +90,18 @@ class ScriptedStreamServer:
         note["took_us"] = (start_ns - received_ns) // 1000
         writer.write(RESPONSE_HEAD + self.build_timing_header(number, note) + b"\r\n")
         if failure == "error":
-            write_event(writer, {"error": {"message": "as scripted"}})
+            writer.write(encode_event({"error": {"message": "as scripted"}}))
         for place in range(self.script.token_count):
             await sleep_until(start_ns + int(place * self.script.gap_ms * 1e6))
             note["tokens"].append(monotonic_ns())
-            write_event(writer, {"choices": [{"text": f"t{place} é"}]})
+            writer.write(encode_event({"choices": [{"text": f"t{place} é"}]}))
             if failure == "cut":
                 return
         if self.script.reports_usage:
             length = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
             usage = {"prompt_tokens": length, "completion_tokens": self.script.token_count}
-            write_event(writer, {"choices": [], "usage": usage})
-        write_chunk(writer, b"data: [DONE]\n\n")
+            writer.write(encode_event({"choices": [], "usage": usage}))
+        writer.write(b"e\r\ndata: [DONE]\n\n\r\n")
         note["end"] = monotonic_ns()
         writer.write(b"0\r\n\r\n")
 
@@ -111,7 +111,7 @@ class ScriptedStreamServer:
         choice: dict[str, Any] = {"text": "x"}
         if count:
             choice["prompt_token_ids"] = [300 + place for place in range(count)]
-        write_json(writer, 200, {"choices": [choice], "usage": {"prompt_tokens": count}})
+        write_json(writer, {"choices": [choice], "usage": {"prompt_tokens": count}})
 
     def build_timing_header(self, number: int, note: dict[str, Any]) -> bytes:
         """Server-Timing of the delays that really took place."""
@@ -140,12 +140,12 @@ async def handle_connection(reader: asyncio.StreamReader, writer: asyncio.Stream
     try:
         if line.startswith("POST /script"):
             servers.append(ScriptedStreamServer(ServerScript(**json.loads(body))))
-            write_json(writer, 200, {})
+            write_json(writer, {})
         elif line.startswith("GET /v1/models"):
             card = {"id": "fake", "max_model_len": served.script.context_tokens}
-            write_json(writer, 200, {"data": [card]})
+            write_json(writer, {"data": [card]})
         elif line.startswith("GET"):
-            write_json(writer, 200, served.notes)
+            write_json(writer, served.notes)
         else:
             await served.stream_answer(writer, headers, json.loads(body), received_ns)
         await writer.drain()
@@ -157,23 +157,6 @@ async def handle_connection(reader: asyncio.StreamReader, writer: asyncio.Stream
 
 # Of the server's process; the last one answers.
 servers = [ScriptedStreamServer(ServerScript())]
-
-
-def write_json(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
-    """A JSON answer."""
-    data = json.dumps(body).encode()
-    kind = f"content-type: application/json\r\ncontent-length: {len(data)}"
-    writer.write(f"HTTP/1.1 {status} X\r\n{kind}\r\n\r\n".encode() + data)
-
-
-def write_event(writer: asyncio.StreamWriter, event: Any) -> None:
-    """One event of the stream."""
-    write_chunk(writer, b"data: " + json.dumps(event).encode() + b"\n\n")
-
-
-def write_chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """One HTTP chunk."""
-    writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
 
 @dataclass
@@ -214,15 +197,5 @@ def start_server_process() -> ServerProcess:
     return ServerProcess(f"http://127.0.0.1:{int(process.stdout.readline())}")
 
 
-async def main() -> None:
-    """Serve until killed; the port is the first line of the output."""
-    listener = StampingListener()
-    listener.bind(("127.0.0.1", 0))
-    server = await asyncio.start_server(handle_connection, sock=listener, backlog=1024)
-    print(server.sockets[0].getsockname()[1], flush=True)  # noqa: T201
-    with keep_timestamps_enabled():
-        await server.serve_forever()
-
-
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(serve_stamped(handle_connection))

@@ -13,9 +13,15 @@ import msgspec
 import pytest
 
 from bench.conftest import RunBench
-from tests.explain.recorded_window import find_truth
+from tests.explain.scheduler_truth import (
+    BEFORE_US,
+    Arrival,
+    Device,
+    find_truth,
+    hasten,
+    run_scheduler,
+)
 from tests.explain.stored_records import build_served_record, build_spans, store_spans
-from tests.explain.whatif.scheduler_truth import BEFORE_US, Arrival, Device, hasten, run_scheduler
 from ttft_otel.bench import load_plan
 from ttft_otel.bench.http_exchange import RawResponse
 from ttft_otel.bench.load_driver import LoadRun, RequestResult, StreamContent

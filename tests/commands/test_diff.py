@@ -13,8 +13,14 @@ import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from tests.explain.shell_commands import DOCS, StoreCommand
-from tests.explain.stored_records import build_noisy_record, build_spans, name_window, store_spans
+from tests.explain.stored_records import (
+    DOCS,
+    StoreCommand,
+    build_noisy_record,
+    build_spans,
+    name_window,
+    store_spans,
+)
 from tests.fake_tempo import FakeTempo
 from tests.report.sample_records import make_routed_records
 from ttft_otel.exporter.spans import span_builder

@@ -10,8 +10,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from tests.explain.shell_commands import StoreCommand
-from tests.explain.stored_records import build_noisy_record, build_spans, name_window, store_spans
+from tests.explain.stored_records import (
+    StoreCommand,
+    build_noisy_record,
+    build_spans,
+    name_window,
+    store_spans,
+)
 from tests.fake_tempo import FakeTempo
 from ttft_otel.commands import command_options
 from ttft_otel.model.names import keys

@@ -19,16 +19,13 @@ from click.testing import CliRunner
 from tests.commands.test_whatif import LIMITS
 from tests.explain.stored_records import (
     BEGIN_S,
-    build_served_record,
-    build_spans,
     draw_busy_arrivals,
     name_window,
+    store_served_window,
     store_spans,
 )
-from tests.explain.whatif.scheduler_truth import run_scheduler
 from tests.report.sample_records import make_routed_records, make_spans
 from ttft_otel.commands import main as cli
-from ttft_otel.model.names import keys
 
 WIDTH = 80
 COUNT = 60
@@ -50,19 +47,9 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A window of one server, and later routed requests with the longest names, the second half slower."""
-    arrivals = draw_busy_arrivals()
-    records = [
-        build_served_record(number, arrival, one)
-        for number, (arrival, one) in enumerate(
-            zip(arrivals, run_scheduler(arrivals, LIMITS), strict=True)
-        )
-    ]
-    resource = {
-        "service.instance.id": "chat-1",
-        keys.ENGINE_MAX_SEQS: LIMITS.max_num_seqs,
-        keys.ENGINE_MAX_TOKENS: LIMITS.max_batched_tokens,
-    }
-    spans = build_spans(records, resource)
+    path = tmp_path_factory.mktemp("width") / "spans.db"
+    store_served_window(path, draw_busy_arrivals(), LIMITS)
+    spans = []
     for number in range(COUNT):
         # Stages of more than a second, and of microseconds.
         factor = (
@@ -70,7 +57,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         start_ns = (BEGIN_S + ROUTED_S + number) * 10**9
         spans += make_spans(make_routed_records(f"routed-{number}", factor, start_ns=start_ns))
-    return store_spans(tmp_path_factory.mktemp("width") / "spans.db", spans)
+    return store_spans(path, spans)
 
 
 def list_words(name: str, database: Path) -> list[str]:

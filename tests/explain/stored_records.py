@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of requests of one server, and a database with their spans; for the tests of explain's commands."""
+"""Stores with records of one server, and the commands asked about them: explain, diff and whatif."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,23 +12,64 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import msgspec
+from click.testing import CliRunner, Result
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from tests.explain.whatif.scheduler_truth import (
+from tests.explain.scheduler_truth import (
     BEFORE_US,
     STREAM_US,
     Arrival,
     Served,
     draw_arrivals,
+    run_scheduler,
 )
+from tests.fake_tempo import FakeTempo
+from ttft_otel.commands import main as cli
+from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.exporter.spans import span_builder
 from ttft_otel.model.names import keys, span_names
-from ttft_otel.model.record import Piece, Record, Server, Ttft
+from ttft_otel.model.record import Attributes, Piece, Record, Server, Ttft
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.store.span_store import SpanStore
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+class StoreCommand:
+    """`ttft-otel NAME` over a store, with `flags` at each call; its JSON keeps to docs/NAME.schema.json."""
+
+    def __init__(self, name: str, *flags: str) -> None:
+        self.name, self.flags = name, flags
+        self.schema = json.loads((DOCS / f"{name}.schema.json").read_text("utf-8"))
+
+    def run(self, database: Path, *words: str) -> Result:
+        """Run it in a terminal that is wide enough for one line each."""
+        return self._invoke("--db", str(database), *words)
+
+    def run_tempo(self, tempo: FakeTempo, *words: str) -> Result:
+        """Run it in the same terminal, over a Tempo."""
+        return self._invoke("--tempo", tempo.url, *words)
+
+    def _invoke(self, *words: str) -> Result:
+        return CliRunner(env={"COLUMNS": "2000"}).invoke(cli.main, [self.name, *self.flags, *words])
+
+    def read_json(self, database: Path, *words: str) -> dict[str, Any]:
+        """Its JSON, which keeps to the schema."""
+        reported: dict[str, Any] = json.loads(self.run(database, *words, "--json").stdout)
+        jsonschema.validate(reported, self.schema)
+        return reported
+
+    def check_refusal(self, database: Path, words: list[str], reported: str) -> None:
+        """It refuses with `reported`; where the flags themselves are right, in its JSON as well."""
+        result = self.run(database, *words)
+        assert result.exit_code != 0 and reported in result.output
+        if result.exit_code == 1:
+            assert reported in self.read_json(database, *words)["refusal"]
+
 
 BEGIN_S = 1_790_000_000  # Unix seconds of the first request
 
@@ -88,12 +131,35 @@ def build_served_record(number: int, arrival: Arrival, one: Served) -> Record:
         keys.PREFILL_OWN_TOKENS: arrival.tokens,
         keys.PREFILL_STEP_TOKENS: one.step_tokens,
         keys.STREAMING: True,
+        keys.name_reason_attribute("prefill.queue", "max_num_seqs"): one.queue - one.blocked,
+        keys.name_reason_attribute("prefill.queue", "kv_blocks"): one.blocked,
     }
     pieces = (Piece("stage", "prefill.compute", 0, one.compute),)
     start_us = arrival.at_us - BEFORE_US
     record = build_record(number, start_us, lengths, pieces=pieces, attributes=reported)
     end = sum(lengths.values()) + one.end - one.first_token
-    return msgspec.structs.replace(record, server=Server("POST /v1/completions", end, 200))
+    # What the server knows at its request's end.
+    answer: Attributes = {
+        keys.OUTPUT_TOKENS: arrival.answer,
+        keys.TIME_PER_OUTPUT_TOKEN_US: (one.end - one.first_token) // max(arrival.answer - 1, 1),
+    }
+    server = Server("POST /v1/completions", end, 200, attributes=answer)
+    return msgspec.structs.replace(record, server=server)
+
+
+def store_served_window(
+    path: Path, arrivals: Sequence[Arrival], limits: EngineLimits, *, tells_settings: bool = True
+) -> Path:
+    """A window that vLLM's Scheduler has served; all waiting was for a place, but for that for KV blocks."""
+    resource: dict[str, str | int] = {"service.instance.id": "chat-1"}
+    if tells_settings:
+        resource[keys.ENGINE_MAX_SEQS] = limits.max_num_seqs
+        resource[keys.ENGINE_MAX_TOKENS] = limits.max_batched_tokens
+        if limits.kv_tokens:
+            resource[keys.ENGINE_KV_TOKENS] = limits.kv_tokens
+    served = run_scheduler(tuple(arrivals), limits)
+    records = map(build_served_record, itertools.count(), arrivals, served)
+    return store_spans(path, build_spans(list(records), resource))
 
 
 def draw_busy_arrivals() -> tuple[Arrival, ...]:

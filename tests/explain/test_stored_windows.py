@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of a window all late requests are read and a sample of the others, whose weights make figures unbiased."""
+"""Stored windows: a weighted sample is read, holders add up, and what anybody may have sent harms nobody."""
 
 from __future__ import annotations
 
+import json
+import random
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,20 +19,37 @@ from typing import Any
 import msgspec
 import numpy
 import pytest
+from click.testing import CliRunner
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import Resource
 
-from tests.explain.shell_commands import StoreCommand
-from tests.explain.stored_records import BEGIN_S, name_window
+from tests.commands.test_explain import COUNT, EXPLAIN, WINDOW, make_record
+from tests.explain.stored_records import (
+    BEGIN_S,
+    StoreCommand,
+    build_spans,
+    name_window,
+    store_spans,
+)
+from tests.fake_tempo import FakeTempo
+from ttft_otel.commands import main as cli
+from ttft_otel.explain.window.holding_work import list_holders
 from ttft_otel.explain.window.window_reading import (
     WindowReading,
     describe_coverage,
     describe_reading,
     read_window,
 )
+from ttft_otel.exporter.spans import span_builder
 from ttft_otel.model.names import keys, span_names
+from ttft_otel.model.record import HeldBy, Record
 from ttft_otel.model.statistics import compute_quantile, compute_weighted_quantiles
-from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.report.breakdown_source import open_source
+from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.report.report_types import SourceChoice, StoredSpan
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 from ttft_otel.report.store.span_chunks import chunk_spans
+from ttft_otel.report.store.span_conversion import StoredHolder
 from ttft_otel.report.store.span_store import SpanStore
 from ttft_otel.report.window_sample import (
     LATE,
@@ -107,13 +127,13 @@ def make_spans(
     return [StoredSpan(*trunk, attributes=attributes, **shared), StoredSpan(*server, **shared)]
 
 
-EXPLAIN, DIFF = StoreCommand("explain"), StoreCommand("diff")
+DIFF = StoreCommand("diff")
 ALL = RequestFilter(last=0)
 SLO_US = 300_000
-COUNT = 8000
+HOUR = 8000  # requests
 
 
-def draw_hour(seed: int = 1, count: int = COUNT, incident: bool = True) -> list[int]:
+def draw_hour(seed: int = 1, count: int = HOUR, incident: bool = True) -> list[int]:
     """The TTFTs of an hour, by default with an incident in a sixth of it, in the order of arrival."""
     chance = numpy.random.default_rng(seed)
     usual = chance.lognormal(11, 0.3, count)
@@ -142,10 +162,10 @@ def test_incident(tmp_path: Path) -> None:
     ) / sum(weights)
     assert share == pytest.approx(late / len(ttfts))
     text = describe_reading(found.coverage)
-    assert text.startswith(f"{COUNT} requests from ")
-    assert f"read: all {late} late ones and 2000 of {COUNT - late} others, at random" in text
+    assert text.startswith(f"{HOUR} requests from ")
+    assert f"read: all {late} late ones and 2000 of {HOUR - late} others, at random" in text
     told = describe_coverage(found.coverage)
-    assert told["requests"] == COUNT and told["read"] == len(found.requests) == late + 2000
+    assert told["requests"] == HOUR and told["read"] == len(found.requests) == late + 2000
     assert datetime.fromisoformat(told["from"]).timestamp() == BEGIN_S
     # Counter-test: the newest ones, which were read before, have none of them.
     assert not any(each > SLO_US for each in ttfts[-2000:])
@@ -161,15 +181,15 @@ def test_commands_read_the_window(tmp_path: Path) -> None:
 
     reported = EXPLAIN.read_json(path, "--since", b, "--slo", "300")
     first, second = reported["sentences"][:2]
-    assert f"{late} of {COUNT} requests were later than 300 ms" in second
-    assert f"; read: all {late} late ones and 2000 of {COUNT - late} others" in first
+    assert f"{late} of {HOUR} requests were later than 300 ms" in second
+    assert f"; read: all {late} late ones and 2000 of {HOUR - late} others" in first
     assert reported["requests"]["late"] == late
     assert reported["p50_ms"] == pytest.approx(numpy.median(bad) / 1000, rel=0.03)
     assert reported["p99_ms"] == pytest.approx(numpy.quantile(bad, 0.99) / 1000, rel=0.03)
 
     found = DIFF.read_json(path, "--a", a, "--b", b)
-    assert found["named"] == ["prefill.compute"] and found["requests"] == {"a": COUNT, "b": COUNT}
-    assert found["coverage"]["b"]["read"] == 2000 + COUNT // 100 and found["shared"] == 0
+    assert found["named"] == ["prefill.compute"] and found["requests"] == {"a": HOUR, "b": HOUR}
+    assert found["coverage"]["b"]["read"] == 2000 + HOUR // 100 and found["shared"] == 0
     truth = (numpy.mean(bad) - numpy.mean(usual)) / 1000
     change = found["ttft"]["mean"]
     assert change["low_ms"] < truth < change["high_ms"] < 2 * truth
@@ -302,3 +322,183 @@ def test_million(tmp_path: Path) -> None:
     # Both read as many requests: what remains are passes over the table.
     assert large_s - small_s < 40 * reference_s, told
     assert large_kb < 1.3 * small_kb, told
+
+
+LONG = HeldBy(150_000, 4096, "prefill", "long-1", "ab" * 16, "cd" * 8)
+HIDDEN = HeldBy(50_000, 300, "decode", "hidden")  # not sampled: no span to link to
+
+
+def make_held_record(number: int) -> Record:
+    """The record of a late request, held by a long prompt, a decode, and nobody for a fifth of the time."""
+    record = make_record(number)
+    ttft = record.ttft
+    assert ttft is not None
+    held = {"prefill": 150_000, "decode": 50_000, "idle": 50_000}
+    attributes = {keys.name_held_attribute(kind): us for kind, us in held.items()}
+    pieces = tuple(
+        msgspec.structs.replace(piece, attributes=attributes, held_by=(LONG, HIDDEN))
+        if piece.name == "prefill.queue"
+        else piece
+        for piece in ttft.pieces
+    )
+    more = {**ttft.attributes, **attributes}
+    return msgspec.structs.replace(
+        record, ttft=msgspec.structs.replace(ttft, pieces=pieces, attributes=more)
+    )
+
+
+def test_holders(tmp_path: Path) -> None:
+    """Kinds are shares of the wait, holders are joined over all that they held; from either source."""
+    made = [
+        make_record(number) if number % 16 else make_held_record(number) for number in range(COUNT)
+    ]
+    spans = build_spans(made, {"service.instance.id": "chat-0"})
+    path = store_spans(tmp_path / "held.db", spans)
+    result = EXPLAIN.run(path, "--slo", "150", "--json")
+    reported = json.loads(result.stdout)
+    assert reported["held"]["kinds"] == {"prefill": 0.6, "decode": 0.2, "idle": 0.2}
+    assert reported["held"]["holders"] == [
+        {
+            "request_id": "long-1",
+            "trace_id": "ab" * 16,
+            "kind": "prefill",
+            "ms": 150.0 * reported["requests"]["late"],
+            "tokens": 4096,
+            "delayed": reported["requests"]["late"],
+        },
+        {
+            "request_id": "hidden",
+            "trace_id": "",
+            "kind": "decode",
+            "ms": 50.0 * reported["requests"]["late"],
+            "tokens": 300,
+            "delayed": reported["requests"]["late"],
+        },
+    ]
+    text = EXPLAIN.run(path, "--request", "r16", "--verbose").output
+    assert (
+        "While they were in the queue, the engine's time went to: prefill 60%, decode 20%, idle 20%."
+        in text
+    )
+    assert "Held longest by: long-1 (prefill, 4096 tokens, 150.00 ms, 1 held), hidden" in text
+    with (
+        FakeTempo() as tempo,
+        open_source(SourceChoice(db=path)) as stored,
+        open_source(SourceChoice(tempo=tempo.url)) as searched,
+    ):
+        tempo.add(spans)
+        assert searched.find_trace(f"{17:032x}") == stored.find_trace(f"{17:032x}")
+
+
+def test_one_trace_for_many(tmp_path: Path) -> None:
+    """Of requests that a client has put into one trace each is held by its own holders, and once."""
+    records = [
+        msgspec.structs.replace(make_held_record(number), trace_id="ef" * 16)
+        if number % 16 == 0
+        else make_record(number)
+        for number in range(COUNT)
+    ]
+    spans = build_spans(records, {"service.instance.id": "chat-0"})
+    path = store_spans(tmp_path / "shared.db", spans)
+    reported = json.loads(EXPLAIN.run(path, "--slo", "150", "--json").stdout)
+    late = reported["requests"]["late"]
+    assert late == 13
+    assert [(each["ms"], each["delayed"]) for each in reported["held"]["holders"]] == [
+        (150.0 * late, late),
+        (50.0 * late, late),
+    ]
+
+
+def test_foreign_text() -> None:
+    """Only our own spans name holders; whatever somebody sends as such: no holder, and no error."""
+    reported = json.dumps([{"us": 1, "tokens": 2, "kind": "k", "request_id": "r", "trace_id": ""}])
+    foreign = ("", "[]", "[1]", "{}", '[{"us": 1}]', '[{"us": "x", "tokens": 1}]', "[[", 7)
+
+    def read(text: object, scope: str = span_names.SCOPE) -> list[StoredHolder]:
+        attributes = {keys.HELD_BY: text}
+        return list_holders(StoredSpan(*"ab", "", "x", 0, 0, 1, scope=scope, attributes=attributes))
+
+    assert read(reported) == [StoredHolder(us=1, tokens=2, kind="k", request_id="r")]
+    assert read(reported, "") == [] and not any(map(read, foreign))
+
+
+# Colour, window title, a C1 introducer, a text direction; CliRunner takes only the first one out.
+CONTROLS = "\x1b[31m\x1b]0;x\x07\x9b31m\u202e"
+
+
+def make_foreign_spans(seed: int) -> list[StoredSpan]:
+    """A window of requests whose every text has controls, and some of whose counts are absurd."""
+    chance = random.Random(seed)
+    spans = []
+    for number in range(80):
+        resource = Resource(
+            {
+                "service.name": f"vllm{CONTROLS}",
+                "service.instance.id": f"chat-{number % 2}{CONTROLS}",
+                "service.version": f"{number % 2}{CONTROLS}",
+            }
+        )
+        message = encode_spans(span_builder.build_spans(make_record(number), resource))
+        for span in otlp_decoder.decode_export(message.SerializeToString()).spans:
+            texts = {
+                name: f"{value}{CONTROLS}"
+                for name, value in span.attributes.items()
+                if isinstance(value, str)
+            }
+            odd = {
+                name: chance.choice([-1, -(2**63), 2**63 - 1, True, 1e308, "nan", CONTROLS])
+                for name in (keys.INPUT_TOKENS, keys.CACHED_TOKENS, keys.RANK, keys.PREFILL_CHUNKS)
+                if chance.random() < 0.2
+            }
+            spans.append(replace(span, attributes={**span.attributes, **texts, **odd}))
+    return spans
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A store of such requests."""
+    store = SpanStore(tmp_path_factory.mktemp("foreign") / "spans.db")
+    store.add(make_foreign_spans(1)).result(20)
+    store.close()
+    yield store.path
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report"],
+        ["report", "--last", "1"],
+        ["explain"],
+        ["explain", "--slo", "300"],  # refused, with the IDs of the late ones
+        ["explain", "--trace", f"{17:032x}"],
+        ["diff", "--a", WINDOW, "--b", WINDOW],
+        ["diff", "--by", "service.version", "--a", "7", "--b", "8"],  # refused, with the values
+        ["whatif", "--since", WINDOW],  # refused, with the instance's name
+    ],
+)
+def test_no_controls(database: Path, words: list[str], form: list[str]) -> None:
+    """Answers and refusals of every command, as text and as JSON."""
+    result = CliRunner().invoke(cli.main, [*words, "--db", str(database), *form])
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    assert result.output and not any(
+        each in result.output for each in CONTROLS if not each.isprintable()
+    )
+    if form:
+        json.loads(result.stdout)
+
+
+def test_damaged_file(database: Path, tmp_path: Path) -> None:
+    """A file that is damaged behind its first pages is told with what to do, whoever reads it."""
+    data = database.read_bytes()
+    damaged = tmp_path / "damaged.db"
+    damaged.write_bytes(data[:8192] + b"\xaa" * (len(data) - 8192))
+    for words in (
+        ["report"],
+        ["explain", "--json"],
+        ["diff", "--a", "1h", "--b", "1h"],
+        ["whatif"],
+    ):
+        result = CliRunner().invoke(cli.main, [*words, "--db", str(damaged)])
+        assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception
+        assert "--db FILE" in result.output
