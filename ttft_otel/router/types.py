@@ -172,7 +172,7 @@ class LoadElsewhere:
     in_flight: int = 0  # of all of them
     # Results of ended attempts, by worker.
     results_by_owner: dict[Hashable, Mapping[str, int]] = field(default_factory=dict)
-    # Processes of other replicas whose circuit breaker is open (shared_state/snapshots.py).
+    # Processes of other replicas whose circuit breaker is open (shared_state/store_link.py).
     breaker_openers: set[str] = field(default_factory=set)
 
 

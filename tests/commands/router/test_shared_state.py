@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from router import fake_instances
 from router.fake_instances import InstancePlan
-from router.shared_state.store_server import needs_store, run_store
+from router.shared_state.store_server import run_store
 
 from commands.router.test_router_process import CommandProcess, run_command
 from commands.router.test_worker_processes import (
@@ -32,7 +32,6 @@ async def wait_for_load(it: CommandProcess, number: int) -> None:
     )
 
 
-@needs_store
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "workers"),

@@ -18,33 +18,32 @@ from redis.exceptions import RedisError
 from router import fake_instances
 
 SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
-needs_store = pytest.mark.skipif(
-    SERVER is None, reason="needs valkey-server or redis-server (Debian has both packages)"
-)
 START_TIMEOUT_S = 30
 
 
 class StoreServer:
     """The server; `flags` are its own, beside those that keep it here and off the disk."""
 
+    process: subprocess.Popen[bytes]
+
     def __init__(self, folder: Path, *flags: str) -> None:
+        if SERVER is None:
+            pytest.skip("needs valkey-server or redis-server (Debian has both packages)")
         self.port = fake_instances.find_unused_url().rpartition(":")[2]
         self.url = f"redis://127.0.0.1:{self.port}"
-        self._words = [str(SERVER), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+        self._words = [SERVER, "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
         if "--tls-port" not in flags:
             self._words += ["--port", self.port]
         self._words += [self.port if each == "PORT" else each for each in flags]
         self._log = folder / "store.log"
-        self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Run it, also once more after stop()."""
+        """Run it, also once more."""
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(self._words, stdout=log, stderr=log)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send it a signal; whoever is killed is waited for."""
-        assert self.process is not None
         self.process.send_signal(number)
         if number == signal.SIGKILL:
             self.process.wait()
@@ -53,27 +52,20 @@ class StoreServer:
         """A client with every right."""
         return redis.asyncio.Redis.from_url(self.url)
 
-    async def wait_until_up(self) -> None:
-        """Wait until it answers on a plain port."""
-        async with self.connect() as client:
-            for _ in range(START_TIMEOUT_S * 20):
-                with contextlib.suppress(RedisError, OSError):
-                    await client.ping()
-                    return
-                await asyncio.sleep(0.05)
-        raise AssertionError(self._log.read_text())
-
 
 @contextlib.asynccontextmanager
 async def run_store(folder: Path, *flags: str) -> AsyncIterator[StoreServer]:
-    """A server with these flags, once it answers or, with TLS, has started."""
+    """A server with these flags, or without any and once it answers; it is killed at the end."""
     server = StoreServer(folder, *flags)
     server.start()
     try:
-        if "--tls-port" not in flags:
-            await server.wait_until_up()
+        if not flags:
+            async with server.connect() as client:
+                for _ in range(START_TIMEOUT_S * 20):
+                    with contextlib.suppress(RedisError, OSError):
+                        await client.ping()
+                        break
+                    await asyncio.sleep(0.05)
         yield server
     finally:
-        assert server.process is not None
-        server.process.kill()
-        server.process.wait()
+        server.send_signal(signal.SIGKILL)

@@ -1,40 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas agree on the load of all through a real store, and go on alone without it."""
+"""Replicas agree on the load of all, by snapshots and through a real store; without it each goes on alone."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lab.certificates import make_certificate
 from router.fake_instances import wait_until
-from router.shared_state.store_server import StoreServer, needs_store, run_store
+from router.shared_state.store_server import StoreServer, run_store
 from router.workers.joined_workers import LEG, URLS, JoinedWorker, build_request
 from ttft_otel.model.names import metric_names
+from ttft_otel.router import types
 from ttft_otel.router.shared_state import store_link
-from ttft_otel.router.shared_state.store_link import StoreLink, StoreSettings
+from ttft_otel.router.shared_state.store_link import StoreLink, StoreSettings, build_snapshot
+from ttft_otel.router.timeline import Attempt
+from ttft_otel.tracing import clock
 
-pytestmark = needs_store
 PREFIX = "test"
 REPLICAS = ("0" * 16, "1" * 16)
+UP = metric_names.ROUTER_SHARED_STATE_UP
 FAILED = f"{metric_names.ROUTER_SHARED_STATE_EXCHANGES}_total failed"
+NO_STORE = "redis://127.0.0.1:1"
 
 
-class LinkedReplica(JoinedWorker):
-    """One replica without a server of HTTP."""
+class Replica(JoinedWorker):
+    """One replica without a server of HTTP; it shares once its `link` is entered."""
 
     def __init__(
-        self, url: str, replica: str, prefix: str = PREFIX, password_file: str = ""
+        self,
+        policy: str = "ttft",
+        url: str = NO_STORE,
+        name: str = REPLICAS[0],
+        prefix: str = PREFIX,
+        password_file: str = "",
     ) -> None:
-        super().__init__("ttft")
+        super().__init__(policy)
         settings = StoreSettings(url, password_file, prefix)
-        self.link = StoreLink(settings, self.pool, self.own, self.remote, replica)
+        self.link = StoreLink(settings, self.pool, self.own, self.remote, name)
+
+    def read(self, other: Replica, name: str = "other") -> None:
+        """Take in what another one has under way."""
+        self.link.apply_value(name, build_snapshot(other.pool, other.own))
 
     def read_metrics(self) -> dict[str, float]:
         """Its metrics, by name and result."""
@@ -45,12 +60,150 @@ class LinkedReplica(JoinedWorker):
         }
 
 
+def compare(one: Replica, other: Replica) -> None:
+    """What `other` knows of `one` is what there is."""
+    assert len(other.state.pending) == len(one.state.pending)
+    for theirs, ours in zip(one.pool, other.pool, strict=True):
+        assert (ours.in_flight, ours.all_in_flight) == (0, theirs.in_flight)
+        load, known = (each.state.pending.get_load(theirs.url) for each in (one, other))
+        assert (known.tokens_to_compute, known.pairs) == (load.tokens_to_compute, load.pairs)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 10))]
+)
+@pytest.mark.parametrize("policy", ["least_requests", "ttft"])
+def test_whatever_was_missed(policy: str, seed: int) -> None:
+    """Most snapshots are never read, and instances come and go: each that is read makes both agree."""
+    chance = random.Random(seed)
+    one, other = Replica(policy), Replica(policy)
+    attempts: list[Attempt] = []
+    for number in range(300):
+        if attempts and chance.random() < 0.45:
+            one.pool.record_ended(attempts.pop(chance.randrange(len(attempts))))
+        else:
+            attempts.append(one.send(build_request(number)))
+        if chance.random() < 0.05:
+            url = f"http://127.0.0.1:{10 + len(one.pool)}"
+            for each in (one, other):
+                each.pool.add_instance(types.parse_instance_url(url, LEG))
+                each.remote.sync_instances()
+        if chance.random() < 0.2:
+            other.read(one)
+            compare(one, other)
+    for attempt in attempts:
+        one.pool.record_ended(attempt)
+    other.read(one)
+    compare(one, other)
+
+
+def test_instances_that_are_unknown_or_on_another_leg() -> None:
+    """The first are left out until they are known; a URL alone says which instance is meant."""
+    one, other = Replica("ttft"), Replica("ttft")
+    late = other.pool.get(LEG)[1]
+    other.pool.remove_instance(late)
+    one.send(build_request(1), URLS[1])
+    other.read(one)
+    assert not len(other.state.pending)
+    other.pool.add_instance(late)
+    other.read(one)
+    compare(one, other)
+    other.link.forget("other")
+    assert not len(other.state.pending) and not late.all_in_flight
+
+    row = ("prefill_decode", URLS[0], 7, True)
+    other.link.apply_value("third", msgspec.msgpack.encode(((row,), ())))
+
+    first = other.pool.get(LEG)[0]
+    assert first.all_in_flight == 7 and first.is_suspect
+    assert set(other.routing._policies) == {LEG}, "a leg of others is none of this router's"
+    other.link.forget("third")
+    assert not (first.all_in_flight or first.is_suspect)
+
+
+def test_a_snapshot_has_no_content() -> None:
+    """Neither blocks of prompts nor IDs of requests, nor what a prefill took."""
+    one = Replica("ttft")
+    requests = [build_request(987_654_321), build_request(123_456_789)]
+    attempts = [one.send(each) for each in requests]
+    one.state.record_first_token(requests[0], clock.now_us(), 0.25, 0, (LEG, attempts[0].span_id))
+
+    value = build_snapshot(one.pool, one.own)
+
+    assert len(msgspec.msgpack.decode(value)[1]) == 1
+    for attempt, request in zip(attempts, requests, strict=True):
+        assert attempt.span_id.encode() not in value
+        assert not any(msgspec.msgpack.encode(block) in value for block in request.block_keys)
+
+
+@pytest.mark.full
+def test_the_largest_snapshot_fits() -> None:
+    """More instances and requests than are shared, with the longest URLs: as large as a value may be."""
+    one, other = Replica("ttft"), Replica("ttft")
+    urls = [f"http://127.0.0.1:1/{number:04}".ljust(512, "x") for number in range(1100)]
+    for each in (one, other):
+        each.pool.replace_instances({LEG: [types.parse_instance_url(url, LEG) for url in urls]})
+        each.remote.sync_instances()
+    for number in range(2200):
+        one.send(build_request(number), urls[number % 1000])
+
+    value = build_snapshot(one.pool, one.own)
+
+    assert 500_000 < len(value) < store_link.MAX_VALUE_BYTES
+    other.link.apply_value("one", value)
+    assert len(other.state.pending) == store_link.MAX_REQUESTS
+    assert sum(each.all_in_flight for each in other.pool) == 2200
+
+
+def test_instances_that_came_and_went_leave_nothing() -> None:
+    """A replica that names ever new ones has under way what its latest value says."""
+    it = Replica("least_requests")
+    for turn in range(3):
+        urls = [f"http://127.0.0.1:1/{turn}/{number}" for number in range(1000)]
+        it.pool.replace_instances({LEG: [types.parse_instance_url(url, LEG) for url in urls]})
+        it.remote.sync_instances()
+        rows = [(LEG, url, 1, False) for url in urls]
+        it.link.apply_value("it", msgspec.msgpack.encode((rows, ())))
+        assert len(it.remote._in_flight["it"]) == it.count_elsewhere() == 1000
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ((("mono", URLS[0], -1, False),), ()),
+        ((("mono", URLS[0], 10**9, False),), ()),
+        ((("mono", "x" * 513, 1, False),), ()),
+        ((("", URLS[0], 1, False),), ()),
+        ((("mono", URLS[0], 1.5, False),), ()),
+        ((("mono", URLS[0], 1, False),) * 1025, ()),
+        ((), ((0, 1, -5, 0, 0),)),
+        ((), ((0, 1, 0, 5, 10**18),)),
+        ((), ((0, 1, 0, 5, 5),) * 2049),
+        "text",
+        None,
+    ],
+)
+def test_numbers_beyond_their_bounds(value: object) -> None:
+    """No snapshot has them, whoever made it, and nothing of it is taken."""
+    it = Replica("ttft")
+    with pytest.raises(msgspec.MsgspecError):
+        it.link.apply_value("it", msgspec.msgpack.encode(value))
+    assert not it.link._values and not any(each.all_in_flight for each in it.pool)
+
+
+def test_requests_at_no_instance() -> None:
+    """A request that names an instance which is not in the snapshot is left out."""
+    it = Replica("ttft")
+    it.link.apply_value("it", msgspec.msgpack.encode(((), ((5, 1, 0, 5, 5),))))
+    assert not len(it.state.pending)
+
+
 @asynccontextmanager
 async def run_replicas(
     url: str, *names: str, prefix: str = PREFIX, password_file: str = ""
-) -> AsyncIterator[list[LinkedReplica]]:
+) -> AsyncIterator[list[Replica]]:
     """A replica for each name."""
-    replicas = [LinkedReplica(url, name, prefix, password_file) for name in names]
+    replicas = [Replica("ttft", url, name, prefix, password_file) for name in names]
     async with AsyncExitStack() as stack:
         for each in replicas:
             await stack.enter_async_context(each.link)
@@ -138,7 +291,7 @@ async def test_the_store_goes_and_comes_back(
         store.send_signal(number)
         await wait_until(lambda: not other.count_elsewhere())
         one.send(build_request(2), URLS[0])
-        await wait_until(lambda: not one.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP])
+        await wait_until(lambda: not one.read_metrics()[UP])
         assert not len(other.state.pending)
         await asyncio.sleep(1.0)
         if number == signal.SIGSTOP:
@@ -146,7 +299,7 @@ async def test_the_store_goes_and_comes_back(
         else:
             store.start()
         await wait_until(lambda: other.count_elsewhere() == 2)
-        assert one.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP] == 1
+        assert one.read_metrics()[UP] == 1
     gone = [each for each in caplog.messages if "by this replica's own load" in each]
     back = [each for each in caplog.messages if "answers again" in each]
     assert (len(gone), len(back)) == (2, 2), caplog.messages
@@ -164,7 +317,7 @@ async def test_junk_is_skipped(store: StoreServer, monkeypatch: pytest.MonkeyPat
     channel = f"{PREFIX}:{store_link.FORMAT}:{store_link.CHANNEL}"
     malformed = f"{metric_names.ROUTER_SHARED_STATE_VALUES}_total malformed"
     async with run_replicas(store.url, *REPLICAS) as (one, other), store.connect() as client:
-        await wait_until(lambda: one.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP] == 1)
+        await wait_until(lambda: one.read_metrics()[UP] == 1)
 
         async def publish(message: str | bytes) -> None:
             before = one.read_metrics()[malformed]
@@ -239,10 +392,8 @@ async def test_access_by_user_and_password(
     password.write_text("secret\n")
     users = tmp_path / "users"
     users.write_text(ACL)
-    server = StoreServer(tmp_path, "--aclfile", str(users))
-    server.start()
-    url = server.url.replace("//", "//router@")
-    try:
+    async with run_store(tmp_path, "--aclfile", str(users)) as server:
+        url = server.url.replace("//", "//router@")
         async with run_replicas(url, *REPLICAS, password_file=str(password)) as (one, other):
             one.send(build_request(1), URLS[0])
             await wait_until(lambda: other.count_elsewhere() == 1)
@@ -253,8 +404,15 @@ async def test_access_by_user_and_password(
                 await wait_until(lambda it=it: it.read_metrics()[FAILED] > 0)
         assert len(caplog.messages) == 2
         assert not any("wrong" in each or "secret" in each for each in caplog.messages)
-    finally:
-        server.send_signal(signal.SIGKILL)
+
+
+def build_tls_flags(certificate: Path, key: Path, asks: str) -> tuple[str, ...]:
+    """Flags of a store that shows this certificate; asks: "yes" if it wants one of clients."""
+    return (
+        *("--tls-port", "PORT", "--port", "0", "--tls-cert-file", str(certificate)),
+        *("--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate)),
+        *("--tls-auth-clients", asks),
+    )
 
 
 @pytest.mark.parametrize("case", ["right", "another host", "unknown authority", "no client"])
@@ -262,18 +420,12 @@ async def test_tls(tmp_path: Path, case: str) -> None:
     """The server's certificate and name are verified, and the store can ask for one of the client."""
     name = "DNS:elsewhere" if case == "another host" else "IP:127.0.0.1"
     certificate, key = make_certificate(tmp_path, name)
-    server = StoreServer(
-        tmp_path, "--tls-port", "PORT", "--port", "0", "--tls-cert-file", str(certificate),
-        "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate),
-        "--tls-auth-clients", "yes",
-    )  # fmt: skip
-    server.start()
     own = f"ssl_certfile={certificate}&ssl_keyfile={key}"
     query = {
         "unknown authority": own,
         "no client": f"ssl_ca_certs={certificate}",
     }.get(case, f"ssl_ca_certs={certificate}&{own}")
-    try:
+    async with run_store(tmp_path, *build_tls_flags(certificate, key, "yes")) as server:
         url = f"rediss://127.0.0.1:{server.port}?{query}"
         async with run_replicas(url, *REPLICAS) as (one, other):
             one.send(build_request(1), URLS[0])
@@ -281,9 +433,7 @@ async def test_tls(tmp_path: Path, case: str) -> None:
                 await wait_until(lambda: other.count_elsewhere() == 1)
             else:
                 await wait_until(lambda: other.read_metrics()[FAILED] >= 1)
-                assert not other.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP]
-    finally:
-        server.send_signal(signal.SIGKILL)
+                assert not other.read_metrics()[UP]
 
 
 @pytest.mark.full  # many attempts
@@ -293,24 +443,15 @@ async def test_a_new_authority(tmp_path: Path) -> None:
     folder.mkdir()
     certificate, key = make_certificate(folder)
     trusted.write_bytes(certificate.read_bytes())
-    server = StoreServer(
-        folder, "--tls-port", "PORT", "--port", "0", "--tls-cert-file", str(certificate),
-        "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate),
-        "--tls-auth-clients", "no",
-    )  # fmt: skip
-    server.start()
-    up = metric_names.ROUTER_SHARED_STATE_UP
-    try:
+    async with run_store(folder, *build_tls_flags(certificate, key, "no")) as server:
         url = f"rediss://127.0.0.1:{server.port}?ssl_ca_certs={trusted}"
         async with run_replicas(url, *REPLICAS) as (one, other):
-            await wait_until(lambda: one.read_metrics()[up])
+            await wait_until(lambda: one.read_metrics()[UP])
             server.send_signal(signal.SIGKILL)
             make_certificate(folder)
             server.start()
             await wait_until(lambda: one.read_metrics()[FAILED] >= 3)
-            assert not one.read_metrics()[up]
+            assert not one.read_metrics()[UP]
             trusted.write_bytes(certificate.read_bytes())
             one.send(build_request(1), URLS[0])
             await wait_until(lambda: other.count_elsewhere() == 1)
-    finally:
-        server.send_signal(signal.SIGKILL)

@@ -1,28 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joins one process of a router to the other replicas, through a Valkey or Redis that all of them reach.
 
-commands/router/router_options.py builds it. Each process has one key with all that it has under way
-(snapshots.py), which expires by itself. Who writes its key says so on a channel, and who hears that reads the
-key: one pipeline writes and reads at once. Nothing of a request waits for any of this.
+commands/router/router_options.py builds it. Each process has one key with all that it has under way (a
+snapshot), which expires by itself. Who writes its key says so on a channel, and who hears that reads the key:
+one pipeline writes and reads at once. Nothing of a request waits for any of this.
+
+Snapshots hold no blocks of prompts, IDs of requests or measured times. Every number has a bound, which the
+decoder checks: a replica is believed about how much it sent where and which breakers it opened, and about
+nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
+import msgspec
 import redis.asyncio
 from prometheus_client.core import Metric
 from redis.asyncio.client import PubSub
@@ -32,11 +38,12 @@ from redis.exceptions import RedisError
 
 from ttft_otel.model.names import metric_names
 from ttft_otel.router.discovery.discovery import end_tasks
-from ttft_otel.router.routing.routing_service import RoutingService
-from ttft_otel.router.shared_state.snapshots import MAX_VALUE_BYTES, OtherReplicas, build_snapshot
-from ttft_otel.router.types import JSON_ERRORS
+from ttft_otel.router.routing.policies.pending_load import MAX_PENDING_US
+from ttft_otel.router.types import JSON_ERRORS, Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.workers.messages import Sent
 from ttft_otel.router.workers.process_loads import OwnLoads, RemoteLoads
+from ttft_otel.tracing import clock
 from ttft_otel.tracing.guard import Guard
 from ttft_otel.tracing.meter import build_counter, build_gauge
 
@@ -51,7 +58,56 @@ MAX_BACKOFF_S: Final = 5.0  # seconds between two attempts to reach it
 MAX_PROCESSES: Final = 64  # processes of other replicas
 NAME_PATTERN: Final = re.compile(rb"([0-9a-f]{16})\.[0-9a-f]{8}")  # router and process
 
+MAX_INSTANCES: Final = 1024  # instances in one snapshot; others are not shared
+MAX_REQUESTS: Final = 2048  # requests without a first token in one snapshot
+MAX_URL_CHARS: Final = 512  # instances with longer URLs are not shared
+MAX_VALUE_BYTES: Final = 1 << 20  # more than all of these take
+_NUMBER_MASK: Final = 2**62 - 1
+
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
+Url: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_URL_CHARS)]
+InFlight: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
+Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_INSTANCES)]
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+AgeUs: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_PENDING_US)]
+Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=10_000_000)]
+Pairs: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=10**14)]
+# What the sender has at one instance: leg, URL, requests in flight, whether its circuit breaker is open.
+InstanceRow: TypeAlias = tuple[Name, Url, InFlight, bool]
+# A request without a first token: the place of its instance among the rows above, a number that tells it from
+# the sender's others, microseconds since it was sent, and its work: tokens to compute, pairs.
+RequestRow: TypeAlias = tuple[Index, Number, AgeUs, Tokens, Pairs]
+# All that one process has under way.
+Snapshot: TypeAlias = tuple[
+    Annotated[tuple[InstanceRow, ...], msgspec.Meta(max_length=MAX_INSTANCES)],
+    Annotated[tuple[RequestRow, ...], msgspec.Meta(max_length=MAX_REQUESTS)],
+]
+
 log: Final = logging.getLogger("ttft_otel")
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final = msgspec.msgpack.Decoder(Snapshot)
+
+
+def build_snapshot(pool: InstancePool, own: OwnLoads) -> bytes:
+    shared = [each for each in pool if len(each.url) <= MAX_URL_CHARS][:MAX_INSTANCES]
+    instances = [
+        (each.leg, each.url, each.in_flight, each.breaker.state == "open") for each in shared
+    ]
+    places = {(each.leg, each.url): place for place, each in enumerate(shared)}
+    now_us = clock.now_us()
+    requests = [
+        (
+            places[sent.leg, sent.url],
+            # Python salts it in each process: nobody can tell the span's ID from it.
+            hash(sent.span_id) & _NUMBER_MASK,
+            min(max(0, now_us - sent.sent_us), MAX_PENDING_US),
+            sent.tokens_to_compute,
+            sent.pairs,
+        )
+        for sent in itertools.islice(own.list_pending(max_keys=0), MAX_REQUESTS)
+        if (sent.leg, sent.url) in places
+    ]
+    return _ENCODER.encode((instances, requests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +134,11 @@ class StoreLink:
         loads: RemoteLoads,
         replica: str,
     ) -> None:
-        self._settings, self._pool, self._own = settings, pool, own
+        self._settings, self._pool, self._own, self._loads = settings, pool, own, loads
         self._replica, self._name = replica, f"{replica}.{secrets.token_hex(4)}"
-        self._others = OtherReplicas(pool, loads)
         self._heard_s: dict[str, float] = {}  # by process
-        self._values: dict[str, bytes] = {}  # what was read last, by process
+        # What was taken last, by process; None if the instances here are others since.
+        self._values: dict[str, bytes | None] = {}
         self._unread: set[str] = set()  # processes that have written since
         self._has_changed = True  # since this process has written
         self._wake = asyncio.Event()
@@ -95,7 +151,7 @@ class StoreLink:
     async def __aenter__(self) -> None:
         """Share from now on; a store that cannot be reached delays nothing."""
         self._own.on_change = self._note_change
-        self._remove_listener = self._pool.change_listeners.add(self._sync_instances)
+        self._remove_listener = self._pool.change_listeners.add(self._note_instances)
         self._tasks = [asyncio.create_task(self._share_forever())]
 
     async def __aexit__(self, *_: object) -> None:
@@ -105,10 +161,10 @@ class StoreLink:
             self._remove_listener()
         await end_tasks(self._tasks)
         for each in list(self._heard_s):
-            self._forget(each)
+            self.forget(each)
 
     def collect_metrics(self) -> Iterator[Metric]:
-        replicas = {each.partition(".")[0] for each in self._others}
+        replicas = {each.partition(".")[0] for each in self._values}
         help_text = "Other replicas whose load is known."
         yield build_gauge(metric_names.ROUTER_REPLICAS, help_text, len(replicas))
         help_text = "Whether the store of --shared-state answers."
@@ -131,11 +187,10 @@ class StoreLink:
         self._has_changed = True
         self._wake.set()
 
-    def _sync_instances(self) -> None:
-        self._others.sync_instances()
+    def _note_instances(self) -> None:
         # What they have at instances that are new here was left out.
-        self._values.clear()
-        self._unread.update(self._others)
+        self._values = dict.fromkeys(self._values)
+        self._unread.update(self._values)
         self._note_change()
 
     async def _share_forever(self) -> None:
@@ -241,30 +296,69 @@ class StoreLink:
         if value == self._values.get(name):
             return
         if value == b"":  # it has left
-            self._forget(name)
+            self.forget(name)
             return
         # What cannot be handled must not end the exchange.
         with Guard("router.shared_state"):
             try:
                 # Another type of key gives an exception.
-                self._others.apply_value(name, value if isinstance(value, bytes) else b"")
+                self.apply_value(name, value if isinstance(value, bytes) else b"")
             except JSON_ERRORS:
                 self._results["malformed"] += 1
                 return
-            self._values[name] = value
             self._results["taken"] += 1
+
+    def apply_value(self, name: str, value: bytes) -> None:
+        """The store has this of the process `name`. Raises MsgspecError for what is no snapshot."""
+        instances, requests = _DECODER.decode(value)
+        found = self._find_instances(instances)
+        in_flight = {
+            (instance.leg, instance.url): number
+            for instance, (_, _, number, _) in zip(found, instances, strict=True)
+            if instance is not None
+        }
+        self._loads.replace_in_flight(name, in_flight)
+        now_us, pending = clock.now_us(), {}
+        for place, number, age_us, *work in requests:
+            instance = found[place] if place < len(found) else None
+            if instance is not None:
+                span_id = f"{name}/{number}"
+                sent_us = now_us - age_us
+                pending[span_id] = Sent(span_id, instance.leg, instance.url, sent_us, *work)
+        self._loads.replace_pending(name, pending, now_us)
+        for instance, (_, _, _, is_breaker_open) in zip(found, instances, strict=True):
+            if instance is not None and is_breaker_open:
+                instance.make_elsewhere().breaker_openers.add(name)
+            elif instance is not None and instance.elsewhere is not None:
+                instance.elsewhere.breaker_openers.discard(name)
+        self._values[name] = value
+
+    def _find_instances(self, rows: Sequence[InstanceRow]) -> list[Instance | None]:
+        """Those of the same URLs: on the same leg, or the only one, if roles are called otherwise here."""
+        by_url: dict[str, list[Instance]] = {}
+        for each in self._pool:
+            by_url.setdefault(each.url, []).append(each)
+        found: list[Instance | None] = []
+        for leg, url, _, _ in rows:
+            same_url = by_url.get(url, [])
+            same_leg = [each for each in same_url if each.leg == leg]
+            found.append(next(iter(same_leg or same_url[: len(same_url) == 1]), None))
+        return found
 
     def _forget_silent(self) -> None:
         moment = time.monotonic()
         for name, heard_s in list(self._heard_s.items()):
             if moment - heard_s > EXPIRY_S:
-                self._forget(name)
+                self.forget(name)
 
-    def _forget(self, name: str) -> None:
+    def forget(self, name: str) -> None:
+        """Forget what a process had under way."""
         self._heard_s.pop(name, None)
         self._values.pop(name, None)
-        if name in self._others:
-            self._others.forget_process(name)
+        self._loads.forget_process(name, clock.now_us())
+        for each in self._pool:
+            if each.elsewhere is not None:
+                each.elsewhere.breaker_openers.discard(name)
 
     def _note_state(self, is_up: bool, problem: str = "") -> None:
         if is_up != self._is_up:
@@ -302,14 +396,3 @@ def _build_client(settings: StoreSettings) -> redis.asyncio.Redis:
         protocol=2,
         **options,
     )
-
-
-def build_lone_link(
-    settings: StoreSettings, pool: InstancePool, routing: RoutingService
-) -> StoreLink:
-    """The link of a router without --workers, which else would not keep account of its load."""
-    own = OwnLoads(pool, routing, lambda _: None)
-    loads = RemoteLoads(pool.find_instance, lambda leg: routing.get_policy(leg).state)
-    own.start()
-    pool.change_listeners.add(loads.sync_instances)
-    return StoreLink(settings, pool, own, loads, secrets.token_hex(8))

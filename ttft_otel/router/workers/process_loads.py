@@ -210,6 +210,13 @@ class RemoteLoads:
         if sent is not None:
             self._remove_pending(sent, ended.now_us)
 
+    def replace_pending(self, owner: Hashable, pending: Mapping[str, Sent], now_us: int) -> None:
+        """`owner` has these attempts without a first token, by span ID, and no others."""
+        for span_id in self._attempts.get(owner, {}).keys() - pending.keys():
+            self.apply_ended(owner, Ended(span_id, now_us))
+        for sent in pending.values():
+            self.apply_sent(owner, sent)
+
     def forget_process(self, owner: Hashable, now_us: int) -> None:
         """`owner` is gone, or reports everything anew: forget what it had under way."""
         self.replace_in_flight(owner, {})
