@@ -40,7 +40,11 @@ from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.store.database_reader import build_stored_trace
 from ttft_otel.router.disagg.stream_splice import StreamSplicer, render_first_events
 from ttft_otel.router.discovery import kubernetes_source
-from ttft_otel.router.discovery.discovery import Discovery, parse_source_address
+from ttft_otel.router.discovery.discovery import (
+    Discovery,
+    WatchedSource,
+    parse_source_address,
+)
 from ttft_otel.router.discovery.found_instances import (
     MAX_FOUND_INSTANCES,
     ROLES,
@@ -48,7 +52,6 @@ from ttft_otel.router.discovery.found_instances import (
     check_url,
 )
 from ttft_otel.router.discovery.kubernetes_source import (
-    ClusterAccess,
     KubernetesSource,
 )
 from ttft_otel.router.routing.prefixes.kv_event_parser import (
@@ -257,9 +260,10 @@ class WatchAnswer:
 async def follow_watch(parts: Sequence[bytes]) -> tuple[list[tuple[str, str]], str]:
     """Instances after these events, and the class of what ended the watch, which has no successor."""
     address = parse_source_address("k8s://default/app=vllm")
-    source = KubernetesSource(address, ClusterAccess("http://127.0.0.1"))
+    source = KubernetesSource(address, "http://127.0.0.1")
     pool = InstancePool({PREFILL_DECODE: ()})
-    discovery = Discovery([source], FoundInstances(pool, {}), 1.0)
+    watched = WatchedSource(address, source.watch_findings)
+    discovery = Discovery([watched], FoundInstances(pool, {}), 1.0)
 
     answers = [WatchAnswer(parts)]
 
@@ -272,7 +276,7 @@ async def follow_watch(parts: Sequence[bytes]) -> tuple[list[tuple[str, str]], s
     source._queries = SimpleNamespace(open_answer=open_answer)
     try:
         async for findings in source._follow("1"):
-            discovery.apply_findings(discovery.watched[0], findings)
+            discovery.apply_findings(watched, findings)
     # As Discovery.run(): it logs the class, and the instances known before stay.
     except Exception as error:  # noqa: BLE001
         end = type(error).__name__

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
+from functools import partial
 
 import pytest
 
 from ttft_otel.router.discovery.discovery import (
     Discovery,
     Findings,
-    SourceAddress,
+    WatchedSource,
     end_tasks,
     parse_source_address,
 )
@@ -20,21 +21,14 @@ from ttft_otel.router.errors import SourceUnreachable
 from ttft_otel.router.upstream.instance_pool import InstancePool
 
 
-class ScriptedSource:
-    """A source that says what a test puts into it."""
-
-    def __init__(self, name: str, script: list[Findings | Exception] | None = None) -> None:
-        self.address: SourceAddress = parse_source_address(f"k8s://default/app={name}")
-        self.script = script or []
-
-    async def watch_findings(self) -> AsyncGenerator[Findings, None]:
-        """Play the script, then wait."""
-        while self.script:
-            step = self.script.pop(0)
-            if isinstance(step, Exception):
-                raise step
-            yield step
-        await asyncio.Event().wait()
+async def play_script(script: list[Findings | Exception]) -> AsyncGenerator[Findings, None]:
+    """Give what a test has put into it, then wait."""
+    while script:
+        step = script.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        yield step
+    await asyncio.Event().wait()
 
 
 class RecordingInstances(FoundInstances):
@@ -63,7 +57,12 @@ def build_discovery(
     instances: RecordingInstances, *scripts: list[Findings | Exception] | None
 ) -> Discovery:
     """A discovery with a source for each script."""
-    sources = [ScriptedSource(f"s{number}", script) for number, script in enumerate(scripts)]
+    sources = [
+        WatchedSource(
+            parse_source_address(f"k8s://default/app=s{number}"), partial(play_script, script or [])
+        )
+        for number, script in enumerate(scripts)
+    ]
     return Discovery(sources, instances, 0.001)
 
 

@@ -20,10 +20,8 @@ from router.discovery.slice_server import (
 )
 from router.fake_instances import FakeInstance, InstancePlan
 from ttft_otel.model.names import metric_names
-from ttft_otel.router.discovery import kubernetes_source
 from ttft_otel.router.discovery.discovery import parse_source_address
 from ttft_otel.router.discovery.kubernetes_source import (
-    ClusterAccess,
     KubernetesSource,
     find_cluster,
     read_slices,
@@ -203,7 +201,7 @@ async def test_a_token_is_read_anew_for_each_request(tmp_path: Path) -> None:
     """The token file is read again for each request, because kubelet replaces it."""
     async with run_slice_server() as cluster:
         token = tmp_path / "token"
-        source = KubernetesSource(ANY, ClusterAccess(cluster.url, token))
+        source = KubernetesSource(ANY, cluster.url, tmp_path)
         async with QueryClient() as source._queries:
             with pytest.raises(SourceUnreachable, match="no token"):
                 await source.list_slices()
@@ -222,10 +220,8 @@ def test_a_pod_knows_its_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         find_cluster()
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT_HTTPS", "6443")
-    access = find_cluster(folder=tmp_path)
-    assert access.url == "https://[fd00::1]:6443"
-    assert (access.token_file, access.ca_file) == (tmp_path / "token", tmp_path / "ca.crt")
-    assert kubernetes_source.find_cluster("http://127.0.0.1:8001/").url == "http://127.0.0.1:8001"
+    assert find_cluster(folder=tmp_path) == ("https://[fd00::1]:6443", tmp_path)
+    assert find_cluster("http://127.0.0.1:8001/") == ("http://127.0.0.1:8001", None)
 
 
 @pytest.mark.parametrize(

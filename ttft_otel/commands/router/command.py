@@ -194,9 +194,7 @@ def build_router(
     discovery = None
     if options.discover:
         found = FoundInstances(pool, configured)
-        discovery = router_options.build_discovery(
-            options.discover, options.discover_interval, options.kubernetes_api, found
-        )
+        discovery = router_options.build_discovery(options, found)
     store = router_options.build_lone_link(options, pool, routing)
     app = control.build_app(
         endpoint,

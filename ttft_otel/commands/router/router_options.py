@@ -7,9 +7,11 @@ Precedence is flag, environment variable, file, default: click's own order, in w
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
@@ -28,8 +30,9 @@ from ttft_otel.router.control.admin import DEFAULT_ADMIN_HOST
 from ttft_otel.router.discovery.discovery import (
     DNS_SCHEME,
     Discovery,
-    InstanceSource,
     SourceAddress,
+    WatchedSource,
+    WatchFindings,
     parse_source_address,
 )
 from ttft_otel.router.discovery.found_instances import FoundInstances
@@ -697,27 +700,25 @@ def build_upstream_tls(options: RouterOptions) -> ClientTls | None:
         raise click.UsageError(f"{named}: {error}; these have to be PEM files.") from error
 
 
-def build_discovery(
-    texts: Sequence[str], interval_s: float, api_url: str, found: FoundInstances
-) -> Discovery:
+def build_discovery(options: RouterOptions, found: FoundInstances) -> Discovery:
     """Build the discovery of all sources. Raises UsageError for k8s:// outside a cluster."""
-    addresses = [parse_source_address(each) for each in dict.fromkeys(texts)]
+    addresses = [parse_source_address(each) for each in dict.fromkeys(options.discover)]
     try:
-        sources = [_build_source(each, interval_s, api_url) for each in addresses]
+        sources = [WatchedSource(each, _choose_watch(each, options)) for each in addresses]
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    return Discovery(sources, found, interval_s)
+    return Discovery(sources, found, options.discover_interval)
 
 
-def _build_source(address: SourceAddress, interval_s: float, api_url: str) -> InstanceSource:
+def _choose_watch(address: SourceAddress, options: RouterOptions) -> WatchFindings:
     # Each kind is imported where it is used: dnspython costs a router without it 50 ms.
     if address.scheme == DNS_SCHEME:
-        from ttft_otel.router.discovery.dns_source import DnsSource
+        from ttft_otel.router.discovery.dns_source import watch_name
 
-        return DnsSource(address, interval_s)
+        return functools.partial(watch_name, address, options.discover_interval)
     from ttft_otel.router.discovery.kubernetes_source import KubernetesSource, find_cluster
 
-    return KubernetesSource(address, find_cluster(api_url))
+    return KubernetesSource(address, *find_cluster(options.kubernetes_api)).watch_findings
 
 
 def build_store_settings(options: RouterOptions) -> StoreSettings | None:
@@ -745,9 +746,15 @@ def build_lone_link(
     # Workers have one each (build_worker_link); here it is only checked.
     if settings is None or options.workers > 1:
         return None
-    from ttft_otel.router.shared_state import store_link
+    from ttft_otel.router.shared_state.store_link import StoreLink
+    from ttft_otel.router.workers.process_loads import OwnLoads, RemoteLoads
 
-    return store_link.build_lone_link(settings, pool, routing)
+    # Nobody else keeps account of the load.
+    own = OwnLoads(pool, routing, lambda _: None)
+    loads = RemoteLoads(pool.find_instance, lambda leg: routing.get_policy(leg).state)
+    own.start()
+    pool.change_listeners.add(loads.sync_instances)
+    return StoreLink(settings, pool, own, loads, secrets.token_hex(8))
 
 
 def build_worker_link(options: RouterOptions, link: WorkerLink) -> StoreLink | None:

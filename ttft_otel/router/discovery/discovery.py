@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ttft_otel.model.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
@@ -141,17 +141,9 @@ class Findings:
     problem: str = ""
 
 
-class InstanceSource(Protocol):
-    """Somebody who knows which instances there are."""
-
-    address: SourceAddress
-
-    # No `async def`: calling the function of an async generator returns it without await.
-    def watch_findings(self) -> AsyncGenerator[Findings, None]:
-        """Give what is there, then what is there after each change, for ever.
-
-        Raises SourceUnreachable when it cannot be asked; the generator is then made anew.
-        """
+# Gives all that a source names, then all of it after each change, for ever; called anew after it has raised
+# SourceUnreachable. An async generator's function: calling it returns the generator without await.
+WatchFindings: TypeAlias = Callable[[], AsyncGenerator[Findings, None]]
 
 
 def write_url(scheme: str, host: str, port: int | str) -> str:
@@ -170,14 +162,15 @@ log: Final = logging.getLogger("ttft_otel")
 class WatchedSource:
     """A source with what it named last; `problem` is why that is not all, or not news."""
 
-    source: InstanceSource
+    address: SourceAddress
+    watch_findings: WatchFindings
     roles_by_url: dict[str, str] = field(default_factory=dict)
     problem: str = "not asked yet"
     failures: int = 0  # times that it could not be asked, since the start
 
     @property
     def name(self) -> str:
-        return self.source.address.text
+        return self.address.text
 
 
 class Discovery:
@@ -185,11 +178,11 @@ class Discovery:
 
     def __init__(
         self,
-        sources: Sequence[InstanceSource],
+        sources: Sequence[WatchedSource],
         found: FoundInstances,
         retry_pause_s: float,
     ) -> None:
-        self.watched = [WatchedSource(each) for each in sources]
+        self.watched = sources
         self.found = found
         self.retry_pause_s = retry_pause_s
 
@@ -216,7 +209,7 @@ class Discovery:
         while True:
             problem = "its watch ended"
             try:
-                async with aclosing(watched.source.watch_findings()) as findings:
+                async with aclosing(watched.watch_findings()) as findings:
                     async for each in findings:
                         self.apply_findings(watched, each)
                         # It answers: the next failure is the first of a row.

@@ -10,7 +10,6 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, urlencode
@@ -35,34 +34,13 @@ MAX_LIST_BYTES: Final = 33_554_432  # bytes of a list; 10,000 endpoints have abo
 MAX_EVENT_BYTES: Final = 4_194_304  # bytes of one slice; etcd takes 1.5 MiB
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterAccess:
-    """Where the API server is, and who we are there.
-
-    token_file, ca_file: of the service account; None for `kubectl proxy`, which has rights of its own.
-    """
-
-    url: str
-    token_file: Path | None = None
-    ca_file: Path | None = None
-
-    def read_headers(self) -> dict[str, str]:
-        """Read the token anew: kubelet replaces it within an hour. Raises SourceUnreachable."""
-        if self.token_file is None:
-            return {}
-        try:
-            return {"Authorization": f"Bearer {self.token_file.read_text('ascii').strip()}"}
-        except (OSError, UnicodeDecodeError) as error:
-            raise SourceUnreachable(f"no token of a service account: {error}") from error
-
-
-def find_cluster(api_url: str = "", folder: Path = ACCOUNT_FOLDER) -> ClusterAccess:
-    """The API server at `api_url`; where that is empty, the one of the pod that we run in.
+def find_cluster(api_url: str = "", folder: Path = ACCOUNT_FOLDER) -> tuple[str, Path | None]:
+    """The API server at `api_url`; where that is empty, the one of the pod that we run in, and its account.
 
     Raises ValueError, with the remedy, outside a pod.
     """
     if api_url:
-        return ClusterAccess(api_url.rstrip("/"))
+        return api_url.rstrip("/"), None
     # Set in every container of a cluster.
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
     port = os.environ.get("KUBERNETES_SERVICE_PORT_HTTPS", "443")
@@ -70,8 +48,7 @@ def find_cluster(api_url: str = "", folder: Path = ACCOUNT_FOLDER) -> ClusterAcc
         raise ValueError(
             "k8s:// needs a pod with a service account, or --kubernetes-api URL, as `kubectl proxy` gives it"
         )
-    shown_host = f"[{host}]" if ":" in host else host
-    return ClusterAccess(f"https://{shown_host}:{port}", folder / "token", folder / "ca.crt")
+    return write_url("https", host, port), folder
 
 
 PAUSE_S: Final = 0.5  # seconds between two watches, for a server that ends each at once
@@ -80,24 +57,29 @@ PAUSE_S: Final = 0.5  # seconds between two watches, for a server that ends each
 class KubernetesSource:
     """The EndpointSlices of a namespace that match a label selector.
 
-    watch_s: seconds for which one watch runs.
+    api_url: of the API server. account: folder with the token and CA of a service account, None for
+    `kubectl proxy`, which has rights of its own. watch_s: seconds for which one watch runs.
     """
 
     _queries: QueryClient  # while it watches
 
     def __init__(
-        self, address: SourceAddress, access: ClusterAccess, watch_s: int = WATCH_S
+        self,
+        address: SourceAddress,
+        api_url: str,
+        account: Path | None = None,
+        watch_s: int = WATCH_S,
     ) -> None:
-        self.address, self.access, self.watch_s = address, access, watch_s
+        self.address, self.api_url, self.account, self.watch_s = address, api_url, account, watch_s
         namespace = quote(address.place)
-        self._url = f"{access.url}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+        self._url = f"{api_url}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         self._slices: dict[str, dict[str, Any]] = {}  # by name
 
     async def watch_findings(self) -> AsyncGenerator[Findings, None]:
         """Give what the API server lists, then what it is after each event. Raises SourceUnreachable."""
         try:
             # The cluster's own CA has signed the API server's certificate, no public one.
-            tls = None if self.access.ca_file is None else ClientTls(str(self.access.ca_file))
+            tls = None if self.account is None else ClientTls(str(self.account / "ca.crt"))
         except OSError as error:
             raise SourceUnreachable(f"no CA of the API server: {error}") from error
         # None are the system's CAs: for https:// in --kubernetes-api.
@@ -172,10 +154,20 @@ class KubernetesSource:
                     raise build_error(int(body.get("code", 0)), str(body.get("message", "")))
                 yield event
 
+    def _read_headers(self) -> dict[str, str]:
+        """Read the token anew: kubelet replaces it within an hour. Raises SourceUnreachable."""
+        if self.account is None:
+            return {}
+        try:
+            token = (self.account / "token").read_text("ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SourceUnreachable(f"no token of a service account: {error}") from error
+        return {"Authorization": f"Bearer {token}"}
+
     @asynccontextmanager
     async def _open_answer(self, query: dict[str, str]) -> AsyncIterator[InstanceAnswer]:
         parameters = urlencode({"labelSelector": self.address.selector, **query})
-        headers = self.access.read_headers()
+        headers = self._read_headers()
         try:
             async with AsyncExitStack() as stack:
                 opening = self._queries.open_answer(f"{self._url}?{parameters}", headers=headers)
@@ -185,11 +177,9 @@ class KubernetesSource:
                     raise build_error(answer.status, reason[:500].decode())
                 yield answer
         except asyncio.TimeoutError as error:
-            raise SourceUnreachable(f"{self.access.url} does not answer") from error
+            raise SourceUnreachable(f"{self.api_url} does not answer") from error
         except (*QUERY_ERRORS, UnicodeDecodeError) as error:
-            raise SourceUnreachable(
-                f"{self.access.url}: {error or type(error).__name__}"
-            ) from error
+            raise SourceUnreachable(f"{self.api_url}: {error or type(error).__name__}") from error
 
 
 def build_error(status: int, message: str) -> SourceUnreachable | WatchExpired:
