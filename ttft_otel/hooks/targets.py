@@ -9,6 +9,7 @@ encoder instance `lost_encode` applies instead, where it is given (tests/live/te
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from ttft_otel.model.stages import QUEUE_STAGES, STAGES
@@ -71,21 +72,21 @@ class PatchTarget:
 
 
 # In the API server, from the ASGI call to the engine and back; hooks: api_server.py.
+_api_target: Final = partial(PatchTarget, process="api", drop_when=VLLM_EMITS_IT)
+
 _FRONTEND: Final[tuple[PatchTarget, ...]] = (
-    PatchTarget(
+    _api_target(
         # Starlette builds the stack at the first call, after all add_middleware(): ours is outside.
         name="frontend.app",
-        process="api",
         places=(TargetPlace("fastapi.applications", "FastAPI.build_middleware_stack"),),
         marks="arrival, first chunk, end; trace context; Server-Timing",
         lost=ALL_STAGES,
         why="--middleware needs a flag and endpoint plugins (0.29) VLLM_PLUGINS; a patch is always outermost",
         drop_when="a plugin that nobody has to name can add the outermost middleware",
     ),
-    PatchTarget(
+    _api_target(
         # Each sets arrival_time in its first line (renderers/base.py): no rendering is before.
         name="frontend.render",
-        process="api",
         places=(
             TargetPlace("vllm.renderers.base", "BaseRenderer.render_chat_async"),
             TargetPlace("vllm.renderers.base", "BaseRenderer.render_cmpl_async"),
@@ -93,42 +94,34 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
         marks="end of receive",
         lost=("receive", "preprocess"),
         why="vLLM sets arrival_time here and does not hand it out",
-        drop_when=VLLM_EMITS_IT,
     ),
-    PatchTarget(
+    _api_target(
         # Once per URL of a message, so that a request has as many parts as it has media.
         name="frontend.media",
-        process="api",
         places=(
             TargetPlace("vllm.multimodal.media.connector", "MediaConnector.load_from_url_async"),
         ),
         marks="part of preprocess: fetch and decode",
         why="vLLM has no event for it",
-        drop_when=VLLM_EMITS_IT,
     ),
-    PatchTarget(
+    _api_target(
         # The plural method: render_cmpl_async() gathers its prompts through it in one call.
         name="frontend.tokenize",
-        process="api",
         places=(TargetPlace("vllm.renderers.base", "BaseRenderer.tokenize_prompts_async"),),
         marks="part of preprocess: tokenizer",
         why="vLLM has no event for it",
-        drop_when=VLLM_EMITS_IT,
     ),
-    PatchTarget(
+    _api_target(
         # Called for text as well: the hook reads `prompt` to leave that out.
         name="frontend.multimodal",
-        process="api",
         places=(TargetPlace("vllm.renderers.base", "BaseRenderer.process_for_engine_async"),),
         marks="part of preprocess: multimodal processor",
         why="enable_mm_processor_stats only sums it, per server",
-        drop_when=VLLM_EMITS_IT,
         reads=("prompt",),
     ),
-    PatchTarget(
+    _api_target(
         # Whoever calls an engine: vLLM's own servers, too, whose HTTP request has a trace already.
         name="frontend.direct",
-        process="api",
         places=(
             TargetPlace("vllm.v1.engine.async_llm", "AsyncLLM.add_request"),
             TargetPlace("vllm.v1.engine.llm_engine", "LLMEngine.add_request"),
@@ -138,21 +131,18 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
         drop_when="vLLM begins a span of its own at the engine",
         reads=("request_id", "params", "arrival_time", "trace_headers"),
     ),
-    PatchTarget(
+    _api_target(
         # Adds 8 random characters to the client's ID; all paths of AsyncLLM call it.
         name="frontend.assign",
-        process="api",
         places=(TargetPlace("vllm.v1.engine.input_processor", "InputProcessor.assign_request_id"),),
         marks="end of preprocess; the role that the request's transfer parameters give",
         lost=("preprocess", "ipc"),
         why="the last call before the request leaves for the engine, in all releases",
-        drop_when=VLLM_EMITS_IT,
         reads=("request",),
     ),
-    PatchTarget(
+    _api_target(
         # Late enough: before, AsyncLLM.add_request() drops headers if vLLM's tracing is off.
         name="frontend.register",
-        process="api",
         places=(TargetPlace("vllm.v1.engine.output_processor", "OutputProcessor.add_request"),),
         marks="engine request id; trace headers",
         lost=("ipc", *ENGINE_STAGES, "egress"),
@@ -160,21 +150,18 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
         drop_when="trace headers reach the engine core without --otlp-traces-endpoint",
         reads=("request",),
     ),
-    PatchTarget(
+    _api_target(
         # Called for slices of a batch (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE), each with its own times.
         name="frontend.outputs",
-        process="api",
         places=(TargetPlace("vllm.v1.engine.output_processor", "OutputProcessor.process_outputs"),),
         marks="end of output; the engine's marks",
         lost=("ipc", *ENGINE_STAGES, "egress"),
         why="vLLM's own first-token time is a wall-clock difference",
-        drop_when=VLLM_EMITS_IT,
         reads=("engine_core_outputs",),
     ),
-    PatchTarget(
+    _api_target(
         # Once for each request, whether or not vLLM keeps statistics; not for one that is aborted.
         name="frontend.end",
-        process="api",
         places=(
             TargetPlace(
                 "vllm.v1.engine.output_processor", "OutputProcessor._update_stats_from_finished"
@@ -182,27 +169,25 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
         ),
         marks="end of a generation: its tokens, finish reason, time per token",
         why="process_outputs() would have to be asked at each decode step",
-        drop_when=VLLM_EMITS_IT,
         reads=("req_state", "finish_reason"),
     ),
-    PatchTarget(
+    _api_target(
         # The middleware sees that an HTTP client has left; of other callers nobody else says it.
         name="frontend.abort",
-        process="api",
         places=(TargetPlace("vllm.v1.engine.output_processor", "OutputProcessor.abort_requests"),),
         marks="end of a request that came without HTTP and was aborted",
         why="vLLM reports no end of an aborted request",
-        drop_when=VLLM_EMITS_IT,
         reads=("request_ids",),
     ),
 )
 
 # In the engine core: input and scheduler; hooks: engine_core/tracer.py.
+_core_target: Final = partial(PatchTarget, process="core", drop_when=VLLM_EMITS_IT)
+
 _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
-    PatchTarget(
+    _core_target(
         # In the input thread (process_input_sockets), while a step may run on the main thread.
         name="engine.input",
-        process="core",
         places=(TargetPlace("vllm.v1.engine.core", "EngineCore.preprocess_add_request"),),
         marks="end of ipc",
         lost=("ipc", *QUEUE_STAGES, "kv.transfer"),
@@ -210,20 +195,18 @@ _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
         drop_when="a QUEUED event at the input thread",
         reads=("request",),
     ),
-    PatchTarget(
+    _core_target(
         # AsyncScheduler and other subclasses inherit it, so that a patch of the base reaches them.
         name="scheduler.schedule",
-        process="core",
         places=(TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),),
         marks="end of the queue; which steps the worker measures",
         lost=("ipc", *ENGINE_STAGES),
         why="a custom scheduler_cls would exclude the operator's own",
         drop_when="scheduled events carry the step and its encoder inputs",
     ),
-    PatchTarget(
+    _core_target(
         # Its argument names the step's requests; under async scheduling another step runs already.
         name="scheduler.update",
-        process="core",
         places=(TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),),
         marks="joins the worker's marks; sends them along",
         lost=("ipc", *ENGINE_STAGES),
@@ -231,39 +214,35 @@ _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
         drop_when="EngineCoreOutput has a field for timings",
         reads=("scheduler_output", "model_runner_output"),
     ),
-    PatchTarget(
+    _core_target(
         # Called for a pause and for its end alike; the state is the argument.
         name="scheduler.pause",
-        process="core",
         places=(TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.set_pause_state"),),
         marks="since when a queued request waits for the end of a pause",
         why="a paused engine core runs no step in which it could be seen",
         drop_when="scheduling events say that requests wait, and why",
         reads=("pause_state",),
     ),
-    PatchTarget(
+    _core_target(
         # DPEngineCoreProc's loop, for models with experts; every rank takes part in each step of any.
         name="engine.dummy",
-        process="core",
         places=(TargetPlace("vllm.v1.engine.core", "EngineCore.execute_dummy_batch"),),
         marks="that a queued request waits for a batch of another data-parallel rank",
         why="it runs without schedule(), so that no step is seen",
         drop_when="scheduling events say that requests wait, and why",
     ),
-    PatchTarget(
+    _core_target(
         # Called by finish_requests() (aborts) and by update_from_output(): hooks distinguish them.
         name="scheduler.free",
-        process="core",
         places=(TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler._free_request"),),
         marks="where an aborted request was",
         why="every end of a request passes here",
         drop_when="vLLM reports aborted requests",
         reads=("request",),
     ),
-    PatchTarget(
+    _core_target(
         # Called when the input comes, or when the answer to the one before it ends.
         name="scheduler.session",
-        process="core",
         places=(
             TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler._update_request_as_session"),
         ),
@@ -279,19 +258,23 @@ _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
 _V1: Final = "vllm.v1.worker.gpu_model_runner"
 _V2: Final = "vllm.v1.worker.gpu.model_runner"
 
+_worker_target: Final = partial(
+    PatchTarget,
+    process="worker",
+    why="runner internals have no events",
+    drop_when=VLLM_EMITS_IT,
+)
+
 _WORKER: Final[tuple[PatchTarget, ...]] = (
-    PatchTarget(
+    _worker_target(
         name="worker.start",
-        process="worker",
         places=(TargetPlace("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device"),),
         marks="which model runner the platform has",
         why="a runner of another package can have an execute_model() that passes our hooks",
-        drop_when=VLLM_EMITS_IT,
     ),
-    PatchTarget(
+    _worker_target(
         # MMEncoderModelRunner (0.29) is V2's runner without a language model, with its own method.
         name="worker.execute",
-        process="worker",
         places=(
             TargetPlace(_V1, "GPUModelRunner.execute_model"),
             TargetPlace(_V2, "GPUModelRunner.execute_model"),
@@ -303,14 +286,11 @@ _WORKER: Final[tuple[PatchTarget, ...]] = (
         ),
         marks="opens the step's record",
         lost=(*WORKER_STAGES, "sample", "output"),
-        why="runner internals have no events",
-        drop_when=VLLM_EMITS_IT,
         reads=("scheduler_output", "intermediate_tensors"),
     ),
-    PatchTarget(
+    _worker_target(
         # V1 calls it in every step with multimodal models, V2 only with something to encode.
         name="worker.encoder",
-        process="worker",
         places=(
             TargetPlace(_V1, "GPUModelRunner._execute_mm_encoder"),
             TargetPlace("vllm.v1.worker.gpu.mm.encoder_runner", "EncoderRunner.execute_mm_encoder"),
@@ -318,13 +298,11 @@ _WORKER: Final[tuple[PatchTarget, ...]] = (
         marks="encoder.compute",
         lost=("dispatch", "encoder.compute"),
         why="vLLM's own encoder timing synchronizes the device",
-        drop_when=VLLM_EMITS_IT,
         lost_encode=("dispatch", "encoder.compute", "output"),
     ),
-    PatchTarget(
+    _worker_target(
         # V2 has no method around its forward: what runs just before it marks the start.
         name="worker.forward",
-        process="worker",
         places=(
             TargetPlace(_V1, "GPUModelRunner._model_forward"),
             TargetPlace(
@@ -338,23 +316,18 @@ _WORKER: Final[tuple[PatchTarget, ...]] = (
         marks="prefill.compute",
         lost=("dispatch", "prefill.compute", "prefill.stall", "sample"),
         why="vLLM has no event for the forward pass",
-        drop_when=VLLM_EMITS_IT,
     ),
-    PatchTarget(
+    _worker_target(
         # Only with experts. V2 does it in a function of its own, before encoder and forward as V1.
         name="worker.dp_sync",
-        process="worker",
         places=(
             TargetPlace("vllm.v1.worker.dp_utils", "_synchronize_dp_ranks"),
             TargetPlace("vllm.v1.worker.gpu.dp_utils", "sync_cudagraph_and_dp_padding"),
         ),
         marks="dispatch: the wait for other data-parallel ranks",
-        why="runner internals have no events",
-        drop_when=VLLM_EMITS_IT,
     ),
-    PatchTarget(
+    _worker_target(
         name="worker.sample",
-        process="worker",
         places=(
             TargetPlace(_V1, "GPUModelRunner._sample"),
             TargetPlace(_V2, "GPUModelRunner.sample"),
@@ -362,21 +335,16 @@ _WORKER: Final[tuple[PatchTarget, ...]] = (
         marks="end of sample",
         lost=("sample", "output"),
         why="vLLM has no event for the sampler's end",
-        drop_when=VLLM_EMITS_IT,
     ),
-    PatchTarget(
+    _worker_target(
         # V1 drafts before its output is ready, V2 after it has gone.
         name="worker.draft",
-        process="worker",
         places=(TargetPlace(_V1, "GPUModelRunner.propose_draft_token_ids"),),
         marks="output: the drafter, with speculative decoding",
-        why="runner internals have no events",
-        drop_when=VLLM_EMITS_IT,
     ),
-    PatchTarget(
+    _worker_target(
         # execute_model() has returned None: the forward is queued, and sampling follows here.
         name="worker.tokens",
-        process="worker",
         places=(
             TargetPlace(_V1, "GPUModelRunner.sample_tokens"),
             TargetPlace(_V2, "GPUModelRunner.sample_tokens"),
@@ -384,13 +352,11 @@ _WORKER: Final[tuple[PatchTarget, ...]] = (
         marks="binds the step's record to its output",
         lost=(*WORKER_STAGES, "sample", "output"),
         why="under async scheduling the next step starts before this one's output is read",
-        drop_when=VLLM_EMITS_IT,
         lost_encode=(),
     ),
-    PatchTarget(
+    _worker_target(
         # get_output() waits for the copy's event itself (synchronize()), so that our hook need not.
         name="worker.output",
-        process="worker",
         places=(
             TargetPlace(_V1, "AsyncGPUModelRunnerOutput.get_output"),
             TargetPlace("vllm.v1.worker.gpu.async_utils", "AsyncOutput.get_output"),
@@ -398,7 +364,6 @@ _WORKER: Final[tuple[PatchTarget, ...]] = (
         marks="resolves device events once the output copy is complete",
         lost=(*WORKER_STAGES, "sample", "output"),
         why="the only moment when all events are known to be complete without a synchronization",
-        drop_when=VLLM_EMITS_IT,
         lost_encode=(),
     ),
 )
@@ -409,10 +374,15 @@ _WORKER: Final[tuple[PatchTarget, ...]] = (
 _EC: Final = "vllm.distributed.ec_transfer.ec_connector.base"
 _SESSION: Final = "vllm.distributed.ec_transfer.ec_connector.cpu.session"
 _KV: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-_CONNECTORS_REPORT_IT: Final = "connectors report per-request timings"
+
+_connector_target: Final = partial(
+    PatchTarget,
+    why="connectors have no timings per request",
+    drop_when="connectors report per-request timings",
+)
 
 _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
-    PatchTarget(
+    _connector_target(
         # In both processes: the scheduler's half waits for encodings, the worker's half moves them.
         name="transfer.create",
         process="core+worker",
@@ -425,10 +395,9 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
         marks="finds the encoder-cache connector's class",
         lost=(*QUEUE_STAGES, "dispatch", "ec.transfer", "encoder.compute"),
         why="connectors are third-party classes: only vLLM's factory has the instance's class",
-        drop_when=_CONNECTORS_REPORT_IT,
         lost_encode=(*QUEUE_STAGES, "dispatch", "ec.transfer", "encoder.compute", "output"),
     ),
-    PatchTarget(
+    _connector_target(
         # An encoder waits for nobody's encodings, hence nothing is lost on one.
         name="transfer.wait",
         process="core",
@@ -438,22 +407,18 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
         ),
         marks="ec.transfer: waiting for an item",
         lost=(*QUEUE_STAGES, "ec.transfer"),
-        why="connectors have no timings per request",
-        drop_when=_CONNECTORS_REPORT_IT,
         reads=("request",),
         lost_encode=(),
     ),
-    PatchTarget(
+    _connector_target(
         name="transfer.load",
         process="worker",
         methods=(TargetPlace(_EC, "ECConnectorBase.start_load_caches"),),
         marks="ec.transfer: load",
         lost=("dispatch", "ec.transfer"),
-        why="connectors have no timings per request",
-        drop_when=_CONNECTORS_REPORT_IT,
         lost_encode=(),
     ),
-    PatchTarget(
+    _connector_target(
         # V1 saves inside of the encoder's call, whose length would have the save in it.
         name="transfer.save",
         process="worker",
@@ -464,11 +429,9 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
         ),
         marks="ec.transfer: save",
         lost=("ec.transfer", "encoder.compute", "dispatch"),
-        why="connectors have no timings per request",
-        drop_when=_CONNECTORS_REPORT_IT,
         lost_encode=("ec.transfer", "encoder.compute", "output"),
     ),
-    PatchTarget(
+    _connector_target(
         # vLLM calls it after each step, also of connectors that do nothing in it.
         name="transfer.flush",
         process="worker",
@@ -476,10 +439,9 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
         marks="ec.transfer: get_finished(), where ECCPUConnector starts the copies of what a step encoded",
         lost=("ec.transfer", "encoder.compute", "dispatch"),
         why="ECCPUConnector's save_caches only writes descriptors",
-        drop_when=_CONNECTORS_REPORT_IT,
         lost_encode=("ec.transfer", "encoder.compute", "output"),
     ),
-    PatchTarget(
+    _connector_target(
         name="transfer.place",
         process="core",
         methods=(TargetPlace(_EC, "ECConnectorBase.update_state_after_alloc"),),
@@ -488,41 +450,37 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
         drop_when="outputs say per item where its encoding came from",
         reads=("request", "index"),
     ),
-    PatchTarget(
+    _connector_target(
         name="transfer.keep",
         process="core",
         methods=(TargetPlace(_EC, "ECConnectorBase.request_finished"),),
         marks="how long encodings are kept for another instance after the answer",
         why="request_finished is the only place that has the request and what it announces",
-        drop_when=_CONNECTORS_REPORT_IT,
         reads=("request",),
     ),
-    PatchTarget(
+    _connector_target(
         name="transfer.ready",
         process="core",
         methods=(TargetPlace(_EC, "ECConnectorBase.update_connector_output"),),
         marks="since when kept encodings can be read: the worker's copies are over",
         why="a consumer that asks earlier has to ask again, and no event is emitted",
-        drop_when=_CONNECTORS_REPORT_IT,
     ),
-    PatchTarget(
+    _connector_target(
         # A fetch that is gone after _drain_notifs() was read; after _sweep_timeouts() it was not.
         name="transfer.fetched",
         process="core",
         methods=(TargetPlace(_SESSION, "ProducerSession._drain_notifs", since="0.32"),),
         marks="kept encodings were read (ECCPUConnector's ProducerSession._drain_notifs)",
         why="only that session is notified; ECMooncakeConnector's scheduler never is",
-        drop_when=_CONNECTORS_REPORT_IT,
     ),
-    PatchTarget(
+    _connector_target(
         name="transfer.lease",
         process="core",
         methods=(TargetPlace(_SESSION, "ProducerSession._sweep_timeouts", since="0.32"),),
         marks="kept encodings were not read in time, or evicted (ProducerSession._sweep_timeouts)",
         why="vLLM only logs it",
-        drop_when=_CONNECTORS_REPORT_IT,
     ),
-    PatchTarget(
+    _connector_target(
         name="kv.create",
         process="core+worker",
         places=(
@@ -534,9 +492,8 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
         marks="finds the KV connector's class",
         lost=(*QUEUE_STAGES, *COMPUTE_STAGES, "kv.transfer", "sample", "output"),
         why="connectors are third-party classes: only vLLM's factory has the instance's class",
-        drop_when=_CONNECTORS_REPORT_IT,
     ),
-    PatchTarget(
+    _connector_target(
         # Called again until blocks are allocated; only the last answer before that counts.
         name="kv.match",
         process="core",
@@ -544,10 +501,9 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
         marks="kv.transfer: how much comes from elsewhere, and since when it is on its way",
         lost=(*QUEUE_STAGES, "kv.transfer"),
         why="a connector that looks for blocks, or loads them, has no event per request",
-        drop_when=_CONNECTORS_REPORT_IT,
         reads=("request",),
     ),
-    PatchTarget(
+    _connector_target(
         # On the scheduler, not on connectors: one address, whatever the connector's class is.
         name="kv.arrive",
         process="core",
@@ -557,10 +513,9 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
         marks="kv.transfer: the blocks are there; those kept for another instance are freed",
         lost=(*QUEUE_STAGES, "kv.transfer"),
         why="the only place that every connector notifies",
-        drop_when=_CONNECTORS_REPORT_IT,
         reads=("kv_connector_output",),
     ),
-    PatchTarget(
+    _connector_target(
         name="kv.keep",
         process="core",
         methods=(
@@ -570,28 +525,23 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
         ),
         marks="how long blocks are kept for another instance after the answer",
         why="vLLM only counts the leases that ran out",
-        drop_when=_CONNECTORS_REPORT_IT,
         reads=("request",),
     ),
-    PatchTarget(
+    _connector_target(
         # V1 and V2 call it inside the step, before the forward or (async loads, newer V2) after it.
         name="kv.load",
         process="worker",
         methods=(TargetPlace(_KV, "KVConnectorBase_V1.start_load_kv"),),
         marks="kv.transfer: a load inside a step",
         lost=("dispatch", "prefill.compute", "prefill.stall", "kv.transfer", "sample", "output"),
-        why="connectors have no timings per request",
-        drop_when=_CONNECTORS_REPORT_IT,
     ),
-    PatchTarget(
+    _connector_target(
         # wait_for_save() returns when all is saved: its length is time that the step spends in it.
         name="kv.save",
         process="worker",
         methods=(TargetPlace(_KV, "KVConnectorBase_V1.wait_for_save"),),
         marks="kv.transfer: a save that its step waits for",
         lost=("kv.transfer", "prefill.stall", "sample", "output"),
-        why="connectors have no timings per request",
-        drop_when=_CONNECTORS_REPORT_IT,
     ),
 )
 
