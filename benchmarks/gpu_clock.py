@@ -103,7 +103,7 @@ def run_phase(gpu: Gpu, work_us: float, steps: int, queued: int) -> tuple[list[f
         wait()
         if is_pending:
             step_clock.note_reached(stamps)
-        places = step_clock.place_stamps(stamps).places
+        places, _, _ = step_clock.place_stamps(stamps)
         placed.extend((event, place) for (event, _), place in zip(stamps, places, strict=True))
 
     for _ in range(steps):

@@ -12,10 +12,8 @@ from xdist.scheduler import LoadFileScheduling
 
 # Importing vLLM's connectors or its scheduler takes 8 s of CPU: once, not once per worker.
 VLLM_FILES: Final = (
-    "tests/hooks/engine_core/test_blame_pairs.py",
-    "tests/hooks/engine_core/test_ec_items.py",
-    "tests/hooks/engine_core/test_ec_kept.py",
-    "tests/hooks/worker/test_ec_connectors.py",
+    "tests/hooks/engine_core/test_scheduler.py",
+    "tests/hooks/test_encodings.py",
     "tests/hooks/engine_core/test_held_steps.py",
     "tests/hooks/worker/test_model_runners.py",
     "tests/hooks/engine_core/test_queue_reasons.py",

@@ -10,8 +10,8 @@ import pytest
 import tracing_fakes
 
 from hooks.device.accelerated_runners import wrap_accelerated_classes
-from hooks.fakes import FakeEngineCore, make_wrapped_core
-from hooks.process import CORE, PATCHER, count_state, drop_state, put_back_classes
+from hooks.fakes import WRAPPED_METHODS, FakeEngineCore
+from hooks.process import CORE, PATCHER, count_state, drop_state, put_back_classes, wrap_copy
 from hooks.vllm_import import import_from_vllm
 from ttft_otel.tracing import recorder
 
@@ -19,7 +19,7 @@ from ttft_otel.tracing import recorder
 @pytest.fixture
 def core(nothing_patched: None, clock: tracing_fakes.FakeClock) -> Iterator[FakeEngineCore]:
     """A fake engine core; checks that no state of its requests is left."""
-    yield make_wrapped_core()(clock)
+    yield wrap_copy(FakeEngineCore, WRAPPED_METHODS)(clock)
     assert not (CORE.awaiting or CORE.freed or CORE.is_updating), count_state()
 
 
@@ -50,29 +50,6 @@ def _drop_state() -> None:
     recorder.awaiting_traces.clear()
     recorder.unended_requests.clear()
     drop_state()
-
-
-@pytest.fixture(scope="session")
-def connectors() -> None:
-    """vLLM's encoder-cache connectors, imported once."""
-    folder = "vllm.distributed.ec_transfer.ec_connector"
-    names = ("example_connector", "mooncake_ec_connector", "cpu.scheduler", "cpu.worker")
-    import_from_vllm(
-        *(f"{folder}.{name}" for name in names),
-        f"{folder}.cpu.session",
-        "vllm.v1.worker.gpu.ec_connector",
-    )
-
-
-@pytest.fixture
-def pair(connectors: None, nothing_patched: None, clock: tracing_fakes.FakeClock) -> Iterator[Any]:
-    """An encoder and a consumer with vLLM's ECCPUConnector; its classes are put back afterwards."""
-    from .ec_cpu import InstancePair  # imports vLLM
-
-    made = InstancePair(clock)
-    yield made
-    made.close()
-    put_back_classes()
 
 
 @pytest.fixture(scope="module")

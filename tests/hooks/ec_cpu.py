@@ -20,8 +20,8 @@ from vllm.distributed.ec_transfer.ec_connector.cpu.connector import ECCPUConnect
 from vllm.distributed.ec_transfer.ec_connector.cpu.session import ProducerSession
 from vllm.v1.outputs import ECConnectorOutput
 
-from hooks.fakes import FakeEngineCore, decode_headers, make_wrapped_core, media_item
-from hooks.process import wrap_ec_connector
+from hooks.fakes import WRAPPED_METHODS, FakeEngineCore, decode_headers, media_item
+from hooks.process import wrap_copy, wrap_ec_connector
 from ttft_otel.model.names import header_names
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 
@@ -161,7 +161,7 @@ class EcInstance:
         wrap_ec_connector(connector)
         self.clock = clock
         self.connector = connector
-        self.core: Any = make_wrapped_core(EcCore)(clock)
+        self.core: Any = wrap_copy(EcCore, WRAPPED_METHODS)(clock)
         self.core.ec_connector, self.core.announced = connector, {}
         self.resident: set[str] = set()  # in the device's encoder cache
         self.waiting: list[str] = []
@@ -171,7 +171,6 @@ class EcInstance:
     def add_request(
         self, name: str, items: tuple[str, ...], params: Any = None, **fields: Any
     ) -> Any:
-        """A traced request comes in."""
         request = make_ec_request(name, items, params, **fields)
         self.core.add(request)
         self.waiting.append(name)
@@ -202,12 +201,10 @@ class EcInstance:
         return int(request.num_tokens - request.num_computed_tokens)
 
     def build_meta(self) -> Any:
-        """The end of a schedule()."""
         plan = SimpleNamespace(free_encoder_mm_hashes=[], preempted_req_ids=None)
         return self.connector.build_connector_meta(plan)
 
     def may_start(self, name: str) -> bool:
-        """Whether the connector has what the request needs."""
         request = self.core.requests[name]
         return bool(self.connector.ensure_cache_available(request, request.num_computed_tokens))
 
@@ -234,7 +231,6 @@ class FakeKwargsItem(dict[str, Any]):
     """A MultiModalKwargsItem with the fields that the connector reads."""
 
     def get_data(self) -> dict[str, Any]:
-        """Nothing that an encoder would publish."""
         return {}
 
 
@@ -307,6 +303,5 @@ class InstancePair:
         raise AssertionError(f"{name} may not start")
 
     def close(self) -> None:
-        """The shared memory of both."""
         for instance in (self.encoder, self.consumer):
             instance.connector.shutdown()

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fake engine core with vLLM's method names, wrapped by the real hooks."""
+"""A fake engine core with vLLM's method names under the real hooks; random events for a real scheduler."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tracing_fakes import FakeClock
 
-from hooks.process import wrap_methods
 from lab.fake_vllm.engine_objects import build_media_item, build_request, build_scheduler_output
 from ttft_otel.model.breakdown import Marks
 from ttft_otel.model.names import header_names
@@ -57,7 +59,6 @@ class FakeEngineCore:
         )
 
     def preprocess_add_request(self, request: Any) -> tuple[Any, int]:
-        """The input thread."""
         self.clock.tick(500)
         return request, 0
 
@@ -99,7 +100,6 @@ class FakeEngineCore:
         del self.requests[request.request_id]
 
     def free(self, name: str) -> None:
-        """A request ends, for whatever reason."""
         self._free_request(self.requests[name])
 
     def update(
@@ -122,16 +122,6 @@ class FakeEngineCore:
         return {each.request_id: each.trace_headers for each in outputs}
 
 
-def make_wrapped_core(base: type[FakeEngineCore] = FakeEngineCore) -> type[FakeEngineCore]:
-    """A core with the real hooks, of a class of its own so that patches do not accumulate."""
-    members: dict[str, Any] = {}
-    for base_class in reversed(base.__mro__[:-1]):
-        members |= vars(base_class)
-    kind = type("Core", (base,), members)
-    wrap_methods(kind, WRAPPED_METHODS)
-    return kind
-
-
 def decode_headers(headers: Any) -> tuple[Marks, EngineTimeline]:
     """The timeline in an output's trace headers."""
     marks = Marks(1)
@@ -146,3 +136,23 @@ def drop_taken(record: tuple[int, ...]) -> tuple[int, ...]:
     kept = [entry for entry in entries if entry[0] not in (carrier.CODE_SENT, carrier.CODE_TAKEN)]
     assert len(entries) - len(kept) == 2, record
     return (*record[:3], *(number for entry in kept for number in entry))
+
+
+def with_any_events(kinds: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test with `events` (kind, size, microseconds before it), `places` and a `tokens` budget per step.
+
+    kinds: what can happen; named twice, twice as often.
+    """
+    event = st.tuples(st.sampled_from(kinds), st.integers(1, 400), st.integers(0, 3_000))
+    drawn: dict[str, Any] = {
+        "events": st.lists(event, min_size=5, max_size=60),
+        "places": st.integers(1, 4),
+        "tokens": st.sampled_from([32, 64, 512]),
+    }
+    repeated = settings(
+        max_examples=settings.default.max_examples // 5,  # 20, or 4 with the profile `quick`
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
+    return lambda test: repeated(given(**drawn)(test))

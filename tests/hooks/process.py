@@ -24,7 +24,7 @@ DIRECT: DirectCallTracer
 CORE, WORKER, DIRECT = PATCHER.tracers
 # All that have a state, and what of it is not of single requests.
 OWNERS: Final[tuple[Any, ...]] = (
-    *(CORE, CORE.queue, CORE.held, CORE.own, WORKER, DIRECT),
+    *(CORE, CORE.queue, CORE.held, WORKER, DIRECT),
     *(CORE.blocks, CORE.blocks.answers, CORE.encodings, CORE.encodings.answers),
 )
 LASTING: Final = ("ec_roles", "fetched_hashes", "_changes")
@@ -34,6 +34,16 @@ def wrap_methods(owner: type, method_by_target: Mapping[str, str]) -> None:
     """Wrap the methods of the class `owner` with the hooks of these targets."""
     for target, method in method_by_target.items():
         PATCHER.patch_attribute(TARGETS_BY_NAME[target], owner, method, HOOKS[target])
+
+
+def wrap_copy(base: type, method_by_target: Mapping[str, str]) -> Any:
+    """A class of its own, so that patches do not accumulate, with all that `base` and its bases have."""
+    members: dict[str, Any] = {}
+    for each in reversed(base.__mro__[:-1]):
+        members |= vars(each)
+    kind = type(base.__name__, (base,), members)
+    wrap_methods(kind, method_by_target)
+    return kind
 
 
 def wrap_ec_connector(connector: Any) -> None:

@@ -26,7 +26,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from hooks.fakes import HEADERS, UNTRACED_HEADERS
 from hooks.process import CORE, wrap_methods
@@ -125,7 +125,6 @@ class SchedulerDriver:
         self.paused = False  # since the latest schedule()
 
     def limit_encoder(self, embeds: int) -> None:
-        """The encoder takes `embeds` embeddings a step."""
         self.scheduler.max_num_encoder_input_tokens = embeds
         self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=1 << 20)
 
@@ -144,6 +143,10 @@ class SchedulerDriver:
         self.add("first", answer=answer)
         self.step()
         self.add("second")
+
+    def run_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
 
     def build(
         self,
@@ -175,12 +178,19 @@ class SchedulerDriver:
             CORE.attach_timeline(token, (request, 0), self)
         return request
 
+    def abort(self, *ids: str) -> None:
+        self.scheduler.finish_requests([*ids], RequestStatus.FINISHED_ABORTED)
+
+    def set_pause(self, state: str) -> None:
+        """The scheduler is paused, or goes on: a name of PauseState."""
+        self.scheduler.set_pause_state(PauseState[state])
+
     def pause(self, length_us: int) -> None:
         """The scheduler is paused for `length_us`, and the engine core blocks meanwhile."""
         self.paused = True
-        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self.set_pause("PAUSED_ALL")
         self.clock.tick(length_us)
-        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+        self.set_pause("UNPAUSED")
 
     def step(self, length_us: int = STEP_US, idle_us: int = 0) -> Any:
         """One step that takes `length_us`; `idle_us` pass before it. Gives the scheduler's output."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from tracing_fakes import FakeClock, MemorySender
 
-from hooks.process import PATCHER, wrap_methods
+from hooks.process import PATCHER, wrap_copy
 from ttft_otel.hooks import api_server, vllm_fields
 from ttft_otel.model import breakdown
 from ttft_otel.model.names import header_names
@@ -80,17 +80,14 @@ class FakeRenderer:
         self.clock = clock
 
     async def render_chat_async(self, request: Any) -> None:
-        """Template, then tokenizer."""
         self.clock.tick(50)
         await self.tokenize_prompts_async([request])
         await self.process_for_engine_async({"prompt": "x", "multi_modal_data": {}})
 
     async def tokenize_prompts_async(self, prompts: Any) -> None:
-        """The tokenizer."""
         self.clock.tick(100)
 
     async def process_for_engine_async(self, prompt: Any) -> None:
-        """The multimodal processor."""
         self.clock.tick(50)
 
 
@@ -104,15 +101,12 @@ class FakeProcessors:
 
     @staticmethod
     def assign_request_id(request: Any) -> None:
-        """The engine's own id."""
         request.request_id += "-1f"
 
     def add_request(self, request: Any, prompt: str | None = None) -> None:
-        """The request leaves."""
         self.requests[request.request_id] = request
 
     def process_outputs(self, engine_core_outputs: Any) -> None:
-        """Detokenize."""
         self.clock.tick(4)
 
     def abort_requests(self, request_ids: Any, internal: bool = False) -> list[str]:
@@ -127,14 +121,11 @@ class FakeProcessors:
 
 def make_wrapped_classes() -> tuple[Any, Any]:
     """Renderer and processors, classes of their own, carrying the real hooks."""
-    renderer = type("Renderer", (FakeRenderer,), dict(vars(FakeRenderer)))
-    processors = type("Processors", (FakeProcessors,), dict(vars(FakeProcessors)))
     rendering = {
         "frontend.render": "render_chat_async",
         "frontend.tokenize": "tokenize_prompts_async",
         "frontend.multimodal": "process_for_engine_async",
     }
-    wrap_methods(renderer, rendering)
     processing = {
         "frontend.assign": "assign_request_id",
         "frontend.register": "add_request",
@@ -142,8 +133,7 @@ def make_wrapped_classes() -> tuple[Any, Any]:
         "frontend.end": "_update_stats_from_finished",
         "frontend.abort": "abort_requests",
     }
-    wrap_methods(processors, processing)
-    return renderer, processors
+    return wrap_copy(FakeRenderer, rendering), wrap_copy(FakeProcessors, processing)
 
 
 class FakeApiServer:
@@ -178,7 +168,6 @@ class FakeApiServer:
         return answers.get(method, self.aborted_answer)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """One request."""
         scope["app"], scope["route"] = self, SimpleNamespace(path=scope["path"])
         self.clock.tick(10)
         self._fail_if_planned("body")
@@ -194,11 +183,11 @@ class FakeApiServer:
             if self.plan.answers_first:
                 self.background_tasks.append(asyncio.create_task(self._run_background_request()))
             else:
-                self._send_to_engine()
+                self.send_to_engine()
             body = b'{"id":"resp_1","background":true,"status":"queued"}'
             await send_answer(send, 200, body, "application/json")
             return
-        sent = self._send_to_engine()
+        sent = self.send_to_engine()
         if self.plan.stream:
             await send_head(send, 200, "text/event-stream; charset=utf-8")
             for chunk in self.plan.early:
@@ -215,22 +204,23 @@ class FakeApiServer:
             await asyncio.Event().wait()
         await asyncio.sleep(0)
         self.clock.tick(FIRST_TOKEN_US - 210 - 4)
-        self.processors.process_outputs([self._make_output(name, at) for name, at in sent.items()])
+        self.process_first(sent)
         self.clock.tick(EGRESS_US)
         if self.plan.refused != 200:
             await send_answer(send, self.plan.refused, b"{}", "application/json")
             return
         if not self.plan.stream:
-            self._decode(sent)
+            self.decode(sent)
             await send_answer(send, 200, b"{}", "application/json")
             return
         await send_chunk(send, b"data: one\n\n")
         if self.plan.is_left:
             return
-        self._decode(sent)
+        self.decode(sent)
         await send_chunk(send, b"data: two\n\n", last=True)
 
-    def _decode(self, sent: dict[str, int]) -> None:
+    def decode(self, sent: dict[str, int]) -> None:
+        """All further tokens of these, and their ends."""
         self.clock.tick(DECODE_US)
         self._fail_if_planned("decode")
         for name in sent:
@@ -240,13 +230,14 @@ class FakeApiServer:
 
     async def _run_background_request(self) -> None:
         await asyncio.sleep(0.01)
-        self._send_to_engine()  # and its client cancels it: there is no output
+        self.send_to_engine()  # and its client cancels it: there is no output
 
     def _fail_if_planned(self, where: str) -> None:
         if self.plan.fail == where:
             raise RuntimeError("the host's own")
 
-    def _send_to_engine(self) -> dict[str, int]:
+    def send_to_engine(self) -> dict[str, int]:
+        """A request, of as many engine requests as are planned: their IDs, and when each left."""
         self.count += 1
         request = SimpleNamespace(
             request_id=f"chat-{self.count}",
@@ -264,15 +255,26 @@ class FakeApiServer:
             sent[child.request_id] = self.clock.at
         return sent
 
-    def _make_output(self, name: str, left: int) -> Any:
+    def process_first(self, sent: dict[str, int]) -> None:
+        """The first outputs of the engine requests `sent` (ID -> when it left)."""
+        self.processors.process_outputs([self.make_output(name, at) for name, at in sent.items()])
+
+    def make_output(self, name: str, left: int) -> Any:
+        """The first output of an engine request that left at `left`."""
         headers = self.processors.requests.pop(name).trace_headers
-        if headers is None or not self.plan.marks:  # as the request brought them
-            return SimpleNamespace(
-                request_id=name,
-                trace_headers=headers,
-                finish_reason=self.plan.ends or None,
-                new_token_ids=[] if self.plan.ends else [7],
-            )
+        if headers is not None and self.plan.marks:  # else as the request brought them
+            text = carrier.encode_timeline(self._make_timeline(left))
+            headers = {header_names.CARRIER_KEY: text}
+        return SimpleNamespace(
+            request_id=name,
+            trace_headers=headers,
+            finish_reason=self.plan.ends or None,
+            new_token_ids=[] if self.plan.ends else [7],
+        )
+
+    def _make_timeline(self, left: int) -> EngineTimeline:
+        if self.plan.ends and self.plan.ends != "stop":  # it waited for an encoding that never came
+            return EngineTimeline(added=left + 20, details=EngineDetails(asked=left + 50))
         begin = left + 20 + 30 + 40
         timeline = EngineTimeline(added=left + 20, scheduled=left + 50, entered=begin + 550)
         timeline.prompt, timeline.chunks, timeline.complete = 12, 1, True
@@ -280,15 +282,7 @@ class FakeApiServer:
         step = (clock.get_boot_number(), begin + 506, 0, breakdown.CODE_FORWARD, begin, begin + 500)
         draft = (carrier.CODE_DRAFT, begin + 510, begin + 530) if self.plan.drafts else ()
         timeline.add_step(step + draft)
-        if self.plan.ends and self.plan.ends != "stop":  # it waited for an encoding that never came
-            timeline = EngineTimeline(added=left + 20, details=EngineDetails(asked=left + 50))
-        headers = {header_names.CARRIER_KEY: carrier.encode_timeline(timeline)}
-        return SimpleNamespace(
-            request_id=name,
-            trace_headers=headers,
-            finish_reason=self.plan.ends or None,
-            new_token_ids=[] if self.plan.ends else [7],
-        )
+        return timeline
 
 
 async def send_head(send: Any, status: int, kind: str) -> None:
@@ -324,7 +318,6 @@ class FakeClient:
         self.sends: list[Any] = []
 
     def get_ttft(self) -> Ttft:
-        """The only TTFT among the records."""
         (ttft,) = [record.ttft for record in self.records.kept if record.ttft is not None]
         return ttft
 
@@ -345,11 +338,9 @@ class FakeClient:
             await asyncio.gather(*waits)
 
     async def receive(self) -> Any:
-        """Nothing more comes from the client."""
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
-        """Keep what came."""
         self.messages.append((self.server.clock.at - 1_000_000, message))
 
     def list_types(self) -> list[str]:

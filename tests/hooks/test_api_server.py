@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API server's hooks: whose marks they are, whatever vLLM does around them."""
+"""The API server's hooks: whose marks they are, whatever vLLM does around them.
+
+At the end: what is known at a request's end, tokens, finish reasons, time per token; right, or not there.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tracing_fakes import MemorySender
 
 from hooks.process import DIRECT, PATCHER
-from hooks.server import STAGES_US, FakeClient, ServerPlan
+from hooks.server import DECODE_US, EGRESS_US, STAGES_US, FakeClient, ServerPlan
 from lab import vllm_releases
 from ttft_otel.hooks import api_server, vllm_fields
 from ttft_otel.model import endpoints
 from ttft_otel.model.names import env_names, header_names, keys, span_names
-from ttft_otel.tracing import carrier, handoff, recorder, settings
+from ttft_otel.tracing import carrier, clock, handoff, recorder, settings
 from ttft_otel.tracing.roles import identity
 from ttft_otel.tracing.settings import Settings
 
@@ -51,31 +55,19 @@ def test_siblings(client: FakeClient) -> None:
 
 def test_trace_headers(client: FakeClient) -> None:
     """What leaves for the engine carries the server span as parent, the caller's state, our key."""
-    seen_headers: list[Any] = []
-    client.server.processors.requests = HeaderKeeper(seen_headers)
     trace = "0af7651916cd43dd8448eb211c80319c"
+    client.server.plan.dies = True  # so that the request stays there
     asyncio.run(
         client.call_server(traceparent=f"00-{trace}-b7ad6b7169203331-01", tracestate="vendor=1")
     )
-    (headers,) = seen_headers
+    (request,) = client.server.processors.requests.values()
+    headers = request.trace_headers
 
     assert headers[header_names.CARRIER_KEY] == "1"
     assert headers[header_names.TRACESTATE] == "vendor=1"
     version, trace_id, span_id, flags = headers[header_names.TRACEPARENT].split("-")
     assert (version, trace_id, flags) == ("00", trace, "01")
     assert span_id != "b7ad6b7169203331"
-
-
-class HeaderKeeper(dict[str, Any]):
-    """Notes the trace headers of whatever is put in."""
-
-    def __init__(self, seen: list[Any]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.seen.append(value.trace_headers)
-        super().__setitem__(key, value)
 
 
 @pytest.mark.parametrize("has_engine", [True, False])
@@ -120,6 +112,8 @@ def test_role(transfer: str | None, cache: str | None, role: str) -> None:
     assert identity.role == role
     assert identity.default_role == ("prefill_decode" if transfer else "mono")
     assert identity.model == "served"
+    assert identity.ec_connector == ("ECCPUConnector" if transfer else "")
+    assert identity.takes_encodings is (transfer in ("ec_consumer", "ec_both"))
 
 
 @pytest.mark.usefixtures("blank_identity")
@@ -149,26 +143,13 @@ def test_engine_settings(monkeypatch: pytest.MonkeyPatch, has_blocks: bool) -> N
 
 def start_server(transfer: str | None, cache: str | None) -> None:
     """The server starts with these roles of its connectors."""
+    encodings = SimpleNamespace(ec_role=transfer, ec_connector="ECCPUConnector")
     config = SimpleNamespace(
-        ec_transfer_config=SimpleNamespace(ec_role=transfer) if transfer else None,
+        ec_transfer_config=encodings if transfer else None,
         kv_transfer_config=SimpleNamespace(kv_role=cache) if cache else None,
         model_config=SimpleNamespace(served_model_name=["served", "alias"]),
     )
     api_server.identify_server(PATCHER, config)
-
-
-@pytest.mark.usefixtures("blank_identity")
-@pytest.mark.parametrize(
-    ("role", "takes"), [("ec_producer", False), ("ec_consumer", True), ("ec_both", True)]
-)
-def test_cache_connector(role: str, takes: bool) -> None:
-    """The encoder cache's connector is known by name, and whether it takes encodings from others."""
-    config = SimpleNamespace(
-        ec_transfer_config=SimpleNamespace(ec_role=role, ec_connector="ECCPUConnector")
-    )
-    api_server.identify_server(PATCHER, config)
-
-    assert (identity.ec_connector, identity.takes_encodings) == ("ECCPUConnector", takes)
 
 
 @pytest.mark.usefixtures("blank_identity")
@@ -294,3 +275,155 @@ def test_an_engine_core_without_hooks_is_told(
     assert counted == ["unmeasured"] * 2
     (told,) = [each.getMessage() for each in caplog.records if "measured" in each.getMessage()]
     assert "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY=TTFT_OTEL)" in told
+
+
+END_NAMES = {keys.OUTPUT_TOKENS, keys.FINISH_REASONS, keys.TIME_PER_OUTPUT_TOKEN_US}
+
+
+def read_end(records: MemorySender) -> dict[str, Any]:
+    """The server span's attributes of what was generated; they are on no other span."""
+    *_, last = records.kept
+    assert last.server is not None
+    for record in records.kept:
+        assert record.ttft is None or not END_NAMES & set(record.ttft.attributes)
+    return {key: value for key, value in last.server.attributes.items() if key in END_NAMES}
+
+
+@pytest.mark.parametrize(("stream", "finish_reason"), [(True, "stop"), (False, "repetition")])
+def test_generation_end(client: FakeClient, stream: bool, finish_reason: str) -> None:
+    """vLLM's own words and numbers; the time after the first token is shared by the tokens after it."""
+    client.server.plan = ServerPlan(stream=stream, tokens=5, finish_reason=finish_reason)
+    asyncio.run(client.call_server())
+
+    # From the first token, processed EGRESS_US before its chunk, to the last one.
+    assert read_end(client.records) == {
+        keys.OUTPUT_TOKENS: 5,
+        keys.FINISH_REASONS: (finish_reason,),
+        keys.TIME_PER_OUTPUT_TOKEN_US: round((EGRESS_US + DECODE_US) / 4),
+    }
+
+
+@pytest.mark.parametrize(
+    ("plan", "tokens", "reasons"),
+    [
+        pytest.param(ServerPlan(tokens=1, finish_reason="length"), 1, ("length",), id="one token"),
+        # Tokens add up, each generation has its reason, and no time per token is one's own.
+        pytest.param(ServerPlan(count=3, tokens=4), 12, ("stop",) * 3, id="several generations"),
+        # A list that is cut would not be one reason for each generation.
+        pytest.param(ServerPlan(count=65, tokens=4), 260, None, id="more generations than fit"),
+        # The convention has times per token of successful answers only.
+        pytest.param(ServerPlan(tokens=3, finish_reason="error"), 3, ("error",), id="engine fails"),
+        pytest.param(ServerPlan(status=404), None, None, id="refused"),
+    ],
+)
+def test_no_time_per_token(
+    client: FakeClient, plan: ServerPlan, tokens: int | None, reasons: tuple[str, ...] | None
+) -> None:
+    """What is known is told; a time per token only where one request had steps after its first token."""
+    client.server.plan = plan
+    asyncio.run(client.call_server())
+
+    told = {keys.OUTPUT_TOKENS: tokens, keys.FINISH_REASONS: reasons}
+    assert read_end(client.records) == {key: value for key, value in told.items() if value}
+
+
+async def test_all_tokens_in_one_step(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With speculative decoding all tokens may come at once: no step after the first has a length."""
+    original = recorder.record_end
+
+    def record_end(engine_id: str, reason: str, tokens: int) -> None:
+        trace: Any = recorder.current_trace.get()
+        original(engine_id, reason, tokens)
+        engine = trace.engine_requests[engine_id]
+        engine.ended = engine.output - 1  # inside process_outputs(), which stamps `output` after it
+
+    monkeypatch.setattr(recorder, "record_end", record_end)
+    await client.call_server()
+
+    assert read_end(client.records) == {keys.OUTPUT_TOKENS: 5, keys.FINISH_REASONS: ("stop",)}
+
+
+def test_beam_search(client: FakeClient) -> None:
+    """The steps of a beam search are not what the client gets."""
+    client.server.plan = ServerPlan(count=2, external_id="cmpl-1-9af3-beam-0")
+    asyncio.run(client.call_server())
+
+    assert read_end(client.records) == {}
+    assert not any(map(vllm_fields.is_beam, (None, object())))
+
+
+@pytest.mark.parametrize("role", ["encode", "prefill"])
+def test_end_of_a_leg(client: FakeClient, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An encoder generates nothing; a prefill instance's token is the first, with none after it."""
+    monkeypatch.setattr(identity, "role", role)
+    asyncio.run(client.call_server())
+
+    found = read_end(client.records)
+    assert keys.TIME_PER_OUTPUT_TOKEN_US not in found
+    assert (keys.OUTPUT_TOKENS in found) is (role == "prefill")
+
+
+def test_stream_that_ends_too_soon(client: FakeClient) -> None:
+    """Starlette ends a stream whose client has left like a complete one; vLLM has told no end."""
+    client.server.plan = ServerPlan(is_left=True)
+    asyncio.run(client.call_server())
+
+    first, last = client.records.kept
+    assert first.ttft is not None and first.ttft.error == ""
+    assert last.server is not None and last.server.error == keys.ERROR_INCOMPLETE
+    assert read_end(client.records) == {}
+
+
+def test_ends_that_nobody_sees(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the hook nothing is known of ends, and no stream counts as one that broke off."""
+    monkeypatch.setattr(identity, "can_see_ends", lambda: False)
+    client.server.plan = ServerPlan(is_left=True)
+    asyncio.run(client.call_server())
+
+    *_, last = client.records.kept
+    assert last.server is not None and last.server.error == ""
+
+
+def test_nothing_is_asked_while_decoding(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between first and last token no hook reads a clock or touches a trace, however many steps there are."""
+    readings = 0
+    read = clock.now_us
+
+    def count_readings() -> int:
+        nonlocal readings
+        readings += 1
+        return read()
+
+    decode = client.server.decode
+
+    def decode_in_steps(sent: dict[str, int]) -> None:
+        # A context of its own: the clock is a fake already, which ends after this test's fixtures.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(clock, "now_us", count_readings)
+            for _ in range(1000):
+                client.server.processors.process_outputs([])
+            assert readings == 0
+            decode(sent)
+            assert readings == 1  # one generation, one end
+
+    monkeypatch.setattr(client.server, "decode", decode_in_steps)
+    asyncio.run(client.call_server())
+
+    assert read_end(client.records)[keys.OUTPUT_TOKENS] == 5
+
+
+def test_no_end_is_left(client: FakeClient) -> None:
+    """However a request ends, nothing of it stays; beyond the bound only its end is not told."""
+    client.server.plan = ServerPlan(dies=True)
+    asyncio.run(client.call_server())
+    assert not recorder.unended_requests
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "MAX_UNENDED_REQUESTS", 0)
+        client.server.plan = ServerPlan()
+        asyncio.run(client.call_server())
+    assert read_end(client.records) == {}
+    first, last = client.records.kept[-2:]
+    assert first.ttft is not None and last.server is not None and last.server.error == ""

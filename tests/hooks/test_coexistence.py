@@ -60,8 +60,7 @@ def sink() -> Iterator[Sink]:
 def send_plain(port: int, env: dict[str, str], traceparent: str) -> Any:
     """Send one request without a tracer; the answer."""
     headers = {"content-type": "application/json"}
-    if traceparent:
-        headers["traceparent"] = traceparent
+    headers |= {"traceparent": traceparent} if traceparent else {}
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", b"{}", headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
@@ -118,37 +117,28 @@ def find_tool(name: str) -> str:
     return found
 
 
-def test_alone(sink: Sink) -> None:
-    """Without another tracer our span hangs below the caller's."""
-    call_server(sink)
-    (ours,) = [span for span in sink.spans[span_names.SCOPE] if span.kind == KIND_SERVER]
-
-    assert (ours.trace_id.hex(), ours.parent_span_id.hex()) == (TRACE_ID, CALLER)
+def split_spans(sink: Sink) -> tuple[Span, list[Span]]:
+    """Our span of the request, and those of others."""
+    (ours,) = [span for span in sink.spans.pop(span_names.SCOPE) if span.kind == KIND_SERVER]
+    return ours, [span for spans in sink.spans.values() for span in spans]
 
 
-@pytest.mark.parametrize("traceparent", [TRACEPARENT, ""])
+@pytest.mark.parametrize("traceparent", [TRACEPARENT, pytest.param("", marks=pytest.mark.full)])
 def test_fastapi_instrumentation(sink: Sink, traceparent: str) -> None:
     """The user's FastAPI span stays, below the caller's, and ours hangs below it, in one trace."""
     if find_spec("opentelemetry.instrumentation.fastapi") is None:
         pytest.skip("pip install opentelemetry-instrumentation-fastapi")
-    tool = find_tool("opentelemetry-instrument")
     said, log = call_server(
         sink,
-        tool,
+        find_tool("opentelemetry-instrument"),
         traceparent=traceparent,
         OTEL_PYTHON_DISTRO="distro",
         OTEL_TRACES_EXPORTER="otlp",
     )
     assert said["tracers"] == "opentelemetry.sdk.trace"
     assert "unexpected middleware stack" not in log
-    (ours,) = [span for span in sink.spans[span_names.SCOPE] if span.kind == KIND_SERVER]
-    theirs = [
-        span
-        for scope, spans in sink.spans.items()
-        for span in spans
-        if scope != span_names.SCOPE and span.kind == KIND_SERVER
-    ]
-    (outer,) = theirs
+    ours, theirs = split_spans(sink)
+    (outer,) = [span for span in theirs if span.kind == KIND_SERVER]
 
     assert outer.parent_span_id.hex() == (CALLER if traceparent else "")
     assert (ours.trace_id, ours.parent_span_id) == (outer.trace_id, outer.span_id)
@@ -157,10 +147,10 @@ def test_fastapi_instrumentation(sink: Sink, traceparent: str) -> None:
 def test_ddtrace(sink: Sink) -> None:
     """Under ddtrace-run the server answers, and our span is below the caller's."""
     said, log = call_server(sink, find_tool("ddtrace-run"), DD_TRACE_ENABLED="true")
+    ours, _ = split_spans(sink)
 
     assert "ddtrace" in said["tracers"]
     assert "ttft-otel" not in log
-    (ours,) = [span for span in sink.spans[span_names.SCOPE] if span.kind == KIND_SERVER]
     assert (ours.trace_id.hex(), ours.parent_span_id.hex()) == (TRACE_ID, CALLER)
 
 
@@ -189,10 +179,7 @@ def test_client_instrumentation(sink: Sink, product: str, is_one_trace: bool) ->
         subprocess.run(command, env=env, check=True, timeout=60)
 
     call_server(sink, send=send)
-    (ours,) = [span for span in sink.spans[span_names.SCOPE] if span.kind == KIND_SERVER]
-    (theirs,) = [
-        span for scope, spans in sink.spans.items() for span in spans if scope != span_names.SCOPE
-    ]
+    ours, (theirs,) = split_spans(sink)
 
     assert (ours.trace_id == theirs.trace_id) is is_one_trace
     assert ours.parent_span_id == (theirs.span_id if is_one_trace else b"")

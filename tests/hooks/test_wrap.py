@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,106 +72,119 @@ class HookCalls:
         return guard.Hook(before, after, **more)
 
 
-def make_target(*places: str, reads: tuple[str, ...] = ("request",)) -> PatchTarget:
-    """A patch target for names in the module `guesthost`."""
-    found = tuple(TargetPlace("guesthost", name) for name in places)
-    return PatchTarget(
-        name="host.call",
-        process="api",
-        places=found,
-        marks="",
-        lost=(),
-        why="",
-        drop_when="",
-        reads=reads,
-    )
+class Installer:
+    """Installs one target around the throwaway module, which can be imported as `guesthost`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+
+    def install(
+        self,
+        *names: str,
+        module: str = "guesthost",
+        reads: tuple[str, ...] = ("request",),
+        hook: guard.Hook | None = None,
+        **more: Any,
+    ) -> HookCalls:
+        """Patch these places with `hook`, or with one whose calls are given; more: of that one."""
+        calls = HookCalls()
+        target = PatchTarget(
+            name="host.call",
+            process="api",
+            places=tuple(TargetPlace(module, name) for name in names),
+            marks="",
+            lost=(),
+            why="",
+            drop_when="",
+            reads=reads,
+        )
+        self.monkeypatch.setattr(wrap, "TARGETS", (target,))
+        PATCHER.install_hooks({target.name: hook or calls.make_hook(**more)})
+        return calls
+
+    @property
+    def host(self) -> Any:
+        """The throwaway module."""
+        return importlib.import_module("guesthost")
 
 
 @pytest.fixture
-def install_hook(
+def guest(
     nothing_patched: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Callable[..., None]]:
-    """Install one row around the throwaway module, which can be imported as `guesthost`."""
+) -> Iterator[Installer]:
+    """For one test."""
     (tmp_path / "guesthost.py").write_text(HOST_CODE)
     monkeypatch.syspath_prepend(tmp_path)
-
-    def install_row(target: PatchTarget, hook: guard.Hook) -> None:
-        monkeypatch.setattr(wrap, "TARGETS", (target,))
-        PATCHER.install_hooks({target.name: hook})
-
-    yield install_row
+    yield Installer(monkeypatch)
     sys.modules.pop("guesthost", None)
 
 
-def import_host() -> Any:
-    """The throwaway module."""
-    return importlib.import_module("guesthost")
-
-
 @pytest.mark.parametrize("is_asked_for", [False, True])
-def test_imported_later(install_hook: Callable[..., None], is_asked_for: bool) -> None:
+def test_imported_later(guest: Installer, is_asked_for: bool) -> None:
     """A module that is not loaded is not imported by us, and patched when the host imports it.
 
     importlib.util.find_spec() of it does not use up its patch.
     """
-    hook_calls = HookCalls()
-    install_hook(make_target("Host.plain"), hook_calls.make_hook())
+    calls = guest.install("Host.plain")
     assert not is_asked_for or importlib.util.find_spec("guesthost") is not None
 
     assert "guesthost" not in sys.modules
     assert not PATCHER.is_active("host.call")
-    assert import_host().Host().plain("r") == ("host", "r", 0)
-    assert len(hook_calls.after) == 1
-    assert import_host().__spec__.loader is not None
+    assert guest.host.Host().plain("r") == ("host", "r", 0)
+    assert len(calls.after) == 1
+    assert guest.host.__spec__.loader is not None
 
 
 @pytest.mark.parametrize("is_imported", [True, False])
-def test_idempotent(install_hook: Callable[..., None], is_imported: bool) -> None:
+def test_idempotent(guest: Installer, is_imported: bool) -> None:
     """A plugin that is called five times, before the import or after it, wraps once and leaves one finder."""
-    if is_imported:
-        import_host()
-    hook_calls = HookCalls()
+    assert not is_imported or guest.host
+    hook = (calls := HookCalls()).make_hook()
     for _ in range(5):
-        install_hook(make_target("Host.plain"), hook_calls.make_hook())
-
-    import_host().Host().plain("r")
+        guest.install("Host.plain", hook=hook)
+    guest.host.Host().plain("r")
 
     assert sum(isinstance(finder, wrap.Patcher) for finder in sys.meta_path) == 1
-    assert len(hook_calls.after) == len(PATCHER.installed["host.call"]) == 1
+    assert len(calls.after) == len(PATCHER.installed["host.call"]) == 1
 
 
-@pytest.mark.parametrize("name", ["fixed", "classy"])
-def test_kinds(install_hook: Callable[..., None], name: str) -> None:
-    """Static and class methods stay what they are, called on the class or on an instance."""
-    host, hook_calls = import_host(), HookCalls()
-    was = type(inspect.getattr_static(host.Host, name))
-    install_hook(make_target(f"Host.{name}"), hook_calls.make_hook())
+@pytest.mark.parametrize("name", ["plain", "fixed", "classy"])
+def test_kinds(guest: Installer, guard_keeps: None, name: str) -> None:
+    """Static and class methods stay what they are; all can be taken out, made to fail, and put back."""
+    host = guest.host.Host
+    was, signature = (
+        type(inspect.getattr_static(host, name)),
+        inspect.signature(getattr(host, name)),
+    )
+    calls = guest.install(f"Host.{name}")
+    assert type(inspect.getattr_static(host, name)) is was
+    assert inspect.signature(getattr(host, name)) == signature
+    assert getattr(host, name).__qualname__ == f"Host.{name}"
+    if name != "plain":
+        assert getattr(host, name)("r") == getattr(host(), name)("r")
+        assert len(calls.after) == 2
+        calls.before.clear()
 
-    first, second = getattr(host.Host, name)("r"), getattr(host.Host(), name)("r")
+    PATCHER.switch(off=["host.call"])
+    assert getattr(host(), name)("r")[1] == "r"
+    assert not calls.before and not PATCHER.is_active("host.call")
 
-    assert type(inspect.getattr_static(host.Host, name)) is was
-    assert first == second and first[1] == "r"
-    assert len(hook_calls.after) == 2
+    PATCHER.switch(fail=["host.call"])
+    assert getattr(host(), name)("r")[1] == "r"
+    assert not calls.before and guard.error_counts["host.call"] == 1
+
+    PATCHER.switch()
+    assert getattr(host(), name)("r")[1] == "r"
+    assert len(calls.before) == 1 and PATCHER.is_active("host.call")
 
 
-def test_coroutine(install_hook: Callable[..., None]) -> None:
+def test_coroutine(guest: Installer) -> None:
     """A coroutine function stays one; the second half runs when it is done."""
-    host, hook_calls = import_host(), HookCalls()
-    install_hook(make_target("Host.later"), hook_calls.make_hook())
+    calls = guest.install("Host.later")
 
-    assert inspect.iscoroutinefunction(host.Host.later)
-    assert asyncio.run(host.Host().later("r")) == ("later", "r")
-    assert hook_calls.after == [("token", ("later", "r"))]
-
-
-def test_signature(install_hook: Callable[..., None]) -> None:
-    """inspect.signature() and the name of a wrapped function are those of the original."""
-    host = import_host()
-    was = inspect.signature(host.Host.plain)
-    install_hook(make_target("Host.plain"), HookCalls().make_hook())
-
-    assert inspect.signature(host.Host.plain) == was
-    assert host.Host.plain.__qualname__ == "Host.plain"
+    assert inspect.iscoroutinefunction(guest.host.Host.later)
+    assert asyncio.run(guest.host.Host().later("r")) == ("later", "r")
+    assert calls.after == [("token", ("later", "r"))]
 
 
 @pytest.mark.parametrize(
@@ -183,139 +196,99 @@ def test_signature(install_hook: Callable[..., None]) -> None:
         ("Host.plain", ("renamed",), "guesthost:Host.plain(renamed)"),
     ],
 )
-def test_missing(
-    install_hook: Callable[..., None], place: str, reads: tuple[str, ...], said: str
-) -> None:
+def test_missing(guest: Installer, place: str, reads: tuple[str, ...], said: str) -> None:
     """A target that is gone, inherited only, or lacks a parameter is recorded, nothing is patched."""
-    host, hook_calls = import_host(), HookCalls()
-    install_hook(make_target(place, reads=reads), hook_calls.make_hook())
+    calls = guest.install(place, reads=reads)
 
-    assert host.Host().plain("r") == ("host", "r", 0)
+    assert guest.host.Host().plain("r") == ("host", "r", 0)
     assert PATCHER.missing == {"host.call": said}
     assert not PATCHER.is_active("host.call")
-    assert not hook_calls.before
+    assert not calls.before
 
 
-def test_second_place(install_hook: Callable[..., None]) -> None:
+def test_second_place(guest: Installer) -> None:
     """One place of several is enough for a target not to be missing."""
-    host, hook_calls = import_host(), HookCalls()
-    install_hook(make_target("Host.gone", "Host.plain"), hook_calls.make_hook())
-    host.Host().plain("r")
+    guest.install("Host.gone", "Host.plain")
+    guest.host.Host().plain("r")
 
     assert PATCHER.is_active("host.call")
     assert not PATCHER.missing
 
 
 @pytest.mark.parametrize(("name", "arrives"), [("plain", False), ("plain", True), ("later", False)])
-def test_host_raises(install_hook: Callable[..., None], name: str, arrives: bool) -> None:
+def test_host_raises(guest: Installer, name: str, arrives: bool) -> None:
     """The host's exception passes unchanged; the second half runs only where it asked for that."""
-    host, hook_calls = import_host(), HookCalls()
-    install_hook(make_target(f"Host.{name}"), hook_calls.make_hook(runs_after_error=arrives))
+    calls = guest.install(f"Host.{name}", runs_after_error=arrives)
 
     with pytest.raises(KeyError, match="the host's own") as caught:
-        asyncio.run(getattr(host.Host(), name)("raise"))
+        asyncio.run(getattr(guest.host.Host(), name)("raise"))
 
     assert caught.value.__context__ is None
-    assert hook_calls.after == ([("token", None)] if arrives else [])
+    assert calls.after == ([("token", None)] if arrives else [])
 
 
 @pytest.mark.parametrize("name", ["plain", "later"])
 def test_hook_raises(
-    install_hook: Callable[..., None],
-    guard_keeps: None,
-    name: str,
-    caplog: pytest.LogCaptureFixture,
+    guest: Installer, guard_keeps: None, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Our exception never reaches the host; it is counted each time and logged once."""
-    host = import_host()
 
     def broken(*args: Any, **kwargs: Any) -> None:
         raise ValueError("ours")
 
-    install_hook(make_target(f"Host.{name}"), guard.Hook(broken, broken))
+    guest.install(f"Host.{name}", hook=guard.Hook(broken, broken))
     for _ in range(3):
-        result = getattr(host.Host(), name)("r")
+        result = getattr(guest.host.Host(), name)("r")
         assert (asyncio.run(result) if name == "later" else result)[1] == "r"
 
     assert guard.error_counts["host.call"] == 3  # without its first half the second is left out
     assert caplog.text.count("host.call failed") <= 1
 
 
-def test_ready(install_hook: Callable[..., None]) -> None:
+def test_ready(guest: Installer) -> None:
     """While the shared container is empty the host's call is all that happens."""
-    host, hook_calls = import_host(), HookCalls()
     ready: list[Any] = []
-    install_hook(make_target("Host.plain"), hook_calls.make_hook(ready=ready))
+    calls = guest.install("Host.plain", ready=ready)
 
-    host.Host().plain("r")
-    assert not hook_calls.before
+    guest.host.Host().plain("r")
+    assert not calls.before
     ready.append(1)
-    host.Host().plain("r")
-    assert len(hook_calls.before) == len(hook_calls.after) == 1
+    guest.host.Host().plain("r")
+    assert len(calls.before) == len(calls.after) == 1
 
 
-def test_replace(install_hook: Callable[..., None], guard_keeps: None) -> None:
+def test_replace(guest: Installer, guard_keeps: None) -> None:
     """A replacing hook gives the caller something else, or the host's result when it fails."""
-    host = import_host()
 
     def replace(_: None, result: Any, owner: Any, name: str) -> Any:
-        assert isinstance(owner, host.Host) and result[1] == name
+        assert isinstance(owner, guest.host.Host) and result[1] == name
         if name == "bad":
             raise ValueError("ours")
         return ("wrapped", result)
 
-    install_hook(make_target("Host.plain"), guard.Hook(after=replace, wrap=guard.wrap_result))
+    guest.install("Host.plain", hook=guard.Hook(after=replace, wrap=guard.wrap_result))
 
-    assert host.Host().plain("r") == ("wrapped", ("host", "r", 0))
-    assert host.Host().plain("bad") == ("host", "bad", 0)
-
-
-@pytest.mark.parametrize("name", ["plain", "fixed", "classy"])
-def test_switch(install_hook: Callable[..., None], guard_keeps: None, name: str) -> None:
-    """A target can be taken out, made to fail, and put back, whatever kind of method it is."""
-    host, hook_calls = import_host(), HookCalls()
-    install_hook(make_target(f"Host.{name}"), hook_calls.make_hook())
-
-    PATCHER.switch(off=["host.call"])
-    assert getattr(host.Host(), name)("r")[1] == "r"
-    assert not hook_calls.before and not PATCHER.is_active("host.call")
-
-    PATCHER.switch(fail=["host.call"])
-    assert getattr(host.Host(), name)("r")[1] == "r"
-    assert not hook_calls.before and guard.error_counts["host.call"] == 1
-
-    PATCHER.switch()
-    assert getattr(host.Host(), name)("r")[1] == "r"
-    assert len(hook_calls.before) == 1 and PATCHER.is_active("host.call")
+    assert guest.host.Host().plain("r") == ("wrapped", ("host", "r", 0))
+    assert guest.host.Host().plain("bad") == ("host", "bad", 0)
 
 
-def test_import_error(install_hook: Callable[..., None], tmp_path: Path) -> None:
+def test_import_error(guest: Installer, tmp_path: Path) -> None:
     """A host module that fails to import fails as it would without us; a second try is patched."""
     (tmp_path / "guesthost.py").write_text("raise RuntimeError('host broke')")
-    hook_calls = HookCalls()
-    install_hook(make_target("Host.plain"), hook_calls.make_hook())
+    calls = guest.install("Host.plain")
 
     with pytest.raises(RuntimeError, match="host broke"):
-        import_host()
+        _ = guest.host
     assert "guesthost" not in sys.modules
     (tmp_path / "guesthost.py").write_text(HOST_CODE + "# of another length\n")
     importlib.invalidate_caches()
-    import_host().Host().plain("r")
-    assert len(hook_calls.after) == 1
+    guest.host.Host().plain("r")
+    assert len(calls.after) == 1
 
 
-def test_absent_module(install_hook: Callable[..., None]) -> None:
+def test_absent_module(guest: Installer) -> None:
     """A module that does not exist is still absent."""
-    target = PatchTarget(
-        name="host.call",
-        process="api",
-        places=(TargetPlace("guestabsent", "x"),),
-        marks="",
-        lost=(),
-        why="",
-        drop_when="",
-    )
-    install_hook(target, HookCalls().make_hook())
+    guest.install("x", module="guestabsent")
 
     assert importlib.util.find_spec("guestabsent") is None
     with pytest.raises(ModuleNotFoundError):

@@ -16,6 +16,7 @@ from ttft_otel.hooks import api_server, ec_fields, target_check
 from ttft_otel.hooks.engine_core.tracer import EngineCoreTracer
 from ttft_otel.hooks.worker.model_runners import WorkerTracer
 from ttft_otel.hooks.wrap import Patcher, find_patcher
+from ttft_otel.model.breakdown import CODE_EC_TRANSFER, CODE_KV_TRANSFER
 from ttft_otel.model.names import env_names
 from ttft_otel.tracing import settings
 from ttft_otel.tracing.guard import Hook
@@ -92,10 +93,10 @@ def build_connector_hooks(
 ) -> dict[str, Hook]:
     """Hooks of both factories, and of the methods of what they create."""
     steps = worker.open_steps
-    move_encodings = Hook(
-        before=worker.stamp_interval_start, after=worker.record_encodings, ready=steps
-    )
-    move_blocks = Hook(before=worker.stamp_interval_start, after=worker.record_blocks, ready=steps)
+    start, record_encodings = worker.stamp_interval_start, worker.record_interval(CODE_EC_TRANSFER)
+    move_encodings = Hook(before=start, after=record_encodings, ready=steps)
+    # A step leaves those out that are too short to have moved anything.
+    move_blocks = Hook(before=start, after=worker.record_interval(CODE_KV_TRANSFER), ready=steps)
     ec_methods = {
         "transfer.wait": Hook(after=core.record_ec_wait),
         "transfer.place": Hook(after=core.note_allocated),
@@ -104,7 +105,7 @@ def build_connector_hooks(
         "transfer.load": move_encodings,
         "transfer.save": move_encodings,
         "transfer.flush": Hook(
-            before=worker.stamp_flush_start, after=worker.record_encodings, ready=steps
+            before=worker.stamp_flush_start, after=record_encodings, ready=steps
         ),
     }
     session_methods = core.encodings.build_session_hooks()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's model runners without a model: the same calls in the same order, under the real hooks.
 
-On a simulated device accelerator_loops.py drives them, on a GPU gpu_runners.py. Beside each step they note
-the truth: when its work really ran.
-Files and lines are those of vLLM 0.32, other releases keep the order (test_call_order.py): R1 =
+On a simulated device accelerator_loops.py drives them, on a GPU gpu_runners.py, and test_model_runners.py on
+one whose work takes exactly as long as told. Beside each step they note the truth: when its work really ran.
+Files and lines are those of vLLM 0.32, other releases keep the order (test_target_check.py): R1 =
 v1/worker/gpu_model_runner.py, R2 = v1/worker/gpu/model_runner.py, A = v1/worker/gpu/async_utils.py, E =
 v1/worker/mm_encoder_model_runner.py, C1 = v1/worker/kv_connector_model_runner_mixin.py, C2 =
 v1/worker/gpu/kv_connector.py.
@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from hooks.device.accelerator import SimulatedDevice
 from hooks.process import wrap_methods
-from hooks.worker.runners import wrap_runner_methods
 from ttft_otel.model import breakdown
 
 HOST_COSTS: Final = ("prepare_us", "launch_us", "bookkeeping_us")
@@ -113,7 +112,6 @@ class AcceleratedRunner:
         self.device.host.work(self.work.prepare_us / 2)
 
     def launch_encoder(self) -> None:
-        """Launch the encoder's kernels."""
         self.device.host.work(self.work.encoder_launch_us / 2)
         self.device.main.queue_work(self.work.encoder_us)
         self.device.host.work(self.work.encoder_launch_us / 2)
@@ -131,13 +129,11 @@ class AcceleratedRunner:
         self.truth.intervals.append((code, begin, self.device.main.mark()))
 
     def run_sampler(self) -> None:
-        """Launch the sampler."""
         self.device.host.work(self.work.sample_launch_us)
         self.device.main.queue_work(self.work.sampler_us)
         self.truth.sampled = self.device.main.mark()
 
     def run_drafter(self) -> None:
-        """Launch the drafter, if there is one."""
         if self.work.drafter_us:
             self.device.host.work(self.work.sample_launch_us)
             self.device.main.queue_work(self.work.drafter_us)
@@ -385,19 +381,24 @@ class AcceleratedEcConnector:
 
 
 def wrap_accelerated_classes() -> dict[str, type[AcceleratedRunner]]:
-    """Both runners with the real hooks around them."""
-    wrap_runner_methods(
-        AcceleratedRunnerV1,
-        AcceleratedRunnerV2,
-        AcceleratedEncoderRunner,
-        AcceleratedStepTiming,
-        AsyncRunnerOutput,
-    )
-    wrap_methods(AcceleratedPreForward, {"worker.forward": "pre_forward"})
-    wrap_methods(
-        AcceleratedKvConnector,
-        {"kv.load": "start_load_kv", "kv.save": "wait_for_save"},
-    )
+    """Both runners with the real hooks around them, and around what V2 leaves to others."""
+    steps = {"worker.execute": "execute_model", "worker.tokens": "sample_tokens"}
+    inner = {
+        "worker.encoder": "_execute_mm_encoder",
+        "worker.forward": "_model_forward",
+        "worker.sample": "_sample",
+        "worker.draft": "propose_draft_token_ids",
+    }
+    for owner, method_by_target in (
+        (AcceleratedRunnerV1, steps | inner),
+        (AcceleratedRunnerV2, {**steps, "worker.sample": "sample"}),
+        (AcceleratedEncoderRunner, {"worker.encoder": "execute_mm_encoder"}),
+        (AcceleratedStepTiming, {"worker.forward": "forward_start"}),
+        (AsyncRunnerOutput, {"worker.output": "get_output"}),
+        (AcceleratedPreForward, {"worker.forward": "pre_forward"}),
+        (AcceleratedKvConnector, {"kv.load": "start_load_kv", "kv.save": "wait_for_save"}),
+    ):
+        wrap_methods(owner, method_by_target)
     return {
         "V1": AcceleratedRunnerV1,
         "V2": AcceleratedRunnerV2,

@@ -58,7 +58,6 @@ class SimulatedHost:
         self.switches: Counter[int] = Counter()  # by thread: how often it went to sleep in a wait
         self._sleepers: list[tuple[float, int, threading.Semaphore]] = []
         self._started = 0
-        self._threads: list[threading.Thread] = []
 
     def __call__(self) -> int:
         return int(self.at)
@@ -85,11 +84,9 @@ class SimulatedHost:
         return 0.0
 
     def replace_clock(self) -> AbstractContextManager[Any]:
-        """While the block runs, the package's clock is this host's."""
         return mock.patch.multiple(clock, now_us=self, count_switches=self.count_switches)
 
     def count_switches(self) -> int:
-        """As clock.count_switches()."""
         return self.switches[threading.get_ident()]
 
     def sleep_until(self, at: float, wake_us: float) -> None:
@@ -107,7 +104,6 @@ class SimulatedHost:
             self.sleep(self.chance.uniform(*limits))
 
     def make_queue(self, latency_us: float) -> SimulatedQueue:
-        """A queue between two of its threads."""
         return SimulatedQueue(self, latency_us)
 
     def start_thread(self, target: Callable[[], None]) -> None:
@@ -121,14 +117,8 @@ class SimulatedHost:
             finally:
                 self._wake_next()
 
-        thread = threading.Thread(target=run, daemon=True)
-        self._threads.append(thread)
         self._push(self.at, own)
-        thread.start()
-
-    def block(self) -> threading.Semaphore:
-        """A token with which wake() resumes the thread that calls wait_for() with it."""
-        return threading.Semaphore(0)
+        threading.Thread(target=run, daemon=True).start()
 
     def wait_for(self, token: threading.Semaphore) -> None:
         """Sleep until another thread calls wake() with `token`."""
@@ -161,7 +151,6 @@ class SimulatedQueue:
         self.waiting: threading.Semaphore | None = None
 
     def put(self, item: Any) -> None:
-        """Send `item`; does not wait."""
         arrives_after = self.latency_us * self.host.chance.uniform(0.8, 1.5)
         self.items.append((self.host.at + arrives_after, item))
         if self.waiting is not None:
@@ -169,9 +158,8 @@ class SimulatedQueue:
             self.host.wake(waiting, arrives_after)
 
     def get(self) -> Any:
-        """Wait for the next item."""
         if not self.items:
-            self.waiting = self.host.block()
+            self.waiting = threading.Semaphore(0)
             self.host.wait_for(self.waiting)
         arrival, item = self.items.popleft()
         self.host.sleep(max(0.0, arrival - self.host.at))
@@ -208,7 +196,6 @@ class SimulatedDevice:
         self.host.sleep(max(0.0, self.main.busy_until - self.host.at) + 3)
 
     def make_stream(self) -> SimulatedStream:
-        """One more stream."""
         return SimulatedStream(self)
 
     def measure_truth(self) -> AbstractContextManager[Any]:
@@ -272,18 +259,15 @@ class SimulatedStream:
         return device.find_own_time(max(earliest, device.draw_launch()))
 
     def queue_work(self, us: float) -> tuple[float, float]:
-        """Queue a kernel of `us` microseconds; returns when it begins and ends."""
         begin = self.find_begin()
         self.busy_until = self.device.find_end(begin, us)
         self.device.busy_until = max(self.device.busy_until, self.busy_until)
         return begin, self.busy_until
 
     def wait_stream(self, other: SimulatedStream) -> None:
-        """Later work of this stream begins after all that `other` has queued by now."""
         self.busy_until = max(self.busy_until, other.busy_until)
 
     def make_awaited(self) -> SimulatedEvent:
-        """A blocking event behind all that is queued by now."""
         return SimulatedEvent(self, self.busy_until)
 
     def mark(self) -> float:
@@ -302,7 +286,6 @@ class SimulatedEvent:
         self.at = at
 
     def record(self) -> None:
-        """Queue this event."""
         self.device.calls["record"] += 1
         self.at = self.stream.find_begin()
         self.stream.busy_until = self.at
@@ -310,7 +293,6 @@ class SimulatedEvent:
         self.device.host.sleep(RECORD_COST_US)
 
     def query(self) -> bool:
-        """Whether it has happened."""
         self.device.calls["query"] += 1
         self.device.host.sleep(QUERY_COST_US)
         return self.device.host.at >= self.at

@@ -55,23 +55,34 @@ def make_step(number: int, marked: bool, items: bool, kv: bool, tokens: bool = T
 
 
 class StepLoop:
-    """Runs steps one after the other; subclasses are vLLM's ways to do it.
+    """C:step() without async scheduling, and what the other loops share.
 
     gap_us: how long the engine has nothing to do between two steps.
     """
+
+    max_queued = 1  # of so many steps the oldest is read before another one is launched
 
     def __init__(self, host: SimulatedHost, runner: AcceleratedRunner, gap_us: float = 0) -> None:
         self.host = host
         self.runner = runner
         self.gap_us = gap_us
         self.outcomes: list[StepOutcome] = []
-        self.reported_runs: dict[
-            str, tuple[int, int]
-        ] = {}  # of encoders, with outputs of later steps
+        #: Of encoders, with outputs of later steps.
+        self.reported_runs: dict[str, tuple[int, int]] = {}
 
     def run(self, steps: list[Any]) -> list[StepOutcome]:
-        """Run all steps; the outcomes, in their order."""
-        raise NotImplementedError
+        """Run all steps, with the worker in the engine core's process; the outcomes, in their order."""
+        queue: deque[tuple[int, Any, float]] = deque()
+        for step in steps:
+            queue.append((self.schedule(), *self.execute(step)))
+            if len(queue) == self.max_queued:
+                self._finish(*queue.popleft())
+        while queue:
+            self._finish(*queue.popleft())
+        return self.outcomes
+
+    def _finish(self, scheduled_at: int, output: Any, answered_at: float) -> None:
+        self.update(scheduled_at, self.read_output(output), answered_at)
 
     def schedule(self) -> int:
         """The scheduler's work; when it has returned."""
@@ -79,14 +90,11 @@ class StepLoop:
         self.host.work(120)
         return self.host()
 
-    def launch(self, step: Any) -> tuple[int, Any, float]:
-        """Schedule, execute and sample; when it was scheduled, the output, when execute_model answered."""
-        scheduled_at = self.schedule()
+    def execute(self, step: Any) -> tuple[Any, float]:
+        """Execute and sample: the output, and when execute_model answered."""
         output = self.runner.execute_model(step, self.runner.receive_tensors())
         answered_at = self.host.at
-        if output is None:
-            output = self.runner.sample_tokens()
-        return scheduled_at, output, answered_at
+        return self.runner.sample_tokens() if output is None else output, answered_at
 
     def update(self, scheduled_at: int, output: Any, answered_at: float) -> None:
         """The scheduler takes the output, and the API server makes a chunk of it."""
@@ -107,33 +115,10 @@ class StepLoop:
         return output
 
 
-class SyncLoop(StepLoop):
-    """C:step() without async scheduling."""
-
-    def run(self, steps: list[Any]) -> list[StepOutcome]:
-        """Schedule, execute, sample, update."""
-        for step in steps:
-            scheduled_at, output, answered_at = self.launch(step)
-            self.update(scheduled_at, self.read_output(output), answered_at)
-        return self.outcomes
-
-
 class AsyncLoop(StepLoop):
-    """C:step_with_batch_queue() with the worker in the engine core's process."""
+    """C:step_with_batch_queue(): the next step is launched before this one's output is read."""
 
-    def run(self, steps: list[Any]) -> list[StepOutcome]:
-        """The next step is launched before this one's output is read."""
-        queue: deque[tuple[int, Any, float]] = deque()
-        for step in steps:
-            queue.append(self.launch(step))
-            if len(queue) == MAX_QUEUED_STEPS:
-                self._read(*queue.popleft())
-        while queue:
-            self._read(*queue.popleft())
-        return self.outcomes
-
-    def _read(self, scheduled_at: int, output: Any, answered_at: float) -> None:
-        self.update(scheduled_at, self.read_output(output), answered_at)
+    max_queued = MAX_QUEUED_STEPS
 
 
 class MultiprocLoop(StepLoop):
@@ -146,12 +131,7 @@ class MultiprocLoop(StepLoop):
 
         def work() -> None:
             for _ in steps:
-                step = to_worker.get()
-                output = self.runner.execute_model(step, self.runner.receive_tensors())
-                answered_at = self.host.at
-                if output is None:
-                    output = self.runner.sample_tokens()
-                to_reader.put((output, answered_at))
+                to_reader.put(self.execute(to_worker.get()))
 
         def read() -> None:
             for _ in steps:
@@ -172,7 +152,7 @@ class MultiprocLoop(StepLoop):
 
 
 LOOPS: Final[dict[str, type[StepLoop]]] = {
-    "sync": SyncLoop,
+    "sync": StepLoop,
     "async": AsyncLoop,
     "async, own process": MultiprocLoop,
 }

@@ -80,7 +80,6 @@ class GpuHost:
 
     @property
     def at(self) -> float:
-        """The time, us."""
         return clock.now_us()
 
     def __call__(self) -> int:
@@ -99,12 +98,10 @@ class GpuHost:
                 time.sleep(1e-4)
 
     def start_thread(self, target: Callable[[], None]) -> None:
-        """One of the worker's."""
         self.threads.append(threading.Thread(target=target, daemon=True))
         self.threads[-1].start()
 
     def make_queue(self, latency_us: float) -> queue.SimpleQueue[Any]:
-        """Between two of its threads."""
         return queue.SimpleQueue()
 
     @contextlib.contextmanager
@@ -151,7 +148,6 @@ class GpuStream:
         return event
 
     def mark(self) -> Any:
-        """An event at this point."""
         event = self.cuda.Event(enable_timing=True)
         event.record(self.stream)
         return event
@@ -171,7 +167,6 @@ class GpuDevice:
         self.truth: TruthLine | None = None
 
     def make_stream(self) -> GpuStream:
-        """One more stream."""
         return GpuStream(self, self.gpu.torch.cuda.Stream())
 
     @contextlib.contextmanager
@@ -183,7 +178,6 @@ class GpuDevice:
         self.truth = TruthLine(first, take_reference(self.gpu))
 
     def resolve_time(self, mark: Any) -> float:
-        """The host's time of a mark."""
         assert self.truth is not None
         return self.truth.find_time(mark)
 
@@ -287,7 +281,7 @@ def measure_lengths(make_device: MakeDevice) -> dict[str, Figure]:
             device.main.queue_work(LENGTH_US)
             step_clock.add_stamp(stamps)
             device.synchronize()
-            begin, end = step_clock.place_stamps(stamps).places[-2:]
+            begin, end = step_clock.place_stamps(stamps)[0][-2:]
             errors.append(abs(end - begin - LENGTH_US))
     return {"h_length_error_us": build_figure(errors, MAX_LENGTH_ERROR_US)}
 

@@ -10,15 +10,17 @@ import pytest
 
 from hooks.device.accelerated_runners import StepWork
 from hooks.device.accelerator import SimulatedDevice, SimulatedHost
-from hooks.device.accelerator_cases import CASES, AcceleratorCase, run_case
-from hooks.device.accelerator_loops import LOOPS, Judgement, make_step
-from hooks.device.accelerator_table import (
+from hooks.device.accelerator_cases import (
+    CASES,
     DOCS_PAGE,
+    AcceleratorCase,
     Runs,
     find_percentile,
     render_page,
+    run_case,
     run_everywhere,
 )
+from hooks.device.accelerator_loops import LOOPS, Judgement, make_step
 from hooks.process import WORKER
 from ttft_otel.hooks.worker import device, model_runners
 
@@ -186,7 +188,7 @@ def test_table(kinds: dict[str, Any]) -> None:
     runs = {case: run_once(kinds, case) for case in CASES}
 
     assert render_page(page, runs) == page, (
-        "write it anew: see tests/hooks/device/accelerator_table.py"
+        "write it anew: see tests/hooks/device/accelerator_cases.py"
     )
 
 

@@ -19,6 +19,7 @@ def short(monkeypatch: pytest.MonkeyPatch, kinds: dict[str, Any]) -> None:
     monkeypatch.setattr(gpu_runners, "PHASE_US", 400_000)
 
 
+@pytest.mark.full
 def test_figures() -> None:
     """Every letter has its figures, and on a device that is as the clock takes it to be all goals are met."""
     figures = gpu_runners.measure_runners(simulate_device)

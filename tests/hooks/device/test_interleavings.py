@@ -43,7 +43,6 @@ class OwnedEvent(SimulatedEvent):
         self.owner: int | None = None  # None: an anchor
 
     def record(self) -> None:
-        """Belongs to the step that is being queued from now on."""
         self.owner = self.threads.queued
         super().record()
 
@@ -71,7 +70,6 @@ class TwoThreads:
         self.errors: list[tuple[float, int]] = []
 
     def make_event(self) -> OwnedEvent:
-        """One of the main stream."""
         return OwnedEvent(self.device.main, self)
 
     def renew_anchor(self, now: int, original: Callable[[int], Any]) -> Any:
@@ -126,12 +124,12 @@ class TwoThreads:
         if self.bound.pop(number, None) is None:
             return
         self.read = number
-        placement = self.clock.place_stamps(stamps)
+        places, _, told_us = self.clock.place_stamps(stamps)
         extra = len(stamps) - len(truth)  # the event that looked whether the stream was idle
-        places = placement.places[extra:]
+        places = places[extra:]
         assert all(places)
         worst = max(abs(place - at) for place, at in zip(places, truth, strict=True))
-        self.errors.append((worst, placement.error_us))
+        self.errors.append((worst, told_us))
         self.clock.release_stamps(stamps)
 
     def run(self, plan: list[PlannedStep], pooled: int) -> None:

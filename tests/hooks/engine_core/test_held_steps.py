@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who held a waiting request: vLLM's own Scheduler, and a reference that adds up every step's fractions."""
+"""Who held a waiting request: vLLM's own Scheduler, and a reference that adds up every step's fractions.
+
+And what is blamed on a request is what removing it changes (tests/live/test_attribution.py: a real server).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hooks.engine_core.scheduler_events import with_any_events
-from hooks.fakes import FakeEngineCore, make_request
+from hooks.fakes import FakeEngineCore, make_request, with_any_events
 from hooks.process import CORE, drop_state, put_back_classes, wrap_methods
 from lab.fake_vllm.engine_objects import build_scheduler_output
 from ttft_otel.hooks import vllm_fields
@@ -24,7 +26,9 @@ from ttft_otel.hooks.engine_core import held_steps, holders
 from ttft_otel.hooks.engine_core.held_steps import HeldRequests
 from ttft_otel.hooks.engine_core.holders import HolderLog
 from ttft_otel.hooks.engine_core.step_work import StepWork, describe_step
+from ttft_otel.model.breakdown import Marks
 from ttft_otel.model.stages import HOLDING_KIND_NAMES, QUEUE_STAGES, STALL_STAGE
+from ttft_otel.tracing import carrier
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 Shares = dict[tuple[str, str], Fraction]  # (request ID, kind) -> microseconds
@@ -106,13 +110,9 @@ MakeDriver = Callable[..., Any]
 
 def sum_held(driver: Any, name: str, *stages: str) -> dict[str, int]:
     """Microseconds per kind in `stages` of an answered request."""
-    cut, _ = driver.read(name)
-    sums = dict.fromkeys(HOLDING_KIND_NAMES, 0)
-    for piece in cut.held:
-        if piece.stage in stages:
-            for kind, length in zip(HOLDING_KIND_NAMES, piece.lengths, strict=True):
-                sums[kind] += length
-    return {kind: length for kind, length in sums.items() if length}
+    pieces = [piece.lengths for piece in driver.read(name)[0].held if piece.stage in stages]
+    sums = map(sum, zip(*pieces, strict=True))
+    return {kind: us for kind, us in zip(HOLDING_KIND_NAMES, sums, strict=False) if us}
 
 
 def read_holders(driver: Any, name: str) -> list[tuple[int, int, str, str]]:
@@ -182,17 +182,12 @@ def test_traced_holder(drive: MakeDriver) -> None:
 
 def test_aborted(drive: MakeDriver) -> None:
     """A request that ends while it waits keeps what is known, also of the step that runs."""
-    from vllm.v1.request import RequestStatus
-
-    from ttft_otel.model.breakdown import Marks
-    from ttft_otel.tracing import carrier
-
     driver = drive(max_num_seqs=1)
     driver.queue_behind(20)
     driver.step()
     driver.begin_step()
     driver.clock.tick(2_500)
-    driver.scheduler.finish_requests(["second"], RequestStatus.FINISHED_ABORTED)
+    driver.abort("second")
     timeline = carrier.decode_timeline(CORE.aborted["second"], Marks(1))
 
     assert timeline is not None
@@ -239,7 +234,6 @@ def test_memory(core: FakeEngineCore) -> None:
     for each in waiting:
         core.free(each.request_id)
     assert waiting[0]._ttft_timeline.held and not waiting[-1]._ttft_timeline.held
-    assert not CORE.held.unanswered and not CORE.held.log.times
 
 
 def check_blame(driver: Any, name: str) -> None:
@@ -292,7 +286,6 @@ def test_any_steps(
     facts = vllm_fields.get_facts(driver.scheduler)
     facts.overlaps = facts.is_pipeline = overlapping
     running: deque[Any] = deque()
-    names = []
 
     def end_oldest(length_us: int) -> None:
         driver.clock.tick(length_us)
@@ -300,13 +293,10 @@ def test_any_steps(
 
     for number, (what, size, gap) in enumerate(events):
         driver.clock.tick(gap)
-        name = f"r{number}"
         if what in ("add", "other", "image"):
             images = (1 + size % 48, 20) if what == "image" else ()
-            driver.add(
-                name, tokens=size, answer=1 + size % 7, images=images, traced=what != "other"
-            )
-            names += [name] if what != "other" else []
+            options = {"answer": 1 + size % 7, "images": images, "traced": what != "other"}
+            driver.add(f"r{number}", size, **options)
         elif what == "abort":
             abort_request(driver, size, running)
         elif what == "pause":
@@ -322,10 +312,9 @@ def test_any_steps(
         end_oldest(1_000)
     while driver.scheduler.requests:
         driver.step(1_000)
-    for name in names:
-        if name in driver.headers:
-            check_blame(driver, name)
-    assert not CORE.held.unanswered and not CORE.held.followed and not CORE.held.log.times
+    for name in driver.headers:
+        check_blame(driver, name)
+    assert_nothing_kept()
 
 
 def abort_request(driver: Any, number: int, running: Sequence[Any]) -> None:
@@ -333,12 +322,10 @@ def abort_request(driver: Any, number: int, running: Sequence[Any]) -> None:
 
     Of one that is, the scheduler forgets at once whose token it was: its last step's share has no name.
     """
-    from vllm.v1.request import RequestStatus
-
     busy = {each for step in running for each in step.output.num_scheduled_tokens}
     ids = [each for each in driver.scheduler.requests if each not in busy]
     if ids:
-        driver.scheduler.finish_requests([ids[number % len(ids)]], RequestStatus.FINISHED_ABORTED)
+        driver.abort(ids[number % len(ids)])
 
 
 def test_turnaround(drive: MakeDriver) -> None:
@@ -411,9 +398,6 @@ def test_not_begun() -> None:
     assert log.list_holders(start, "own", states, running, 0) == [(1000, 1, 1, "old", "")]
 
 
-ID_CHARS = 200_000  # a client names its request in the body, which may have megabytes
-
-
 def assert_nothing_kept() -> None:
     """No request and no step is known."""
     assert not CORE.held.unanswered and not CORE.held.followed
@@ -423,25 +407,16 @@ def assert_nothing_kept() -> None:
     assert not CORE.queue.arrived and not CORE.queue.waiting
 
 
-def abort(driver: Any, *ids: str) -> None:
-    """The client has gone."""
-    from vllm.v1.request import RequestStatus
-
-    driver.scheduler.finish_requests([*ids], RequestStatus.FINISHED_ABORTED)
-
-
 @pytest.mark.parametrize("overlapping", [False, True])
 @pytest.mark.parametrize("tokens", [8, 300])
 def test_aborted_in_first_step(drive: MakeDriver, tokens: int, overlapping: bool) -> None:
     """Aborts are taken while the step runs, also the first one, which has a part or all of the prompt."""
     driver = drive(max_num_batched_tokens=64)
-    from ttft_otel.hooks import vllm_fields
-
     vllm_fields.get_facts(driver.scheduler).overlaps = overlapping
     driver.add("gone", tokens=tokens)
     step = driver.begin_step()
     driver.clock.tick(3_000)
-    abort(driver, "gone")
+    driver.abort("gone")
     assert_nothing_kept()
     driver.clock.tick(3_000)
     driver.end_step(step)
@@ -453,7 +428,7 @@ def test_aborted_in_first_step(drive: MakeDriver, tokens: int, overlapping: bool
     driver.add("second", tokens=200, answer=3)
     step = driver.begin_step()
     driver.clock.tick(3_000)
-    abort(driver, "first")
+    driver.abort("first")
     driver.end_step(step)
     driver.run_until_answered("second")
     while driver.scheduler.requests:
@@ -478,7 +453,7 @@ def test_schedule_raises(drive: MakeDriver) -> None:
     driver.scheduler.policy, driver.scheduler.waiting = policy, waiting_queue
     with pytest.raises((AttributeError, TypeError)):
         driver.scheduler.update_from_output(driver.begin_step().output, None)
-    abort(driver, "first", "second")
+    driver.abort("first", "second")
     driver.step()
     assert_nothing_kept()
 
@@ -487,7 +462,9 @@ def test_long_ids(core: FakeEngineCore) -> None:
     """The IDs of requests that have ended, which clients choose, are kept only in part: at most 1 MB."""
     core.add(make_request("waiter"))
     for number in range(300):
-        name = f"{number:03d}" + "x" * ID_CHARS
+        name = (
+            f"{number:03d}" + "x" * 200_000
+        )  # a client names its request, in megabytes if it likes
         other = make_request(name, 50, traced=False)
         other.num_output_tokens = 5
         core.add(other)
@@ -520,3 +497,82 @@ def test_requests_are_not_kept(core: FakeEngineCore) -> None:
     gc.collect()
 
     assert gone() is None
+
+
+BLAMED_STEP_US, TOKEN_US, TURNAROUND_US = 1_500, 60, 300
+SMALL_COUNT = 40
+
+
+def run_load(driver: Any, injected: dict[int, dict[str, Any]], every_us: int) -> dict[str, int]:
+    """The wait of each small request in microseconds; one comes every `every_us`.
+
+    A step takes a fixed time and some for each token, as a model would, and a turnaround follows it.
+    injected: time -> fields of a request.
+    """
+    start = driver.clock.at
+    arrivals = [(start + at, f"injected{at}", fields) for at, fields in injected.items()]
+    arrivals += [
+        (start + number * every_us + 7_000, f"small{number}", {"tokens": 16, "answer": 3})
+        for number in range(SMALL_COUNT)
+    ]
+    arrivals.sort(key=lambda each: each[0])
+    while arrivals or driver.scheduler.requests:
+        if not driver.scheduler.requests:
+            driver.clock.tick(max(0, arrivals[0][0] - driver.clock.at))
+        while arrivals and arrivals[0][0] <= driver.clock.at:
+            _, name, fields = arrivals.pop(0)
+            driver.add(name, **fields)
+        step = driver.begin_step()
+        end = driver.clock.at + BLAMED_STEP_US + TOKEN_US * step.output.total_num_scheduled_tokens
+        late = []
+        # Those that come while the step runs reach the scheduler after it.
+        while arrivals and arrivals[0][0] <= end:
+            at, name, fields = arrivals.pop(0)
+            driver.clock.tick(at - driver.clock.at)
+            late.append(driver.build(name, **fields))
+        driver.clock.tick(end - driver.clock.at)
+        driver.end_step(step)
+        for request in late:
+            driver.scheduler.add_request(request)
+        driver.clock.tick(TURNAROUND_US)
+    found = {name: driver.read(name)[1] for name in driver.headers if name.startswith("small")}
+    return {name: marks.scheduled - marks.added for name, marks in found.items()}
+
+
+LONG_ANSWER = {"tokens": 8, "answer": 200}
+
+
+@pytest.mark.parametrize(
+    ("injected", "every_us", "limits"),
+    [
+        ({150_000: {"tokens": 4096, "answer": 1}}, 20_000, {"max_num_batched_tokens": 1024}),
+        # Few wait, so that few wait for others that have waited: that is their blame, not the answers'.
+        pytest.param(
+            {150_000: LONG_ANSWER, 150_001: LONG_ANSWER},
+            60_000,
+            {"max_num_seqs": 2},
+            marks=pytest.mark.full,  # as long as the other one
+        ),
+    ],
+    ids=["one long prompt", "long answers that take both places"],
+)
+def test_blame_is_what_removing_it_changes(
+    drive: MakeDriver, injected: dict[int, dict[str, Any]], every_us: int, limits: dict[str, int]
+) -> None:
+    """The same load twice: what is blamed on the injected requests is how much longer others wait."""
+    without = run_load(drive(**limits), {}, every_us)
+    drop_state()
+    driver = drive(**limits)
+    waits = run_load(driver, injected, every_us)
+    changed = {name: wait - without[name] for name, wait in waits.items()}
+    blamed = {
+        name: sum(us for us, _, _, other in read_holders(driver, name) if "injected" in other)
+        for name in waits
+    }
+    delayed = [name for name, us in changed.items() if us > 10 * BLAMED_STEP_US]
+
+    assert len(delayed) >= 4
+    total = sum(changed[name] for name in delayed)
+    assert sum(blamed[name] for name in delayed) == pytest.approx(total, rel=0.05)
+    # Who came before it is not delayed, and blames nobody for it.
+    assert blamed["small0"] == changed["small0"] == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV connectors of any class: waiting for blocks, work inside a step, blocks kept for another instance."""
+"""KV connectors of any class, on the scheduler's side: waits for blocks, blocks kept for other instances."""
 
 from __future__ import annotations
 
@@ -8,56 +8,34 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tracing_fakes
 
-from hooks.fakes import FakeEngineCore, decode_headers, drop_taken, make_request
-from hooks.process import CORE, HOOKS, PATCHER, put_back_classes, wrap_kv_connector
-from hooks.worker.runners import FORWARD_US as FORWARD_US
-from hooks.worker.runners import make_scheduler_output, wrap_runner_classes
+from hooks.fakes import decode_headers, make_request
+from hooks.process import CORE, HOOKS, PATCHER, wrap_kv_connector
 from ttft_otel.hooks.engine_core import kv
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
-from ttft_otel.model.breakdown import (
-    CODE_FORWARD,
-    CODE_KV_TRANSFER,
-    LOST_AFTER,
-    LOST_BEFORE,
-    find_failed_stage,
-)
+from ttft_otel.model.breakdown import CODE_FORWARD, find_failed_stage
 from ttft_otel.model.names import header_names, keys
-from ttft_otel.tracing import carrier, context, record_parts, settings
 from ttft_otel.tracing import clock as clocks
+from ttft_otel.tracing import context, record_parts, settings
 from ttft_otel.tracing.carrier import KeptBlocks, decode_answer, list_timeline_attributes
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 from ttft_otel.tracing.request_trace import RequestTrace
 
+READ = SimpleNamespace(data={"bytes_transferred": [100, 28], "transfer_duration": [0.002, 0.003]})
 STEP = (clocks.get_boot_number(), 5000, 0, CODE_FORWARD, 3000, 4000)
-LOAD_US, SAVE_US = 400, 300
 
 
 class FakeKvConnector:
-    """Both sides of a KV connector; what it answers is said by the test."""
+    """The scheduler's side of a KV connector; what it answers is said by the test."""
 
-    def __init__(self, clock: tracing_fakes.FakeClock) -> None:
-        self.clock = clock
-        self.found: tuple[int | None, bool] = (0, False)
-        self.keeps = False
-        self.slow = True
+    found: tuple[int | None, bool] = (0, False)
+    keeps = False
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """The scheduler's side: how many tokens come from elsewhere, and whether later."""
         return self.found
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
-        """A request has ended; its blocks are kept, or not."""
         return self.keeps, None
-
-    def start_load_kv(self, context: Any) -> None:
-        """The worker's side, before or after the forward."""
-        self.clock.tick(LOAD_US if self.slow else 10)
-
-    def wait_for_save(self) -> None:
-        """After the forward."""
-        self.clock.tick(SAVE_US if self.slow else 10)
 
 
 def make_connector_output(
@@ -71,23 +49,23 @@ def make_connector_output(
 
 
 @pytest.fixture
-def kv_core(core: FakeEngineCore, clock: tracing_fakes.FakeClock) -> Iterator[Any]:
+def kv_core(core: Any) -> Iterator[Any]:
     """An engine core whose scheduler has a connector; every hook is in."""
-
-    def update_transfers(self: Any, kv_connector_output: Any) -> None:
-        return None
-
     kind = type(core)
-    kind._update_from_kv_xfer_finished = update_transfers  # type: ignore[attr-defined]
-    PATCHER.patch_attribute(
-        TARGETS_BY_NAME["kv.arrive"], kind, "_update_from_kv_xfer_finished", HOOKS["kv.arrive"]
-    )
-    core.connector = type("Mine", (FakeKvConnector,), dict(vars(FakeKvConnector)))(clock)  # type: ignore[attr-defined]
-    core.block_size = 16  # type: ignore[attr-defined]
-    wrap_kv_connector(core.connector)  # type: ignore[attr-defined]
+    kind._update_from_kv_xfer_finished = lambda self, kv_connector_output: None
+    target, hook = TARGETS_BY_NAME["kv.arrive"], HOOKS["kv.arrive"]
+    PATCHER.patch_attribute(target, kind, "_update_from_kv_xfer_finished", hook)
+    core.connector = type("Mine", (FakeKvConnector,), dict(vars(FakeKvConnector)))()
+    core.block_size = 16
+    wrap_kv_connector(core.connector)
     yield core
     assert not CORE.blocks.tracked
     CORE.blocks.answers.unasked.clear()
+
+
+def tell(core: Any, *came: str, fetched: tuple[str, ...] = (), **figures: Any) -> None:
+    """The worker's side tells whose blocks have come, and whose were fetched, with a step's figures."""
+    core._update_from_kv_xfer_finished(make_connector_output(came, fetched, **figures))
 
 
 def ask_connector(core: Any, name: str, found: tuple[int | None, bool]) -> None:
@@ -103,18 +81,16 @@ def finish_first_chunk(core: Any, name: str) -> Any:
     return decode_headers(core.update(step, first=(name,), record=STEP)[name])
 
 
-def test_wait(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
+def test_wait(kv_core: Any) -> None:
     """From the answer "they come" until the engine core hears of them it is kv.transfer."""
     kv_core.add(make_request("a", 40))
-    clock.tick(100)
+    kv_core.clock.tick(100)
     ask_connector(kv_core, "a", (39, True))
     kv_core.requests["a"].num_computed_tokens = 39
-    began = clock.at
-    clock.tick(7000)
-    kv_core._update_from_kv_xfer_finished(
-        make_connector_output(("a",), bytes_transferred=[100, 28], transfer_duration=[0.002, 0.003])
-    )
-    clock.tick(200)
+    began = kv_core.clock.at
+    kv_core.clock.tick(7000)
+    tell(kv_core, "a", **READ.data)
+    kv_core.clock.tick(200)
     marks, timeline = finish_first_chunk(kv_core, "a")
 
     assert marks.waits == [("kv.transfer", began, began + 7000)]
@@ -133,12 +109,10 @@ class TieringConnector(FakeKvConnector):
     """A child whose blocks were on this host and on its disk."""
 
     def get_external_cache_hit_sources(self, request: Any, tokens: int) -> dict[str, int]:
-        """As vLLM asks for its own metrics."""
         return {"disk": 16, "host": tokens - 16}
 
 
 LOAD = SimpleNamespace(transfer_stats=SimpleNamespace(load=SimpleNamespace(bytes=512, time=0.004)))
-READ = SimpleNamespace(data={"bytes_transferred": [100, 28], "transfer_duration": [0.002, 0.003]})
 
 
 @pytest.mark.parametrize(
@@ -151,7 +125,7 @@ READ = SimpleNamespace(data={"bytes_transferred": [100, 28], "transfer_duration"
 )
 def test_children(kv_core: Any, child: int, found: tuple[Any, ...]) -> None:
     """Of MultiConnector the child that has the blocks is told, and what it moved of all that was."""
-    kv_core.connector._connectors = [NixlPullConnector(None), TieringConnector(None)]  # type: ignore[arg-type]
+    kv_core.connector._connectors = [NixlPullConnector(), TieringConnector()]
     kv_core.connector._requests_to_connector = {"a": child} if child >= 0 else {}
     request = make_request("a", 40)
     request.prefill_stats = SimpleNamespace(num_external_cached_tokens=32)
@@ -185,9 +159,7 @@ def test_children_expire(kv_core: Any) -> None:
     """A lease that ran out at MultiConnector's NIXL has expired."""
     end_request(kv_core, "a", ([1, 2, 3],))
     over = SimpleNamespace(data={"num_kv_expired_reqs": [1]})
-    kv_core._update_from_kv_xfer_finished(
-        make_connector_output(fetched=("a",), NixlPullConnector=over)
-    )
+    tell(kv_core, fetched=("a",), NixlPullConnector=over)
     kept = decode_answer(KeptBlocks, CORE.blocks.answer_kept_blocks("a"))
 
     assert kept is not None and kept.expired
@@ -202,13 +174,13 @@ def list_attributes(timeline: EngineTimeline) -> dict[str, Any]:
         return dict(record_parts._list_ttft_attributes(trace))
 
 
-def test_looking(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
+def test_looking(kv_core: Any) -> None:
     """While a connector still looks for blocks they are on their way already."""
     kv_core.add(make_request("a", 40))
-    began = clock.at
+    began = kv_core.clock.at
     for _ in range(3):
         ask_connector(kv_core, "a", (None, False))
-        clock.tick(1000)
+        kv_core.clock.tick(1000)
     ask_connector(kv_core, "a", (0, False))
     marks, timeline = finish_first_chunk(kv_core, "a")
 
@@ -216,13 +188,13 @@ def test_looking(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
     assert keys.KV_TOKENS not in list_timeline_attributes(timeline)
 
 
-def test_no_room(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
+def test_no_room(kv_core: Any) -> None:
     """As long as there is no room for its blocks it queues: only the last answer counts."""
     kv_core.add(make_request("a", 40))
     for _ in range(3):
         ask_connector(kv_core, "a", (39, True))
-        clock.tick(1000)
-    kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
+        kv_core.clock.tick(1000)
+    tell(kv_core, "a")
     marks, _ = finish_first_chunk(kv_core, "a")
 
     assert [(name, end - start) for name, start, end in marks.waits] == [("kv.transfer", 1000)]
@@ -241,7 +213,6 @@ def test_no_room(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
 )
 def test_nobody_waits(
     kv_core: Any,
-    clock: tracing_fakes.FakeClock,
     answers: list[tuple[int, bool]],
     tokens: int | None,
 ) -> None:
@@ -249,7 +220,7 @@ def test_nobody_waits(
     kv_core.add(make_request("a", 40))
     for found in answers:
         ask_connector(kv_core, "a", found)
-        clock.tick(1000 if len(answers) > 1 else 0)
+        kv_core.clock.tick(1000 if len(answers) > 1 else 0)
     assert bool(CORE.blocks.tracked) == (answers == [(39, True)])
     marks, timeline = finish_first_chunk(kv_core, "a")
     assert not marks.waits and not marks.queue_lost and not marks.moving
@@ -257,7 +228,7 @@ def test_nobody_waits(
     assert timeline.details is not None or answers == [(0, False)]
 
 
-def test_preempted(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
+def test_preempted(kv_core: Any) -> None:
     """What a preempted request finds when it comes back changes nothing that was told before."""
     mine = make_request("a", 40)
     kv_core.add(mine)
@@ -265,8 +236,8 @@ def test_preempted(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
     kv_core.update(kv_core.schedule(("a",), {"a": 4}), record=STEP)
     kv_core.update(kv_core.schedule(preempted=("a",)))
     ask_connector(kv_core, "a", (39, True))
-    clock.tick(1000)
-    kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
+    kv_core.clock.tick(1000)
+    tell(kv_core, "a")
     _, timeline = decode_headers(
         kv_core.update(kv_core.schedule(tokens={"a": 40}), first=("a",), record=STEP)["a"]
     )
@@ -276,14 +247,14 @@ def test_preempted(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
 
 
 @pytest.mark.parametrize("gone", ["kv.match", "kv.arrive"])
-def test_unseen(kv_core: Any, clock: tracing_fakes.FakeClock, gone: str) -> None:
+def test_unseen(kv_core: Any, gone: str) -> None:
     """Without one of the two marks the time is unattributed, and not added to the queue."""
     PATCHER.switch(off=[gone])
     kv_core.add(make_request("a", 40))
     ask_connector(kv_core, "a", (39, True))
     kv_core.requests["a"].num_computed_tokens = 39
-    clock.tick(7000)
-    kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
+    kv_core.clock.tick(7000)
+    tell(kv_core, "a")
     marks, _ = finish_first_chunk(kv_core, "a")
     PATCHER.switch()
 
@@ -300,15 +271,13 @@ def test_unseen_without_blocks(kv_core: Any) -> None:
     assert not marks.queue_lost
 
 
-def test_figures_of_two(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
+def test_figures_of_two(kv_core: Any) -> None:
     """With two loads at once the connector's figures belong to neither request, the times to both."""
     for name in ("a", "b"):
         kv_core.add(make_request(name, 40))
         ask_connector(kv_core, name, (39, True))
-    clock.tick(500)
-    kv_core._update_from_kv_xfer_finished(
-        make_connector_output(("a", "b"), bytes_transferred=[100])
-    )
+    kv_core.clock.tick(500)
+    tell(kv_core, "a", "b", bytes_transferred=[100])
 
     for name in ("a", "b"):
         marks, timeline = finish_first_chunk(kv_core, name)
@@ -316,17 +285,17 @@ def test_figures_of_two(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
         assert keys.KV_BYTES not in list_timeline_attributes(timeline)
 
 
-def test_aborted(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
+def test_aborted(kv_core: Any) -> None:
     """One that is aborted while its blocks are on their way says so, and leaves nothing."""
     kv_core.add(make_request("a", 40))
     ask_connector(kv_core, "a", (39, True))
-    began = clock.at
-    clock.tick(500)
+    began = kv_core.clock.at
+    kv_core.clock.tick(500)
     kv_core.free("a")
 
     marks, _ = decode_headers({header_names.CARRIER_KEY: CORE.answer_aborted("a")})
     assert marks.moving == began
-    kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
+    tell(kv_core, "a")
 
 
 def end_request(core: Any, name: str, block_ids: Any) -> None:
@@ -341,18 +310,17 @@ def end_request(core: Any, name: str, block_ids: Any) -> None:
     )
 
 
-def test_kept(kv_core: Any, clock: tracing_fakes.FakeClock) -> None:
+def test_kept(kv_core: Any) -> None:
     """P keeps its blocks until they are fetched; who asked before that hears of it then."""
     end_request(kv_core, "a", ([1, 2, 3],))
-    began = clock.at
+    began = kv_core.clock.at
     answer_future = CORE.blocks.answer_kept_blocks("a")
-    clock.tick(900)
+    kv_core.clock.tick(900)
     assert not answer_future.done()
-    kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=("a",)))
+    tell(kv_core, fetched=("a",))
 
-    assert decode_answer(KeptBlocks, answer_future.result()) == carrier.KeptBlocks(
-        began, began + 900, 40, 3, False
-    )
+    expected = KeptBlocks(began, began + 900, 40, 3, False)
+    assert decode_answer(KeptBlocks, answer_future.result()) == expected
     assert CORE.blocks.answer_kept_blocks("a") == ""
 
 
@@ -372,7 +340,7 @@ def test_bounded(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(30):
         end_request(kv_core, f"r{number}", [1])
     assert len(CORE.blocks.tracked) == 10
-    kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=tuple(CORE.blocks.tracked)))
+    tell(kv_core, fetched=tuple(CORE.blocks.tracked))
 
     assert not CORE.blocks.tracked and len(CORE.blocks.answers.unasked) == 5
 
@@ -384,11 +352,9 @@ def test_bounded_asked(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     answer_future = CORE.blocks.answer_kept_blocks("a")
     end_request(kv_core, "b", [2])
 
-    assert (
-        list(CORE.blocks.tracked) == ["b"]
-        and decode_answer(KeptBlocks, answer_future.result(0)) is None
-    )
-    kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=("b",)))
+    assert list(CORE.blocks.tracked) == ["b"]
+    assert decode_answer(KeptBlocks, answer_future.result(0)) is None
+    tell(kv_core, fetched=("b",))
 
 
 @pytest.mark.parametrize("others", [(), ("other",)])
@@ -405,59 +371,3 @@ def test_a_load_that_fails_ends_the_request(kv_core: Any, others: tuple[str, ...
     assert CORE.answer_aborted("a") == ""
     for name in others:
         kv_core.free(name)
-
-
-@pytest.fixture
-def runner(nothing_patched: None, clock: tracing_fakes.FakeClock) -> Iterator[Any]:
-    """One of these, with a connector that takes its time; the wrapped classes are put back."""
-    made: Any = wrap_runner_classes()["V1"](clock)
-    made.kv = type("Mine", (FakeKvConnector,), dict(vars(FakeKvConnector)))(clock)
-    wrap_kv_connector(made.kv)
-    yield made
-    put_back_classes()
-
-
-def run_step(runner: Any, sync: bool) -> tuple[int, list[Any]]:
-    """One marked step: what was lost, and (stage's code, length) in order."""
-    output = make_scheduler_output({"a": 9})
-    output.has_sync_kv_loads = sync
-    output.kv_connector_metadata = object()
-    runner.execute_model(output)
-    record = drop_taken(runner.sample_tokens()._ttft_record)
-    pairs = zip(record[3::3], record[4::3], record[5::3], strict=True)
-    return record[2], [(code, end - start) for code, start, end in pairs]
-
-
-FORWARD_LENGTH = (CODE_FORWARD, FORWARD_US)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_step_loads(runner: Any, first: bool) -> None:
-    """A load that the forward needs comes before it; those for other requests after it, as saves do."""
-    load = (CODE_KV_TRANSFER, LOAD_US)
-    both = [load, FORWARD_LENGTH] if first else [FORWARD_LENGTH, load]
-    assert run_step(runner, first) == (0, [*both, (CODE_KV_TRANSFER, SAVE_US)])
-
-
-def test_step_of_nothing(runner: Any) -> None:
-    """Most connectors find nothing to do in a step: that makes no stage of its own."""
-    runner.kv.slow = False
-
-    assert run_step(runner, True) == (0, [FORWARD_LENGTH])
-
-
-@pytest.mark.parametrize(
-    ("gone", "sync", "lost"),
-    [
-        ("kv.load", True, LOST_BEFORE | LOST_AFTER),
-        ("kv.load", False, LOST_AFTER),
-        ("kv.save", True, LOST_AFTER),
-    ],
-)
-def test_step_unseen(runner: Any, gone: str, sync: bool, lost: int) -> None:
-    """Without its hook nobody knows where a load or a save was."""
-    PATCHER.switch(off=[gone])
-    found = run_step(runner, sync)[0]
-    PATCHER.switch()
-
-    assert found == lost

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hooks.engine_core.scheduler_events import with_any_events
+from hooks.fakes import with_any_events
 from hooks.process import CORE, HOOKS, PATCHER, drop_state
+from ttft_otel.hooks.engine_core import queue_reasons
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.hooks.vllm_fields import SchedulerFacts
 from ttft_otel.model.stages import (
     HOLDING_KIND_NAMES,
     QUEUE_STAGES,
@@ -27,10 +30,12 @@ MakeDriver = Callable[..., Any]
 
 
 def assert_reason(driver: Any, name: str, reason: str, *stages: str) -> None:
-    """At least 95 % of the request's wait has this reason, and the reasons' times are the stages'."""
-    sums = driver.sum_reasons(name, *(stages or QUEUE_STAGES))
+    """Once it is answered, at least 95 % of its wait has this reason, and reasons' times are the stages'."""
+    driver.run_until_answered(name)
+    stages = stages or QUEUE_STAGES
+    sums = driver.sum_reasons(name, *stages)
     cut, _ = driver.read(name)
-    total = sum(cut.stages.get(stage, 0) for stage in stages or QUEUE_STAGES)
+    total = sum(cut.stages.get(stage, 0) for stage in stages)
 
     assert sum(sums.values()) == total > 0
     assert sums.get(reason, 0) >= 0.95 * total, sums
@@ -49,22 +54,13 @@ def test_in_step(drive: MakeDriver) -> None:
     assert driver.sum_reasons("late", *QUEUE_STAGES) == {"in_step": 7_000}
 
 
-def test_max_num_seqs(drive: MakeDriver) -> None:
-    """One place: the second request waits for the end of the first one's answer."""
-    driver = drive(max_num_seqs=1)
-    driver.queue_behind(40)
-    driver.run_until_answered("second")
-
-    assert_reason(driver, "second", "max_num_seqs")
-
-
 def test_token_budget(drive: MakeDriver) -> None:
     """Few tokens a step: behind a long prompt, a short one waits for its last chunk."""
     driver = drive(max_num_batched_tokens=64)
     driver.add("long", tokens=64 * 30)
     driver.step()
     driver.add("short", tokens=8)
-    driver.run_until_answered("long", "short")
+    driver.run_until_answered("long")
 
     assert_reason(driver, "short", "token_budget")
     # Nobody was worked for between its chunks but itself.
@@ -80,7 +76,6 @@ def test_no_chunks(drive: MakeDriver) -> None:
         driver.add(f"other{number}", tokens=2000, answer=1)
     driver.step()
     driver.add("last", tokens=500)
-    driver.run_until_answered("last")
 
     assert_reason(driver, "last", "token_budget")
 
@@ -91,7 +86,6 @@ def test_kv_blocks(drive: MakeDriver) -> None:
     driver.add("holder", tokens=100, answer=60)
     driver.step()
     driver.add("waiter", tokens=120)
-    driver.run_until_answered("waiter")
 
     assert_reason(driver, "waiter", "kv_blocks")
 
@@ -100,16 +94,11 @@ def test_preempted(drive: MakeDriver) -> None:
     """A prompt that loses its blocks between two chunks waits for them again."""
     driver = drive(blocks=14, max_num_seqs=4, max_num_batched_tokens=16)
     driver.add("holder", tokens=60, answer=90)
-    driver.step()
     driver.run_until_answered("holder")
     driver.add("waiter", tokens=140)
-    driver.run_until_answered("waiter")
-    cut, _ = driver.read("waiter")
 
+    assert_reason(driver, "waiter", "kv_blocks", STALL_STAGE)
     assert driver.timelines["waiter"].read_details().preempted
-    assert driver.sum_reasons("waiter", STALL_STAGE).get("kv_blocks", 0) >= (
-        0.95 * cut.stages[STALL_STAGE]
-    )
 
 
 def test_encoder_budget(drive: MakeDriver) -> None:
@@ -119,30 +108,27 @@ def test_encoder_budget(drive: MakeDriver) -> None:
     for number in range(20):
         driver.add(f"image{number}", tokens=80, images=(64,), answer=1)
     driver.clock.tick(1)  # else the first step is the one in which it came
-    driver.run_until_answered("image19")
 
     assert_reason(driver, "image19", "encoder_budget")
 
 
 def test_late_encoding(drive: MakeDriver) -> None:
     """An encoder-cache connector says "not yet": what the scheduler tells is what `ec.transfer` has."""
-    target = TARGETS_BY_NAME["transfer.wait"]
-    hook = HOOKS["transfer.wait"]
+    target, hook = TARGETS_BY_NAME["transfer.wait"], HOOKS["transfer.wait"]
     PATCHER.patch_attribute(target, FakeEcConnector, "ensure_cache_available", hook)
     driver = drive()
     driver.scheduler.ec_connector = connector = FakeEcConnector()
     connector.missing.add("late")
     driver.add("late", tokens=80, images=(64,))
     driver.limit_encoder(64)
-    for _ in range(30):
-        driver.step()
+    driver.run_steps(30)
     connector.missing.clear()
     driver.run_until_answered("late")
     cut, marks = driver.read("late")
-    whole = divide_waits([("prefill.queue", marks.added, marks.scheduled)], marks.reasons)
+    (whole,) = divide_waits([("prefill.queue", marks.added, marks.scheduled)], marks.reasons)
 
-    assert [part.reason for part in whole] == ["remote_ec"]
-    assert cut.stages["ec.transfer"] == 300_000 == whole[0].end - whole[0].start
+    assert whole.reason == "remote_ec"
+    assert cut.stages["ec.transfer"] == 300_000 == whole.end - whole.start
     assert not driver.sum_reasons("late")
 
 
@@ -183,10 +169,8 @@ def test_grammar(drive: MakeDriver) -> None:
     request = driver.add("formal", sampling=sampling)
     grammar: Future[Any] = Future()
     request.structured_output_request.grammar = grammar
-    for _ in range(40):
-        driver.step()
+    driver.run_steps(40)
     grammar.set_result(SimpleNamespace())
-    driver.run_until_answered("formal")
 
     assert_reason(driver, "formal", "grammar")
 
@@ -198,7 +182,6 @@ def test_lora(drive: MakeDriver) -> None:
     driver.add("first", answer=40, lora_request=SimpleNamespace(lora_int_id=1))
     driver.step()
     driver.add("second", lora_request=SimpleNamespace(lora_int_id=2))
-    driver.run_until_answered("second")
 
     assert_reason(driver, "second", "lora")
 
@@ -209,19 +192,66 @@ def test_priority(drive: MakeDriver) -> None:
     driver.add("low", priority=5)
     for number in range(30):
         driver.add(f"high{number}", priority=1, arrival_time=driver.clock.at / 1e6 + 1 + number)
-    driver.run_until_answered("low")
 
     assert_reason(driver, "low", "priority")
 
 
+@pytest.mark.parametrize("images", [(), (16,)], ids=["text", "image"])
+def test_prefill_interval(drive: MakeDriver, images: tuple[int, ...]) -> None:
+    """Beside an answer a prompt is held back: not the encoder's budget, and not unknown."""
+    driver = drive()
+    driver.limit_encoder(64)
+    driver.add("old", answer=60)
+    driver.step()
+    driver.clock.tick(1)
+    driver.add("held", tokens=40, images=images)
+    hold_prefills_back(driver, 20)
+
+    assert_reason(driver, "held", "prefill_interval")
+
+
+def test_prefill_interval_between_chunks(drive: MakeDriver) -> None:
+    """A prompt that has begun is held back as well: a stall, with this reason."""
+    driver = drive(max_num_batched_tokens=64)
+    driver.add("old", answer=60)
+    driver.step()
+    driver.add("held", tokens=150)
+    driver.step()
+    # The first chunk left the rest waiting in no queue: the scheduler may hold it back.
+    driver.scheduler.prefill_capacity_bound = False
+    hold_prefills_back(driver, 10)
+
+    assert_reason(driver, "held", "prefill_interval", STALL_STAGE)
+    assert driver.read("held")[0].stages[STALL_STAGE] >= 90_000
+
+
+def hold_prefills_back(driver: Any, steps: int) -> None:
+    """For so many steps the engine core asks each schedule() to hold prefills back."""
+    original = driver.scheduler.schedule
+    driver.scheduler.schedule = partial(original, True)
+    driver.run_steps(steps)
+    driver.scheduler.schedule = original
+
+
+def test_stale_output(drive: MakeDriver) -> None:
+    """A request whose output is in flight is set aside: for that, whatever connectors there are."""
+    driver = drive()
+    driver.add("old", answer=60)
+    driver.step()
+    request = driver.add("stale", lora_request=SimpleNamespace(lora_int_id=2))
+    request.num_stale_output_tokens, request.drop_stale_output = 1, False
+    driver.run_steps(10)
+    request.num_stale_output_tokens = 0
+
+    assert_reason(driver, "stale", "stale_output")
+
+
 def test_prompts_that_have_begun_go_on_while_new_ones_are_held_back(drive: MakeDriver) -> None:
     """PAUSED_NEW leaves no chunk out: what lies between them is turnaround, and no stall for a pause."""
-    from vllm.v1.core.sched.interface import PauseState
-
     driver = drive(max_num_batched_tokens=64)
     driver.add("long", tokens=200)
     driver.step()
-    driver.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    driver.set_pause("PAUSED_NEW")
     driver.step(idle_us=3_000)
     driver.run_until_answered("long")
     cut, _ = driver.read("long")
@@ -232,38 +262,26 @@ def test_prompts_that_have_begun_go_on_while_new_ones_are_held_back(drive: MakeD
 @pytest.mark.parametrize("state", ["PAUSED_ALL", "PAUSED_NEW"])
 def test_paused(drive: MakeDriver, state: str) -> None:
     """Whether the engine core still runs steps while it is paused, or none until it goes on."""
-    from vllm.v1.core.sched.interface import PauseState
-
     driver = drive()
-    driver.scheduler.set_pause_state(PauseState[state])
+    driver.set_pause(state)
     driver.add("paused")
-    if state == "PAUSED_NEW":
-        for _ in range(40):
-            driver.step()
+    driver.run_steps(40 if state == "PAUSED_NEW" else 0)
     driver.clock.tick(400_000)
-    driver.scheduler.set_pause_state(PauseState.UNPAUSED)
-    driver.run_until_answered("paused")
+    driver.set_pause("UNPAUSED")
 
     assert_reason(driver, "paused", "paused")
 
 
 def test_paused_while_waiting(drive: MakeDriver) -> None:
-    """A pause in which no step runs is told from the queue before it."""
-    from vllm.v1.core.sched.interface import PauseState
-
+    """One place, and a pause in which no step runs: it is told from the queue before and after it."""
     driver = drive(max_num_seqs=1)
     driver.queue_behind(8)
-    for _ in range(3):
-        driver.step()
-    driver.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    driver.clock.tick(400_000)
-    driver.scheduler.set_pause_state(PauseState.UNPAUSED)
+    driver.run_steps(3)
+    driver.pause(400_000)
     driver.run_until_answered("second")
+    sums = driver.sum_reasons("second", *QUEUE_STAGES)
 
-    assert driver.sum_reasons("second", *QUEUE_STAGES) == {
-        "max_num_seqs": 70_000,
-        "paused": 400_000,
-    }
+    assert sums == {"max_num_seqs": 70_000, "paused": 400_000}
 
 
 def test_paused_between_chunks(drive: MakeDriver) -> None:
@@ -277,32 +295,75 @@ def test_paused_between_chunks(drive: MakeDriver) -> None:
     assert driver.sum_reasons("long", STALL_STAGE) == {"paused": 30_000}
 
 
-def test_unknown_scheduler(drive: MakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_scheduler(drive: MakeDriver) -> None:
     """A scheduler with none of the fields: the reason is "other", and nothing is raised."""
     driver = drive(max_num_seqs=1)
     driver.queue_behind(20)
-    real = driver.scheduler
     output = SimpleNamespace(
         scheduled_new_reqs=[], num_scheduled_tokens={}, total_num_scheduled_tokens=0
     )
-    bare = SimpleNamespace(requests=real.requests, vllm_config=None)
+    bare = SimpleNamespace(requests=driver.scheduler.requests, vllm_config=None)
     driver.clock.tick(1)
     CORE.queue.record_queue(bare, output, None, driver.clock.at, False)
 
     assert CORE.queue._changes == [(driver.clock.at, WAIT_REASON_NAMES.index("other"))]
 
 
+def find_reason(state: dict[str, Any], tokens: int = 1) -> str:
+    """The reason of a queue behind an answer, after a step of so many tokens.
+
+    state: fields of a scheduler of vLLM 0.33 in which one prompt waits.
+    """
+    pool = SimpleNamespace(get_num_free_blocks=lambda: 10)
+    waiting = SimpleNamespace(num_tokens=100, num_computed_tokens=0, mm_features=None)
+    fields: dict[str, Any] = {
+        "prefill_capacity_bound": False,
+        "local_prefill_interval": 4,
+        "num_executed_steps": 12,
+        "last_prefill_step": 10,
+        "running": [SimpleNamespace(is_prefill_chunk=False)],
+        "waiting": [waiting],
+        "block_size": 16,
+        "kv_cache_manager": SimpleNamespace(block_pool=pool),
+    }
+    scheduler = SimpleNamespace(**(fields | state))
+    output = SimpleNamespace(
+        total_num_scheduled_tokens=tokens, num_scheduled_tokens={}, scheduled_encoder_inputs={}
+    )
+    facts = SchedulerFacts(scheduler)
+    return WAIT_REASON_NAMES[queue_reasons.find_common_reason(scheduler, facts, output, None)]
+
+
+HOLDER = SimpleNamespace(num_tokens=1000, num_computed_tokens=200, mm_features=None)
+
+
+@pytest.mark.parametrize(
+    ("state", "tokens", "expected"),
+    [
+        ({}, 1, "prefill_interval"),
+        ({"last_prefill_step": 12}, 1, "other"),  # this step computed a prompt
+        ({"last_prefill_step": 8}, 1, "other"),  # four steps ago: none is held back
+        ({"last_prefill_step": 9}, 0, "other"),  # a step without tokens counts as the next one
+        ({"last_prefill_step": 12}, 0, "prefill_interval"),
+        ({"prefill_capacity_bound": True}, 1, "other"),
+        ({"running": [SimpleNamespace(is_prefill_chunk=True)]}, 1, "other"),
+        ({"local_prefill_interval": 1}, 1, "other"),
+        # Requests that hold blocks come first: what they lack is what the queue waits for.
+        ({"local_prefill_interval": 1, "kv_holding_waiting": [HOLDER]}, 1, "kv_blocks"),
+    ],
+)
+def test_head_of_the_queue(state: dict[str, Any], tokens: int, expected: str) -> None:
+    """vLLM 0.33 counts the steps since the last one with a prompt by itself."""
+    assert find_reason(state, tokens) == expected
+
+
 def test_ended_while_waiting(drive: MakeDriver) -> None:
     """An aborted request leaves nothing behind, and what was known of its wait is kept."""
-    from vllm.v1.request import RequestStatus
-
     driver = drive(max_num_seqs=1)
-    driver.add("first", answer=20)
-    driver.add("second")
-    driver.add("third")
-    driver.step()
-    driver.step()
-    driver.scheduler.finish_requests(["second", "third"], RequestStatus.FINISHED_ABORTED)
+    for name in ("first", "second", "third"):
+        driver.add(name, answer=20)
+    driver.run_steps(2)
+    driver.abort("second", "third")
 
     assert not CORE.queue.waiting and not CORE.queue.arrived
     assert "second" in CORE.aborted
@@ -325,25 +386,22 @@ def count_queued(driver: Any) -> Iterator[bool]:
 
 def test_what_waits_now(drive: MakeDriver) -> None:
     """While they wait, the engine core tells how many do for which reason, and who holds the first one up."""
-    from vllm.v1.core.sched.interface import PauseState
-
     driver = drive(max_num_seqs=1)
     assert ask_what_waits(driver) == ({}, [])
     driver.queue_behind(40)
     driver.add("third")
     assert ask_what_waits(driver) == ({"in_step": 2}, [])
-    for _ in range(10):
-        driver.step()
+    driver.run_steps(10)
     counts, holders = ask_what_waits(driver)
     assert counts == {"max_num_seqs": 2}
     (holder,) = holders
     assert holder[3] == "first" and HOLDING_KIND_NAMES[holder[2]] == "decode"
     assert holder[0] == pytest.approx(100_000, rel=0.15)
 
-    driver.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    driver.set_pause("PAUSED_ALL")
     driver.add("fourth")
     assert ask_what_waits(driver)[0] == {"paused": 3}
-    driver.scheduler.set_pause_state(PauseState.UNPAUSED)
+    driver.set_pause("UNPAUSED")
     driver.run_until_answered("second", "third", "fourth")
     assert ask_what_waits(driver) == ({}, [])
 
@@ -356,30 +414,23 @@ def test_sums(
     drop_state()
     driver = drive(max_num_seqs=places, max_num_batched_tokens=tokens, blocks=64)
     driver.limit_encoder(48)
-    names = []
     for number, (what, size, gap) in enumerate(events):
         driver.clock.tick(gap)
         perform_event(driver, what, f"r{number}", size)
         counted = ask_what_waits(driver)[0].values()
         assert sum(counted) == sum(count_queued(driver))
-        if what in ("add", "image"):
-            names.append(f"r{number}")
-    perform_event(driver, "resume", "", 0)
+    driver.set_pause("UNPAUSED")
     for _ in range(400):
         driver.step(1_000)
-    for name in names:
-        if name in driver.headers:
-            cut, _ = driver.read(name)
-            for stage in (*QUEUE_STAGES, STALL_STAGE):
-                assert sum(driver.sum_reasons(name, stage).values()) == cut.stages.get(stage, 0)
+    for name in driver.headers:
+        cut, _ = driver.read(name)
+        for stage in (*QUEUE_STAGES, STALL_STAGE):
+            assert sum(driver.sum_reasons(name, stage).values()) == cut.stages.get(stage, 0)
     assert not CORE.queue.waiting and not CORE.queue.arrived
     assert not CORE.held.unanswered and not CORE.held.followed and not CORE.held.log.edge
 
 
 def perform_event(driver: Any, what: str, name: str, size: int) -> None:
-    from vllm.v1.core.sched.interface import PauseState
-    from vllm.v1.request import RequestStatus
-
     if what == "add":
         driver.add(name, tokens=size, answer=1 + size % 7)
     elif what == "image":
@@ -387,9 +438,6 @@ def perform_event(driver: Any, what: str, name: str, size: int) -> None:
     elif what == "step":
         driver.step(size * 10)
     elif what == "abort":
-        running = [each for each in driver.scheduler.requests if size % 2]
-        driver.scheduler.finish_requests(running[:1], RequestStatus.FINISHED_ABORTED)
+        driver.abort(*[each for each in driver.scheduler.requests if size % 2][:1])
     else:
-        driver.scheduler.set_pause_state(
-            PauseState.PAUSED_NEW if what == "pause" else PauseState.UNPAUSED
-        )
+        driver.set_pause("PAUSED_NEW" if what == "pause" else "UNPAUSED")

@@ -10,100 +10,81 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import OrderedDict
+from functools import cache
 from typing import Any, Final
 
 from ttft_otel.hooks import vllm_fields
 from ttft_otel.hooks.api_server import identify_server, measure_age
 from ttft_otel.hooks.wrap import Patcher
-from ttft_otel.model.names import header_names, keys
+from ttft_otel.model.names import header_names
 from ttft_otel.tracing import carrier, clock, context, handoff, settings
 from ttft_otel.tracing.engine_report import REPORT_VERSION, EngineReport, encode_report
 from ttft_otel.tracing.roles import identity
 
 log = logging.getLogger("ttft_otel")
-MAX_OWN_REQUESTS: Final = 8192  # without a first token
 # Our router's request IDs, which front-ends put into their engine's, with a word of theirs before it.
 _ROUTED_ID: Final = re.compile(r"(?:^|-)(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})(?:-|$)")
 
 
-class OwnRequests:
-    """The requests that this engine core traces by itself, until their first token."""
-
-    def __init__(self, patcher: Patcher) -> None:
-        self.patcher = patcher
-        #: Engine request ID -> what is known of it; filled by the input thread, emptied by the main thread.
-        self.reports: OrderedDict[str, EngineReport] = OrderedDict()
-        self._is_identified = False
-
-    def begin_report(self, core: Any, request: Any) -> EngineReport | None:
-        """In the input thread: an EngineCoreRequest without our key has come; None: not traced."""
-        is_generation = getattr(request, "sampling_params", None) is not None
-        # vLLM makes requests of the first kind to free another instance's KV blocks; the second one's
-        # later parts have the ID of the first one.
-        if not is_generation or getattr(request, "abort_immediately", False):
-            return None
-        if getattr(request, "resumable", False):
-            return None
-        chosen = settings.get_settings()
-        headers = request.trace_headers or {}
-        name = str(getattr(request, "external_req_id", None) or request.request_id)
-        parent, routed = headers.get(header_names.TRACEPARENT, ""), None
-        if not parent:
-            routed = _ROUTED_ID.search(name)
-            parent = routed[1] if routed else ""
-        found = context.start_context(parent, headers.get(header_names.TRACESTATE, ""), chosen)
-        if not (found.sampled or chosen.metrics):
-            return None
-        if not self._is_identified:
-            self._is_identified = True
-            self._identify(core)
-        added = clock.now_us()
-        # As an API server's, so that this request can be named as the holder of another one.
-        request.trace_headers = {
-            **headers,
-            header_names.TRACEPARENT: found.format_traceparent(),
-            header_names.CARRIER_KEY: carrier.ASKED,
-        }
-        return EngineReport(
-            REPORT_VERSION,
-            found,
-            (routed[1] if routed else name)[:256],
-            identity.role or vllm_fields.get_request_role(request) or identity.default_role,
-            routed is not None,
-            identity.model,
-            identity.kv_connector,
-            identity.ec_connector,
-            identity.takes_encodings,
-            added - _measure_age(core, request),
-            added,
-        )
-
-    def keep(self, request_id: str, report: EngineReport) -> None:
-        """In the input thread, once vLLM has taken the request."""
-        self.reports[request_id] = report
-        if len(self.reports) > MAX_OWN_REQUESTS:
-            self.reports.popitem(last=False)
-
-    def send(self, report: EngineReport, timeline: str, error: str = "") -> None:
-        """Its first token leaves the engine core now, or it has ended without one for the reason `error`."""
-        report.left, report.timeline, report.error = clock.now_us(), timeline, error
-        handoff.get_sender().send(encode_report(report))
-
-    def _identify(self, core: Any) -> None:
-        if not identity.is_known:
-            identify_server(self.patcher, getattr(core, "vllm_config", None))
-        log.info(
-            "ttft-otel: requests come from a front-end without its hooks: the engine core sends their "
-            "stages, from its input to the first token that leaves it"
-        )
-        # In this thread: it takes milliseconds, which a step would wait for.
-        handoff.get_sender().start_exporter()
+def begin_report(patcher: Patcher, core: Any, request: Any) -> EngineReport | None:
+    """In the input thread: an EngineCoreRequest without our key has come to `core`; None: not traced."""
+    is_generation = getattr(request, "sampling_params", None) is not None
+    # vLLM makes requests of the first kind to free another instance's KV blocks; the second one's
+    # later parts have the ID of the first one.
+    if not is_generation or getattr(request, "abort_immediately", False):
+        return None
+    if getattr(request, "resumable", False):
+        return None
+    chosen = settings.get_settings()
+    headers = request.trace_headers or {}
+    name = str(getattr(request, "external_req_id", None) or request.request_id)
+    parent, routed = headers.get(header_names.TRACEPARENT, ""), None
+    if not parent:
+        routed = _ROUTED_ID.search(name)
+        parent = routed[1] if routed else ""
+    found = context.start_context(parent, headers.get(header_names.TRACESTATE, ""), chosen)
+    if not (found.sampled or chosen.metrics):
+        return None
+    if not identity.is_known and core.vllm_config is not None:
+        identify_server(patcher, core.vllm_config)
+    _begin_sending()
+    added = clock.now_us()
+    # As an API server's, so that this request can be named as the holder of another one.
+    request.trace_headers = {
+        **headers,
+        header_names.TRACEPARENT: found.format_traceparent(),
+        header_names.CARRIER_KEY: carrier.ASKED,
+    }
+    return EngineReport(
+        REPORT_VERSION,
+        found,
+        (routed[1] if routed else name)[:256],
+        identity.role or vllm_fields.get_request_role(request) or identity.default_role,
+        routed is not None,
+        identity.model,
+        identity.kv_connector,
+        identity.ec_connector,
+        identity.takes_encodings,
+        added - _measure_age(core, request),
+        added,
+    )
 
 
-def find_error(output: Any) -> str:
-    """`error.type` of a request whose only output is `output`; "" where that has its first token."""
-    return keys.ERROR_ENGINE if vllm_fields.lacks_first_token(output) else ""
+@cache
+def _begin_sending() -> None:
+    """At the first of them."""
+    log.info(
+        "ttft-otel: requests come from a front-end without its hooks: the engine core sends their "
+        "stages, from its input to the first token that leaves it"
+    )
+    # In this thread: it takes milliseconds, which a step would wait for.
+    handoff.get_sender().start_exporter()
+
+
+def send_report(report: EngineReport, timeline: str, error: str) -> None:
+    """Its first token leaves the engine core now, or it has ended without one for the reason `error`."""
+    report.left, report.timeline, report.error = clock.now_us(), timeline, error
+    handoff.get_sender().send(encode_report(report))
 
 
 def _measure_age(core: Any, request: Any) -> int:

@@ -4,7 +4,7 @@
 waiting.py asks once per step for the reason that all queued requests share, and for each request that
 the scheduler has set aside for its own. Nothing here depends on how many requests wait. Each reason is
 looked at, none follows from the absence of others: what is not known is "other".
-tests/hooks/engine_core/test_scheduler_decisions.py has each decision of schedule() with its reason.
+lab/schedule_decisions.py has each decision of schedule() with its reason.
 """
 
 from __future__ import annotations

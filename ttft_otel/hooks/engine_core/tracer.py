@@ -13,11 +13,10 @@ from collections import OrderedDict
 from typing import Any, Final
 
 from ttft_otel.hooks import vllm_fields
-from ttft_otel.hooks.engine_core import ec_items, queue_reasons
+from ttft_otel.hooks.engine_core import ec_items, own_requests, queue_reasons
 from ttft_otel.hooks.engine_core.ec_kept import EncodingLeases
 from ttft_otel.hooks.engine_core.held_steps import HeldRequests
 from ttft_otel.hooks.engine_core.kv import BlockTransfers
-from ttft_otel.hooks.engine_core.own_requests import OwnRequests, find_error
 from ttft_otel.hooks.engine_core.waiting import WaitingQueue
 from ttft_otel.hooks.vllm_fields import SchedulerFacts
 from ttft_otel.hooks.worker.model_runners import MAX_UNFINISHED_STEPS, WorkerTracer, stamp_time
@@ -32,7 +31,7 @@ from ttft_otel.tracing.guard import Hook
 from ttft_otel.tracing.media_items import HEADER_LENGTH, SOURCE_ALLOCATED, SOURCE_MASK
 
 log = logging.getLogger("ttft_otel")
-MAX_AWAITING_REQUESTS: Final = 8192  # in EngineCoreTracer.awaiting, and in .resumed
+MAX_AWAITING_REQUESTS: Final = 8192  # in EngineCoreTracer.awaiting, .resumed and .own_reports
 MAX_ABORTED_REQUESTS: Final = 256  # in EngineCoreTracer.aborted
 # Of the IDs of aborted requests, which clients choose; the last ones are vLLM's own.
 MAX_ID_CHARS: Final = 256
@@ -64,7 +63,9 @@ class EngineCoreTracer:
         self.queue = WaitingQueue(self.held)
         self.blocks = BlockTransfers(patcher)
         self.encodings = EncodingLeases(patcher)
-        self.own = OwnRequests(patcher)
+        #: Of requests that this engine core traces by itself (own_requests.py), until their first token.
+        #: Filled by the input thread, emptied by the main thread.
+        self.own_reports: OrderedDict[str, EngineReport] = OrderedDict()
         #: Scheduled requests without a first token, oldest first: only these cost anything per step.
         self.awaiting: dict[str, EngineTimeline] = {}
         #: Serialized timelines of requests that ended without a first token, until the API server asks.
@@ -121,7 +122,7 @@ class EngineCoreTracer:
         if mark in (carrier.ASKED, carrier.LATER_INPUT):
             return clock.monotonic_ns() // 1000
         if mark is None:
-            return self.own.begin_report(core, request)
+            return own_requests.begin_report(self.patcher, core, request)
         # Off again: vLLM would put it onto every output.
         rest = {key: value for key, value in headers.items() if key != header_names.CARRIER_KEY}
         request.trace_headers = rest or None
@@ -133,7 +134,9 @@ class EngineCoreTracer:
         """After preprocess_add_request(): attach a timeline to vLLM's Request, with which it is freed."""
         request = result[0]
         if isinstance(token, EngineReport):
-            self.own.keep(request.request_id, token)
+            self.own_reports[request.request_id] = token
+            if len(self.own_reports) > MAX_AWAITING_REQUESTS:
+                self.own_reports.popitem(last=False)
             token = token.added
         timeline = request._ttft_timeline = EngineTimeline(added=token)
         try:
@@ -461,16 +464,8 @@ class EngineCoreTracer:
                     if timeline is not None:
                         self.held.drop_request(scheduler, request_id, 0)
                         output.trace_headers = _carry_timeline(timeline, output, scheduler)
-                        if self.own.reports:
-                            # Its front-end does not read the timeline: the exporter gets it.
-                            report = self.own.reports.pop(output.request_id, None)
-                            if report is not None:
-                                self.own.send(
-                                    report,
-                                    output.trace_headers.pop(header_names.CARRIER_KEY),
-                                    find_error(output),
-                                )
-                                output.trace_headers = output.trace_headers or None
+                        if self.own_reports:
+                            self._send_own(output)
         if self.freed:
             # Freed within this call, and no output carried their timelines away: they were aborted.
             for request_id in self.freed:
@@ -480,6 +475,15 @@ class EngineCoreTracer:
             for resumed in self.resuming:
                 self._resume(*resumed)
             self.resuming.clear()
+
+    def _send_own(self, output: Any) -> None:
+        """Its front-end does not read the timeline on its first output: the exporter gets it."""
+        report = self.own_reports.pop(output.request_id, None)
+        if report is not None:
+            text = output.trace_headers.pop(header_names.CARRIER_KEY)
+            output.trace_headers = output.trace_headers or None
+            error = keys.ERROR_ENGINE if vllm_fields.lacks_first_token(output) else ""
+            own_requests.send_report(report, text, error)
 
     # Its end.
 
@@ -509,8 +513,8 @@ class EngineCoreTracer:
         if timeline is None:
             return
         text = carrier.encode_timeline(timeline)
-        if report := self.own.reports.pop(request_id, None):
-            self.own.send(report, text, keys.ERROR_CANCELLED)
+        if report := self.own_reports.pop(request_id, None):
+            own_requests.send_report(report, text, keys.ERROR_CANCELLED)
             return
         self.aborted[request_id[-MAX_ID_CHARS:]] = text
         if len(self.aborted) > MAX_ABORTED_REQUESTS:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from ttft_otel.tracing import clock
@@ -42,28 +41,22 @@ IDLE_LATENCY_US: Final = 30
 IDLE_PROBE_US: Final = 100_000
 
 
-@dataclass(slots=True)
-class Placement:  # neither frozen nor a NamedTuple: both take 0.3 us more
-    """Where the stamps of a step are.
-
-    places: host times in microseconds, 0 where the device had not come by at the reading. read_at:
-    host time of that reading, 0 where all have places or none can be compared with it. error_us:
-    their estimated error.
-    """
-
-    places: list[int]
-    read_at: int
-    error_us: int
+# Where the stamps of a step are: their host times in microseconds, 0 where the device had not come by at the
+# reading; host time of that reading, 0 where all have places or none can be compared with it; the estimated
+# error of the places.
+Placement = tuple[list[int], int, int]
 
 
 class StepClock:
     """Stamps are added while work is being queued, and placed when the results have been read.
 
-    This one is for a platform without timing events: launch times would look like compute, so that nothing
-    has a place. Other platforms' clocks do what they can do better.
+    kind: CLOCK_HOST for a CPU, where work is done when the call returns: a stamp is the time itself.
+    CLOCK_NONE for a platform without timing events: launch times would look like compute, so that nothing has
+    a place. Other platforms' clocks do what they can do better.
     """
 
-    kind = clock.CLOCK_NONE
+    def __init__(self, kind: int) -> None:
+        self.kind = kind
 
     def open_step(self) -> list[Any]:
         """Before a step's first work: the list of its stamps; may have one that only the clock needs."""
@@ -71,7 +64,7 @@ class StepClock:
 
     def add_stamp(self, stamps: Any) -> None:
         """Append a stamp of this point of the work to the step's `stamps`."""
-        stamps.append(None)
+        stamps.append(clock.now_us())
 
     def note_pending(self, stamps: Any, awaited: int) -> bool:
         """Before something waits for the device to reach stamp `awaited`: whether it has not yet.
@@ -85,7 +78,7 @@ class StepClock:
 
     def place_stamps(self, stamps: Any) -> Placement:
         """Where `stamps` are, as far as the device has reached them; does not wait."""
-        return Placement([0] * len(stamps), 0, 0)
+        return stamps if self.kind == clock.CLOCK_HOST else [0] * len(stamps), 0, 0
 
     def find_queued(self, stamps: Any, index: int) -> int:
         """When the host had queued the work before stamp `index`, us; 0 where it is done at once."""
@@ -93,19 +86,6 @@ class StepClock:
 
     def release_stamps(self, stamps: Any) -> None:
         """Nobody asks for the places of `stamps` again."""
-
-
-class HostClock(StepClock):
-    """For a CPU, where work is done when the call returns: a stamp is the time itself, in microseconds."""
-
-    kind = clock.CLOCK_HOST
-
-    def add_stamp(self, stamps: list[int]) -> None:
-        stamps.append(clock.now_us())
-
-    def place_stamps(self, stamps: list[int]) -> Placement:
-        """`stamps` are host times already."""
-        return Placement(stamps, 0, 0)
 
 
 class TimeBounds:
@@ -268,9 +248,8 @@ class DeviceClock(StepClock):
     then waits for the interpreter's lock, for 5 ms beside a busy thread, sleeps again.
     """
 
-    kind = clock.CLOCK_DEVICE
-
     def __init__(self, make_event: Callable[[], Any], is_idle: Callable[[], bool]) -> None:
+        super().__init__(clock.CLOCK_DEVICE)
         self.make_event = make_event
         self.is_idle = is_idle
         self.pool: list[Any] = []
@@ -347,7 +326,7 @@ class DeviceClock(StepClock):
                 # Read again later, it is known not to have happened before this.
                 stamps[reached] = (stamps[reached][0], asked_at)
         if not reached:
-            return Placement([0] * len(stamps), asked_at, 0)
+            return [0] * len(stamps), asked_at, 0
         now = clock.now_us()
         anchor = stamps.anchor
         measure = anchor.event.elapsed_time
@@ -369,7 +348,7 @@ class DeviceClock(StepClock):
         places = [round(base + each) for each in elapsed]
         if asked_at:
             places += [0] * (len(stamps) - reached)
-        return Placement(places, asked_at, error_us)
+        return places, asked_at, error_us
 
     def release_stamps(self, stamps: DeviceStamps) -> None:
         """Use the events again; recording one that is still pending is allowed."""
@@ -395,9 +374,8 @@ class LengthsClock(StepClock):
     Its events are not used again: what recording again does to them was not tried there.
     """
 
-    kind = clock.CLOCK_LENGTHS
-
     def __init__(self, make_event: Callable[[], Any]) -> None:
+        super().__init__(clock.CLOCK_LENGTHS)
         self.make_event = make_event
 
     def add_stamp(self, stamps: list[Any]) -> None:
@@ -413,7 +391,7 @@ class LengthsClock(StepClock):
             round(now + stamps[0].elapsed_time(event) * 1000) if done and complete[0] else 0
             for event, done in zip(stamps, complete, strict=True)
         ]
-        return Placement(places, 0, 0)
+        return places, 0, 0
 
 
 def choose_clock() -> StepClock:
@@ -424,7 +402,7 @@ def choose_clock() -> StepClock:
     platform = getattr(sys.modules.get("vllm.platforms"), "current_platform", None)
     torch = sys.modules.get("torch")
     if platform is None or torch is None or platform.is_cpu():
-        return HostClock()
+        return StepClock(clock.CLOCK_HOST)
     if platform.is_cuda():
         return DeviceClock(
             lambda: torch.cuda.Event(enable_timing=True),
@@ -436,6 +414,6 @@ def choose_clock() -> StepClock:
         try:
             torch.Event(enable_timing=True)
         except (RuntimeError, TypeError):  # a backend without timing events
-            return StepClock()
+            return StepClock(clock.CLOCK_NONE)
         return LengthsClock(lambda: torch.Event(enable_timing=True))
-    return StepClock()
+    return StepClock(clock.CLOCK_NONE)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -82,7 +83,7 @@ class StepStamps(msgspec.Struct, eq=False):
     def find_encoder_interval(self) -> tuple[int, int] | None:
         """From when to when the encoder ran; None while the device has not completed the step."""
         if self.encoder_interval is None:
-            places = self.clock.place_stamps(self.stamps).places
+            places, _, _ = self.clock.place_stamps(self.stamps)
             for code, first, last in self.pairs:
                 if code == breakdown.CODE_ENCODER and places and places[-1]:
                     self.encoder_interval = places[first], places[last]
@@ -137,10 +138,14 @@ class WorkerTracer:
                 before=self.open_step, after=self.close_step, ready=steps, wrap=guard.wrap_marked
             ),
             "worker.encoder": Hook(
-                before=self.stamp_encoder_start, after=self.record_encoder, ready=steps
+                before=self.stamp_encoder_start,
+                after=self.record_interval(breakdown.CODE_ENCODER),
+                ready=steps,
             ),
-            "worker.forward": Hook(
-                before=self.stamp_forward_start, after=self.record_forward, ready=steps
+            "worker.forward": Hook(  # V1's; of V2's only the start is seen
+                before=self.stamp_forward_start,
+                after=self.record_interval(breakdown.CODE_FORWARD),
+                ready=steps,
             ),
             "worker.dp_sync": Hook(before=stamp_time, after=self.record_sync, ready=steps),
             "worker.sample": Hook(after=self.stamp_sampled, ready=steps),
@@ -210,11 +215,6 @@ class WorkerTracer:
         step = self.open_steps[0]
         return step.take_stamp() if step.encodes else None
 
-    def record_encoder(self, begin: int | None, result: Any, *args: Any, **kwargs: Any) -> None:
-        """After the encoder: on a device the end is an event in the stream; nothing waits for it."""
-        if begin is not None and self.open_steps:
-            self.open_steps[0].close_interval(breakdown.CODE_ENCODER, begin)
-
     def record_sync(self, begin: int, result: Any, *args: Any, **kwargs: Any) -> None:
         """After the agreement with other ranks; a drafter can have one more, which is not before the work."""
         step = self.open_steps[0]
@@ -229,10 +229,17 @@ class WorkerTracer:
             step.forward = step.take_stamp()
         return None
 
-    def record_forward(self, begin: int | None, result: Any, *args: Any, **kwargs: Any) -> None:
-        """After V1's forward."""
-        if begin is not None and self.open_steps:
-            self.open_steps[0].close_interval(breakdown.CODE_FORWARD, begin)
+    def record_interval(self, code: int) -> Callable[..., None]:
+        """What to do after a call: its interval of stage `code` ends now, if a stamp was taken at its begin.
+
+        On a device the end is an event in the stream; nothing waits for it.
+        """
+
+        def record(begin: int | None, *args: Any, **kwargs: Any) -> None:
+            if begin is not None and self.open_steps:
+                self.open_steps[0].close_interval(code, begin)
+
+        return record
 
     def stamp_sampled(self, _: None, result: Any, *args: Any, **kwargs: Any) -> None:
         """After the sampler: the end of `sample`."""
@@ -301,13 +308,13 @@ class WorkerTracer:
         flags: LOST_* and ENCODER_UNFINISHED. Intervals that the device has not completed are left
         out, except in an answer that did not wait for the device: it waited until this reading.
         """
-        placement = step.clock.place_stamps(step.stamps)
+        places, read_at, error_us = step.clock.place_stamps(step.stamps)
         flags = 0
         flat: list[int] = []
         for code, first, last in step.pairs:
-            begin, end = placement.places[first], placement.places[last]
-            if not end and not step.tokens and placement.read_at:
-                end = max(begin, placement.read_at)
+            begin, end = places[first], places[last]
+            if not end and not step.tokens and read_at:
+                end = max(begin, read_at)
                 if code == breakdown.CODE_ENCODER:
                     flags |= carrier.ENCODER_UNFINISHED
                     begin = begin or end
@@ -319,7 +326,7 @@ class WorkerTracer:
             flat += (code, begin, end)
         lost = self._list_lost_flags(step, flat[::3])
         if step.draft is not None:
-            begin, end = (placement.places[index] for index in step.draft)
+            begin, end = (places[index] for index in step.draft)
             flat += (carrier.CODE_DRAFT, begin, end) if begin and end else ()
         if step.synced is not None:
             flat += (carrier.CODE_SYNC, *step.synced)
@@ -329,12 +336,12 @@ class WorkerTracer:
         else:
             queued = step.clock.find_queued(step.stamps, step.pairs[0][1]) if step.pairs else 0
             flat += (carrier.CODE_TAKEN, step.taken, queued)
-            flat += (carrier.CODE_CLOCK, step.clock.kind, placement.error_us)
+            flat += (carrier.CODE_CLOCK, step.clock.kind, error_us)
         if flags & carrier.ENCODER_UNFINISHED:
             self._keep_step(step)
         else:
             step.clock.release_stamps(step.stamps)
-        sampled = placement.places[step.sampled] if step.sampled >= 0 else 0
+        sampled = places[step.sampled] if step.sampled >= 0 else 0
         return (
             clock.get_boot_number(),
             sampled,
@@ -377,16 +384,6 @@ class WorkerTracer:
         step = self.open_steps[0]
         # vLLM calls get_finished() in steps that encode nothing, too: no event for these.
         return step.take_stamp() if step.encodes and "producer" in self.ec_roles else None
-
-    def record_encodings(self, begin: int | None, *args: Any, **kwargs: Any) -> None:
-        """After a load, a save or get_finished(): record the interval that began at stamp `begin`."""
-        if begin is not None and self.open_steps:
-            self.open_steps[0].close_interval(breakdown.CODE_EC_TRANSFER, begin)
-
-    def record_blocks(self, begin: int | None, *args: Any, **kwargs: Any) -> None:
-        """After a load or a save of KV blocks. The step leaves it out if it was too short to be one."""
-        if begin is not None and self.open_steps:
-            self.open_steps[0].close_interval(breakdown.CODE_KV_TRANSFER, begin)
 
     # Encoders that outlast the answer.
 
