@@ -22,7 +22,7 @@ from hooks.process import CORE, PATCHER, WORKER, put_back_classes, wrap_ec_conne
 from hooks.vllm_import import import_from_vllm
 from lab.vllm_plugins import join_plugin_paths
 from ttft_otel.hooks import ec_fields
-from ttft_otel.hooks.engine_core import ec_items, ec_kept, kv
+from ttft_otel.hooks.engine_core import encodings, kv
 from ttft_otel.hooks.worker import model_runners
 from ttft_otel.hooks.worker.device import StepClock
 from ttft_otel.model.breakdown import CODE_EC_TRANSFER, LOST_ENCODER, LOST_SAVE
@@ -136,14 +136,6 @@ def test_lost_on_the_way(pair: InstancePair) -> None:
 
     assert count_items_of(timeline) == ItemCounts(1, 0, 0, 0, 1, 0)
     assert timeline.read_details().waits
-
-
-def test_unusable(pair: InstancePair) -> None:
-    """An announcement that the connector refuses at once still names its item."""
-    params = pair.encode_items("a", "cat")
-    timeline = pair.consume_items("b", ("cat",), {"cat": {**params["cat"], "size_bytes": 7}})
-
-    assert count_items_of(timeline).recomputed == 1
 
 
 @pytest.mark.parametrize("is_encoded", [False, True])
@@ -336,7 +328,7 @@ def test_hostile_params() -> None:
     timeline, vllm_request = EngineTimeline(added=1), make_request("a", items=1)
     vllm_request.sampling_params = SimpleNamespace(extra_args={"ec_transfer_params": odd})
     assert ec_fields.find_item_bytes(None, vllm_request, "b") == 0
-    ec_items.open_items(timeline, vllm_request, None, is_seen=True, available=True)
+    encodings.open_items(timeline, vllm_request, None, is_seen=True, available=True)
     assert timeline.read_details().media == [0, 0, 0, media_items.SOURCES_UNKNOWN, 0]
 
 
@@ -430,7 +422,7 @@ def test_evicted(pair: InstancePair) -> None:
 def test_nobody_came(pair: InstancePair) -> None:
     """Encodings that are not read within two minutes count as expired."""
     encode_and_keep(pair, "a", "cat")
-    pair.clock.tick(ec_kept.MAX_KEPT_US)
+    pair.clock.tick(encodings.MAX_KEPT_US)
     pair.encoder.run_step()
     assert "a" in CORE.encodings.leases
     pair.clock.tick(1)
@@ -438,7 +430,7 @@ def test_nobody_came(pair: InstancePair) -> None:
     kept = read_kept(query_kept(pair, "a"))
 
     assert kept.end_reason == "expired"
-    assert kept.until - kept.since == ec_kept.MAX_KEPT_US + 1
+    assert kept.until - kept.since == encodings.MAX_KEPT_US + 1
 
 
 def test_not_waited_for_again(pair: InstancePair) -> None:
@@ -509,7 +501,7 @@ def test_unseen(pair: InstancePair) -> None:
 def test_bounded(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many are kept, fetched or never asked for, the state has a bound, and drops are counted."""
     for name in ("MAX_LEASES", "MAX_FETCHED_HASHES", "MAX_WAITING_ENCODINGS"):
-        monkeypatch.setattr(ec_kept, name, 4)
+        monkeypatch.setattr(encodings, name, 4)
     monkeypatch.setattr(kv, "MAX_UNASKED_ANSWERS", 4)
     encode_and_keep(pair, "asked", "item")
     answer_future = query_kept(pair, "asked")
@@ -527,7 +519,7 @@ def test_bounded(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bounded_items(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request of many items pushes out as many requests as that takes."""
-    monkeypatch.setattr(ec_kept, "MAX_WAITING_ENCODINGS", 4)
+    monkeypatch.setattr(encodings, "MAX_WAITING_ENCODINGS", 4)
     encode_and_keep(pair, "a", "cat")
     encode_and_keep(pair, "b", "dog", "cow")
     encode_and_keep(pair, "c", "ant", "bee", "fly")

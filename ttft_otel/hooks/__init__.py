@@ -15,8 +15,7 @@ engine_core/tracer        EngineCoreTracer: a request from the engine core's inp
 engine_core/waiting       WaitingQueue: why requests wait
 engine_core/held_steps    HeldRequests: whose work held them up
 engine_core/kv            BlockTransfers: waits for KV blocks, blocks kept for others
-engine_core/ec_items      sources of media items
-engine_core/ec_kept       EncodingLeases: encodings kept for others
+engine_core/encodings     sources of media items; EncodingLeases: encodings kept for others
 worker/model_runners      WorkerTracer: both model runners
 worker/device             host or device clock
 connectors                hooks around KV and encoder-cache connectors

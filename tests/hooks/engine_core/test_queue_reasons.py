@@ -357,18 +357,6 @@ def test_head_of_the_queue(state: dict[str, Any], tokens: int, expected: str) ->
     assert find_reason(state, tokens) == expected
 
 
-def test_ended_while_waiting(drive: MakeDriver) -> None:
-    """An aborted request leaves nothing behind, and what was known of its wait is kept."""
-    driver = drive(max_num_seqs=1)
-    for name in ("first", "second", "third"):
-        driver.add(name, answer=20)
-    driver.run_steps(2)
-    driver.abort("second", "third")
-
-    assert not CORE.queue.waiting and not CORE.queue.arrived
-    assert "second" in CORE.aborted
-
-
 def ask_what_waits(driver: Any) -> tuple[dict[str, int], list[tuple[Any, ...]]]:
     """Counts by reason, and the holders, as the engine core answers between two steps."""
     text = CORE.answer_waiting(driver.scheduler)

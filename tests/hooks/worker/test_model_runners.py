@@ -47,7 +47,6 @@ from ttft_otel.tracing.engine_timeline import EngineTimeline
 RunnerMaker = Callable[..., Any]
 START_US = 1_000_000
 ENCODER_US, FORWARD_US, SAMPLER_US, DRAFTER_US, LOAD_US = 300, 1000, 7, 60, 400
-AFTER_V1_US = 50  # of V1's host, between forward and sampler
 WORK = StepWork(FORWARD_US, ENCODER_US, SAMPLER_US).scale_host(0)
 BEGIN_US = START_US + int(PREPARE_DEVICE_US)
 E, F, C = breakdown.CODE_ENCODER, breakdown.CODE_FORWARD, breakdown.CODE_EC_TRANSFER
@@ -238,6 +237,7 @@ def test_save(make_runner: RunnerMaker) -> None:
         ("worker.forward", breakdown.LOST_FORWARD),
         ("transfer.load", breakdown.LOST_LOAD),
         ("transfer.save", breakdown.LOST_SAVE),
+        ("worker.sample", 0),  # its mark alone is missing
     ],
 )
 def test_taken_out(make_runner: RunnerMaker, off: str, lost: int) -> None:
@@ -246,15 +246,8 @@ def test_taken_out(make_runner: RunnerMaker, off: str, lost: int) -> None:
     wrap_ec_connector(runner.ec_connector)
     PATCHER.switch(off=[off])
 
-    assert run_connected(runner)[2] == lost
-
-
-def test_sampler_gone(make_runner: RunnerMaker) -> None:
-    """Without the sampler's hook its mark is missing, nothing else."""
-    runner = make_runner()
-    PATCHER.switch(off=["worker.sample"])
-
-    assert run_prompt(runner)[1:3] == (0, 0)
+    record = run_connected(runner)
+    assert record[2] == lost and (record[1] == 0) is (off == "worker.sample")
 
 
 def test_async(make_runner: RunnerMaker) -> None:
@@ -375,33 +368,6 @@ def test_run_travels_with_a_later_output(make_runner: RunnerMaker) -> None:
     assert first._ttft_record[2] & carrier.ENCODER_UNFINISHED and not hasattr(first, "_ttft_runs")
     assert pickle.loads(pickle.dumps(second))._ttft_runs == run
     assert third._ttft_record and not hasattr(third, "_ttft_runs")
-
-
-def test_late_pipeline_stage(make_runner: RunnerMaker) -> None:
-    """The last stage saw neither the encoder nor what the stages before it did; it claims neither."""
-    output = run_step(make_runner(), make_step({"a": 10}, {"a": [0]}), tensors=object())
-
-    assert output._ttft_record[2] == breakdown.LATE_STAGE
-    assert output._ttft_record[3] == F
-
-
-def test_partition(make_runner: RunnerMaker) -> None:
-    """The record's pairs cut a step into stages that add up."""
-    record = run_step(runner := make_runner(), make_step({"a": 10}, {"a": [0]}))._ttft_record
-    _, sampled, lost = record[:3]
-    marks = breakdown.Marks(START_US - 40, START_US - 30, START_US - 20, START_US - 10, START_US)
-    marks.steps.append(breakdown.EngineStep(list_intervals(record), sampled, lost))
-    marks.output = sampled + 11
-    cut = breakdown.partition_marks(marks)
-
-    after = AFTER_V1_US if isinstance(runner, AcceleratedRunnerV1) else 0
-    assert cut.unattributed == 0
-    assert sum(cut.stages.values()) == cut.end - cut.start
-    assert cut.stages["encoder.compute"] == ENCODER_US
-    assert cut.stages["prefill.compute"] - FORWARD_US in (0, after)
-    assert cut.stages["prefill.compute"] + cut.stages["sample"] == FORWARD_US + after + SAMPLER_US
-    assert cut.stages["dispatch"] == PREPARE_DEVICE_US
-    assert cut.stages["output"] == 11
 
 
 def test_when_the_worker_took_the_step(make_runner: RunnerMaker) -> None:

@@ -3,7 +3,7 @@
 
 install.py puts these hooks around the scheduler's side of a KV connector. Waits go to the request's
 EngineTimeline; the API server calls answer_kept_blocks() over vLLM's utility channel. KeptAnswers, which
-ec_kept.py uses, too, brings its questions and the answers together.
+encodings.py uses, too, brings its questions and the answers together.
 """
 
 from __future__ import annotations

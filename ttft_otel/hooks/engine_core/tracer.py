@@ -3,7 +3,7 @@
 
 A request gets an EngineTimeline when it arrives. The scheduler's and the connectors' hooks fill it, and put
 it as one string into the trace_headers of the request's first output (carrier.py), for the API server.
-Each part that needs a state of its own has an owner: waiting.py, held_steps.py, kv.py and ec_kept.py.
+Each part that needs a state of its own has an owner: waiting.py, held_steps.py, kv.py and encodings.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import OrderedDict
 from typing import Any, Final
 
 from ttft_otel.hooks import vllm_fields
-from ttft_otel.hooks.engine_core import ec_items, own_requests, queue_reasons
-from ttft_otel.hooks.engine_core.ec_kept import EncodingLeases
+from ttft_otel.hooks.engine_core import encodings, own_requests, queue_reasons
+from ttft_otel.hooks.engine_core.encodings import EncodingLeases
 from ttft_otel.hooks.engine_core.held_steps import HeldRequests
 from ttft_otel.hooks.engine_core.kv import BlockTransfers
 from ttft_otel.hooks.engine_core.waiting import WaitingQueue
@@ -355,7 +355,7 @@ class EngineCoreTracer:
         if not timeline.read_details().media:
             self._open_media(timeline, request, facts.ec_connector)
         if timeline.cached:
-            ec_items.skip_cached(timeline, request.mm_features, timeline.cached)
+            encodings.skip_cached(timeline, request.mm_features, timeline.cached)
         details = timeline.open_details()
         details.wait_lost |= facts.ec_may_wait and not self.patcher.is_active("transfer.wait")
 
@@ -363,7 +363,7 @@ class EngineCoreTracer:
         self, timeline: EngineTimeline, request: Any, connector: Any, available: bool = True
     ) -> list[int]:
         is_seen = self.patcher.is_active("transfer.place")
-        return ec_items.open_items(timeline, request, connector, is_seen, available)
+        return encodings.open_items(timeline, request, connector, is_seen, available)
 
     # The encoder-cache connector, on the scheduler's side.
 
@@ -593,7 +593,7 @@ def _settle_items(
         encoding = output.scheduled_encoder_inputs
         own_items = encoding.get(request.request_id, ())
         step_items = sum(map(len, encoding.values()))
-        ec_items.settle_items(timeline, request, facts.ec_connector, own_items, step_items)
+        encodings.settle_items(timeline, request, facts.ec_connector, own_items, step_items)
 
 
 def _carry_timeline(timeline: EngineTimeline, output: Any, scheduler: Any) -> dict[str, str]:
