@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ttft_otel.model import stages, timing
-from ttft_otel.model.ttft_report import StageSums, build_ttft_report
+from ttft_otel.model.ttft_report import build_ttft_report
 
 
 def test_round_trip() -> None:
@@ -129,26 +129,19 @@ def test_clock_note() -> None:
     assert foreign is not None and foreign.clock is None and foreign.stages == {"receive": 5}
 
 
-ENCODE: StageSums = {
-    "stages": {"encoder.queue": 1500, "encoder.compute": 7000, "ec.transfer": 400},
-    "unattributed": 100,
-    "ttft": 9000,
+ENCODE = timing.ServerTiming(
+    {"encoder.queue": 1500, "encoder.compute": 7000, "ec.transfer": 400}, 100, 9000
+)
+DECODE = timing.ServerTiming(
+    {"prefill.queue": 2000, "ec.transfer": 600, "prefill.compute": 30001}, 0, 32601
+)
+CLIENT_STAGES = {
+    "router.receive": 50,
+    "router.hop.encode": 300,
+    **{f"encode.{name}": us for name, us in ENCODE.stages.items()},
+    **{f"prefill_decode.{name}": us for name, us in DECODE.stages.items()},
 }
-DECODE: StageSums = {
-    "stages": {"prefill.queue": 2000, "ec.transfer": 600, "prefill.compute": 30001},
-    "unattributed": 0,
-    "ttft": 32601,
-}
-CLIENT: StageSums = {
-    "stages": {
-        "router.receive": 50,
-        "router.hop.encode": 300,
-        **{f"encode.{name}": us for name, us in ENCODE["stages"].items()},
-        **{f"prefill_decode.{name}": us for name, us in DECODE["stages"].items()},
-    },
-    "unattributed": 120,
-    "ttft": 41971,
-}
+CLIENT = timing.ServerTiming(CLIENT_STAGES, 120, 41971)
 
 
 def test_combined() -> None:
@@ -180,10 +173,8 @@ def test_router_share() -> None:
 
 
 def test_without_router() -> None:
-    """Legs alone are added up; one server alone keeps its stages' own names."""
-    both = build_ttft_report("r1", {"encode": ENCODE, "prefill_decode": DECODE})["combined"]
-    assert both["ttft_ms"] == 41.601
-    assert both["stages"]["encode.encoder.compute"] == 7.0
-    alone = build_ttft_report("r2", {"mono": DECODE})
+    """One server alone keeps its stages' own names; `combined` has zeros for what it has not."""
+    alone = build_ttft_report("r2", {"mono": DECODE}, DECODE)
+    assert [*alone["by_role"]] == ["mono"]
     assert alone["combined"]["stages"] == alone["by_role"]["mono"]["stages"]
     assert alone["combined"]["enc_queue_time_ms"] == 0.0

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ttft_otel.model.ttft_report import StageSums, build_ttft_report, to_ms
+from ttft_otel.model.timing import ServerTiming
+from ttft_otel.model.ttft_report import build_ttft_report, to_ms
 from ttft_otel.report.assemble import waterfall_rows
 from ttft_otel.report.assemble.summary import (
     RecomputedCount,
@@ -26,14 +27,12 @@ def build_report(request: Request) -> dict[str, Any]:
     """The TTFT report of `request`; of several legs of one role it has the slowest."""
     # The slowest leg is the one that the first token waited for.
     by_role = {
-        role: StageSums(stages=leg.stages, unattributed=leg.unattributed_us, ttft=leg.ttft_us)
+        role: ServerTiming(leg.stages, leg.unattributed_us, leg.ttft_us)
         for role in request.roles
         if (leg := request.find_leg(role))
     }
     # The router's own sums, which contain what no leg can see.
-    combined = StageSums(
-        stages=request.stages, unattributed=request.unattributed_us, ttft=request.ttft_us
-    )
+    combined = ServerTiming(request.stages, request.unattributed_us, request.ttft_us)
     return build_ttft_report(request.request_id, by_role, combined)
 
 

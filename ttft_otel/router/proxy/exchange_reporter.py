@@ -29,8 +29,8 @@ from ttft_otel.model.record import (
     Ttft,
 )
 from ttft_otel.model.stages import ENCODE
-from ttft_otel.model.timing import MAX_HEADER_CHARS
-from ttft_otel.model.ttft_report import StageSums, build_ttft_report
+from ttft_otel.model.timing import MAX_HEADER_CHARS, ServerTiming
+from ttft_otel.model.ttft_report import build_ttft_report
 from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.timeline import Attempt, RequestTimeline, partition_timeline
 from ttft_otel.router.types import DEFAULT_POLICY, MODE_STRIP, Decision
@@ -61,9 +61,10 @@ class RecentReports:
     def __init__(self, max_reports: int = MAX_REPORTS) -> None:
         self.max_reports = max_reports
         self.ask_elsewhere: ReportFinder | None = None  # of other workers, with --workers
-        self._reports: OrderedDict[tuple[str, str], tuple[int, dict[str, StageSums], StageSums]] = (
-            OrderedDict()
-        )
+        # By owner and request ID: when it ended, its legs, and the whole.
+        self._reports = OrderedDict[
+            tuple[str, str], tuple[int, dict[str, ServerTiming], ServerTiming]
+        ]()
 
     def __len__(self) -> int:
         return len(self._reports)
@@ -75,19 +76,12 @@ class RecentReports:
         key = owner, request_id
         if not owner and key in self._reports:
             return
-        legs: dict[str, StageSums] = {}
+        legs: dict[str, ServerTiming] = {}
         for attempt in (chain[-1] for chain in timeline.critical_path if chain):
             if (server_timing := attempt.read_server_timing()) is not None:
-                legs[attempt.leg] = StageSums(
-                    stages=server_timing.stages,
-                    unattributed=server_timing.unattributed,
-                    ttft=server_timing.ttft,
-                )
-        totals = StageSums(
-            stages=breakdown.stages,
-            unattributed=breakdown.unattributed,
-            ttft=breakdown.end - breakdown.start,
-        )
+                legs[attempt.leg] = server_timing
+        length_us = breakdown.end - breakdown.start
+        totals = ServerTiming(breakdown.stages, breakdown.unattributed, length_us)
         self._reports[key] = (breakdown.end, legs, totals)
         # An ID that is used again is the newest: assignment alone would leave it in its old place.
         self._reports.move_to_end(key)
