@@ -14,13 +14,12 @@ from full_record import make_short_record
 from ttft_otel.model import breakdown, stages
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Piece, Record, RecordDecodeError, Server, Ttft
-from ttft_otel.tracing import measurement, recorder, trace_measurement
+from ttft_otel.tracing import measurement, recorder
 from ttft_otel.tracing.context import TraceContext
 from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.tracing.measurement import (
     MEASUREMENT_VERSION,
     NOT_MEASURED,
-    Measurement,
     MeasurementHead,
 )
 from ttft_otel.tracing.media_items import BIT_ANNOUNCED, SOURCE_ENCODED, SOURCE_REMOTE
@@ -91,11 +90,10 @@ def test_nothing_to_count(record: Record) -> None:
 
 def test_backwards() -> None:
     """A span that ends before it begins has no length; neither has its measurement one below 0."""
-    found = measurement.measure_record(
-        change_ttft(start=200, pieces=(Piece("stage", "ipc", 9, 3),))
-    )
+    record = change_ttft(start=200, pieces=(Piece("stage", "ipc", 9, 3),))
+    found = measurement.decode_measurement(measurement.encode_for_exporter(record))
 
-    assert found is not None and found.times_us == (0, 0)
+    assert found.times_us == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -173,12 +171,12 @@ def send_halves(seed: int, sampled: bool, halves: bool) -> list[bytes]:
     return sink.kept
 
 
-def read_measurement(data: bytes) -> Measurement:
-    """The measurement in `data`, its head decoded."""
-    raw = measurement.decode_measurement(data)
-    head = measurement.decode_head(bytes(raw.head))
-    waits = sorted(raw.reasons), sorted(raw.held)
-    return Measurement(raw.version, head, raw.times_us, raw.recomputed_items, *map(tuple, waits))
+def read_measurement(data: bytes) -> tuple[Any, ...]:
+    """The measurement in `data`, its head decoded and first; waits in no order."""
+    found = measurement.decode_measurement(data)
+    head = measurement.decode_head(bytes(found.head))
+    waits = sorted(found.reasons), sorted(found.held)
+    return head, found.version, found.times_us, found.recomputed_items, *waits
 
 
 @pytest.mark.usefixtures("blank_identity", "no_state_left")
@@ -194,19 +192,13 @@ def test_as_its_record(role: str, halves: bool) -> None:
         with tracing_fakes.captured_records() as sender:
             for data in send_halves(seed, True, halves):
                 sender.send(data)
-        found = [measurement.measure_record(record) for record in sender.kept]
-        expected = [
-            msgspec.structs.replace(
-                each, reasons=tuple(sorted(each.reasons)), held=tuple(sorted(each.held))
-            )
-            for each in found
-            if each is not None
-        ]
+        unsampled = [msgspec.structs.replace(record, flags=0) for record in sender.kept]
+        sent = [measurement.encode_for_exporter(record) for record in unsampled]
         made = [read_measurement(data) for data in send_halves(seed, False, halves)]
 
-        assert made == expected
-        kinds |= {each.head for each in made}
-        waits |= {len(each.reasons) for each in made}
+        assert made == [read_measurement(data) for data in sent if data]
+        kinds |= {head for head, *_ in made}
+        waits |= {len(reasons) for *_, reasons, _ in made}
     assert {1, 2, 3} <= waits
     # An encoder's requests are counted by no head of their own here: others are of many kinds.
     assert len(kinds) >= (20 if role in ("mono", "decode", "prefill_decode", "") else 0)
@@ -215,9 +207,9 @@ def test_as_its_record(role: str, halves: bool) -> None:
 @pytest.mark.usefixtures("blank_identity", "no_state_left")
 def test_heads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many errors and stages there are, kept heads are not more than their limit."""
-    monkeypatch.setattr(trace_measurement, "MAX_HEADS", 3)
+    monkeypatch.setattr(measurement, "MAX_HEADS", 3)
     identity.role = "mono"
     for seed in range(50):
         for data in send_halves(seed, False, True):
             assert msgspec.msgpack.decode(data[len(measurement.PREFIX) :])
-    assert len(trace_measurement._heads) <= 3
+    assert len(measurement._heads) <= 3

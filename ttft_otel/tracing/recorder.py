@@ -27,10 +27,10 @@ from ttft_otel.tracing import (
 )
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 from ttft_otel.tracing.handoff import RecordSender
+from ttft_otel.tracing.measurement import encode_trace_measurement
 from ttft_otel.tracing.request_trace import EngineRequest, RequestTrace
 from ttft_otel.tracing.roles import is_outermost, resolve_role
 from ttft_otel.tracing.settings import Settings
-from ttft_otel.tracing.trace_measurement import encode_trace_measurement
 
 log = logging.getLogger("ttft_otel")
 MAX_AWAITING_REQUESTS: Final = 16384

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
@@ -60,14 +60,8 @@ _ROUNDING: Final = 1e-9
 
 Labels = Mapping[str, str | bool]
 _SeriesKey = tuple[int, frozenset[tuple[str, str | bool]]]
-
-
-class TraceExample(NamedTuple):
-    """A sampled request behind a value: its `ttft` span, and when it was counted (Unix ns)."""
-
-    trace_id: int
-    span_id: int
-    time_ns: int
+# A sampled request behind a value: trace, its `ttft` span, and when it was counted (Unix ns).
+TraceExample = tuple[int, int, int]
 
 
 class Series:
@@ -116,8 +110,8 @@ class Series:
         self.examples.clear()
         # Without filtered attributes: the labels are the series' own.
         return [
-            Exemplar({}, value_us / US_PER_S, each.time_ns, each.span_id, each.trace_id)
-            for value_us, each in kept
+            Exemplar({}, value_us / US_PER_S, time_ns, span_id, trace_id)
+            for value_us, (trace_id, span_id, time_ns) in kept
         ]
 
     def count_values(self, values: Mapping[int, int]) -> None:

@@ -21,8 +21,12 @@ from opentelemetry.context import _SUPPRESS_INSTRUMENTATION_KEY, attach, set_val
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
 
 from ttft_otel.exporter.exporter_counters import ExporterCounters
-from ttft_otel.exporter.metrics.metric_series import Series, SeriesRegistry, TraceExample
-from ttft_otel.exporter.otlp_exporter import TlsFiles, build_metric_exporter
+from ttft_otel.exporter.metrics.metric_series import Series, SeriesRegistry
+from ttft_otel.exporter.otlp_exporter import (
+    build_metric_exporter,
+    describe_tls_files,
+    renew_exporter,
+)
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
 from ttft_otel.exporter.spans.span_content import list_kind_attributes
 from ttft_otel.model import stages
@@ -32,7 +36,7 @@ from ttft_otel.model.record import Attributes, Record, RecordDecodeError
 from ttft_otel.tracing import measurement
 from ttft_otel.tracing.context import SAMPLED_FLAG
 from ttft_otel.tracing.guard import Guard
-from ttft_otel.tracing.measurement import NOT_MEASURED, Measurement, MeasurementHead, RawMeasurement
+from ttft_otel.tracing.measurement import NOT_MEASURED, Measurement, MeasurementHead
 from ttft_otel.tracing.settings import Settings
 
 MAX_PENDING_ROWS: Final = 4096  # requests that are not counted yet, at some 0.6 KB
@@ -82,8 +86,7 @@ class RequestMetrics:
         with self._lock:
             for data in batch:
                 try:
-                    found = measurement.decode_measurement(data)
-                    self._add_row(bytes(found.head), found)
+                    self._add_row(measurement.decode_measurement(data))
                 except RecordDecodeError:
                     foreign += 1
             self.counters.add("counted", len(batch) - foreign)
@@ -91,15 +94,15 @@ class RequestMetrics:
 
     def add_record(self, record: Record) -> None:
         """Count what a sampled request's record has of it. Raises ValueError for broken IDs."""
-        measured = measurement.measure_record(record)
-        if measured is None or not record.flags & SAMPLED_FLAG:
+        found = measurement.measure_record(record)
+        if found is None or not record.flags & SAMPLED_FLAG:
             return
+        head, measured = found
         # Before the lock: broken IDs raise here, and nothing has been counted yet.
-        span_id = record.ttft.span_id if measured.head.has_ttft and record.ttft else record.span_id
-        example = TraceExample(int(record.trace_id, 16), int(span_id, 16), time.time_ns())
+        span_id = record.ttft.span_id if head.has_ttft and record.ttft else record.span_id
+        example = int(record.trace_id, 16), int(span_id, 16), time.time_ns()
         with self._lock:
-            head = measurement.encode_head(measured.head)
-            plan = self._add_row(head, measured)
+            plan = self._add_row(measured)
             self.counters.add("counted")
             for column, value_us in zip(plan.columns, measured.times_us, strict=True):
                 for series in column:
@@ -114,7 +117,8 @@ class RequestMetrics:
                 self._plans.clear()
             return self.registry.take_data(time_ns)
 
-    def _add_row(self, head: bytes, measured: RawMeasurement | Measurement) -> _Plan:
+    def _add_row(self, measured: Measurement) -> _Plan:
+        head = bytes(measured.head)
         plan = self._plans.get(head)
         if plan is None:
             plan = self._make_plan(head)
@@ -219,7 +223,7 @@ class MetricPusher:
     ) -> None:
         self.metrics = metrics
         self.exporter = exporter
-        self.tls_files = TlsFiles()
+        self.tls_files = describe_tls_files()
         self.destination = destination
         self.interval_s = interval_s
         self.is_failing = False
@@ -263,7 +267,7 @@ class MetricPusher:
         except OSError:  # the SDK before 1.34 lets errors of requests pass
             result = MetricExportResult.FAILURE
         if result is not MetricExportResult.SUCCESS:
-            self.tls_files.renew_exporter(self.exporter)
+            self.tls_files = renew_exporter(self.exporter, self.tls_files)
         # One line when it begins to fail and one when it works again, none for what is between.
         if (result is MetricExportResult.SUCCESS) is self.is_failing:
             self.is_failing = not self.is_failing
