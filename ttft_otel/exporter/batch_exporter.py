@@ -24,7 +24,12 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from ttft_otel.exporter.exporter_counters import ExporterCounters
-from ttft_otel.exporter.otlp_exporter import TlsFiles, build_span_exporter
+from ttft_otel.exporter.otlp_exporter import (
+    TlsFiles,
+    build_span_exporter,
+    describe_tls_files,
+    renew_exporter,
+)
 from ttft_otel.exporter.protocol_probe import find_protocol_remedy
 from ttft_otel.exporter.spans.span_batch import take_messages
 from ttft_otel.tracing.guard import Guard
@@ -65,7 +70,7 @@ class BatchExporter:
     stop_retrying: threading.Event  #: set when the host is gone: one attempt per batch, no pauses
     protocol: str = ""  #: for log lines
     failure_log: _FailureLog = field(default_factory=_FailureLog, init=False)
-    tls_files: TlsFiles = field(default_factory=TlsFiles, init=False)
+    tls_files: TlsFiles = field(default_factory=describe_tls_files, init=False)
     # 0.0 stands for "not failing": the monotonic clock is past it on a running machine.
     _failing_since: float = field(default=0.0, init=False)
     _lost_spans: int = field(default=0, init=False)
@@ -105,7 +110,7 @@ class BatchExporter:
             except OSError as error:  # the SDK before 1.34 lets errors of requests pass
                 self.failure_log.text = str(error)
             if result is not SpanExportResult.SUCCESS:
-                self.tls_files.renew_exporter(self.exporter)
+                self.tls_files = renew_exporter(self.exporter, self.tls_files)
         return result is SpanExportResult.SUCCESS
 
     def _note_failure(self) -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricExporter
     from opentelemetry.sdk.trace.export import SpanExporter
+
+# By the variable that names a file, what differs if it was replaced; None where there is none.
+TlsFiles: TypeAlias = dict[str, "tuple[int, int] | None"]
 
 
 def build_span_exporter(protocol: str) -> SpanExporter:
@@ -32,25 +35,22 @@ def _import_exporters(protocol: str, signal: str) -> Any:
     return importlib.import_module(f"opentelemetry.exporter.otlp.proto.{transport}.{signal}")
 
 
-class TlsFiles:
-    """The files of OTEL_EXPORTER_OTLP_CERTIFICATE and its like, which the SDK over gRPC reads only once."""
+def renew_exporter(exporter: Any, known: TlsFiles) -> TlsFiles:
+    """Let an exporter of the SDK, which has failed, begin anew if a file was replaced since `known`.
 
-    def __init__(self) -> None:
-        self._known = _describe_tls_files()
-
-    def renew_exporter(self, exporter: Any) -> None:
-        """Let an exporter of the SDK, which has failed, begin anew if a file was replaced."""
-        found = _describe_tls_files()
-        if found != self._known:
-            self._known = found
-            exporter.shutdown()
-            # As it was built above: all that it knows is in the environment.
-            exporter.__init__()
+    Returns the files of now: over gRPC the SDK reads them only once.
+    """
+    found = describe_tls_files()
+    if found != known:
+        exporter.shutdown()
+        # As it was built above: all that it knows is in the environment.
+        exporter.__init__()
+    return found
 
 
-def _describe_tls_files() -> dict[str, tuple[int, int] | None]:
-    """What tells a file from the one that was there before, by the variable that names it."""
-    found: dict[str, tuple[int, int] | None] = {}
+def describe_tls_files() -> TlsFiles:
+    """The files of OTEL_EXPORTER_OTLP_CERTIFICATE and its like: what tells each from one before it."""
+    found: TlsFiles = {}
     for name, path in os.environ.items():
         if name.startswith("OTEL_EXPORTER_OTLP_") and name.endswith(("CERTIFICATE", "CLIENT_KEY")):
             try:

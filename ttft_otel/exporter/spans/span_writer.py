@@ -88,18 +88,15 @@ def write_spans(record: Record, spans: SpanList, detail: str = "full") -> None:
         raise
 
 
-class _Shared:
-    """Attributes that several spans share. items: the key of their kept encodings, () if none is kept."""
+# Attributes that several spans share, and the key of their kept encodings, () if none is kept.
+_Shared: TypeAlias = "tuple[Attributes, tuple[tuple[str, Value], ...]]"
 
-    __slots__ = ("attributes", "items")
 
-    def __init__(self, attributes: Attributes) -> None:
-        self.attributes = attributes
-        self.items: tuple[tuple[str, Value], ...] = ()
-        if len(attributes) <= MAX_KEPT_ATTRIBUTES and CONSTANT_TYPES.issuperset(
-            map(type, attributes.values())
-        ):
-            self.items = tuple(attributes.items())
+def _share_attributes(attributes: Attributes) -> _Shared:
+    is_kept = len(attributes) <= MAX_KEPT_ATTRIBUTES and CONSTANT_TYPES.issuperset(
+        map(type, attributes.values())
+    )
+    return attributes, tuple(attributes.items()) if is_kept else ()
 
 
 class _SpanWriter:
@@ -161,8 +158,8 @@ class _SpanWriter:
 
     def write_pieces(self, ttft: Ttft, ttft_id: bytes) -> None:
         """Stages, parts and siblings below the `ttft` span."""
-        on_stages = _Shared(list_stage_attributes(self.record, self.shared_attributes))
-        on_others = _Shared(self.shared_attributes)
+        on_stages = _share_attributes(list_stage_attributes(self.record, self.shared_attributes))
+        on_others = _share_attributes(self.shared_attributes)
         placed: list[tuple[int, int, bytes]] = []
         pieces = [piece for piece in ttft.pieces if piece.kind in self.kinds]
         for piece in pieces:
@@ -183,23 +180,23 @@ class _SpanWriter:
     def write_piece(self, piece: Piece, parent_id: bytes, shared: _Shared) -> bytes:
         """A span below the `ttft` or the server span; returns its ID."""
         span_id = (random.getrandbits(64) or 1).to_bytes(SPAN_ID_BYTES, "big")
+        common, key = shared
         if piece.attributes:
-            shared = _Shared(shared.attributes | piece.attributes)
-        if shared.items and not piece.held_by:
-            head = _encode_piece(piece.kind, piece.name, shared.items)
+            common, key = _share_attributes(common | piece.attributes)
+        if key and not piece.held_by:
+            head = _encode_piece(piece.kind, piece.name, key)
             self.write_span(head, span_id, parent_id, piece.start, piece.end)
         else:
             head = _encode_head(piece.name, _INTERNAL, False)
             span = self.write_span(head, span_id, parent_id, piece.start, piece.end)
-            attributes = shared.attributes | list_kind_attributes(piece.kind, piece.name)
-            _write_attributes(span, attributes)
+            _write_attributes(span, common | list_kind_attributes(piece.kind, piece.name))
             _write_holders(span, piece.held_by)
         return span_id
 
     def write_late_spans(self) -> None:
         """Spans after the first token: children of the server span, a `step` of the span before it."""
         above = self.server_id
-        shared = _Shared(self.shared_attributes)
+        shared = _share_attributes(self.shared_attributes)
         for piece in list_late_pieces(self.record):
             if piece.kind not in self.kinds:
                 continue
