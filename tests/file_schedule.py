@@ -52,7 +52,6 @@ LONG_FILES: Final = (
     "tests/attack/test_senders.py",
     "tests/lab/test_local_servers.py",
     "tests/test_layers.py",
-    "tests/router/routing/test_load_entry.py",
     "tests/router/proxy/test_prefill_decode.py",
     "tests/router/routing/test_routing_service.py",
     "tests/attack/test_kv_event_publisher.py",

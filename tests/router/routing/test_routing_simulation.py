@@ -1,21 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulation of benchmarks/routing, as it is called, on traces so short that the answer is known."""
+"""Simulations of benchmarks/routing on traces with a known answer, and the rules of other routers in them."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from benchmarks.routing import hold_simulation, load_kinds, simulation_tables
 from benchmarks.routing.fleet_simulation import simulate_case
 from benchmarks.routing.mooncake_traces import TraceRow
+from benchmarks.routing.peer_policies import (
+    MAX_PENALTY_S,
+    PEAK_THROUGHPUT,
+    PEER_POLICIES,
+    DynamoPolicy,
+)
+from benchmarks.routing.predicted_latency import (
+    MAX_PREDICTED_PENALTY_S,
+    BoostedTrees,
+    filter_candidates,
+    score_deficits,
+)
+from benchmarks.routing.worker_simulation import WorkerSimulation, run_workers
+from ttft_otel.router.routing.policies.block_index import BlockHolders
+from ttft_otel.router.routing.policies.policy_state import PolicyState, RoutingPolicy
+from ttft_otel.router.types import Decision, Instance, RoutingRequest, parse_instance_url
 
 ROOT = Path(__file__).parents[3]
 SIMULATE = ROOT / "benchmarks" / "routing" / "simulate.py"
@@ -35,6 +53,8 @@ DEFAULT_CASE = {
     "lag": 0,
     "index": "events",
 }
+ALL_POLICIES = (*CASES["policies"], "oracle")
+SHARED_CASE = {**DEFAULT_CASE, "instances": 4, "load": 0.8}
 
 
 def compute_prefill_s(tokens: int, cached: int) -> float:
@@ -44,39 +64,46 @@ def compute_prefill_s(tokens: int, cached: int) -> float:
     )
 
 
-def simulate_policies(folder: Path, rows: list[dict[str, Any]], **case: object) -> dict[str, Any]:
-    """The results of all policies on this trace, the oracle's among them."""
-    found: dict[str, Any] = play_case(folder, rows, (), case)["seeds"]["1"]
-    assert list(found) == [*CASES["policies"], "oracle"]
-    return found
-
-
-def play_case(
-    folder: Path, rows: list[dict[str, Any]], more: Sequence[str], case: Mapping[str, object]
+def simulate_policies(
+    rows: Sequence[TraceRow], policies: Sequence[str] = ALL_POLICIES, **case: object
 ) -> dict[str, Any]:
-    """What is kept of one case on this trace."""
-    (folder / "conversation_trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    listed = {"policies": CASES["policies"], "cases": [{**DEFAULT_CASE, **case}]}
-    (folder / "cases.json").write_text(json.dumps(listed))
-    command = [sys.executable, SIMULATE, "--traces", folder, "--list", folder / "cases.json", *more]
-    subprocess.run([*command, "--json", folder / "out.json"], check=True, capture_output=True)
-    case_results: dict[str, Any]
-    (case_results,) = json.loads((folder / "out.json").read_text("utf-8"))["cases"]
-    return case_results
+    """The results of these policies on this trace."""
+    full_case = {**DEFAULT_CASE, "load": 1e-4, **case}
+    return {name: simulate_case(full_case, name, tuple(rows), 1) for name in policies}
 
 
-def build_trace_row(at: int, tokens: int, *ids: int, output: int = 1) -> dict[str, Any]:
-    """A line of a trace."""
-    return {"timestamp": at, "input_length": tokens, "output_length": output, "hash_ids": ids}
+def build_row(at_s: float, tokens: int, *blocks: int, output: int = 1) -> TraceRow:
+    """A request whose prompt begins with these blocks."""
+    return TraceRow(at_s, tokens, blocks, str(blocks[:2]), output)
 
 
-def test_queue(tmp_path: Path) -> None:
-    """One instance: first come first served, and who comes later finds what the first left."""
-    rows = [
-        build_trace_row(0, 1500, 1, 2, 3),
-        build_trace_row(0, 1100, 1, 2, 4),
-        build_trace_row(60_000, 100, 9),
+def run_benchmark(
+    folder: Path, module: str, case: Mapping[str, Any], *flags: str, check: bool = True
+) -> Any:
+    """The JSON that the benchmark `module` writes for `case` on a recorded trace of forty requests.
+
+    check: whether it has to end with 0.
+    """
+    rows: list[dict[str, Any]] = [
+        {
+            "timestamp": 300 * number,
+            "input_length": 600 * (1 + number % 7),
+            "output_length": 1,
+            "hash_ids": [0, 1 + number % 9, number + 1000],
+        }
+        for number in range(40)
     ]
+    (folder / "conversation_trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "cases.json").write_text(json.dumps({"cases": [case]}))
+    command = [sys.executable, "-m", f"benchmarks.routing.{module}", "--traces", folder]
+    command += ["--list", folder / "cases.json", "--json", folder / "out.json", *flags]
+    subprocess.run(command, cwd=ROOT, check=check, capture_output=True)
+    return json.loads((folder / "out.json").read_text("utf-8"))
+
+
+def test_queue() -> None:
+    """One instance: first come first served, and who comes later finds what the first left."""
+    rows = [build_row(0, 1500, 1, 2), build_row(0, 1100, 1, 2), build_row(60, 100)]
     first, second, third = (
         compute_prefill_s(1500, 0),
         compute_prefill_s(1100, 1024),
@@ -84,21 +111,17 @@ def test_queue(tmp_path: Path) -> None:
     )
     mean = (first + first + second + third) / 3
 
-    for name, found in simulate_policies(tmp_path, rows, load=1e-4).items():
+    for name, found in simulate_policies(rows).items():
         assert found["mean"] == pytest.approx(mean, abs=2e-5)
         assert found["hit"] == pytest.approx(1024 / 2700, abs=1e-5), name
 
 
-def test_decodes(tmp_path: Path) -> None:
+def test_decodes() -> None:
     """A prompt that comes while another one is answered waits for a step, and shares the next one with it."""
-    rows = [
-        build_trace_row(0, 512, 1, output=11),
-        build_trace_row(1000, 512, 2),
-        build_trace_row(60_000, 10, 9),
-    ]
+    rows = [build_row(0, 512, 1, output=11), build_row(1, 512, 2), build_row(60, 10)]
     prefill = compute_prefill_s(512, 0)
 
-    for found in simulate_policies(tmp_path, rows, load=1e-5).values():
+    for found in simulate_policies(rows, load=1e-5).values():
         # Nothing else runs: ten steps of 5 ms, one token, and what it reads of its context.
         steps = [0.005 + 40e-6 + 40e-9 * (512 + n) for n in range(1, 11)]
         assert found["tpot_p99"] == pytest.approx(sum(steps) / 10, rel=0.01)
@@ -107,16 +130,16 @@ def test_decodes(tmp_path: Path) -> None:
         )
 
 
-def test_spread(tmp_path: Path) -> None:
+def test_spread() -> None:
     """Two instances and two long prompts at once: whoever looks at load uses both."""
     rows = [
-        build_trace_row(0, 8000, *range(15)),
-        build_trace_row(0, 8000, *range(100, 115)),
-        build_trace_row(60_000, 10, 9),
+        build_row(0, 8000, *range(15)),
+        build_row(0, 8000, *range(100, 115)),
+        build_row(60, 10),
     ]
     mean = (2 * compute_prefill_s(8000, 0) + compute_prefill_s(10, 0)) / 3
 
-    results = simulate_policies(tmp_path, rows, load=1e-4, instances=2)
+    results = simulate_policies(rows, instances=2)
 
     # By hash, or at random until it has learned: an instance may be chosen twice.
     blind = ("session", "kvaware", "predicted_latency")
@@ -124,39 +147,42 @@ def test_spread(tmp_path: Path) -> None:
         assert results[name]["mean"] == pytest.approx(mean, abs=2e-5)
 
 
-def test_same_again(tmp_path: Path) -> None:
+def test_same_again() -> None:
     """The same seed gives the same numbers, with noise, lag and slow instances too."""
-    rows = [build_trace_row(300 * n, 600 * (1 + n % 7), n % 5, n, n + 1000) for n in range(200)]
-    case = {"instances": 4, "slow": 0.5, "noise": 0.3, "lag": 1, "index": "events"}
+    rows = [build_row(0.3 * n, 600 * (1 + n % 7), n % 5) for n in range(200)]
+    policies = ("calibrated", "round_robin", "power_of_two")
 
-    one, other = (simulate_policies(tmp_path, rows, **case) for _ in range(2))
+    one, other = (
+        simulate_policies(rows, policies, load=1.0, instances=4, slow=0.5, noise=0.3, lag=1)
+        for _ in range(2)
+    )
 
     for each in (*one.values(), *other.values()):
-        each.pop("cpu", None)
+        each.pop("cpu")
     assert one == other
     assert one["calibrated"]["mean"] < one["round_robin"]["mean"]
 
 
-def test_seeds(tmp_path: Path) -> None:
+def test_command_adds_seeds(tmp_path: Path) -> None:
     """Other seeds draw the trace's sessions anew; what was kept of the first stays as it is."""
-    rows = [build_trace_row(300 * n, 600 * (1 + n % 7), 0, 1 + n % 9, n + 1000) for n in range(100)]
-    first = play_case(tmp_path, rows, ["--policies", "trapezoid", "calibrated"], {"instances": 2})
-    few = ["--seeds", "2", "3", "--policies", "trapezoid"]
+    case = {**DEFAULT_CASE, "instances": 2}
+    first = run_benchmark(tmp_path, "simulate", case, "--policies", "trapezoid", "calibrated")
 
-    found = play_case(tmp_path, rows, few, {"instances": 2})
+    flags = ("--seeds", "2", "3", "--policies", "trapezoid")
+    found = run_benchmark(tmp_path, "simulate", case, *flags)["cases"][0]
     means = {seed: each["trapezoid"]["mean"] for seed, each in found["seeds"].items()}
 
-    assert found["seeds"]["1"] == first["seeds"]["1"]
+    assert found["seeds"]["1"] == first["cases"][0]["seeds"]["1"]
     assert len(set(means.values())) == 3
     assert all(0.2 < mean / means["1"] < 5 for mean in means.values())
     assert list(found["seeds"]["2"]) == ["trapezoid"]
 
 
-def test_events(tmp_path: Path) -> None:
+def test_events() -> None:
     """In the middle the only instance slows, or loses what it has cached."""
-    rows = [build_trace_row(1000 * n, 1100, 1, 2) for n in range(10)]
+    rows = [build_row(n, 1100, 1, 2) for n in range(10)]
     usual, slows, restarts = (
-        simulate_policies(tmp_path, rows, load=1e-4, event=event)["calibrated"]
+        simulate_policies(rows, ["calibrated"], event=event)["calibrated"]
         for event in ("", "slows", "restarts")
     )
     cold, warm = compute_prefill_s(1100, 0), compute_prefill_s(1100, 1024)
@@ -169,11 +195,11 @@ def test_events(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kept", "loads"), ((1, 3), (2, 2)))
 def test_adapters(kept: int, loads: int) -> None:
     """An instance loads an adapter that is not among those that it keeps, and the prefill waits."""
-    rows = tuple(
+    rows = [
         TraceRow(float(at), 100, (), "", adapter=adapter) for at, adapter in enumerate((1, 1, 2, 1))
-    )
+    ]
 
-    found = simulate_case({**DEFAULT_CASE, "load": 1e-4, "adapters": kept}, "decay", rows, 1)
+    found = simulate_policies(rows, ["decay"], adapters=kept)["decay"]
 
     mean = compute_prefill_s(100, 0) + loads / 4 * 0.1
     assert found["mean"] == pytest.approx(mean, abs=2e-5)
@@ -181,9 +207,9 @@ def test_adapters(kept: int, loads: int) -> None:
 
 def test_encoders() -> None:
     """Two encoders and three images at once: the last one waits for an encoder, its prompt for that."""
-    rows = (*(TraceRow(0.0, 100, (), "", images=n) for n in (2, 1)), TraceRow(9.0, 100, (), ""))
+    rows = [*(TraceRow(0.0, 100, (), "", images=n) for n in (2, 1)), build_row(9, 100)]
 
-    found = simulate_case({**DEFAULT_CASE, "load": 1e-4, "encoders": 2}, "decay", rows, 1)
+    found = simulate_policies(rows, ["decay"], encoders=2)["decay"]
 
     mean = compute_prefill_s(100, 0) + (0.04 + 0.08) / 3
     assert found["mean"] == pytest.approx(mean, abs=2e-5)
@@ -253,7 +279,9 @@ def test_page() -> None:
     assert all(len(each.splitlines()) > 5 and each.strip() in page for each in tables)
 
 
-@pytest.mark.parametrize(("instances", "load"), [(1, 0.85), (4, 3.0)])
+@pytest.mark.parametrize(
+    ("instances", "load"), [(4, 3.0), pytest.param(1, 0.85, marks=pytest.mark.full)]
+)
 def test_a_hold_serves_short_prompts_sooner_and_all_no_later(instances: int, load: float) -> None:
     """With --max-queue-ms short prompts behind long ones have a lower p99, and all a lower mean."""
     rows = load_kinds.read_rows("heavy_tails", ROOT, 1, 400)
@@ -264,3 +292,258 @@ def test_a_hold_serves_short_prompts_sooner_and_all_no_later(instances: int, loa
     assert held["held"] > 0.1 and not without["held"]
     assert held["mean"] < without["mean"]
     assert held["short_p99"] < 0.9 * without["short_p99"]
+
+
+def build_rows(count: int) -> tuple[TraceRow, ...]:
+    """Prompts of different lengths, ten a second, that share nothing."""
+    chance = random.Random(7)
+    return tuple(
+        TraceRow(number / 10, chance.randrange(1000, 20_000), (number + 1,), str(number))
+        for number in range(count)
+    )
+
+
+@pytest.mark.parametrize(
+    "policy", [pytest.param("least_requests", marks=pytest.mark.full), "calibrated"]
+)
+def test_sharing_is_as_one(policy: str) -> None:
+    """What is said makes up for what a worker does not do itself; without it the mean is worse."""
+    rows = build_rows(600)
+    one = run_workers(SHARED_CASE, policy, rows, 1, 1, False).mean_ttft_s
+    sharing = run_workers(SHARED_CASE, policy, rows, 1, 4, True).mean_ttft_s
+    apart = run_workers(SHARED_CASE, policy, rows, 1, 4, False).mean_ttft_s
+
+    assert sharing < 1.1 * one
+    assert sharing < apart
+
+
+def test_arrivals_are_spread() -> None:
+    """Over no more than the time to which the trace rounded them, so that their order by times stays."""
+    rows = tuple(TraceRow(3.0 * (number // 10), 100, (), "") for number in range(100))
+
+    spread = load_kinds.spread_arrivals(rows, 1)
+
+    assert len({row.arrival_s for row in spread}) == 100
+    assert all(0 <= row.arrival_s - 3 * (number // 10) <= 3 for number, row in enumerate(spread))
+
+
+def build_conversations(count: int, turns: int) -> tuple[TraceRow, ...]:
+    """Conversations that take turns; each turn's prompt begins with all of the turn before."""
+    chance = random.Random(3)
+    rows = []
+    for turn in range(turns):
+        for session in range(count):
+            blocks = (0, *(1000 * (session + 1) + block for block in range(6 * (turn + 1))))
+            arrival_s = 10 * turn + 10 * chance.random()
+            rows.append(TraceRow(arrival_s, 512 * len(blocks), blocks, str(session)))
+    return tuple(sorted(rows, key=lambda row: row.arrival_s))
+
+
+def run_replicas(policy: str, replicas: int) -> WorkerSimulation:
+    """The simulation with so many replicas, at its end."""
+    case = SHARED_CASE | {"load": 0.7, "index": "history"}
+    return run_workers(case, policy, build_conversations(60, 6), 1, replicas, False)
+
+
+def test_hashed_is_as_one() -> None:
+    """Whichever replica is asked, a session goes to one instance: times and hits are those of one router."""
+    one, four = run_replicas("session", 1), run_replicas("session", 4)
+
+    assert four.ttfts_s == one.ttfts_s
+    assert four.cached_tokens == one.cached_tokens > 0
+
+
+def test_remembered_is_not() -> None:
+    """A replica knows the prefixes that it sent itself; what it does not know it sends anywhere."""
+    one, four = run_replicas("prefix", 1), run_replicas("prefix", 4)
+
+    assert four.cached_tokens < 0.8 * one.cached_tokens
+    # By hashing what prompts begin with the same prefixes are found by each replica.
+    hashed = run_replicas("hashed_prefix", 4).cached_tokens
+    assert hashed > four.cached_tokens
+
+
+def test_worker_commands(tmp_path: Path) -> None:
+    """The figures with their goal, in a file; of replicas two for each policy and number."""
+    case = {**SHARED_CASE, "index": "history"}
+    # So few requests may miss a goal, which is exit code 1.
+    flags = ("--cases", "case", "--seeds", "1", "--policies", "least_requests")
+    figures = run_benchmark(tmp_path, "worker_sharing", case, *flags, check=False)
+    assert [figure["goal"] for figure in figures.values()] == [1.03, 1.02, None, None]
+    flags = ("--case", "case", "--seeds", "1", "--policies", "session")
+    assert list(run_benchmark(tmp_path, "replica_routing", case, *flags)) == [
+        f"{kind}, session, {replicas} replicas, case"
+        for replicas in (1, 2, 4)
+        for kind in ("mean TTFT, s", "cached share")
+    ]
+
+
+INSTANCES = tuple(parse_instance_url(f"http://127.0.0.1:{9000 + n}", "mono") for n in range(3))
+BLOCK_TOKENS = 512
+
+
+@pytest.fixture
+def instances() -> Sequence[Instance]:
+    """Three idle instances."""
+    return [parse_instance_url(each.url, "mono") for each in INSTANCES]
+
+
+def build_policy(name: str) -> RoutingPolicy:
+    """A peer's policy that knows nothing yet."""
+    return PEER_POLICIES[name](PolicyState(BlockHolders(BLOCK_TOKENS)))
+
+
+def build_request(blocks: Sequence[int], name: str = "request") -> RoutingRequest:
+    """A prompt of these blocks."""
+    tokens = len(blocks) * BLOCK_TOKENS
+    return RoutingRequest(
+        "mono", "", "model", name, {}, b"", prompt_tokens=tokens, block_keys=tuple(blocks)
+    )
+
+
+def put_work(policy: RoutingPolicy, instance: Instance, tokens: int) -> None:
+    """So many tokens are to be computed there."""
+    request = RoutingRequest("mono", "", "model", f"work {tokens}", {}, b"", prompt_tokens=tokens)
+    policy.state.record_sent(request, Decision(instance, 0.0, "made"), 0)
+
+
+def cache_blocks(policy: RoutingPolicy, depths: Mapping[int, int]) -> None:
+    """The first so many blocks of a prompt are cached at instances, by their number."""
+    for number, depth in depths.items():
+        policy.state.index.add_blocks(INSTANCES[number].url, range(1, depth + 1))
+
+
+def test_dynamo_example(instances: Sequence[Instance]) -> None:
+    """Its guide: of 10 blocks 2, 5 and 8 overlap, 10, 5 and 9 are active: costs are 18, 10 and 11."""
+    policy = build_policy("dynamo")
+    assert isinstance(policy, DynamoPolicy)
+    cache_blocks(policy, {0: 2, 1: 5, 2: 8})
+    for instance, active in zip(instances, (10, 5, 9), strict=True):
+        policy._active_tokens[instance.url] = active * BLOCK_TOKENS
+
+    decision = policy.choose_instance(build_request(range(1, 11)), instances, 0, False)
+
+    assert decision.instance is instances[1]
+    assert decision.score == 10 * BLOCK_TOKENS
+
+
+def test_dynamo_forgets(instances: Sequence[Instance]) -> None:
+    """An answer that has ended has no blocks any more."""
+    policy = build_policy("dynamo")
+    assert isinstance(policy, DynamoPolicy)
+    sent = policy.choose_instance(build_request(range(1, 11), "first"), instances, 0, False)
+    assert policy._active_tokens[sent.instance.url]
+
+    policy.record_end("first")
+
+    assert not any(policy._active_tokens.values())
+
+
+@pytest.mark.parametrize(("penalty_s", "chosen"), ((0.9, 0), (1.1, 1)))
+def test_llmd_gate(instances: Sequence[Instance], penalty_s: float, chosen: int) -> None:
+    """Who has 80 % of the prompt gets it until its queue is longer than others' by the allowed time."""
+    policy = build_policy("llmd")
+    cache_blocks(policy, {0: 8, 1: 7})  # 7 of 10 are too few
+    put_work(policy, instances[0], int(penalty_s * MAX_PENALTY_S * PEAK_THROUGHPUT))
+    put_work(policy, instances[2], 50_000)
+
+    decision = policy.choose_instance(build_request(range(1, 11)), instances, 0, False)
+
+    assert decision.instance is instances[chosen]
+
+
+def test_llmd_without_affinity(instances: Sequence[Instance]) -> None:
+    """Nobody has enough: the least tokens to compute, those of the prompt that are not cached included."""
+    policy = build_policy("llmd")
+    cache_blocks(policy, {0: 7})
+    put_work(policy, instances[1], 1)
+    put_work(policy, instances[2], 1)
+
+    decision = policy.choose_instance(build_request(range(1, 11)), instances, 0, False)
+
+    assert decision.instance is instances[0]
+    assert decision.score == 3 * BLOCK_TOKENS
+
+
+def test_cache_aware(instances: Sequence[Instance]) -> None:
+    """The longest match if it is more than 0.3 of the prompt, else who was sent least."""
+    policy = build_policy("cache_aware")
+
+    def choose(*blocks: int) -> Instance:
+        return policy.choose_instance(build_request(blocks), instances, 0, False).instance
+
+    first = choose(*range(1, 11))
+    assert choose(*range(1, 5), *range(100, 106)) is first  # 4 of 10
+    second = choose(*range(1, 4), *range(200, 207))  # 3 of 10
+    assert second is not first
+    third = choose(*range(300, 310))
+    assert third not in (first, second)
+
+
+@pytest.mark.parametrize(("low", "high", "chosen"), ((0, 64, 0), (0, 65, 1), (200, 265, 0)))
+def test_cache_aware_imbalance(
+    instances: Sequence[Instance], low: int, high: int, chosen: int
+) -> None:
+    """More than 64 requests apart, and half as many again: the fewest requests, whatever is cached."""
+    policy = build_policy("cache_aware")
+    first = policy.choose_instance(build_request(range(1, 11)), instances[:1], 0, False).instance
+    for instance in instances:
+        instance.in_flight = high if instance is first else low
+
+    decision = policy.choose_instance(build_request(range(1, 11)), instances[:2], 0, False)
+
+    assert decision.instance is instances[chosen]
+
+
+def test_power_of_two(instances: Sequence[Instance]) -> None:
+    """The busiest of three is never chosen, and each of the others is."""
+    policy = build_policy("power_of_two")
+    instances[0].in_flight = 5
+
+    chosen = {
+        policy.choose_instance(build_request([]), instances, 0, False).instance.url
+        for _ in range(100)
+    }
+
+    assert chosen == {each.url for each in instances[1:]}
+
+
+def test_latency_deficits() -> None:
+    """Its scorer's example, all too slow: 10 and 5 above the objectives have more than 100 and 30."""
+    less, more = score_deficits(numpy.array([10.0, 100.0]), numpy.array([5.0, 30.0]))
+    assert less == 1.01 and more == 0.01
+    # 0.8 for TTFT and 0.2 for TPOT, of those that differ.
+    opposite = score_deficits(numpy.array([1.0, 2.0]), numpy.array([2.0, 1.0]))
+    assert list(opposite) == pytest.approx([0.81, 0.21], abs=0.011)
+    assert list(score_deficits(numpy.array([1.0, 1.0]), numpy.array([2.0, 1.0]))) == [0.01, 1.01]
+
+
+@pytest.mark.parametrize(
+    ("shares", "penalty_s", "in_flight", "kept"),
+    (
+        ((0.995, 0.9, 0.0), 0.9 * MAX_PREDICTED_PENALTY_S, (1, 1, 1), [0]),
+        ((0.995, 0.9, 0.0), 1.1 * MAX_PREDICTED_PENALTY_S, (1, 1, 1), [0, 1]),
+        ((0.9, 0.85, 0.7), 0.0, (1, 1, 1), [0, 1]),
+        ((0.7, 0.5, 0.0), 0.0, (1, 1, 1), [0, 1, 2]),
+        ((0.9, 0.85, 0.7), 0.0, (1, 0, 0), [1]),
+    ),
+    ids=("nearly all", "too slow of these", "most", "no affinity", "idle"),
+)
+def test_latency_filters(
+    shares: Sequence[float], penalty_s: float, in_flight: Sequence[int], kept: Sequence[int]
+) -> None:
+    """Its example of an idle one, which has the score to itself; stickiness as its filter's page has it."""
+    ttfts_ms = numpy.array([1000 * penalty_s + 50, 50, 50])
+
+    assert list(filter_candidates(numpy.array(shares), ttfts_ms, in_flight)) == kept
+
+
+def test_latency_trees() -> None:
+    """They learn what requests take, from samples as it has them."""
+    chance = numpy.random.default_rng(1)
+    seen, new = (chance.random((count, 3)) * [20_000, 10, 1] for count in (1000, 100))
+    seen_ms, new_ms = (5 + 0.04 * each[:, 0] + 20 * each[:, 1] for each in (seen, new))
+
+    errors = BoostedTrees(seen, seen_ms).predict(new) / new_ms - 1
+
+    assert float(numpy.abs(errors).mean()) < 0.05
