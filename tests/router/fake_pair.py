@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,12 +102,13 @@ class PairAnswer:
 
 
 @contextlib.asynccontextmanager
-async def run_fleet(mode: str = "strip", **fields: Any) -> AsyncIterator[PairFleet]:
-    """Run one prefill, one decode and a router with --first-token `mode`; `fields` are those of PairModel."""
-    model = PairModel(**fields)
-    async with run_disaggregated(model, first_token=mode, probe_interval_s=0.05) as (
-        router,
-        prefill,
-        decode,
-    ):
+async def run_fleet(
+    mode: str = "strip", options: Mapping[str, Any] | None = None, **fields: Any
+) -> AsyncIterator[PairFleet]:
+    """Run one prefill, one decode and a router with --first-token `mode`; `fields` are those of PairModel.
+
+    options: more of run_router.
+    """
+    model, options = PairModel(**fields), {"probe_interval_s": 0.05, **(options or {})}
+    async with run_disaggregated(model, first_token=mode, **options) as (router, prefill, decode):
         yield PairFleet(model, prefill, decode, router)

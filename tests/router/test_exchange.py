@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exchange's steps: the phase never goes back, the head goes out once, and nobody else writes."""
+"""States of exchanges, attempts and breakers: their steps in any order, and that nobody else writes them."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from ttft_otel.router import exchange as exchanges
 from ttft_otel.router.exchange import Exchange, ExchangePhase
 from ttft_otel.router.timeline import Attempt, RequestTimeline
-from ttft_otel.router.types import parse_instance_url
+from ttft_otel.router.types import (
+    OVERDUE_AFTER_S,
+    CircuitBreaker,
+    OwedAnswers,
+    parse_instance_url,
+)
 from ttft_otel.tracing import context
 
 ROUTER = Path(exchanges.__file__).parent
@@ -124,28 +129,89 @@ def test_a_lost_attempt_says_why() -> None:
     assert broken.is_lost and refused.is_lost and broken.ended_us and refused.ended_us
 
 
+BREAKER_STEPS: dict[str, Callable[[CircuitBreaker], object]] = {
+    "failure": lambda it: it.open(2.0) if it.record_failure(3) else None,
+    "success": lambda it: it.record_success(),
+    "half-open": lambda it: it.half_open(),
+    "trial": lambda it: it.begin_trial() if it.state == "half-open" else None,
+    "release": lambda it: it.release_trial(),
+    "close": lambda it: it.close(),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(BREAKER_STEPS)), max_size=40))
+def test_a_closed_breaker_admits_and_an_open_one_does_not(names: list[str]) -> None:
+    """Whatever happens: only a half-open breaker has a trial, and nothing but time shuts it for good."""
+    breaker = CircuitBreaker()
+    for name in names:
+        BREAKER_STEPS[name](breaker)
+        assert breaker.admits_requests == (
+            breaker.state == "closed"
+            or (breaker.state == "half-open" and not breaker.is_trial_in_flight)
+        )
+        assert not (breaker.state != "half-open" and breaker.is_trial_in_flight)
+        assert breaker.consecutive_failures >= 0
+    breaker.half_open()
+    breaker.release_trial()
+    assert breaker.admits_requests
+
+
+def test_openings_in_a_row_are_longer_and_bounded() -> None:
+    """Doubled each time, up to half a minute; a success begins anew."""
+    breaker = CircuitBreaker()
+    periods_s = [breaker.open(2.0) for _ in range(30)]
+
+    assert all(0.8 * 2 * 2**n <= periods_s[n] <= 1.2 * 2 * 2**n for n in range(3))
+    assert all(24 <= each <= 36 for each in periods_s[4:])
+    breaker.record_success()
+    assert breaker.open(2.0) <= 2.4
+
+
+def test_the_end_of_an_old_trial_releases_no_new_one() -> None:
+    """The first trial took too long; when it ends at last, the second still keeps others away."""
+    breaker = CircuitBreaker()
+    breaker.open(2.0)
+    breaker.half_open()
+    first = breaker.begin_trial()
+    assert breaker.release_trial(first)
+    breaker.begin_trial()
+
+    assert not breaker.release_trial(first) and not breaker.admits_requests
+    assert breaker.release_trial() and breaker.admits_requests
+
+
+@pytest.mark.parametrize("waited_s", [0, OVERDUE_AFTER_S - 1, OVERDUE_AFTER_S + 12])
+def test_only_a_long_silence_is_overdue(waited_s: float) -> None:
+    """A long prompt is none; an instance that begins other answers is none; nor one that owes nothing."""
+    now_us = int(1e6 + waited_s * 1e6)
+    owed = OwedAnswers()
+    assert owed.measure_overdue_s(now_us) == 0
+    owed.record_sent(1_000_000)
+    owed.record_sent(1_500_000)
+    assert owed.measure_overdue_s(now_us) == max(waited_s - OVERDUE_AFTER_S, 0)
+    owed.record_begun(now_us)
+    assert owed.measure_overdue_s(now_us + 1) == 0
+    owed.record_unanswered()
+    assert owed.measure_overdue_s(now_us + 10**9) == 0
+
+
 def list_writes(path: Path) -> Iterator[tuple[str, str]]:
     """What a file assigns to attributes of: the owner's expression and the attribute's name."""
     for node in ast.walk(ast.parse(path.read_bytes())):
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-            targets = [node.target]
-        for target in (inner for each in targets for inner in ast.walk(each)):
-            if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store):
-                yield ast.unparse(target.value), target.attr
+        # Targets of assignments alone are stored to.
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield ast.unparse(node.value), node.attr
 
 
-@pytest.mark.parametrize("path", sorted(ROUTER.rglob("*.py")), ids=lambda path: path.name)
-def test_nobody_else_writes(path: Path) -> None:
-    """Fields of exchanges, timelines and attempts are written in their own files alone."""
+def test_nobody_else_writes() -> None:
+    """Fields of exchanges, timelines and attempts are written in their own files, a breaker's by itself."""
     owned = ("exchange", "timeline", "attempt", "attempts[-1]", "lookup", "prompt_lookup")
-    free = {"exchange.py": ("self.timeline",)}.get(path.name, ())
+    of_breaker = {name for name in CircuitBreaker.__slots__ if not name.startswith("_")}
     writes = [
-        owner
-        for owner, _ in list_writes(path)
-        if owner.split(".")[-1] in owned and owner not in free
+        (path.name, owner, name)
+        for path in ROUTER.rglob("*.py")
+        for owner, name in list_writes(path)
+        if owner.split(".")[-1] in owned or (owner.endswith("breaker") and name in of_breaker)
     ]
 
-    assert not writes
+    assert of_breaker and {each[:2] for each in writes} == {("exchange.py", "self.timeline")}

@@ -10,38 +10,21 @@ import pytest
 from ttft_otel.router.time_limits import wait_at_most
 
 
-def test_result() -> None:
+async def test_result() -> None:
     """What is awaited in time gives its result or its error."""
-
-    async def give(value: int) -> int:
-        if not value:
-            raise ValueError("nothing")
-        return value
-
-    async def run_scenario() -> None:
-        assert await wait_at_most(give(7), 10) == 7
-        with pytest.raises(ValueError, match="nothing"):
-            await wait_at_most(give(0), 10)
-
-    asyncio.run(run_scenario())
+    assert await wait_at_most(asyncio.sleep(0, 7), 10) == 7
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    failed.set_exception(ValueError("nothing"))
+    with pytest.raises(ValueError, match="nothing"):
+        await wait_at_most(failed, 10)
 
 
-def test_limit() -> None:
+async def test_limit() -> None:
     """At the limit what is awaited is cancelled, and has ended when the error comes."""
-    ended = []
-
-    async def wait_long() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append(True)
-
-    async def run_scenario() -> None:
-        with pytest.raises(asyncio.TimeoutError):
-            await wait_at_most(wait_long(), 0.01)
-        assert ended == [True]
-
-    asyncio.run(run_scenario())
+    waiting = asyncio.create_task(asyncio.sleep(60))
+    with pytest.raises(asyncio.TimeoutError):
+        await wait_at_most(waiting, 0.01)
+    assert waiting.cancelled()
 
 
 async def test_cancellation_at_the_end() -> None:

@@ -126,9 +126,9 @@ def test_slowest_encoder_decides() -> None:
 
 
 def test_always_adds_up() -> None:
-    """Ten thousand random trips, sane or not: contiguous, never negative, known names, exact sum."""
+    """Two thousand random trips, sane or not: contiguous, never negative, known names, exact sum."""
     chance = random.Random(7)
-    for _ in range(10_000):
+    for _ in range(2000):
         cut = partition_timeline(draw_timeline(chance))
         assert sum(cut.stages.values()) + cut.unattributed == cut.end - cut.start
         at = cut.start

@@ -39,9 +39,9 @@ A, B = (parse_instance_url(f"http://127.0.0.1:{port}", ENCODE) for port in (8001
 LONG_PROMPT_TOKENS = 1000  # ms: what is to be seen meanwhile is seen, on a busy machine too
 
 
-def build_item_request(number: int, tokens: int) -> RoutingRequest:
-    """A call for one item."""
-    return RoutingRequest(ENCODE, CHAT_PATH, "tiny", str(number), {}, b"", prompt_tokens=tokens)
+def build_request(leg: str, tokens: int, **more: Any) -> RoutingRequest:
+    """A request with so many tokens; of the encode leg for one item."""
+    return RoutingRequest(leg, CHAT_PATH, "tiny", "r", {}, b"", prompt_tokens=tokens, **more)
 
 
 def build_image_chat(*items: int, tokens: int = 800, **more: Any) -> dict[str, Any]:
@@ -135,28 +135,15 @@ def test_what_is_learnt_of_encoders() -> None:
         asked: RoutingRequest, stages: dict[str, int], tokens: TokenCounts | None
     ) -> None:
         made = LoadEntry(state, asked, Decision(A, 0.0, "", predicted_ttft_s=0.2), "1", 1_000_000)
-        made.record_first_token(
-            1_300_000, ServerTiming(stages, 0, sum(stages.values()), None, tokens), True
-        )
+        timing_told = ServerTiming(stages, 0, sum(stages.values()), None, tokens)
+        made.record_first_token(1_300_000, timing_told, True)
 
-    book_and_answer(build_item_request(0, 500), stages, None)
-    book_and_answer(build_item_request(0, 500), stages, TokenCounts(510, 0, 510, 1020))
+    book_and_answer(build_request(ENCODE, 500), stages, None)
+    book_and_answer(build_request(ENCODE, 500), stages, TokenCounts(510, 0, 510, 1020))
     # It had this image already.
-    book_and_answer(build_item_request(0, 500), {"preprocess": 90_000}, None)
-    book_and_answer(
-        RoutingRequest(
-            ENCODE,
-            CHAT_PATH,
-            "tiny",
-            "0",
-            {},
-            b"",
-            prompt_tokens=DEFAULT_ITEM_TOKENS,
-            tokens_estimated=True,
-        ),
-        stages,
-        None,
-    )
+    book_and_answer(build_request(ENCODE, 500), {"preprocess": 90_000}, None)
+    estimated = build_request(ENCODE, DEFAULT_ITEM_TOKENS, tokens_estimated=True)
+    book_and_answer(estimated, stages, None)
     assert kept == [
         ("tiny", A.url, compute_work(500, 0), 0.11, 0),
         ("tiny", A.url, compute_work(510, 0), 0.055, 0),
@@ -181,10 +168,8 @@ async def test_items_go_where_the_least_work_is() -> None:
             [list_image_urls(first)[0], list_image_urls(first)[2], *list_image_urls(second)]
         )
         pending = router.app.endpoint.routing.get_policy(ENCODE).state.pending
-        assert (
-            pending.get_load(big.url).tokens_to_compute,
-            pending.get_load(small.url).tokens_to_compute,
-        ) == (4000, 600)
+        waiting = [pending.get_load(each.url).tokens_to_compute for each in (big, small)]
+        assert waiting == [4000, 600]
         assert [(await task)[0] for task in tasks] == [200, 200]
         assert len(pending) == 0
 
@@ -205,22 +190,18 @@ async def test_items_of_unknown_size_are_alike() -> None:
         assert (state.models.list_fits(), len(state.pending)) == ({}, 0)
 
 
-@pytest.mark.parametrize(
-    "apart", [pytest.param(False, marks=pytest.mark.full), True], ids=["E+PD", "E+P+D"]
-)
-async def test_what_the_encoders_policy_believes_is_seen(apart: bool) -> None:
+async def test_what_the_encoders_policy_believes_is_seen() -> None:
     """GET /instances and /metrics show encoders' load and learnt speed; `ttft.predicted_ms` excludes them."""
     plan, routing = InstancePlan(), build_routing_factory(encoders="ttft")
     async with (
-        run_fleet(apart, plan, routing=routing) as (router, e, *_),
+        run_fleet(True, plan, routing=routing) as (router, e, *_),
         open_admin(router) as here,
     ):
         for number in range(10):
             size = 400 + 40 * (number % 3)
             plan.stages_ms = {"preprocess": 5, "encoder.compute": size // 20}
-            assert (await router.post_body(CHAT_PATH, build_image_chat(size), **TRACED_HEADERS))[
-                0
-            ] == 200
+            answer = await router.post_body(CHAT_PATH, build_image_chat(size), **TRACED_HEADERS)
+            assert answer[0] == 200
         said = (await here.list_instances())[1]
         assert said["routing"]["encoders"] == "ttft"
         told = said["instances"][0]
@@ -255,16 +236,12 @@ async def test_too_late_is_refused_before_encoders_work() -> None:
         await fake_instances.wait_until(lambda: len(e.received) == 1)
         status, headers, _ = await router.post_body(CHAT_PATH, build_image_chat(100))
         assert status == 429 and 1 <= int(headers["Retry-After"]) <= 2
-        assert (await router.post_body(CHAT_PATH, fake_instances.build_chat() | {"tokens": 800}))[
-            0
-        ] == 200  # no item
+        assert (await router.post_body(CHAT_PATH, build_image_chat()))[0] == 200  # no item
         assert (await first)[0] == 200
         assert len(e.received) == 1
 
         state = router.app.endpoint.routing.prefill_policy.state
-        other = RoutingRequest(
-            "prefill_decode", CHAT_PATH, "tiny", "x", {}, b"", prompt_tokens=20_000
-        )
+        other = build_request("prefill_decode", 20_000)
         state.record_sent(other, Decision(answering, 0.0, ""), clock.now_us())
         assert (await router.post_body(CHAT_PATH, build_image_chat(100)))[0] == 429
         assert len(e.received) == 1 and router.app.endpoint.admission.refusal_counts["slo"] == 2
@@ -277,24 +254,18 @@ def test_time_already_spent_counts() -> None:
     """Time since arrival and expected encoding count against the SLO; idle instances are tried."""
     second = 1_000_000
     now = 10 * second
-    state = PolicyState(
-        BlockHolders(1),
-        PolicyOptions(slo_s=1.0),
-        models=PrefillModels(PrefillLine(0.0, 0.001, 0.0)),
-    )
+    models = PrefillModels(PrefillLine(0.0, 0.001, 0.0))
+    state = PolicyState(BlockHolders(1), PolicyOptions(slo_s=1.0), models=models)
     policy = LeastTtftPolicy(state)
 
     def get_retry_after_s(**more: Any) -> float:
-        asked = RoutingRequest(
-            "prefill", CHAT_PATH, "tiny", "1", {}, b"", prompt_tokens=500, **more
-        )
         try:
-            policy.choose_instance(asked, (A,), now, False)
+            policy.choose_instance(build_request("prefill", 500, **more), (A,), now, False)
         except SloUnreachable as error:
             return error.wait_s
         return 0.0
 
-    busy = RoutingRequest("prefill", CHAT_PATH, "tiny", "0", {}, b"", prompt_tokens=300)
+    busy = build_request("prefill", 300)
     state.record_sent(busy, Decision(A, 0.0, ""), now)
     assert get_retry_after_s() == get_retry_after_s(arrived_us=now - second // 10) == 0
     assert get_retry_after_s(arrived_us=now - second // 4) == pytest.approx(0.05)
@@ -308,32 +279,20 @@ def test_time_already_spent_counts() -> None:
 @pytest.mark.parametrize(
     ("flags", "remedy"),
     [
-        (("--backend", INSTANCE_URL, "--routing-logic", "ttft"), "needs --encoder"),
-        (
-            ("--backend", INSTANCE_URL, "--encoder", INSTANCE_URL),
-            "--routing-logic prefix or kvaware or ttft",
-        ),
-        (
-            (
-                *("--backend", INSTANCE_URL, "--encoder", INSTANCE_URL),
-                *("--routing-logic", "least_requests"),
-            ),
-            "prefix or kvaware or",
-        ),
+        (("--routing-logic", "ttft"), "needs --encoder"),
+        (("--encoder", INSTANCE_URL), "--routing-logic prefix or kvaware or ttft"),
+        (("--encoder", INSTANCE_URL, "--routing-logic", "least_requests"), "prefix or kvaware or"),
     ],
 )
 def test_encoders_by_work_need_items_that_are_counted(flags: tuple[str, ...], remedy: str) -> None:
     """Without encoders, or with a policy that reads no prompts, the flag is refused with the remedy."""
-    options = read_options(*flags, "--encoder-routing-logic", "ttft")
+    backend = "--backend", INSTANCE_URL
+    options = read_options(*backend, *flags, "--encoder-routing-logic", "ttft")
     with pytest.raises(click.UsageError, match=remedy):
         options.build_routing(InstancePool(options.build_instances()))
-    options = read_options(
-        "--backend", INSTANCE_URL, "--encoder", INSTANCE_URL, "--routing-logic", "ttft"
-    )
-    assert (
-        options.build_routing(InstancePool(options.build_instances())).get_policy(ENCODE).name
-        == "least_requests"
-    )
+    options = read_options(*backend, "--encoder", INSTANCE_URL, "--routing-logic", "ttft")
+    routing = options.build_routing(InstancePool(options.build_instances()))
+    assert routing.get_policy(ENCODE).name == "least_requests"
 
 
 def test_an_encoder_that_is_gone_is_forgotten() -> None:

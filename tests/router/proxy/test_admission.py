@@ -23,7 +23,7 @@ def parse_refusal(body: bytes, status: int, kind: str) -> str:
 
 async def test_api_key_opens_and_ends_here() -> None:
     """Only a configured key is accepted; instances get the upstream key, never the client's."""
-    async with fake_instances.run_routed_instances(
+    async with run_routed_instances(
         [InstancePlan({})], [InstancePlan({})], keys=["first", "zweit-ü"], key="own"
     ) as (router, e, pd):
         for given in ("", "Bearer ", "Bearer firs", "Bearer firstt", "Basic first", "first"):
@@ -35,10 +35,9 @@ async def test_api_key_opens_and_ends_here() -> None:
         for given in ("Bearer first", "bearer first", "Bearer zweit-ü"):
             both = {"Authorization": given, "x-api-key": given.partition(" ")[2]}
             assert (await router.post_chat("a", **both))[0] == 200
-        assert not any("x-api-key" in each.headers for each in e.received + pd.received)
-        assert {each.headers["Authorization"] for each in e.received + pd.received} == {
-            "Bearer own"
-        }
+        sent = [each.headers for each in e.received + pd.received]
+        assert not any("x-api-key" in headers for headers in sent)
+        assert {headers["Authorization"] for headers in sent} == {"Bearer own"}
         assert set(pd.models_authorizations) == {"Bearer own"}
         for path, guarded in (("/v1/models", 1), ("/ttft_report/x", 1), ("/healthz", 0)):
             assert ((await router.get_json(path))[0] == 401) == bool(guarded)
@@ -47,7 +46,7 @@ async def test_api_key_opens_and_ends_here() -> None:
 
 async def test_without_keys_authorization_passes() -> None:
     """Without keys the client's Authorization header is passed on to instances."""
-    async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
+    async with run_routed_instances([InstancePlan({})]) as (router, one):
         await router.post_chat(Authorization="Bearer theirs")
         await router.post_chat()
         assert one.received[0].headers["Authorization"] == "Bearer theirs"
@@ -58,12 +57,11 @@ async def test_without_keys_authorization_passes() -> None:
 
 async def test_only_json_generates() -> None:
     """Another content type, or none, is a 415; parameters of the right one do not matter."""
-    async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
+    async with run_routed_instances([InstancePlan({})]) as (router, one):
         for kind in ("text/plain", "application/x-www-form-urlencoded", "", "application/jso"):
             status, _, body = await router.post_chat(Content_Type=kind)
-            assert status == 415 and "application/json" in parse_refusal(
-                body, 415, "BadRequestError"
-            )
+            assert status == 415
+            assert "application/json" in parse_refusal(body, 415, "BadRequestError")
         for kind in ("application/json; charset=utf-8", "Application/JSON"):
             assert (await router.post_chat(Content_Type=kind))[0] == 200
         path = "/v1/audio/transcriptions"
@@ -90,7 +88,7 @@ async def test_callers_do_not_decide_what_is_sampled(trust: bool) -> None:
 
 async def test_server_and_date_are_the_instances_own_and_once() -> None:
     """An answer has one Server and one Date at most, those of the instance that made it."""
-    async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
+    async with run_routed_instances([InstancePlan({})]) as (router, one):
         for stream in (True, False):
             _, headers, _ = await router.post_chat(stream=stream)
             assert len(headers.getall("Date")) == len(headers.getall("Server")) == 1
@@ -101,7 +99,7 @@ async def test_server_and_date_are_the_instances_own_and_once() -> None:
 
 async def test_half_a_surrogate_pair_is_no_model() -> None:
     """A name with half a surrogate pair, valid JSON but not UTF-8, is an unknown model like any other."""
-    async with fake_instances.run_routed_instances() as (router, one):
+    async with run_routed_instances() as (router, one):
         await router.get_json("/v1/models")
         for body in (b'{"model": "\\ud800"}', b'{"model": "\\ud800", "top_p": NaN}'):
             status, _, data = await router.post_body("/v1/chat/completions", body)
@@ -141,7 +139,7 @@ ESCAPES = (
 
 async def test_paths_that_mean_another_one() -> None:
     """Paths that an instance could resolve to one outside /v1 are refused and not forwarded."""
-    async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
+    async with run_routed_instances([InstancePlan({})]) as (router, one):
         for path in ESCAPES:
             data = raw_http.encode_request(path=path)
             response = await raw_http.send_bytes(router.url, data)
@@ -156,7 +154,7 @@ async def test_paths_that_mean_another_one() -> None:
 
 async def test_a_name_that_no_instance_lists_is_no_label() -> None:
     """Unknown model names and paths of a client appear neither in span names nor in metric labels."""
-    async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
+    async with run_routed_instances([InstancePlan({})]) as (router, one):
         await fake_instances.wait_until(
             lambda: not any(each.models is None for each in router.fleet)
         )
@@ -178,7 +176,7 @@ async def test_a_name_that_no_instance_lists_is_no_label() -> None:
 
 async def test_refusals_are_counted() -> None:
     """Each refusal is counted by its reason, those of the proxy and those of the other endpoints."""
-    async with fake_instances.run_routed_instances(keys=["k"]) as (router, one):
+    async with run_routed_instances(keys=["k"]) as (router, one):
         key = {"Authorization": "Bearer k"}
         chat = "/v1/chat/completions"
         assert (await router.post_body(chat, b"{}"))[0] == 401
@@ -191,23 +189,16 @@ async def test_refusals_are_counted() -> None:
         status, headers, body = await router.post_body("/metrics", b"")
         assert (status, headers["Allow"]) == (405, "GET")
         parse_refusal(body, 405, "BadRequestError")
-        assert router.app.admission.refusal_counts == {
-            **{"key": 2, "media_type": 1, "json": 1, "model": 1, "not_found": 1, "method": 1}
-        }
+        counts = {"key": 2, "media_type": 1, "json": 1, "model": 1, "not_found": 1, "method": 1}
+        assert router.app.admission.refusal_counts == counts
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/messages", "/v1/chat/completions/batch", "/v1/chat/completions"]
-)
-async def test_json_that_cannot_be_read_is_refused_on_every_path(path: str) -> None:
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions/batch"])
+@pytest.mark.parametrize("kind", ["application/json", "application/vnd.x+json; charset=utf-8"])
+async def test_json_that_cannot_be_read_is_refused_on_every_path(path: str, kind: str) -> None:
     """JSON nested too deeply to parse is refused: transfer parameters could hide in it."""
     deep = b'{"kv_transfer_params": {"a": 1}, "deep": ' + b"[" * 3000 + b"]" * 3000 + b"}"
-
-    async with fake_instances.run_routed_instances() as (router, one):
-        for kind in ("application/json", "application/vnd.x+json; charset=utf-8"):
-            status, _, body = await router.post_body(path, deep, Content_Type=kind)
-            if path == "/v1/chat/completions" and "vnd" in kind:
-                assert status == 415
-            else:
-                parse_refusal(body, 400, "BadRequestError")
+    async with run_routed_instances() as (router, one):
+        _, _, body = await router.post_body(path, deep, Content_Type=kind)
+        parse_refusal(body, 400, "BadRequestError")
         assert not one.received

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Once an instance answers, nothing holds the request's body any more: answers may take minutes."""
+"""What the router holds: a body until an instance answers, and little of what a client reads slowly."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from typing import Any, ClassVar
 import aiohttp
 import pytest
 
-from router import fake_instances, fake_pair
+from router import fake_instances, fake_pair, raw_http
 from router.fake_instances import InstancePlan, RunningRouter
 from ttft_otel.router.proxy import endpoint
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.types import RoutingRequest
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.tracing import clock
 
 REQUEST_ID = "watched"
 CHAT = fake_pair.CHAT_PATH
 LONG_GAP_S = 2.0
+STREAM_BODY = b'{"model": "tiny", "stream": true, "messages": []}'
 
 
 class WatchedBytes(bytes):
@@ -55,11 +57,12 @@ def build_routing_factory(policy: str) -> Callable[[InstancePool], RoutingServic
 
 def list_held_requests() -> list[RoutingRequest]:
     """Requests to legs that still have a body, or an item in place of one."""
-    requests = [each for each in gc.get_objects() if isinstance(each, RoutingRequest)]
     return [
         each
-        for each in requests
-        if each.request_id.startswith(REQUEST_ID) and (each.body or each.media_item)
+        for each in gc.get_objects()
+        if type(each) is RoutingRequest
+        and each.request_id.startswith(REQUEST_ID)
+        and (each.body or each.media_item)
     ]
 
 
@@ -144,3 +147,48 @@ async def test_dropped_when_the_client_leaves() -> None:
             ):
                 pass
         await wait_until_dropped(router)
+
+
+async def test_a_slow_client_slows_its_leg() -> None:
+    """Eight clients that read nothing of endless streams: the router reads and keeps little of each."""
+    async with (
+        raw_http.run_instance() as one,
+        raw_http.run_router_process("--backend", one.url) as router,
+    ):
+        await raw_http.send_bytes(router.url, raw_http.encode_request())
+        before = router.measure_memory_bytes()
+        host, port = router.url.removeprefix("http://").split(":")
+        stalled = [await asyncio.open_connection(host, int(port), limit=1) for _ in range(8)]
+        for _, writer in stalled:
+            writer.write(raw_http.encode_request("flood", STREAM_BODY))
+        written = await wait_until_written(one)
+        # Sockets hold some megabytes on each of the two ways; an instance could give gigabytes.
+        assert 0 < written < 8 * (16 << 20)
+        # read and not yet taken, taken and not yet sent, being sent: 256 KiB or a little more each
+        assert router.measure_memory_bytes() - before < 8 * (3 << 20)
+
+        began = clock.now_us()
+        answer = await raw_http.send_bytes(router.url, raw_http.encode_request())
+        assert raw_http.parse_status(answer) == 200
+        assert clock.now_us() - began < 1_000_000
+
+        reader, _ = stalled[0]
+        got = 0
+        while got < 24 << 20:  # more than was on its way: the leg goes on when the client does
+            got += len(await reader.read(1 << 20))
+        assert one.flood_bytes > written
+        for _, writer in stalled:
+            writer.transport.abort()
+        in_flight = "ttft_otel_router_requests_in_flight"
+        async with asyncio.timeout(10):
+            while await router.read_metric(in_flight) != [0.0]:
+                await asyncio.sleep(0.1)
+
+
+async def wait_until_written(raw_instance: raw_http.RawInstance) -> int:
+    """The bytes written so far, once no more are taken."""
+    before = -1
+    while before != raw_instance.flood_bytes:
+        before = raw_instance.flood_bytes
+        await asyncio.sleep(0.7)
+    return before

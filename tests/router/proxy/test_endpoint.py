@@ -12,7 +12,13 @@ from urllib.parse import urlsplit
 import pytest
 
 from router import fake_instances
-from router.fake_instances import STREAM_EVENTS, TRACEPARENT, InstancePlan, run_routed_instances
+from router.fake_instances import (
+    STREAM_EVENTS,
+    TRACEPARENT,
+    InstancePlan,
+    run_routed_instances,
+    wait_until,
+)
 from ttft_otel.model import timing
 from ttft_otel.model.names import header_names
 from ttft_otel.router import types
@@ -26,7 +32,7 @@ async def test_stream_is_not_buffered() -> None:
     """Each chunk reaches the client before the instance sends the next one."""
     permits, got = asyncio.Semaphore(0), []
     plan = InstancePlan(permits=permits)
-    async with fake_instances.run_routed_instances([plan]) as (router, _):
+    async with run_routed_instances([plan]) as (router, _):
         url = f"{router.url}/v1/chat/completions"
         async with router.client.post(url, json=fake_instances.build_chat()) as response:
             assert response.headers["Content-Type"] == "text/event-stream"
@@ -38,7 +44,7 @@ async def test_stream_is_not_buffered() -> None:
 
 async def test_bytes_pass_unmodified() -> None:
     """The request's odd spacing reaches the backend, and the answer's reaches the client."""
-    async with fake_instances.run_routed_instances() as (router, one):
+    async with run_routed_instances() as (router, one):
         body = b'{ "model":"tiny",\n "messages" : [], "n":1e0 }'
         status, headers, answer = await router.post_body("/v1/chat/completions?a=%2F", body)
         assert (status, answer) == (200, b'{"answer":  "42"}')
@@ -49,26 +55,21 @@ async def test_bytes_pass_unmodified() -> None:
 
 async def test_hop_by_hop_headers_stop_here() -> None:
     """Hop-by-hop headers, and those that Connection names, are not forwarded; all others are."""
-    async with fake_instances.run_routed_instances() as (router, one):
-        await router.post_chat(
-            Connection="keep-alive, X-Mine",
-            X_Mine="1",
-            TE="trailers",
-            Baggage="a=1,b=%20",
-            Authorization="Bearer x",
-            Accept_Encoding="gzip",
-        )
+    async with run_routed_instances() as (router, one):
+        kept = {"Baggage": "a=1,b=%20", "Authorization": "Bearer x", "Accept-Encoding": "gzip"}
+        stopped = {"Connection": "keep-alive, X-Mine", "X-Mine": "1", "TE": "trailers"}
+        await router.post_chat(**kept, **stopped)
         seen = one.received[0].headers
         assert "X-Mine" not in seen and "TE" not in seen
-        assert seen["Baggage"] == "a=1,b=%20" and seen["Authorization"] == "Bearer x"
-        assert seen["Accept-Encoding"] == "gzip"
+        assert {name: seen[name] for name in kept} == kept
 
 
 async def test_images_go_to_encoders_at_once() -> None:
     """Distinct images are encoded concurrently; the backend is called when all have answered."""
     plan = InstancePlan(stages_ms={"encoder.compute": 400})
     async with run_routed_instances(encoders=[plan, plan]) as (router, e1, e2, pd):
-        status, _, body = await router.post_chat("http://x/a", "data:image/png;base64,AA", "c", "c")
+        images = ("http://x/a", "data:image/png;base64,AA", "c", "c")
+        status, _, body = await router.post_chat(*images)
         assert (status, body) == (200, b"".join(STREAM_EVENTS))
         calls = e1.received + e2.received
         assert sorted(len(each.received) for each in (e1, e2)) == [1, 2]
@@ -76,19 +77,16 @@ async def test_images_go_to_encoders_at_once() -> None:
         assert max(asked_us) < min(asked_us) + 400_000, "all were asked before one had answered"
         assert pd.received[0].received_us >= max(asked_us) + 400_000
         urls = {each.json["messages"][0]["content"][0]["image_url"]["url"] for each in calls}
-        assert urls == {"http://x/a", "data:image/png;base64,AA", "c"}
-        for each in calls:
-            body = each.json
+        assert urls == set(images)
+        for body in (each.json for each in calls):
             assert (body["max_tokens"], body["stream"], body["model"]) == (1, False, "tiny")
             assert len(body["messages"][0]["content"]) == 1
-        assert pd.received[0].json == fake_instances.build_chat(
-            "http://x/a", "data:image/png;base64,AA", "c", "c"
-        )
+        assert pd.received[0].json == fake_instances.build_chat(*images)
 
 
 async def test_text_skips_the_encoder() -> None:
     """A request without images, and any that is not chat, goes straight to the backend."""
-    async with fake_instances.run_routed_instances(encoders=[None]) as (router, e, pd):
+    async with run_routed_instances(encoders=[None]) as (router, e, pd):
         await router.post_chat()
         await router.post_body("/v1/completions", {"prompt": "x"})
         await router.post_body("/v1/embeddings", {"input": "x"})
@@ -97,10 +95,9 @@ async def test_text_skips_the_encoder() -> None:
 
 async def test_every_leg_has_its_own_parent() -> None:
     """Each leg's traceparent names the router's own client span for it, in the caller's trace."""
-    async with fake_instances.run_routed_instances(encoders=[None]) as (router, e, pd):
-        await router.post_chat(
-            "a", "b", traceparent=TRACEPARENT, tracestate="v=1", X_Request_Id="mine"
-        )
+    async with run_routed_instances(encoders=[None]) as (router, e, pd):
+        named = {"traceparent": TRACEPARENT, "tracestate": "v=1", "X_Request_Id": "mine"}
+        await router.post_chat("a", "b", **named)
         server = (await router.wait_for_records(2))[-1]
         calls = {call.span_id: call for call in server.calls}
         assert len(calls) == 3 and server.parent_id == TRACEPARENT.split("-")[2]
@@ -117,22 +114,12 @@ async def test_every_leg_has_its_own_parent() -> None:
 
 async def test_request_id_is_kept_or_made() -> None:
     """A caller's id comes back; a malformed or missing one is replaced, never an error."""
-    async with fake_instances.run_routed_instances() as (router, one):
+    async with run_routed_instances() as (router, one):
         for given in ("ok-1", "", "two words", "x" * 300):
             _, headers, _ = await router.post_chat(X_Request_Id=given)
             kept = headers["X-Request-Id"]
             assert (kept == given) == (given == "ok-1")
             assert one.received[-1].headers["X-Request-Id"] == kept and len(kept) <= 256
-
-
-async def test_malformed_context_breaks_nothing() -> None:
-    """A malformed traceparent, tracestate or baggage starts a new trace; the request is served."""
-    async with fake_instances.run_routed_instances() as (router, one):
-        bad = {"traceparent": "00-zz-1", "tracestate": "x" * 900, "baggage": "é;;=,"}
-        status, _, _ = await router.post_chat(**bad)
-        assert status == 200
-        assert one.received[0].headers["traceparent"].startswith("00-")
-        assert (await router.wait_for_records(2))[0].parent_id == ""
 
 
 async def post_over_http_10(router: fake_instances.RunningRouter) -> None:
@@ -155,15 +142,15 @@ async def test_client_leaving_stops_the_legs(version: str) -> None:
     """A client that goes away before or after the first token ends the leg within 100 ms."""
     delays = fake_instances.LoopDelays()
     for plan in (InstancePlan({"prefill.compute": 60_000}), InstancePlan(gap_s=60)):
-        async with fake_instances.run_routed_instances([plan]) as (router, one):
+        async with run_routed_instances([plan]) as (router, one):
             post = router.post_chat() if version == "1.1" else post_over_http_10(router)
             task = asyncio.create_task(post)
-            await fake_instances.wait_until(lambda one=one: one.received)
+            await wait_until(lambda one=one: one.received)
             await router.wait_for_records(int(plan.gap_s > 0))
             left = clock.now_us()
             task.cancel()
             record = (await router.wait_for_records(1 if plan.gap_s == 0 else 2))[-1]
-            await fake_instances.wait_until(lambda one=one: one.received[0].cancelled_us)
+            await wait_until(lambda one=one: one.received[0].cancelled_us)
             assert one.received[0].cancelled_us - left < 100_000 + delays.total_us
             assert record.server is not None and record.server.error == "disconnected"
             assert record.calls[0].error == "cancelled"
@@ -175,13 +162,13 @@ async def test_client_leaving_stops_the_legs(version: str) -> None:
 async def test_client_leaving_stops_the_encoders() -> None:
     """When the client disconnects, encoder calls in flight end and the backend is not called."""
     slow, delays = InstancePlan({"encoder.compute": 60_000}), fake_instances.LoopDelays()
-    async with fake_instances.run_routed_instances(encoders=[slow]) as (router, e, pd):
+    async with run_routed_instances(encoders=[slow]) as (router, e, pd):
         task = asyncio.create_task(router.post_chat("a", "b"))
-        await fake_instances.wait_until(lambda: len(e.received) == 2)
+        await wait_until(lambda: len(e.received) == 2)
         left = clock.now_us()
         task.cancel()
         await router.wait_for_records(1)
-        await fake_instances.wait_until(lambda: all(each.cancelled_us for each in e.received))
+        await wait_until(lambda: all(each.cancelled_us for each in e.received))
         late_us = 100_000 + delays.total_us
         assert all(each.cancelled_us - left < late_us for each in e.received)
         assert len(e.received) == 2 and not pd.received
@@ -227,29 +214,25 @@ async def test_backend_down() -> None:
 
 async def test_malformed_json_is_refused_here() -> None:
     """What is no JSON object is a 400 in OpenAI's form; where other bodies are taken it goes on."""
-    async with (
-        fake_instances.run_instance(InstancePlan(status=400)) as pd,
-        fake_instances.run_instance() as e,
-    ):
-        async with fake_instances.run_router([pd.url], [e.url]) as router:
-            for body in (b"{", b"", b"\xff\xfe", b"[1]", b"[" * 5000):
-                status, _, said = await router.post_body("/v1/chat/completions", body)
-                error = json.loads(said)["error"]
-                assert status == error["code"] == 400 and "JSON" in error["message"]
-                assert not pd.received
-            for path, body, kind in (
-                ("/v1/chat/completions", b'{"messages": 3}', "application/json"),
-                ("/v1/audio/transcriptions", b"\xff", "multipart/form-data; boundary=x"),
-                ("/v1/responses/r/cancel", b"", "application/json"),
-            ):
-                assert (await router.post_body(path, body, Content_Type=kind))[0] == 400
-                assert pd.received.pop().body == body
-            assert not e.received
+    async with run_routed_instances([InstancePlan(status=400)], [None]) as (router, e, pd):
+        for body in (b"{", b"", b"\xff\xfe", b"[1]", b"[" * 5000):
+            status, _, said = await router.post_body("/v1/chat/completions", body)
+            error = json.loads(said)["error"]
+            assert status == error["code"] == 400 and "JSON" in error["message"]
+            assert not pd.received
+        for path, body, kind in (
+            ("/v1/chat/completions", b'{"messages": 3}', "application/json"),
+            ("/v1/audio/transcriptions", b"\xff", "multipart/form-data; boundary=x"),
+            ("/v1/responses/r/cancel", b"", "application/json"),
+        ):
+            assert (await router.post_body(path, body, Content_Type=kind))[0] == 400
+            assert pd.received.pop().body == body
+        assert not e.received
 
 
 async def test_a_response_in_the_background_has_no_ttft() -> None:
     """A queued background response has no TTFT; a refused one is recorded as failed."""
-    async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
+    async with run_routed_instances([InstancePlan({})]) as (router, one):
         body = {"model": "tiny", "input": "x", "background": True}
         _, headers, _ = await router.post_body("/v1/responses", body, x_ttft_timing="1")
         assert "Server-Timing" not in headers
@@ -270,7 +253,7 @@ async def test_a_response_in_the_background_has_no_ttft() -> None:
 async def test_body_is_bounded() -> None:
     """Beyond the bound is 413, announced by Content-Length or found while reading."""
     limits = RouterLimits(max_body=1000)
-    async with fake_instances.run_routed_instances(limits=limits) as (router, one):
+    async with run_routed_instances(limits=limits) as (router, one):
         assert (await router.post_body("/v1/completions", b"x" * 1001))[0] == 413
 
         async def generate_chunks() -> object:
@@ -286,7 +269,7 @@ async def test_body_is_bounded() -> None:
 
 async def test_client_may_ask_for_the_breakdown() -> None:
     """With x-ttft-timing the answer has the router's Server-Timing, which closes; without, none."""
-    async with fake_instances.run_routed_instances(
+    async with run_routed_instances(
         [InstancePlan(rest_ms=50)], [InstancePlan({"encoder.compute": 30})]
     ) as (router, e, pd):
         for stream in (True, False):

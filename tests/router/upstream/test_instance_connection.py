@@ -146,33 +146,35 @@ async def test_answers_end(answer_bytes: bytes, body: bytes) -> None:
         assert answer.list_values(b"link") == answer.list_values(b"trailer") == []
 
 
-@pytest.mark.parametrize(
-    ("answer_bytes", "error"),
-    [
-        (
-            b"HTTP/1.1 101 X\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n",
-            aiohttp.ClientPayloadError,
-        ),
-        # Of what no client can provoke the error counts against the instance (failures.py).
-        *(
-            (head + b"Content-Length: 2\r\n\r\n{}", aiohttp.ClientPayloadError)
-            for status in (b"000", b"099", b"600", b"999", b"304", b"204")
-            for head in (b"HTTP/1.1 " + status + b" X\r\n",)
-        ),
-        (EARLY * 17 + PLAIN, aiohttp.ClientPayloadError),
-        (b"HTTP/1.1 103 Early Hints\r\n\r\n" * 1000, aiohttp.ClientPayloadError),
-        (HEAVY * 70 + PLAIN, aiohttp.ClientPayloadError),
-        (PLAIN + PLAIN, aiohttp.ClientResponseError),
-        (PLAIN + b"surplus", aiohttp.ClientResponseError),
-        (b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 129 + b"\r\n", aiohttp.ClientResponseError),
-        (b"HTTP/1.1 200 OK\r\nA: " + b"b" * MAX_HEADER_BYTES, aiohttp.ClientResponseError),
-        (b"HTTP/1.1 200 OK\r\nA: b\0c\r\n\r\n", aiohttp.ClientResponseError),
-        (b"HTTP/1.1 200 OK\r\nA", aiohttp.ServerDisconnectedError),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhi", aiohttp.ClientPayloadError),
-        (CHUNKED_HEAD + b"2\r\nhi\r\n", aiohttp.ClientPayloadError),
-        (CHUNKED_HEAD + b"0\r\nT: " + b"b" * MAX_HEADER_BYTES, aiohttp.ClientPayloadError),
-    ],
-)
+# Of what no client can provoke the error counts against the instance (failures.py).
+PAYLOAD_FAULTS = [
+    b"HTTP/1.1 101 X\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n",
+    *(
+        b"HTTP/1.1 " + status + b" X\r\nContent-Length: 2\r\n\r\n{}"
+        for status in (b"000", b"099", b"600", b"304", b"204")
+    ),
+    EARLY * 17 + PLAIN,
+    b"HTTP/1.1 103 Early Hints\r\n\r\n" * 1000,
+    HEAVY * 70 + PLAIN,
+    b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhi",
+    CHUNKED_HEAD + b"2\r\nhi\r\n",
+    CHUNKED_HEAD + b"0\r\nT: " + b"b" * MAX_HEADER_BYTES,
+]
+RESPONSE_FAULTS = [
+    PLAIN + PLAIN,
+    PLAIN + b"surplus",
+    b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 129 + b"\r\n",
+    b"HTTP/1.1 200 OK\r\nA: " + b"b" * MAX_HEADER_BYTES,
+    b"HTTP/1.1 200 OK\r\nA: b\0c\r\n\r\n",
+]
+FAULTS = [
+    *((each, aiohttp.ClientPayloadError) for each in PAYLOAD_FAULTS),
+    *((each, aiohttp.ClientResponseError) for each in RESPONSE_FAULTS),
+    (b"HTTP/1.1 200 OK\r\nA", aiohttp.ServerDisconnectedError),
+]
+
+
+@pytest.mark.parametrize(("answer_bytes", "error"), FAULTS)
 async def test_what_is_no_answer(answer_bytes: bytes, error: type[Exception]) -> None:
     """Each fault is an error, and the connection is not used again."""
     async with run_pool(answer_bytes) as (raw, make_attempt, pool):
@@ -203,12 +205,8 @@ async def test_a_slow_reader_slows_the_instance() -> None:
 
 async def test_what_comes_with_the_end_is_returned() -> None:
     """Parts are pushed as they come, but the last one leaves with the end."""
-    chunks = b"2\r\nhi\r\n"
-    async with run_pool(CHUNKED_HEAD + chunks, chunks + b"0\r\n\r\n") as (
-        _,
-        make_attempt,
-        pool,
-    ):
+    chunk, end = b"2\r\nhi\r\n", b"0\r\n\r\n"
+    async with run_pool(CHUNKED_HEAD + chunk, chunk + end) as (_, make_attempt, pool):
         answer = await ask(pool, make_attempt())
         assert await answer.readany() == b"hi"
         pushed: list[bytes] = []
@@ -220,7 +218,7 @@ async def test_what_comes_with_the_end_is_returned() -> None:
             await task
         assert pushed == []
 
-    async with run_pool(CHUNKED_HEAD + chunks + b"0\r\n\r\n") as (_, make_attempt, pool):
+    async with run_pool(CHUNKED_HEAD + chunk + end) as (_, make_attempt, pool):
         answer = await ask(pool, make_attempt())
         pushed = []
         assert b"".join(pushed) + await answer.push_to(pushed.append) == b"hi"
@@ -238,7 +236,6 @@ async def test_no_header_is_smuggled() -> None:
 # Bodies that are sent in pieces.
 
 BODY = (b"[", b"z" * (5 * PIECE_BYTES + 17), b"]")
-CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"
 REFUSED = b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno"
 
 
@@ -248,36 +245,26 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
-async def serve_bodies(
-    received: list[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    """Note each body and answer it, until the connection ends."""
-    with contextlib.suppress(asyncio.IncompleteReadError, OSError):
-        while True:
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-            received.append(await reader.readexactly(length))
-            writer.write(CHUNKED)
-            await writer.drain()
-    writer.close()
-
-
 @pytest.mark.parametrize("is_encrypted", [False, True])
 async def test_whole(is_encrypted: bool, certificate: tuple[Path, Path]) -> None:
     """Small and large bodies, one after the other on one connection, arrive as they were."""
-    received: list[bytes] = []
+    received, connections = list[bytes](), list[asyncio.StreamWriter]()
     bodies = ((b"a", b"bc"), BODY, (b"d",))
 
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_bodies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connections.append(writer)
-        await serve_bodies(received, reader, writer)
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                received.append(await reader.readexactly(length))
+                writer.write(PLAIN)
+                await writer.drain()
 
-    connections: list[asyncio.StreamWriter] = []
-
-    async with open_pool(handle, certificate if is_encrypted else None) as (pool, attempt):
+    async with open_pool(serve_bodies, certificate if is_encrypted else None) as (pool, attempt):
         for body in bodies:
             answer = await pool.send_request(attempt(), "/v1/x", {"x-own": "1"}, body)
-            assert (answer.status, await answer.read()) == (200, b"hello")
+            assert (answer.status, await answer.read()) == (200, b"hi")
     assert received == [b"".join(body) for body in bodies]
     assert len(connections) == 1
 

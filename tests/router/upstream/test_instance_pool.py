@@ -1,20 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances that fail, and what it costs a request: probes, retries, breakers, budgets."""
+"""Instances that fail, hang or are late, and what it costs a request: probes, retries, breakers, budgets."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import logging
 
 import pytest
+from attack import faulty_instance
 
 from router import fake_instances
-from router.fake_instances import InstancePlan, run_routed_instances, wait_until
+from router.fake_instances import InstancePlan, run_instance, run_routed_instances, wait_until
 from ttft_otel.model.names import keys
-from ttft_otel.router import types
+from ttft_otel.router.limits import RouterLimits
+from ttft_otel.router.proxy import admission
+from ttft_otel.router.routing.policies.policy_registry import SECONDS_PER_REQUEST
+from ttft_otel.router.routing.policies.prefill_model import compute_work
+from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import Attempt
+from ttft_otel.router.types import OVERDUE_AFTER_S, Instance, RoutingRequest, parse_instance_url
 from ttft_otel.router.upstream import failures
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.tracing import clock
+
+CHAT_PATH = "/v1/chat/completions"
+REQUEST = RoutingRequest("mono", CHAT_PATH, "tiny", "r", {}, b"{}", prompt_tokens=100)
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +35,19 @@ def _remove_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "FIRST_BACKOFF_S", 0.0)
 
 
+def find_instance(
+    router: fake_instances.RunningRouter, fake_instance: fake_instances.FakeInstance
+) -> Instance:
+    """The router's state of it."""
+    (instance,) = (each for each in router.fleet if each.url == fake_instance.url)
+    return instance
+
+
 def get_state(
     router: fake_instances.RunningRouter, fake_instance: fake_instances.FakeInstance
 ) -> tuple[str, str]:
     """An instance's state and its breaker's."""
-    (instance,) = (each for each in router.fleet if each.url == fake_instance.url)
+    instance = find_instance(router, fake_instance)
     return instance.state, instance.breaker.state
 
 
@@ -35,8 +55,7 @@ def end_pause(
     router: fake_instances.RunningRouter, fake_instance: fake_instances.FakeInstance
 ) -> None:
     """Do what the timer does at the end of an open period: on a busy machine a short one ends too soon."""
-    (instance,) = (each for each in router.fleet if each.url == fake_instance.url)
-    assert instance.breaker.half_open()
+    assert find_instance(router, fake_instance).breaker.half_open()
     router.fleet.reset_candidates()
 
 
@@ -65,7 +84,7 @@ async def test_a_failing_probe_takes_an_instance_out_and_a_good_one_back() -> No
 
 async def test_turns_stay_fair_while_one_is_out() -> None:
     """Of three instances with one out, the other two get half each."""
-    async with fake_instances.run_routed_instances(
+    async with run_routed_instances(
         [InstancePlan({}), InstancePlan({}, health_status=503), InstancePlan({})]
     ) as (router, a, b, c):
         await router.get_json("/readyz")
@@ -102,25 +121,20 @@ async def fetch_metrics(router: fake_instances.RunningRouter) -> str:
 async def test_when_nobody_can_the_answer_is_the_last_ones() -> None:
     """Three that say 503: the client reads the third's body; alone, one is asked only once."""
     plan = InstancePlan({}, status=503)
-    async with (
-        fake_instances.run_instance(plan) as a,
-        fake_instances.run_instance(plan) as b,
-        fake_instances.run_instance(plan) as c,
-    ):
-        async with fake_instances.run_router([a.url, b.url, c.url]) as router:
-            status, headers, body = await router.post_chat()
-            assert (status, body, headers["X-Own"]) == (503, b'{"error": "no"}', "kept")
-            assert [len(each.received) for each in (a, b, c)] == [1, 1, 1]
-            (record,) = await router.wait_for_records(1)
-            assert record.ttft is not None and record.ttft.died == "router.hop.mono"
-        async with fake_instances.run_router([a.url]) as router:
-            assert (await router.post_chat())[0] == 503 and len(a.received) == 2
+    async with run_routed_instances([plan] * 3) as (router, *asked):
+        status, headers, body = await router.post_chat()
+        assert (status, body, headers["X-Own"]) == (503, b'{"error": "no"}', "kept")
+        assert [len(each.received) for each in asked] == [1, 1, 1]
+        (record,) = await router.wait_for_records(1)
+        assert record.ttft is not None and record.ttft.died == "router.hop.mono"
+    async with run_routed_instances([plan]) as (router, one):
+        assert (await router.post_chat())[0] == 503 and len(one.received) == 1
 
 
 async def test_what_may_have_been_read_is_not_sent_again() -> None:
     """A connection that breaks before any answer is a 502: such a request could kill the next."""
     plan = InstancePlan({"prefill.compute": 150}, dropped_requests=2)
-    async with fake_instances.run_routed_instances([plan, None]) as (router, a, b):
+    async with run_routed_instances([plan, None]) as (router, a, b):
         status, _, body = await router.post_chat()
         error = json.loads(body)["error"]
         assert (status, error["code"], error["type"]) == (502, 502, "UpstreamError")
@@ -148,30 +162,30 @@ async def test_a_failed_encoder_call_goes_to_another_encoder_once() -> None:
         assert len(e1.received + e2.received + e3.received) == 2 and not pd.received
 
 
-async def test_retries_are_a_share_of_requests() -> None:
+@pytest.mark.parametrize(
+    ("options", "number", "least", "most"),
+    [
+        ({"budget": 0.1}, 40, failures.MAX_SAVED_RETRIES, failures.MAX_SAVED_RETRIES + 4),
+        ({"budget": 0.0}, 1, 0, 0),
+        ({"retries": 0}, 1, 0, 0),
+    ],
+)
+async def test_retries_are_a_share_of_requests(
+    options: dict[str, float], number: int, least: float, most: float
+) -> None:
     """With the saved ones spent, retries are no more than the budget's share of all requests."""
-    plan = InstancePlan({}, status=503)
-    async with fake_instances.run_instance(plan) as a, fake_instances.run_instance(plan) as b:
-        many = {"budget": 0.1, "failures": 10_000}
-        async with fake_instances.run_router([a.url, b.url], **many) as router:
-            for _ in range(100):
-                assert (await router.post_chat())[0] == 503
-            retried = len(a.received) + len(b.received) - 100
-            assert failures.MAX_SAVED_RETRIES <= retried <= failures.MAX_SAVED_RETRIES + 10
-        async with fake_instances.run_router([a.url, b.url], budget=0.0) as router:
-            before = len(a.received) + len(b.received)
+    plans = [InstancePlan({}, status=503)] * 2
+    async with run_routed_instances(plans, failures=10_000, **options) as (router, a, b):
+        for _ in range(number):
             assert (await router.post_chat())[0] == 503
-            assert len(a.received) + len(b.received) == before + 1
-        async with fake_instances.run_router([a.url, b.url], retries=0) as router:
-            before = len(a.received) + len(b.received)
-            assert (await router.post_chat())[0] == 503
-            assert len(a.received) + len(b.received) == before + 1
+        assert least <= len(a.received) + len(b.received) - number <= most
 
 
-async def test_breaker_opens_tries_one_and_closes() -> None:
-    """After failures in a row an instance gets nothing, then one request, then its share."""
+async def test_breaker_opens_tries_one_and_closes(caplog: pytest.LogCaptureFixture) -> None:
+    """After failures in a row an instance gets nothing, then one request, then its share: no warning."""
+    caplog.set_level(logging.INFO, "ttft_otel")
     plans, limits = [InstancePlan({}, status=503), InstancePlan({})], {"failures": 2, "pause_s": 30}
-    async with fake_instances.run_routed_instances(plans, **limits) as (router, a, b):
+    async with run_routed_instances(plans, **limits) as (router, a, b):
         for _ in range(8):
             assert (await router.post_chat())[0] == 200
         assert len(a.received) == 2 and get_state(router, a) == ("healthy", "open")
@@ -184,6 +198,8 @@ async def test_breaker_opens_tries_one_and_closes() -> None:
         end_pause(router, a)
         await asyncio.gather(*(router.post_chat() for _ in range(4)))
         assert get_state(router, a)[1] == "closed" and len(a.received) >= 4
+    (closed,) = [each for each in caplog.records if "circuit breaker closed" in each.getMessage()]
+    assert closed.levelno == logging.INFO
 
 
 async def test_with_every_breaker_open_clients_are_told_to_come_back() -> None:
@@ -201,7 +217,7 @@ async def test_with_every_breaker_open_clients_are_told_to_come_back() -> None:
 
 def test_an_answer_that_broke_off_is_no_success_where_it_was_tried_again() -> None:
     """An encoder whose answers all break off opens its breaker, though others answer in its place."""
-    one = types.parse_instance_url("http://127.0.0.1:8001", "encode")
+    one = parse_instance_url("http://127.0.0.1:8001", "encode")
     fleet = InstancePool({"encode": [one]})
     for number in (1, 2):
         attempt = Attempt("encode", "/v1/chat/completions", one, "", 0)
@@ -251,9 +267,12 @@ async def test_a_request_from_before_does_not_end_a_trial() -> None:
 async def test_nothing_stays_in_flight() -> None:
     """Answers, errors, retries, cut streams and clients that leave: the counts return to nought."""
     slow = InstancePlan({"prefill.compute": 100})
-    async with fake_instances.run_routed_instances(
-        [slow], [InstancePlan({}, status=503), InstancePlan({})]
-    ) as (router, e1, e2, pd):
+    async with run_routed_instances([slow], [InstancePlan({}, status=503), InstancePlan({})]) as (
+        router,
+        e1,
+        e2,
+        pd,
+    ):
         tasks = [asyncio.create_task(router.post_chat("a", "b")) for _ in range(6)]
         await wait_until(lambda: sum(each.in_flight for each in router.fleet) > 0)
         for task in tasks[::2]:
@@ -271,16 +290,14 @@ async def test_nothing_stays_in_flight() -> None:
         assert not any(each.breaker.is_trial_in_flight for each in router.fleet)
 
 
-async def test_requests_go_where_their_model_is() -> None:
+async def test_requests_go_where_their_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """An instance that does not list a model is not asked for it; nobody lists it: 404."""
-    async with fake_instances.run_routed_instances(
+    monkeypatch.setattr(admission, "MODEL_REFRESH_INTERVAL_US", 100_000)
+    async with run_routed_instances(
         [InstancePlan({}, models=("tiny", "one")), InstancePlan({}, models=("tiny", "two"))]
     ) as (router, a, b):
-        assert {card["id"] for card in (await router.get_json("/v1/models"))[2]["data"]} == {
-            "tiny",
-            "one",
-            "two",
-        }
+        cards = (await router.get_json("/v1/models"))[2]["data"]
+        assert {card["id"] for card in cards} == {"tiny", "one", "two"}
         for _ in range(3):
             assert (await router.post_body("/v1/completions", {"model": "two"}))[0] == 200
         assert (len(a.received), len(b.received)) == (0, 3)
@@ -288,7 +305,7 @@ async def test_requests_go_where_their_model_is() -> None:
         error = json.loads(body)["error"]
         assert (status, error["type"], error["param"]) == (404, "NotFoundError", "model")
         assert "`other`" in error["message"]
-        await asyncio.sleep(1.1)
+        await asyncio.sleep(0.2)
         a.plan.models = ("tiny", "other")  # an adapter, loaded a moment ago
         assert (await router.post_body("/v1/completions", {"model": "other"}))[0] == 200
         assert len(a.received) == 1
@@ -297,14 +314,14 @@ async def test_requests_go_where_their_model_is() -> None:
 async def test_an_instance_that_came_and_went_meanwhile_is_not_watched() -> None:
     """Two changes at once: who is gone when the first is done is asked nothing any more."""
     async with (
-        fake_instances.run_instance() as a,
-        fake_instances.run_instance() as b,
-        fake_instances.run_instance() as brief,
+        run_instance() as a,
+        run_instance() as b,
+        run_instance() as brief,
         fake_instances.run_router([a.url, b.url], probe_interval_s=0.05) as router,
     ):
         fleet = router.fleet
         (old,) = (each for each in fleet if each.url == a.url)
-        new = types.parse_instance_url(brief.url, "mono")
+        new = parse_instance_url(brief.url, "mono")
         fleet.remove_instance(old)
         fleet.add_instance(new)
         await asyncio.sleep(0)  # a's watch is ending, the new one's begins
@@ -313,24 +330,115 @@ async def test_an_instance_that_came_and_went_meanwhile_is_not_watched() -> None
         assert not brief.models_authorizations and b.models_authorizations
 
 
-def test_a_pause_that_a_probe_cut_short_does_not_end_the_next_one() -> None:
+async def test_a_pause_that_a_probe_cut_short_does_not_end_the_next_one() -> None:
     """The timer of an older opening leaves a breaker alone that opened again since."""
+    one = parse_instance_url("http://127.0.0.1:1", "mono")
+    fleet = InstancePool({"mono": (one,)}, first_open_period_s=0.3)
+    for _ in range(fleet.max_failures):
+        fleet.record_failure(one, "502")
+    fleet.mark_failed(one, "its probe")
+    fleet.mark_healthy(one)
+    assert one.breaker.state == "half-open"
+    # Its trial: a pause of 0.6 s, after 0 s of the first one's 0.3.
+    fleet.record_failure(one, "502")
+    assert one.breaker.state == "open"
+    await asyncio.sleep(0.42)
+    assert one.breaker.state == "open"
+    await wait_until(lambda: one.breaker.state == "half-open", 10)
 
-    async def run_scenario() -> None:
-        fleet = InstancePool({"mono": (types.parse_instance_url("http://127.0.0.1:1", "mono"),)})
-        fleet.first_open_period_s = 0.3
-        (one,) = fleet.get("mono")
-        for _ in range(fleet.max_failures):
-            fleet.record_failure(one, "502")
-        fleet.mark_failed(one, "its probe")
-        fleet.mark_healthy(one)
-        assert one.breaker.state == "half-open"
-        fleet.record_failure(
-            one, "502"
-        )  # its trial: a pause of 0.6 s, after 0 s of the first one's 0.3
-        assert one.breaker.state == "open"
-        await asyncio.sleep(0.42)
-        assert one.breaker.state == "open"
-        await wait_until(lambda: one.breaker.state == "half-open")
 
-    asyncio.run(asyncio.wait_for(run_scenario(), 10))
+async def test_a_stream_that_has_begun_may_take_any_time() -> None:
+    """The limit is for the first byte only; with --total-timeout the answer is cut, uncounted."""
+    plan = InstancePlan({}, gap_s=0.2)
+    for limits, is_whole in (
+        (RouterLimits(first_byte_timeout=0.15), True),
+        (RouterLimits(first_byte_timeout=0.15, total_timeout=0.3), False),
+    ):
+        async with run_routed_instances([plan], failures=1, limits=limits) as (router, _):
+            try:
+                _, _, body = await router.post_chat()
+            except Exception as error:  # noqa: BLE001 - whatever the client calls a cut stream
+                assert not is_whole and "payload" in str(error)
+            else:
+                assert is_whole and body == b"".join(fake_instances.STREAM_EVENTS)
+            (instance,) = router.fleet
+            assert instance.breaker.state == "closed"
+
+
+@pytest.mark.parametrize("by", ["time", "probe"])
+async def test_a_long_trial_does_not_keep_its_instance(by: str) -> None:
+    """A plain answer that takes minutes is the trial: the next request is let in before it is over."""
+    plan = InstancePlan({}, status=503)
+    limits = RouterLimits(breaker_trial=0.3 if by == "time" else 60.0)
+    times = {"pause_s": 0.1, "probe_interval_s": 60.0}
+    async with run_routed_instances([plan], failures=1, limits=limits, **times) as (router, one):
+        (instance,) = router.fleet
+        await router.app.endpoint.upstream.health_monitor.wait_probed()
+        await router.post_chat()
+        await wait_until(lambda: instance.breaker.state == "half-open")
+        one.plan = InstancePlan({"prefill.compute": 20_000})
+        trial = asyncio.create_task(router.post_chat(stream=False))
+        await wait_until(lambda: len(one.received) >= 2)
+        assert (await router.post_chat())[0] == 503
+        if by == "probe":
+            assert await router.app.endpoint.upstream.health_monitor.probe_instance(instance)
+        await wait_until(lambda: instance.breaker.admits_requests)
+        one.plan = InstancePlan({})
+        assert (await router.post_chat())[0] == 200
+        assert instance.breaker.state == "closed" and not trial.done()
+        trial.cancel()
+        await asyncio.gather(trial, return_exceptions=True)
+
+
+async def test_headers_do_not_close_a_breaker() -> None:
+    """A server whose engine hangs sends a stream's headers at once: it gets a trial, no full share."""
+    async with (
+        faulty_instance.run_instance("hangs after head") as one,
+        fake_instances.run_router(
+            [one.url],
+            failures=1,
+            pause_s=0.1,
+            probe_interval_s=60.0,
+            limits=RouterLimits(first_byte_timeout=0.5),
+        ) as router,
+    ):
+        await router.app.endpoint.upstream.health_monitor.wait_probed()
+        assert (await router.post_chat())[0] == 504
+        (instance,) = router.fleet
+        await wait_until(lambda: instance.breaker.state == "half-open")
+        answers = await asyncio.gather(*(router.post_chat() for _ in range(4)))
+        assert sorted(each[0] for each in answers) == [503, 503, 503, 504]
+        assert one.received_count == 2 and instance.breaker.state == "open"
+
+
+@pytest.mark.parametrize("policy", ["least_requests", "ttft"])
+def test_an_instance_that_owes_answers_for_long_is_avoided(policy: str) -> None:
+    """One request that hangs weighs more and more; a busy instance that answers gets the next."""
+    hangs, busy = (parse_instance_url(f"http://127.0.0.1:{port}", "mono") for port in (1, 2))
+    pool = InstancePool({"mono": [hangs, busy]})
+    routing = RoutingService(pool, policy)
+    if policy == "ttft":
+        models = routing.prefill_policy.state.models
+        for tokens in range(100, 2100, 100):
+            for url in (hangs.url, busy.url):
+                models.add_sample("tiny", url, compute_work(tokens, 0), tokens / 1000)
+    sent_us, numbers = clock.now_us(), itertools.count()
+
+    def send(instance_number: int, at_us: int) -> Attempt:
+        instance = (hangs, busy)[instance_number]
+        decision = routing.choose_instance(REQUEST, [instance], at_us, False)
+        span_id = f"{next(numbers)}"
+        load_entry = routing.add_load_entry(REQUEST, decision, span_id, at_us)
+        attempt = Attempt("mono", CHAT_PATH, instance, span_id, at_us, load_entry=load_entry)
+        pool.record_sent(attempt)
+        return attempt
+
+    send(0, sent_us)
+    overdue_s = 4 * SECONDS_PER_REQUEST
+    now_us = sent_us + int((OVERDUE_AFTER_S + overdue_s) * 1e6)
+    for _ in range(3):
+        send(1, now_us)
+    early_us = sent_us + 1_000_000
+
+    assert routing.choose_instance(REQUEST, [hangs, busy], early_us, False).instance is hangs
+    assert routing.choose_instance(REQUEST, [hangs, busy], now_us, False).instance is busy

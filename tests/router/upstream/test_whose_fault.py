@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -145,19 +144,3 @@ async def test_without_file_descriptors_probes_say_nothing(monkeypatch: pytest.M
         assert (status, headers["Retry-After"]) == (503, "1")
         assert b"no free connection" in body
         assert (instance.state, instance.missed_probes) == ("healthy", 0)
-
-
-async def test_a_breaker_that_closes_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """Warnings are what somebody has to look at."""
-    with caplog.at_level(logging.INFO, "ttft_otel"):
-        async with (
-            fake_instances.run_instance(InstancePlan({}, status=503)) as one,
-            fake_instances.run_router([one.url], failures=1, pause_s=0.05) as router,
-        ):
-            await router.post_chat()
-            (instance,) = router.fleet
-            await fake_instances.wait_until(lambda: instance.breaker.state == "half-open")
-            one.plan = InstancePlan({})
-            assert (await router.post_chat())[0] == 200
-    (closed,) = [each for each in caplog.records if "circuit breaker closed" in each.getMessage()]
-    assert closed.levelno == logging.INFO

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders' ec_transfer_params reach the leg that prefills, complete and within limits, and no other leg."""
+"""Media of any kind reach encoders, and what these announce the leg that prefills; repeated work is told."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tracing_fakes
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from router import fake_instances, fake_pair
+from router import fake_instances, fake_pair, media_bodies
 from router.fake_instances import TRACEPARENT, InstancePlan, run_routed_instances
-from ttft_otel.model.names import header_names
+from ttft_otel.model.names import header_names, metric_names
+from ttft_otel.model.timing import EncoderCacheCounts, format_server_timing
 from ttft_otel.router.disagg import ec_params
 from ttft_otel.router.disagg.ec_params import TransferParams, splice_params
+from ttft_otel.router.disagg.encoders import LOG_INTERVAL_US, RecomputedMediaLog
+from ttft_otel.router.disagg.request_body import parse_body
+from ttft_otel.router.disagg.request_media import CONVERSATION_FIELDS
 from ttft_otel.router.errors import InvalidAnswer, UpstreamUnavailable
+from ttft_otel.router.timeline import Attempt
+from ttft_otel.router.types import parse_instance_url
 
 CHAT_PATH = "/v1/chat/completions"
 EC_PARAMS_FIELD = "ec_transfer_params"
@@ -56,16 +63,9 @@ def expect_params(*urls: str) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 async def test_the_next_leg_gets_what_was_announced(stream: bool) -> None:
     """Two images and one of them twice: two entries, byte for byte, after the client's own bytes."""
-    async with run_routed_instances(encoders=[plan_encoder(), plan_encoder()]) as (
-        router,
-        e1,
-        e2,
-        server,
-    ):
-        data = (
-            json.dumps(fake_instances.build_chat("a", "b", "a", stream=stream), indent=1).encode()
-            + b"\n"
-        )
+    plan, chat = plan_encoder(), fake_instances.build_chat("a", "b", "a", stream=stream)
+    async with run_routed_instances(encoders=[plan, plan]) as (router, e1, e2, server):
+        data = json.dumps(chat, indent=1).encode() + b"\n"
         assert (await router.post_body(CHAT_PATH, data))[0] == 200
         (seen,) = server.received
         assert seen.json.pop(EC_PARAMS_FIELD) == expect_params("a", "b")
@@ -79,9 +79,8 @@ async def test_parts_that_differ_may_be_the_same_image() -> None:
     """Two spellings of one image are two encoder calls and one entry."""
     async with run_routed_instances(encoders=[plan_encoder()]) as (router, e, server):
         assert (await router.post_chat("a?1", "a?2"))[0] == 200
-        assert len(e.received) == 2 and server.received[0].json[EC_PARAMS_FIELD] == expect_params(
-            "a"
-        )
+        assert len(e.received) == 2
+        assert server.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
 
 
 @pytest.mark.parametrize(
@@ -94,11 +93,8 @@ async def test_parts_that_differ_may_be_the_same_image() -> None:
 )
 async def test_an_encoder_that_announces_nothing_changes_nothing(answer: bytes) -> None:
     """Without parameters (older releases, shared folders) the body is unchanged, the header is set."""
-    async with run_routed_instances(encoders=[plan_encoder(lambda _: answer)]) as (
-        router,
-        e,
-        server,
-    ):
+    plan = plan_encoder(lambda _: answer)
+    async with run_routed_instances(encoders=[plan]) as (router, e, server):
         data = json.dumps(fake_instances.build_chat("a")).encode()
         assert (await router.post_body(CHAT_PATH, data))[0] == 200
         assert server.received[0].body == data
@@ -118,13 +114,8 @@ async def test_clients_own_parameters_are_replaced() -> None:
 @pytest.mark.parametrize(("mode", "stream"), [("off", False), ("strip", True)])
 async def test_prefill_gets_them_and_decode_does_not(mode: str, stream: bool) -> None:
     """With all three legs prefill fetches encodings, and decode fetches blocks; the same for the header."""
-    model = fake_pair.PairModel()
-    async with fake_pair.run_disaggregated(model, encoder=plan_encoder(), first_token=mode) as (
-        router,
-        e,
-        p,
-        d,
-    ):
+    options = {"encoder": plan_encoder(), "first_token": mode}
+    async with fake_pair.run_disaggregated(fake_pair.PairModel(), **options) as (router, e, p, d):
         body = fake_instances.build_chat("a", "b", stream=stream) | {"max_tokens": 4}
         assert (await router.post_body(CHAT_PATH, body))[0] == 200
         assert [each.json[EC_PARAMS_FIELD] for each in p.received] == [expect_params("a", "b")]
@@ -160,9 +151,8 @@ async def test_a_decode_that_has_to_prefill_gets_them() -> None:
     ):
         body = fake_instances.build_chat("a") | {"max_tokens": 4}
         assert (await router.post_body(CHAT_PATH, body))[0] == 200
-        assert EC_PARAMS_FIELD not in busy.received[0].json and p.received[0].json[
-            EC_PARAMS_FIELD
-        ] == expect_params("a")
+        assert p.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
+        assert EC_PARAMS_FIELD not in busy.received[0].json
         (asked,) = idle.received
         assert asked.json[EC_PARAMS_FIELD] == expect_params("a")
         assert asked.headers[header_names.MEDIA_ENCODED] == "1"
@@ -171,24 +161,17 @@ async def test_a_decode_that_has_to_prefill_gets_them() -> None:
 
 async def test_a_retry_keeps_them() -> None:
     """Another backend gets what the first one got, and the encoder is not asked again."""
-    async with fake_instances.run_routed_instances(
-        [InstancePlan(status=503), None], [plan_encoder()]
-    ) as (router, e, busy, idle):
+    async with run_routed_instances([InstancePlan(status=503), None], [plan_encoder()]) as (
+        router,
+        e,
+        busy,
+        idle,
+    ):
         assert (await router.post_chat("a"))[0] == 200
         assert busy.received[0].body == idle.received[0].body
         assert idle.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
         assert idle.received[0].headers[header_names.MEDIA_ENCODED] == "1"
         assert len(e.received) == 1
-
-
-async def test_an_encoders_retry_announces() -> None:
-    """The answer that counts is the second encoder's."""
-    async with fake_instances.run_routed_instances(
-        encoders=[InstancePlan(status=500), plan_encoder()]
-    ) as (router, broken, e, server):
-        assert (await router.post_chat("a"))[0] == 200
-        assert server.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
-        assert len(broken.received) == len(e.received) == 1
 
 
 def build_nested_answer(depth: int) -> bytes:
@@ -243,9 +226,8 @@ def test_a_hostile_answer_is_refused(name: str) -> None:
 )
 async def test_a_hostile_answer_is_a_502(answer: bytes, why: str) -> None:
     """An unusable encoder answer is retried once; then the client gets a 502 with the reason."""
-    async with fake_instances.run_routed_instances(
-        encoders=[plan_encoder(lambda _: answer), plan_encoder(lambda _: answer)]
-    ) as (router, e1, e2, server):
+    plan = plan_encoder(lambda _: answer)
+    async with run_routed_instances(encoders=[plan, plan]) as (router, e1, e2, server):
         status, headers, data = await router.post_chat("a", traceparent=TRACEPARENT)
         error = json.loads(data)["error"]
         assert (status, headers["Content-Type"]) == (502, "application/json")
@@ -262,9 +244,8 @@ async def test_a_hostile_answer_is_a_502(answer: bytes, why: str) -> None:
 
 async def test_one_encoder_that_answers_nonsense_costs_a_retry() -> None:
     """Unreadable answers do not open the encoder's circuit breaker: a client may cause them."""
-    async with fake_instances.run_routed_instances(
-        encoders=[plan_encoder(lambda _: b"<html>"), plan_encoder()], failures=2
-    ) as (router, wrong, e, server):
+    encoders = [plan_encoder(lambda _: b"<html>"), plan_encoder()]
+    async with run_routed_instances(encoders=encoders, failures=2) as (router, wrong, e, server):
         for number in range(6):
             assert (await router.post_chat(f"{number}"))[0] == 200
         assert all(len(each.json[EC_PARAMS_FIELD]) == 1 for each in server.received)
@@ -273,21 +254,11 @@ async def test_one_encoder_that_answers_nonsense_costs_a_retry() -> None:
         assert (breaker.state, breaker.consecutive_failures) == ("closed", 0)
 
 
-async def test_an_error_that_is_too_long_is_not_passed_on() -> None:
-    """An encoder's error is the client's to read, but not ten megabytes of it."""
-    async with fake_instances.run_routed_instances(
-        encoders=[plan_encoder(lambda _: b"x" * 10_000_000)], retries=0
-    ) as (router, e, server):
-        status, _, data = await router.post_chat("a")
-        assert status == 502 and b"longer than 1048576 bytes" in data
-
-
 @pytest.mark.parametrize(
     ("body", "params", "made"),
     [
         (b'{"a":1}', b'{"x":{}}', b'{"a":1,"ec_transfer_params":{"x":{}}}'),
         (b'{"a":1 } \r\n\t', b"{}", b'{"a":1 ,"ec_transfer_params":{}}'),
-        (b'{"a":{}}', b"{}", b'{"a":{},"ec_transfer_params":{}}'),
         (b'{"a":"}"}', b"{}", b'{"a":"}","ec_transfer_params":{}}'),
         (b"{}", b"{}", b'{"ec_transfer_params":{}}'),
         (b" { \n } ", b"{}", b' { \n "ec_transfer_params":{}}'),
@@ -381,12 +352,9 @@ async def test_a_request_with_too_many_items_is_no_encoders_fault() -> None:
     """It gets a 502 that says so; its encoder is not asked again and counts as well."""
     entries = {str(number): {} for number in range(ec_params.MAX_ENTRIES)}
 
-    async with fake_instances.run_routed_instances(
-        encoders=[
-            plan_encoder(lambda _: json.dumps({EC_PARAMS_FIELD: entries}).encode()),
-            plan_encoder(),
-        ]
-    ) as (router, full, e, server):
+    full_plan = plan_encoder(lambda _: json.dumps({EC_PARAMS_FIELD: entries}).encode())
+    encoders = [full_plan, plan_encoder()]
+    async with run_routed_instances(encoders=encoders) as (router, full, e, server):
         status, _, data = await router.post_chat("a", "b")
         assert (status, len(full.received), len(e.received), len(server.received)) == (502, 1, 1, 0)
         assert "answers cannot be used: " in json.loads(data)["error"]["message"]
@@ -410,3 +378,229 @@ async def test_with_tracing_off_parameters_still_travel() -> None:
         assert (await router.post_chat("a"))[0] == 200
         assert server.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
         assert header_names.MEDIA_ENCODED not in server.received[0].headers
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA", "detail": "low"}}
+VIDEO = {"type": "video_url", "video_url": {"url": "http://x/v.mp4"}}
+INPUT_AUDIO = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
+AUDIO_URL = {"type": "audio_url", "audio_url": {"url": "http://x/a.wav"}}
+TEXT = {"type": "text", "text": "what is it?"}
+
+
+async def test_every_item_of_every_message() -> None:
+    """Items of all kinds, repeated ones once, are encoded and announced; text and tools stay behind."""
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [IMAGE, TEXT, VIDEO]},
+        {"role": "assistant", "content": "a cat"},
+        {"role": "user", "content": [INPUT_AUDIO, AUDIO_URL, IMAGE, TEXT]},
+    ]
+    body = {
+        "model": "tiny",
+        "messages": messages,
+        "stream": True,
+        "tools": [{"type": "function"}],
+        "mm_processor_kwargs": {"max_pixels": 99},
+        "temperature": 0.5,
+    }
+
+    async with run_routed_instances(encoders=[plan_encoder()]) as (router, e, pd):
+        data = json.dumps(body, indent=1).encode()
+        assert (await router.post_body(CHAT_PATH, data))[0] == 200
+        assert len(pd.received[0].json[EC_PARAMS_FIELD]) == 4
+        assert pd.received[0].body.startswith(data[:-1])
+        asked = [each.json for each in e.received]
+        assert all(len(each["messages"]) == 1 for each in asked)
+        items = [each["messages"][0]["content"] for each in asked]
+        assert sorted(items, key=str) == sorted(
+            [[IMAGE], [VIDEO], [INPUT_AUDIO], [AUDIO_URL]], key=str
+        )
+        for each in asked:
+            assert each["mm_processor_kwargs"] == {"max_pixels": 99}
+            assert not {"tools", "temperature"} & set(each)
+
+
+def build_image_part(url: str) -> dict[str, Any]:
+    """An image of a chat message."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+PNG_PART, URL_PART = (
+    build_image_part("data:image/png;base64,iVBORw0="),
+    build_image_part('http://x/a\u00e9.png?b="1"'),
+)
+UNTYPED_PART = build_image_part('data:image/jpeg;base64,/9j/4\u00e9"\\')
+# In the order in which vLLM puts them into the prompt: what tools returned before a message's own.
+EXPECTED_PARTS_BY_PATH = {
+    "/v1/messages": (
+        media_bodies.MESSAGES_BODY,
+        [PNG_PART, URL_PART, URL_PART, PNG_PART, UNTYPED_PART],
+    ),
+    "/v1/responses": (
+        media_bodies.RESPONSES_BODY,
+        [
+            build_image_part("data:image/png;base64,AA=="),
+            build_image_part('http://x/\u00e9"'),
+            build_image_part("http://x/tool"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize("path", EXPECTED_PARTS_BY_PATH)
+def test_other_paths_items_are_parts_of_chat_messages(path: str, ascii_only: bool) -> None:
+    """As vLLM converts them, distinct ones once, with their place among all; escapes as they came."""
+    body, parts = EXPECTED_PARTS_BY_PATH[path]
+    found = parse_body(json.dumps(body, ensure_ascii=ascii_only).encode(), path)
+    distinct = [each for number, each in enumerate(parts) if each not in parts[:number]]
+    assert [json.loads(each) for each in found.media_items] == distinct
+    assert found.item_positions == tuple(
+        map(parts.index, distinct)
+    ) and found.media_part_count == len(parts)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize("path", EXPECTED_PARTS_BY_PATH)
+async def test_other_paths_items_go_to_encoders(path: str, stream: bool) -> None:
+    """Each by a chat completion, with what decides about their hash there; the answers' parameters follow."""
+    body, parts = EXPECTED_PARTS_BY_PATH[path]
+    hints = {
+        "mm_processor_kwargs": {"max_pixels": 99},
+        "media_io_kwargs": {"image": {}},
+        "chat_template": "x",
+        "chat_template_kwargs": {"a": 1},
+    }
+    # what vLLM does not read on a path must not change what the encoder makes of it
+    unread = {
+        "/v1/messages": {*hints} - {"chat_template_kwargs"},
+        "/v1/responses": {"chat_template"},
+    }
+
+    async with run_routed_instances(encoders=[plan_encoder()]) as (router, e, server):
+        data = json.dumps({**body, **hints, "stream": stream}).encode()
+        assert (await router.post_body(path, data))[0] == 200
+        assert {each.path for each in e.received} == {CHAT_PATH}
+        asked = [each.json for each in e.received]
+        items = [json.dumps(each["messages"][0]["content"]) for each in asked]
+        assert sorted(items) == sorted({json.dumps([each]) for each in parts})
+        for each in asked:
+            assert {*hints} & {*each} == {*hints} - unread[path]
+        assert server.received[0].path == path
+        assert len(server.received[0].json[EC_PARAMS_FIELD]) == len(items)
+        assert server.received[0].body.startswith(data[:-1])
+
+
+@pytest.mark.parametrize("path", EXPECTED_PARTS_BY_PATH)
+async def test_with_decode_apart_other_paths_skip_encoders(path: str) -> None:
+    """There decode serves them alone, and encodes them itself: nobody does it before for nothing."""
+    pair = fake_pair.run_disaggregated(fake_pair.PairModel(), plan_encoder())
+    async with pair as (router, e, p, d):
+        assert (await router.post_body(path, EXPECTED_PARTS_BY_PATH[path][0]))[0] == 200
+        assert len(d.received) == 1 and EC_PARAMS_FIELD not in d.received[0].json
+        assert not e.received and not p.received
+
+
+ODD_MESSAGES = [
+    b"null",
+    b"3",
+    b'"x"',
+    b"[3]",
+    b'[{"role": "user", "content": 3}]',
+    b'[{"role": "user", "content": [null, 3, []]}]',
+    b'[{"role": "user", "content": [{"type": "image"}, {"type": "input_image"}]}]',
+    b'[{"role": "user", "content": [{"type": "image", "source": []}]}]',
+    b'[{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": ""}}]}]',
+    b'[{"role": "user", "content": [{"type": "image", "source": {"data": 3}}]}]',
+    b'[{"role": "user", "content": [{"type": "image", "source": {"data": "x", "media_type": 3}}]}]',
+    b'[{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]',
+    b'[{"role": "system", "content": [{"type": "image", "source": {"data": "AA"}}]}]',
+    b'[{"role": "assistant", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]',
+    b'[{"role": "user", "content": [{"type": "input_image", "image_url": null, "file_id": "f"}]}]',
+    b'[{"role": "user", "content": [{"type": "input_image", "image_url": {"url": "a"}}]}]',
+    b'[{"type": "function_call_output", "output": "x"}]',
+    b'[{"role": "user", "content": [{"type": "\xff", "image_url": {"url": "a"}}]}]',
+    b'[{"role": "user", "content": [{"type": "input_image", "image_url": '
+    + b'{"a":' * 3000
+    + b"1"
+    + b"}" * 3000
+    + b"}]}]",
+]
+
+
+@pytest.mark.parametrize("path", CONVERSATION_FIELDS)
+@pytest.mark.parametrize("conversation", ODD_MESSAGES)
+def test_what_is_no_item_is_left_to_the_server(conversation: bytes, path: str) -> None:
+    """Malformed or empty parts, and those that vLLM ignores, cause no encoder call and no error."""
+    data = b'{"model": "tiny", "%b": %b}' % (CONVERSATION_FIELDS[path].encode(), conversation)
+    found = parse_body(data, path)
+    assert (found.data, found.media_items, found.media_part_count) == (data, (), 0)
+
+
+METRIC_NAME = f"{metric_names.ROUTER_RECOMPUTED_ITEMS}_total"
+INSTANCES = [
+    parse_instance_url(f"http://127.0.0.1:{port}", "prefill_decode") for port in range(8001, 8007)
+]
+
+
+def build_attempt(number: int, recomputed: int) -> Attempt:
+    """A request that is over, at one of the servers."""
+    items = EncoderCacheCounts(4, 4 - recomputed, 0, recomputed, 1000)
+    path, instance = CHAT_PATH, INSTANCES[number]
+    said = format_server_timing({}, 0, 0, ec=items)
+    return Attempt(instance.leg, path, instance, "", 0, timing_header=said)
+
+
+def test_one_line_a_minute(
+    clock: tracing_fakes.FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first case is logged at once, then one line a minute with sum, instance, likely cause and link."""
+    items = RecomputedMediaLog()
+    items.record_attempt(build_attempt(0, 0))
+    assert not caplog.messages
+    items.record_attempt(build_attempt(0, 2))
+    (line,) = caplog.messages
+    assert "2, in 1 requests" in line and "by http://127.0.0.1:8001 (2). Possible" in line
+    assert "docs/router.md" in line and caplog.records[0].levelname == "WARNING"
+
+    for number, recomputed in ((1, 1), (2, 2), (3, 3), (4, 4), (5, 1)):
+        clock.tick(10_000_000)
+        items.record_attempt(build_attempt(number, recomputed))
+    assert len(caplog.messages) == 1
+    clock.tick(LOG_INTERVAL_US - 50_000_000)
+    items.record_attempt(build_attempt(1, 4))
+    assert len(caplog.messages) == 2
+    line = caplog.messages[-1]
+    assert "15, in 6 requests" in line and line.count("http://") == 4
+    assert "http://127.0.0.1:8002 (5), http://127.0.0.1:8005 (4)" in line and " and 1 more." in line
+
+
+def test_those_that_say_nothing_count_nothing() -> None:
+    """Servers that do not report the number, or no timings, count as no item and cause no error."""
+    items = RecomputedMediaLog()
+    silent, plain = build_attempt(0, 1), build_attempt(0, 1)
+    cut_off = build_attempt(0, 1)
+    silent.record_server_timing("")
+    plain.record_server_timing("ttft;dur=0.000")
+    cut_off.record_server_timing(cut_off.timing_header[:-2])
+    before = INSTANCES[0].recomputed_items
+    for each in (silent, plain, cut_off):
+        items.record_attempt(each)
+    assert INSTANCES[0].recomputed_items == before
+
+
+async def test_what_a_server_encoded_again_is_on_metrics(caplog: pytest.LogCaptureFixture) -> None:
+    """By leg and instance, 0 as long as all is well; encoders have no such count."""
+    plan = InstancePlan(
+        encoder_cache=EncoderCacheCounts(items=3, remote=1, local=0, recomputed=2, bytes=4096)
+    )
+    async with run_routed_instances([plan, None], [None]) as (router, e, one, two):
+        for _ in range(4):
+            assert (await router.post_chat("a", traceparent=TRACEPARENT))[0] == 200
+        await router.wait_for_records(8)
+        lines = router.app.metrics.render_text().decode().splitlines()
+        assert [line for line in lines if line.startswith(METRIC_NAME)] == [
+            f'{METRIC_NAME}{{instance="{one.url}",leg="prefill_decode"}} 4.0',
+            f'{METRIC_NAME}{{instance="{two.url}",leg="prefill_decode"}} 0.0',
+        ]
+        assert len(caplog.messages) == 1 and one.url in caplog.messages[0]
