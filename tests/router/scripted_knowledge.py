@@ -10,13 +10,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ttft_otel.router.routing.policies.block_index import SentHistory
-from ttft_otel.router.routing.policies.policy_state import PolicyOptions
+from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
+from ttft_otel.router.routing.policies.prefill_model import compute_work
 from ttft_otel.router.routing.prompts import Prompt
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import QueryClient
 
 BLOCK_TOKENS = 16
+
+
+def teach_speed(state: PolicyState, url: str, token_s: float = 1e-3) -> None:
+    """Let a policy have seen prefills there that took `token_s` seconds a token."""
+    for tokens in range(100, 2100, 100):
+        state.models.add_sample("tiny", url, compute_work(tokens, 0), tokens * token_s)
 
 
 class ScriptedReader:

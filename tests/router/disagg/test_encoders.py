@@ -15,7 +15,7 @@ from commands.router.test_router_options import INSTANCE_URL, read_options
 from router import fake_instances, fake_pair
 from router.control.test_admin import open_admin
 from router.fake_instances import TRACEPARENT, InstancePlan
-from router.scripted_knowledge import ScriptedReader, build_routing_factory
+from router.scripted_knowledge import ScriptedReader, build_routing_factory, teach_speed
 from ttft_otel.model import timing
 from ttft_otel.model.names import keys, metric_names
 from ttft_otel.model.stages import ENCODE
@@ -53,13 +53,6 @@ def build_image_chat(*items: int, tokens: int = 800, **more: Any) -> dict[str, A
         "max_tokens": 4,
         **more,
     }
-
-
-def teach_leg(router: fake_instances.RunningRouter, leg: str, url: str, seconds: float) -> None:
-    """So many seconds a token, on this instance."""
-    models = router.app.endpoint.routing.get_policy(leg).state.models
-    for tokens in range(100, 2100, 100):
-        models.add_sample("tiny", url, compute_work(tokens, 0), tokens * seconds)
 
 
 def list_sent_images(encoder: fake_instances.FakeInstance) -> list[str]:
@@ -229,8 +222,8 @@ async def test_too_late_is_refused_before_encoders_work() -> None:
     plan = InstancePlan({"encoder.compute": LONG_PROMPT_TOKENS})
     async with run_fleet(False, plan, routing=routing) as (router, e, _):
         (answering,) = router.fleet.get("prefill_decode")
-        teach_leg(router, ENCODE, e.url, 0.001)
-        teach_leg(router, "prefill_decode", answering.url, 0.0001)
+        teach_speed(router.app.endpoint.routing.get_policy(ENCODE).state, e.url)
+        teach_speed(router.app.endpoint.routing.prefill_policy.state, answering.url, 1e-4)
         # Late, but who is idle tries.
         first = asyncio.create_task(router.post_body(CHAT_PATH, build_image_chat(2000)))
         await fake_instances.wait_until(lambda: len(e.received) == 1)

@@ -9,15 +9,25 @@ import heapq
 import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router import fake_instances, scripted_knowledge
-from router.fake_instances import TRACEPARENT, InstancePlan, RunningRouter, wait_until
+from router.fake_instances import (
+    TRACEPARENT,
+    FakeInstance,
+    InstancePlan,
+    RunningRouter,
+    run_instance,
+    run_router,
+    wait_until,
+)
+from router.scripted_knowledge import teach_speed
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.model.record import Record
 from ttft_otel.router.errors import RouterError
@@ -29,7 +39,6 @@ from ttft_otel.router.routing.policies.policy_state import PolicyOptions, Policy
 from ttft_otel.router.routing.policies.prefill_model import (
     PrefillLine,
     PrefillModels,
-    compute_work,
 )
 from ttft_otel.router.timeline import Hold
 from ttft_otel.router.types import RoutingRequest, parse_instance_url
@@ -209,12 +218,25 @@ def test_a_hold_has_an_end() -> None:
 # What follows is through the router, on real sockets.
 
 
-def teach(router: RunningRouter, *urls: str) -> None:
-    """Prefills take a millisecond a token there."""
-    models = router.app.endpoint.routing.prefill_policy.state.models
-    for url in urls:
-        for tokens in range(100, 2100, 100):
-            models.add_sample("tiny", url, compute_work(tokens, 0), tokens / 1000)
+@contextlib.asynccontextmanager
+async def run_holding(
+    *urls: str, prefill_ms: int = 0, max_queue_s: float = 0.05, **options: Any
+) -> AsyncIterator[tuple[RunningRouter, FakeInstance | None]]:
+    """A router that holds before instances whose prefills take a millisecond a token, as it knows.
+
+    urls: of the instances, or `prefill_ms`: what each prefill takes at the only one, which is given, too.
+    """
+    options["routing"] = scripted_knowledge.build_routing_factory(max_queue_s=max_queue_s)
+    async with contextlib.AsyncExitStack() as stack:
+        one = None
+        if not urls:
+            plan = InstancePlan({"prefill.compute": prefill_ms})
+            one = await stack.enter_async_context(run_instance(plan))
+            urls = (one.url,)
+        router = await stack.enter_async_context(run_router(urls, **options))
+        for url in urls:
+            teach_speed(router.app.endpoint.routing.prefill_policy.state, url)
+        yield router, one
 
 
 def get_queue(router: RunningRouter) -> HoldQueue:
@@ -232,14 +254,14 @@ async def post(router: RunningRouter, tokens: int, **more: object) -> tuple[int,
     return status, data.decode()
 
 
-async def begin_hold(router: RunningRouter, *requests: dict[str, object]) -> list[asyncio.Task]:  # type: ignore[type-arg]
+async def begin_hold(router: RunningRouter, *requests: dict[str, object]) -> list[asyncio.Task]:
     """The first one is sent, the others are held, one after the other."""
     pending = router.app.endpoint.routing.prefill_policy.state.pending
     tasks = [asyncio.create_task(post(router, 20_000))]
     await wait_until(lambda: len(pending) == 1)
     for number, fields in enumerate(requests, 1):
-        tasks.append(asyncio.create_task(post(router, **fields)))  # type: ignore[arg-type]
-        await wait_until(lambda number=number: len(get_queue(router)) == number)  # type: ignore[misc]
+        tasks.append(asyncio.create_task(post(router, **fields)))
+        await wait_until(lambda number=number: len(get_queue(router)) == number)
     return tasks
 
 
@@ -248,19 +270,12 @@ def find_ttft(records: list[Record]) -> list[Record]:
     return sorted((each for each in records if each.ttft), key=lambda each: each.start_ns)
 
 
-def build_options(**options: object) -> dict[str, object]:
-    """Arguments of run_routed_instances() for a router that holds."""
-    return {"routing": scripted_knowledge.build_routing_factory(max_queue_s=0.05), **options}
-
-
 async def test_a_hold_is_router_queue_and_nothing_else() -> None:
     """The time for which a request was held, and no other, is in router.queue; the sum is exact."""
-    plan = InstancePlan({"prefill.compute": 600})
-    async with fake_instances.run_routed_instances([plan], **build_options()) as (router, one):
-        teach(router, one.url)
+    async with run_holding(prefill_ms=600) as (router, one):
         first = asyncio.create_task(post(router, 20_000))
         await wait_until(lambda: one.received)
-        plan.stages_ms = {"prefill.compute": 40}
+        one.plan.stages_ms = {"prefill.compute": 40}
         delays = fake_instances.LoopDelays()
         await asyncio.gather(first, post(router, 100))
         told = find_ttft(await router.wait_for_records(4))
@@ -268,7 +283,7 @@ async def test_a_hold_is_router_queue_and_nothing_else() -> None:
     held = told[1].ttft
     assert held is not None
     # From the second one's arrival until the first one's token, after which nothing is pending.
-    first_ends_ns = told[0].start_ns + told[0].ttft.end * 1000  # type: ignore[union-attr]
+    first_ends_ns = told[0].start_ns + told[0].ttft.end * 1000
     wanted_us = (first_ends_ns - told[1].start_ns) / 1000
     assert 300_000 < wanted_us < 700_000
     margin_us = 30_000 + delays.total_us
@@ -278,7 +293,7 @@ async def test_a_hold_is_router_queue_and_nothing_else() -> None:
     assert others < margin_us
     (piece,) = (each for each in held.pieces if each.name == "router.queue")
     assert piece.attributes == {keys.QUEUE_REASON: "max_queue"}
-    assert "router.queue" not in told[0].ttft.stages  # type: ignore[union-attr]
+    assert "router.queue" not in told[0].ttft.stages
     assert 'ttft_otel_router_holds_total{result="sent"} 1.0' in (
         router.app.metrics.render_text().decode()
     )
@@ -286,34 +301,23 @@ async def test_a_hold_is_router_queue_and_nothing_else() -> None:
 
 async def test_priorities_pass_unchanged_and_are_told() -> None:
     """The urgent one goes first, which the one before it tells; instances get the field as it is."""
-    async with fake_instances.run_routed_instances(
-        [InstancePlan({"prefill.compute": 300})], **build_options(trust_priority=True)
-    ) as (router, one):
-        teach(router, one.url)
-        tasks = await begin_hold(
-            router, {"tokens": 100, "priority": 3}, {"tokens": 100, "priority": -1}
-        )
+    async with run_holding(prefill_ms=300, trust_priority=True) as (router, one):
+        late, urgent = ({"tokens": 100, "priority": number} for number in (3, -1))
+        tasks = await begin_hold(router, late, urgent)
         assert [(await each)[0] for each in tasks] == [200] * 3
         told = find_ttft(await router.wait_for_records(6))
     priorities = [json.loads(each.body).get("priority") for each in one.received]
     assert priorities == [None, -1, 3]
     reasons = [
-        [
-            each.attributes[keys.QUEUE_REASON]
-            for each in record.ttft.pieces
-            if each.name == "router.queue"
-        ]  # type: ignore[union-attr]
-        for record in told
+        [each.attributes[keys.QUEUE_REASON] for each in pieces if each.name == "router.queue"]
+        for pieces in (record.ttft.pieces for record in told)
     ]
     assert reasons == [[], ["priority"], ["max_queue"]]
 
 
 async def test_a_client_that_leaves_leaves_nothing() -> None:
     """A request whose client leaves while it is held is gone, and no instance gets it."""
-    async with fake_instances.run_routed_instances(
-        [InstancePlan({"prefill.compute": 400})], **build_options()
-    ) as (router, one):
-        teach(router, one.url)
+    async with run_holding(prefill_ms=400) as (router, one):
         first, second = await begin_hold(router, {"tokens": 100})
         second.cancel()
         await wait_until(lambda: not len(get_queue(router)))
@@ -322,16 +326,12 @@ async def test_a_client_that_leaves_leaves_nothing() -> None:
         endpoint = router.app.endpoint
         assert len(one.received) == 1 and not len(endpoint.routing.prefill_policy.state.pending)
         assert get_queue(router).counts == {"left": 1} and not endpoint.body_budget.counted_bytes
-    assert [each.ttft.died for each in told] == ["", "router.queue"]  # type: ignore[union-attr]
+    assert [each.ttft.died for each in told] == ["", "router.queue"]
 
 
 async def test_a_limit_that_cannot_be_kept_ends_the_hold() -> None:
     """A held request gets a 429 when its own limit cannot be kept, one that is late already at once."""
-    async with fake_instances.run_routed_instances(
-        [InstancePlan({"prefill.compute": 700})],
-        routing=scripted_knowledge.build_routing_factory(max_queue_s=0.01),
-    ) as (router, one):
-        teach(router, one.url)
+    async with run_holding(prefill_ms=700, max_queue_s=0.01) as (router, one):
         # Predicted are 0.5 s, of which a tenth is left however long it takes: more than may wait there.
         tasks = [asyncio.create_task(post(router, 500))]
         await wait_until(lambda: one.received)
@@ -348,14 +348,11 @@ async def test_a_limit_that_cannot_be_kept_ends_the_hold() -> None:
 
 async def test_a_dead_instance_lets_go() -> None:
     """When the instance whose queue was long dies, what was held goes to the one that is left."""
-    async with fake_instances.run_routed_instances(
-        [InstancePlan({"prefill.compute": 20_000})], **build_options()
-    ) as (router, one):
-        teach(router, one.url)
+    async with run_holding(prefill_ms=20_000) as (router, _):
         first, second = await begin_hold(router, {"tokens": 100})
-        async with fake_instances.run_instance(InstancePlan()) as other:
+        async with run_instance(InstancePlan()) as other:
             # It comes instead: what is sent to the first one is still pending there.
-            leg = one_leg(router)
+            leg = router.app.endpoint.answering_leg
             router.fleet.replace_instances({leg: [parse_instance_url(other.url, leg)]})
             assert (await asyncio.wait_for(second, 10))[0] == 200
             assert len(other.received) == 1
@@ -383,16 +380,12 @@ async def test_a_crash_leaves_nobody_held(others: int) -> None:
     )
     assert child.stdout is not None
     try:
-        url = (await child.stdout.readline()).decode().strip()
-        plans = [InstancePlan({"prefill.compute": 100})] * others
+        urls = [(await child.stdout.readline()).decode().strip()]
         async with contextlib.AsyncExitStack() as stack:
-            rest = [
-                await stack.enter_async_context(fake_instances.run_instance(each)) for each in plans
-            ]
-            router = await stack.enter_async_context(
-                fake_instances.run_router([url, *(each.url for each in rest)], **build_options())
-            )
-            teach(router, url, *(each.url for each in rest))
+            if others:
+                other = run_instance(InstancePlan({"prefill.compute": 100}))
+                urls.append((await stack.enter_async_context(other)).url)
+            router, _ = await stack.enter_async_context(run_holding(*urls))
             pending = router.app.endpoint.routing.prefill_policy.state.pending
             # One for each instance, so that the next ones are held.
             first = [asyncio.create_task(post(router, 20_000)) for _ in range(1 + others)]
@@ -418,8 +411,3 @@ async def test_a_crash_leaves_nobody_held(others: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             child.kill()
         await child.wait()
-
-
-def one_leg(router: RunningRouter) -> str:
-    """The leg that answers."""
-    return router.app.endpoint.answering_leg

@@ -13,11 +13,11 @@ from attack import faulty_instance
 
 from router import fake_instances
 from router.fake_instances import InstancePlan, run_instance, run_routed_instances, wait_until
+from router.scripted_knowledge import teach_speed
 from ttft_otel.model.names import keys
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy import admission
 from ttft_otel.router.routing.policies.policy_registry import SECONDS_PER_REQUEST
-from ttft_otel.router.routing.policies.prefill_model import compute_work
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import OVERDUE_AFTER_S, Instance, RoutingRequest, parse_instance_url
@@ -418,10 +418,8 @@ def test_an_instance_that_owes_answers_for_long_is_avoided(policy: str) -> None:
     pool = InstancePool({"mono": [hangs, busy]})
     routing = RoutingService(pool, policy)
     if policy == "ttft":
-        models = routing.prefill_policy.state.models
-        for tokens in range(100, 2100, 100):
-            for url in (hangs.url, busy.url):
-                models.add_sample("tiny", url, compute_work(tokens, 0), tokens / 1000)
+        for each in (hangs, busy):
+            teach_speed(routing.prefill_policy.state, each.url)
     sent_us, numbers = clock.now_us(), itertools.count()
 
     def send(instance_number: int, at_us: int) -> Attempt:
