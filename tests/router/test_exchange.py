@@ -17,7 +17,6 @@ from ttft_otel.router.timeline import Attempt, RequestTimeline
 from ttft_otel.router.types import (
     OVERDUE_AFTER_S,
     CircuitBreaker,
-    OwedAnswers,
     parse_instance_url,
 )
 from ttft_otel.tracing import context
@@ -184,14 +183,14 @@ def test_the_end_of_an_old_trial_releases_no_new_one() -> None:
 def test_only_a_long_silence_is_overdue(waited_s: float) -> None:
     """A long prompt is none; an instance that begins other answers is none; nor one that owes nothing."""
     now_us = int(1e6 + waited_s * 1e6)
-    owed = OwedAnswers()
+    owed = parse_instance_url("http://h:1", "mono")
     assert owed.measure_overdue_s(now_us) == 0
     owed.record_sent(1_000_000)
     owed.record_sent(1_500_000)
     assert owed.measure_overdue_s(now_us) == max(waited_s - OVERDUE_AFTER_S, 0)
     owed.record_begun(now_us)
     assert owed.measure_overdue_s(now_us + 1) == 0
-    owed.record_unanswered()
+    owed.record_ended(was_begun=False)
     assert owed.measure_overdue_s(now_us + 10**9) == 0
 
 
@@ -205,7 +204,7 @@ def list_writes(path: Path) -> Iterator[tuple[str, str]]:
 
 def test_nobody_else_writes() -> None:
     """Fields of exchanges, timelines and attempts are written in their own files, a breaker's by itself."""
-    owned = ("exchange", "timeline", "attempt", "attempts[-1]", "lookup", "prompt_lookup")
+    owned = ("exchange", "timeline", "attempt", "attempts[-1]")
     of_breaker = {name for name in CircuitBreaker.__slots__ if not name.startswith("_")}
     writes = [
         (path.name, owner, name)

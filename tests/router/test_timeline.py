@@ -11,7 +11,6 @@ from ttft_otel.router.disagg.encoders import select_critical_attempts
 from ttft_otel.router.timeline import (
     Attempt,
     Hold,
-    PromptLookup,
     RequestTimeline,
     find_failed_stage,
     partition_timeline,
@@ -150,10 +149,9 @@ def draw_timeline(rng: random.Random) -> RequestTimeline:
 
     made.parsed_us = draw_time()
     if rng.random() < 0.5:
-        made.prompt_lookup = PromptLookup(draw_time())
-        made.prompt_lookup.tokenized_us, made.prompt_lookup.looked_up_us = rng.choice(
-            ((0, 0), (draw_time(), 0), (draw_time(), draw_time()))
-        )
+        made.lookup_began_us = draw_time()
+        steps = ((0, 0), (draw_time(), 0), (draw_time(), draw_time()))
+        made.tokenized_us, made.looked_up_us = rng.choice(steps)
     for leg in rng.choice((("mono",), ("encode", "prefill_decode"), ())):
         chain = []
         for _ in range(rng.choice((1, 1, 1, 3))):

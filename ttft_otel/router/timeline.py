@@ -145,23 +145,6 @@ class Attempt(msgspec.Struct, eq=False):
         self.resumed_us = clock.now_us()
 
 
-class PromptLookup(msgspec.Struct):
-    """Times of tokenizing a prompt and looking up its prefix, before any leg; 0 if not reached yet."""
-
-    began_us: int
-    tokenized_us: int = 0
-    looked_up_us: int = 0
-
-    def record_tokenized(self) -> None:
-        """Record that the prompt was tokenized, or could not be."""
-        self.tokenized_us = clock.now_us()
-
-    def record_looked_up(self) -> None:
-        """Record the end of the lookup; without `record_tokenized`, all of it was tokenizing."""
-        self.looked_up_us = clock.now_us()
-        self.tokenized_us = self.tokenized_us or self.looked_up_us
-
-
 class Hold(msgspec.Struct):
     """When a request waited at the router for a shorter queue; released_us: 0 if it never went on."""
 
@@ -175,19 +158,30 @@ class RequestTimeline(msgspec.Struct):
 
     critical_path: the attempts of each leg on it, in order. ended_us: when the first chunk was sent to the
     client or the request failed; 0 for a response that is not streamed, whose first token was earlier.
+    lookup_began_us, tokenized_us, looked_up_us: of a prompt and its prefix, before any leg.
     """
 
     arrived_us: int
     parsed_us: int = 0
     critical_path: list[list[Attempt]] = []
     ended_us: int = 0
-    prompt_lookup: PromptLookup | None = None
+    lookup_began_us: int = 0
+    tokenized_us: int = 0
+    looked_up_us: int = 0
     hold: Hold | None = None  # with --max-queue-ms
 
-    def begin_prompt_lookup(self) -> PromptLookup:
-        """Start tokenizing and looking up the prompt."""
-        self.prompt_lookup = PromptLookup(clock.now_us())
-        return self.prompt_lookup
+    def record_lookup_began(self) -> None:
+        """Record that tokenizing and looking up the prompt begin."""
+        self.lookup_began_us = clock.now_us()
+
+    def record_tokenized(self) -> None:
+        """Record that the prompt was tokenized, or could not be."""
+        self.tokenized_us = clock.now_us()
+
+    def record_looked_up(self) -> None:
+        """Record the end of the lookup; without `record_tokenized`, all of it was tokenizing."""
+        self.looked_up_us = clock.now_us()
+        self.tokenized_us = self.tokenized_us or self.looked_up_us
 
     def record_hold(self, hold: Hold) -> None:
         """Record that it waits for an instance with a shorter queue."""
@@ -217,13 +211,12 @@ def _place_stages(timeline: RequestTimeline) -> PartitionCursor:
     # A request that failed while its body was read was received for all of its time.
     cursor.close_stage("router.receive", timeline.parsed_us or timeline.ended_us)
     attempts = [attempt for chain in timeline.critical_path for attempt in chain]
-    lookup = timeline.prompt_lookup
-    if lookup is not None:
-        cursor.close_stage("router.route", lookup.began_us)
-        cursor.close_stage("router.tokenize", lookup.tokenized_us or timeline.ended_us)
+    if timeline.lookup_began_us:
+        cursor.close_stage("router.route", timeline.lookup_began_us)
+        cursor.close_stage("router.tokenize", timeline.tokenized_us or timeline.ended_us)
         # Nothing was looked up before the tokens were known: there is no such stage then.
-        if lookup.tokenized_us:
-            cursor.close_stage("router.lookup", lookup.looked_up_us or timeline.ended_us)
+        if timeline.tokenized_us:
+            cursor.close_stage("router.lookup", timeline.looked_up_us or timeline.ended_us)
     hold = timeline.hold
     for attempt in attempts:
         # Encoders come before it.
@@ -250,9 +243,8 @@ def find_failed_stage(timeline: RequestTimeline) -> str:
     """The stage in which the request failed; inside a leg it is the hop, as no more is known."""
     if not timeline.parsed_us:
         return "router.receive"
-    lookup = timeline.prompt_lookup
-    if lookup is not None and not lookup.looked_up_us:
-        return "router.lookup" if lookup.tokenized_us else "router.tokenize"
+    if timeline.lookup_began_us and not timeline.looked_up_us:
+        return "router.lookup" if timeline.tokenized_us else "router.tokenize"
     if timeline.hold is not None and not timeline.hold.released_us:
         return HOLD
     attempts = [attempt for chain in timeline.critical_path for attempt in chain]

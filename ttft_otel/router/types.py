@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Instances, what is asked of routing and what it answers; and the words the rooms share.
 
-The circuit breaker of one instance, and the answers that it owes, stand here, too: Instance holds both.
+The circuit breaker of one instance stands here, too.
 upstream/instance_pool.py calls its transitions and runs its timers; nothing here waits or logs.
 The protocols let upstream/ call routing/ without importing it.
 """
@@ -117,36 +117,6 @@ class CircuitBreaker:
         return not was_closed
 
 
-class OwedAnswers:
-    """The requests that an instance has not begun to answer, and from when on it is late with them."""
-
-    __slots__ = ("_count", "overdue_from_us")
-
-    def __init__(self) -> None:
-        self._count, self.overdue_from_us = 0, _NEVER_US
-
-    def record_sent(self, now_us: int) -> None:
-        """A request goes to the instance."""
-        if not self._count:
-            self.overdue_from_us = now_us + _OVERDUE_AFTER_US
-        self._count += 1
-
-    def record_begun(self, now_us: int) -> None:
-        """The first byte of an answer is here, of a call that needs all of it the last."""
-        self._count = max(self._count - 1, 0)
-        self.overdue_from_us = now_us + _OVERDUE_AFTER_US if self._count else _NEVER_US
-
-    def record_unanswered(self) -> None:
-        """A request is over without an answer: it failed, or its client left."""
-        self._count = max(self._count - 1, 0)
-        if not self._count:
-            self.overdue_from_us = _NEVER_US
-
-    def measure_overdue_s(self, now_us: int) -> float:
-        """Seconds beyond OVERDUE_AFTER_S for which it owes answers and has begun none; 0 for none."""
-        return max((now_us - self.overdue_from_us) / 1e6, 0.0)
-
-
 # How the first token of a request with two legs reaches the client; docs/router.md.
 MODE_OFF: Final = "off"
 MODE_STRIP: Final = "strip"
@@ -165,17 +135,6 @@ HeaderList = list[tuple[bytes, bytes]]
 InstanceState = Literal["healthy", "failed", "draining"]
 
 
-@dataclass(slots=True)
-class LoadElsewhere:
-    """What other workers and replicas have sent to an instance; workers/process_loads.py keeps it."""
-
-    in_flight: int = 0  # of all of them
-    # Results of ended attempts, by worker.
-    results_by_owner: dict[Hashable, Mapping[str, int]] = field(default_factory=dict)
-    # Processes of other replicas whose circuit breaker is open (shared_state/store_link.py).
-    breaker_openers: set[str] = field(default_factory=set)
-
-
 # eq=False: dicts and sets hold it by identity, and its fields change.
 @dataclass(slots=True, eq=False)
 class Instance:
@@ -191,9 +150,16 @@ class Instance:
     # Healthy until a probe says otherwise: the router serves from its first moment.
     state: InstanceState = "healthy"
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
-    owed_answers: OwedAnswers = field(default_factory=OwedAnswers)
     in_flight: int = 0
-    elsewhere: LoadElsewhere | None = None  # of other workers and replicas, None without them
+    # Of these, those that it has not begun to answer, and from when on it is late with them.
+    owed_answers: int = 0
+    overdue_from_us: int = _NEVER_US
+    # Of other workers and replicas: workers/process_loads.py keeps what they have sent to it.
+    in_flight_elsewhere: int = 0  # of all of them
+    # Results of ended attempts, by worker.
+    results_elsewhere: dict[Hashable, Mapping[str, int]] = field(default_factory=dict)
+    # Processes of other replicas whose circuit breaker is open (shared_state/store_link.py).
+    breaker_openers: set[str] = field(default_factory=set)
     missed_probes: int = 0  # of health probes, in a row
     was_probed: bool = False
     models: frozenset[str] | None = None
@@ -220,21 +186,34 @@ class Instance:
         self.max_model_len = min(known, default=0)
         return has_changed
 
-    def make_elsewhere(self) -> LoadElsewhere:
-        """What others have sent to it, to be changed."""
-        if self.elsewhere is None:
-            self.elsewhere = LoadElsewhere()
-        return self.elsewhere
-
     @property
     def all_in_flight(self) -> int:
         """Requests in flight there, of this process, other workers and other replicas."""
-        return self.in_flight + (0 if self.elsewhere is None else self.elsewhere.in_flight)
+        return self.in_flight + self.in_flight_elsewhere
 
-    @property
-    def is_suspect(self) -> bool:
-        """Whether another replica's circuit breaker for it is open."""
-        return self.elsewhere is not None and bool(self.elsewhere.breaker_openers)
+    def record_sent(self, now_us: int) -> None:
+        """A request goes to it."""
+        self.in_flight += 1
+        if not self.owed_answers:
+            self.overdue_from_us = now_us + _OVERDUE_AFTER_US
+        self.owed_answers += 1
+
+    def record_begun(self, now_us: int) -> None:
+        """The first byte of an answer is here, of a call that needs all of it the last."""
+        self.owed_answers = max(self.owed_answers - 1, 0)
+        self.overdue_from_us = now_us + _OVERDUE_AFTER_US if self.owed_answers else _NEVER_US
+
+    def record_ended(self, was_begun: bool) -> None:
+        """A request is over; not `was_begun`: without an answer, as it failed, or its client left."""
+        self.in_flight -= 1
+        if not was_begun:
+            self.owed_answers = max(self.owed_answers - 1, 0)
+            if not self.owed_answers:
+                self.overdue_from_us = _NEVER_US
+
+    def measure_overdue_s(self, now_us: int) -> float:
+        """Seconds beyond OVERDUE_AFTER_S for which it owes answers and has begun none; 0 for none."""
+        return max((now_us - self.overdue_from_us) / 1e6, 0.0)
 
 
 # A Struct, as what comes for each request: made in C, in a twentieth of a frozen dataclass's time.

@@ -17,9 +17,14 @@ from router import fake_instances, fake_pair, media_bodies
 from router.fake_instances import TRACEPARENT, InstancePlan, run_routed_instances
 from ttft_otel.model.names import header_names, metric_names
 from ttft_otel.model.timing import EncoderCacheCounts, format_server_timing
-from ttft_otel.router.disagg import ec_params
-from ttft_otel.router.disagg.ec_params import TransferParams, splice_params
-from ttft_otel.router.disagg.encoders import LOG_INTERVAL_US, RecomputedMediaLog
+from ttft_otel.router.disagg.encoders import (
+    LOG_INTERVAL_US,
+    MAX_ENTRIES,
+    MAX_NESTING_DEPTH,
+    RecomputedMediaLog,
+    TransferParams,
+    splice_params,
+)
 from ttft_otel.router.disagg.request_body import parse_body
 from ttft_otel.router.disagg.request_media import CONVERSATION_FIELDS
 from ttft_otel.router.errors import InvalidAnswer, UpstreamUnavailable
@@ -198,7 +203,7 @@ HOSTILE_ANSWERS = {
     "params a list": (b'{"ec_transfer_params": []}', "is not a JSON object"),
     "params a text": (b'{"ec_transfer_params": "x"}', "is not a JSON object"),
     "an entry a text": (b'{"ec_transfer_params": {"a": "x"}}', "an entry .* is not a JSON object"),
-    "deep": (build_nested_answer(ec_params.MAX_NESTING_DEPTH + 1), "nested too deeply"),
+    "deep": (build_nested_answer(MAX_NESTING_DEPTH + 1), "nested too deeply"),
     "deeper": (build_nested_answer(100_000), "nested too deeply"),
     "deep elsewhere": (b'{"x": ' + b"[" * 100_000, "nested too deeply"),
     "many": (
@@ -340,7 +345,7 @@ def test_the_fuller_announcement_stays() -> None:
 def test_the_bounds_are_of_all_answers_together() -> None:
     """Size limits hold for all answers of a request together; depth at the limit is accepted."""
     collected = TransferParams()
-    collected.add_answer(build_nested_answer(ec_params.MAX_NESTING_DEPTH))
+    collected.add_answer(build_nested_answer(MAX_NESTING_DEPTH))
     entry = json.dumps({"x": "x" * 900_000})
     for number in range(4):
         collected.add_answer(f'{{"{EC_PARAMS_FIELD}": {{"{number}": {entry}}}}}'.encode())
@@ -350,7 +355,7 @@ def test_the_bounds_are_of_all_answers_together() -> None:
 
 async def test_a_request_with_too_many_items_is_no_encoders_fault() -> None:
     """It gets a 502 that says so; its encoder is not asked again and counts as well."""
-    entries = {str(number): {} for number in range(ec_params.MAX_ENTRIES)}
+    entries = {str(number): {} for number in range(MAX_ENTRIES)}
 
     full_plan = plan_encoder(lambda _: json.dumps({EC_PARAMS_FIELD: entries}).encode())
     encoders = [full_plan, plan_encoder()]

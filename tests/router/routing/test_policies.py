@@ -43,7 +43,6 @@ from ttft_otel.router.routing.policies.prefill_model import (
 from ttft_otel.router.types import (
     Decision,
     Instance,
-    LoadElsewhere,
     RoutingRequest,
     parse_instance_url,
 )
@@ -354,7 +353,7 @@ def test_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     add_prompts(known, (A, 50))
     # One of the ten is this prompt, whose own steps are waited for in place of half a step.
     assert predict_ttft(A) == pytest.approx(0.05 + 0.1 + 2 * 9 * 0.002)
-    monkeypatch.setattr(A, "elsewhere", LoadElsewhere(in_flight=5))  # sent by another worker
+    monkeypatch.setattr(A, "in_flight_elsewhere", 5)  # sent by another worker
     assert predict_ttft(A) == pytest.approx(0.05 + 0.1 + 2 * 14 * 0.002)
 
 

@@ -115,10 +115,10 @@ def test_instances_that_are_unknown_or_on_another_leg() -> None:
     other.link.apply_value("third", msgspec.msgpack.encode(((row,), ())))
 
     first = other.pool.get(LEG)[0]
-    assert first.all_in_flight == 7 and first.is_suspect
+    assert first.all_in_flight == 7 and first.breaker_openers
     assert set(other.routing._policies) == {LEG}, "a leg of others is none of this router's"
     other.link.forget("third")
-    assert not (first.all_in_flight or first.is_suspect)
+    assert not (first.all_in_flight or first.breaker_openers)
 
 
 def test_a_snapshot_has_no_content() -> None:
@@ -260,15 +260,15 @@ async def test_an_open_breaker_is_known(store: StoreServer) -> None:
         assert theirs.breaker.state == "closed"
         for _ in range(4):
             one.pool.record_failure(theirs, "test")
-        await wait_until(lambda: ours.is_suspect)
+        await wait_until(lambda: ours.breaker_openers)
         assert ours.breaker.state == "closed"
         other.pool.record_failure(ours, "test")
         assert ours.breaker.state == "open"
-        await wait_until(lambda: theirs.is_suspect)
+        await wait_until(lambda: theirs.breaker_openers)
         for each, instance in ((one, theirs), (other, ours)):
             instance.breaker.close()
             each.link._note_change()
-        await wait_until(lambda: not (ours.is_suspect or theirs.is_suspect))
+        await wait_until(lambda: not (ours.breaker_openers or theirs.breaker_openers))
 
 
 @pytest.mark.parametrize(

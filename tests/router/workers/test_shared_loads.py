@@ -160,8 +160,7 @@ def test_results_are_told_with_totals() -> None:
 
     assert other.remote.agrees_with(0, one.own.build_totals())
 
-    elsewhere = other.pool.get(LEG)[0].elsewhere
-    assert elsewhere is not None and elsewhere.results_by_owner == {0: {"2xx": 1}}
+    assert other.pool.get(LEG)[0].results_elsewhere == {0: {"2xx": 1}}
 
 
 def test_all_anew_is_bounded() -> None:

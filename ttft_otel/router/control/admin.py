@@ -215,10 +215,9 @@ def apply_order(pool: InstancePool, action: str, named_instance: Instance) -> In
 
 
 def _describe_instance(instance: Instance) -> dict[str, Any]:
-    results = instance.attempt_results
-    if instance.elsewhere is not None:
-        # Each worker counts what it sent itself; `instance` has this one's results.
-        results = sum(map(Counter, instance.elsewhere.results_by_owner.values()), results)
+    # Each worker counts what it sent itself; `instance` has this one's results.
+    elsewhere = map(Counter, instance.results_elsewhere.values())
+    results = sum(elsewhere, instance.attempt_results)
     return {
         "leg": instance.leg,
         "url": instance.url,

@@ -19,8 +19,6 @@ from ttft_otel.model.endpoints import OPERATION_BY_PATH
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.router import types
 from ttft_otel.router.disagg import encoders, request_body, request_media, request_plan
-from ttft_otel.router.disagg.ec_params import TransferParams
-from ttft_otel.router.disagg.encoders import add_ec_params, select_critical_attempts
 from ttft_otel.router.disagg.request_body import BodyParser
 from ttft_otel.router.errors import RequestRejected, RouterError
 from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
@@ -252,8 +250,8 @@ class ProxyEndpoint:
             encoder_requests = encoders.build_encoder_requests(parsed_body, request)
             # Before the encoders, whose work would be lost with a request that is refused then.
             self.routing.check_slo(request, encoder_requests)
-            transfer_params = await self._encode_media(encoder_requests, exchange)
-            request = add_ec_params(request, leg_plan, transfer_params.to_json())
+            params = await encoders.encode_items(self.upstream, encoder_requests, exchange)
+            request = encoders.add_ec_params(request, leg_plan, params)
         # After the encoders, which need not wait for it; embeddings have no prompt that is known.
         if self.hold_queue is not None and request.prompt_tokens:
             priority = parsed_body.priority
@@ -286,19 +284,6 @@ class ProxyEndpoint:
     def _has_media_legs(self, path: str) -> bool:
         encodes = request_media.may_be_encoded_apart(path, self.answering_leg)
         return encodes and self.upstream.pool.has_encoders
-
-    async def _encode_media(
-        self, requests: list[types.RoutingRequest], exchange: Exchange
-    ) -> TransferParams:
-        """Call encoders for all items concurrently; the slowest call is on the critical path."""
-        attempt_chains = exchange.add_parallel_attempts(len(requests))
-        try:
-            return await encoders.encode_items(
-                self.upstream, requests, exchange.trace_context, attempt_chains
-            )
-        finally:
-            # Also of a request that failed: its time ended in the call that failed.
-            exchange.timeline.critical_path.append(select_critical_attempts(attempt_chains))
 
     def _end_exchange(self, exchange: Exchange) -> None:
         for attempt in (attempt for chain in exchange.attempt_chains for attempt in chain):

@@ -21,7 +21,7 @@ from ttft_otel.model.names import header_names
 from ttft_otel.model.stages import DECODE, PREFILL
 from ttft_otel.router import types
 from ttft_otel.router.disagg import stream_splice
-from ttft_otel.router.disagg.ec_params import splice_params
+from ttft_otel.router.disagg.encoders import splice_params
 from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.disagg.stream_splice import PrefillAnswer, StreamSplicer
 from ttft_otel.router.errors import UpstreamRefused, UpstreamUnavailable

@@ -26,7 +26,7 @@ from ttft_otel.router.routing.policies.policy_state import (
     RoutingPolicy,
 )
 from ttft_otel.router.routing.policies.prefill_model import describe_fit
-from ttft_otel.router.timeline import PromptLookup, RequestTimeline
+from ttft_otel.router.timeline import RequestTimeline
 from ttft_otel.router.types import (
     DEFAULT_POLICY,
     OTHER_LEGS_POLICY,
@@ -198,28 +198,28 @@ class RoutingService:
         )
         if self.prompt_reader is None or not is_needed:
             return request
-        lookup = timeline.begin_prompt_lookup()
+        timeline.record_lookup_began()
         # An error of ours while reading a prompt must not cost the request.
         with Guard("router.look"):
-            request = await self._tokenize_prompt(request, path, lookup, self.prompt_reader)
+            request = await self._tokenize_prompt(request, path, timeline, self.prompt_reader)
         if not request.prompt_tokens:
             estimated_tokens = min(len(request.body) // BYTES_PER_TOKEN, MAX_ESTIMATED_TOKENS)
             request = replace(request, prompt_tokens=estimated_tokens, tokens_estimated=True)
-        lookup.record_looked_up()
+        timeline.record_looked_up()
         return request
 
     async def _tokenize_prompt(
         self,
         request: RoutingRequest,
         path: str,
-        lookup: PromptLookup,
+        timeline: RequestTimeline,
         prompt_reader: LocalPromptReader,
     ) -> RoutingRequest:
         index = self.prefill_policy.state.index
         prompt = await prompt_reader.read_prompt(
             path, request.model, request.body, index.block_size
         )
-        lookup.record_tokenized()
+        timeline.record_tokenized()
         if prompt is None or not prompt.tokens:
             return request
         urls = [each.url for each in self.pool.get(self.prefilling_leg)]

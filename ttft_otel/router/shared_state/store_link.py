@@ -328,9 +328,9 @@ class StoreLink:
         self._loads.replace_pending(name, pending, now_us)
         for instance, (_, _, _, is_breaker_open) in zip(found, instances, strict=True):
             if instance is not None and is_breaker_open:
-                instance.make_elsewhere().breaker_openers.add(name)
-            elif instance is not None and instance.elsewhere is not None:
-                instance.elsewhere.breaker_openers.discard(name)
+                instance.breaker_openers.add(name)
+            elif instance is not None:
+                instance.breaker_openers.discard(name)
         self._values[name] = value
 
     def _find_instances(self, rows: Sequence[InstanceRow]) -> list[Instance | None]:
@@ -357,8 +357,7 @@ class StoreLink:
         self._values.pop(name, None)
         self._loads.forget_process(name, clock.now_us())
         for each in self._pool:
-            if each.elsewhere is not None:
-                each.elsewhere.breaker_openers.discard(name)
+            each.breaker_openers.discard(name)
 
     def _note_state(self, is_up: bool, problem: str = "") -> None:
         if is_up != self._is_up:

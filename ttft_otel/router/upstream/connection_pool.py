@@ -71,7 +71,9 @@ class ConnectionPool:
         self._tls = tls
         self._max_header_bytes = max_header_bytes
         self._origins: dict[str, InstanceOrigin] = {}
-        self._idle_since: DeadlineQueue[InstanceConnection] = DeadlineQueue(KEEPALIVE_S)
+        self._idle_since: DeadlineQueue[InstanceConnection] = DeadlineQueue(
+            KEEPALIVE_S, methodcaller("close")
+        )
         self._open: DeadlineQueue[InstanceConnection] = DeadlineQueue(
             idle_timeout_s or ANY_TIME_S, methodcaller("check_progress")
         )

@@ -347,10 +347,6 @@ class InstanceConnection(asyncio.Protocol):
             self.transport.close()
         self._lease.close()
 
-    def time_out(self) -> None:
-        """It was not used for too long."""
-        self.close()
-
     def check_progress(self) -> None:
         """Fail an answer of which nothing came since the last call, though it has begun and its client reads.
 

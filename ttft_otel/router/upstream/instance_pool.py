@@ -155,8 +155,7 @@ class InstancePool:
 
     def record_sent(self, attempt: Attempt) -> None:
         instance = attempt.instance
-        instance.in_flight += 1
-        instance.owed_answers.record_sent(attempt.sent_us)
+        instance.record_sent(attempt.sent_us)
         if self._deadlines is not None:
             self._deadlines.watch(attempt)
         trial_number = 0
@@ -175,7 +174,7 @@ class InstancePool:
 
         Headers are none: a server whose engine hangs sends those of a stream.
         """
-        attempt.instance.owed_answers.record_begun(attempt.first_byte_us)
+        attempt.instance.record_begun(attempt.first_byte_us)
         if attempt.status < 500 and attempt.instance.breaker.close():
             log.info(
                 "ttft-otel: circuit breaker closed for %s: it responds and gets its full share again",
@@ -186,7 +185,7 @@ class InstancePool:
     def record_failure(self, instance: Instance, reason: str, is_unreachable: bool = False) -> None:
         """Count a failure of `instance`, which may open its breaker; `is_unreachable` marks it failed too."""
         # Another replica has seen the other failures: one here is proof enough that it is the instance.
-        max_failures = 1 if instance.is_suspect else self.max_failures
+        max_failures = 1 if instance.breaker_openers else self.max_failures
         has_to_open = instance.breaker.record_failure(max_failures)
         if is_unreachable and instance.state == "healthy":
             self.mark_failed(instance, reason)
@@ -209,11 +208,9 @@ class InstancePool:
         if trial_number is None:
             return
         instance = attempt.instance
-        instance.in_flight -= 1
+        instance.record_ended(bool(attempt.first_byte_us))
         if self._deadlines is not None:
             self._deadlines.forget(attempt)
-        if not attempt.first_byte_us:
-            instance.owed_answers.record_unanswered()
         if attempt.load_entry is not None:
             attempt.load_entry.record_end()
         if self.on_ended is not None:

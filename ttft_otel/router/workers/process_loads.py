@@ -172,7 +172,7 @@ class RemoteLoads:
         if news.number != before:
             instance = self._find_instance(*place)
             if instance is not None:
-                instance.make_elsewhere().in_flight += news.number - before
+                instance.in_flight_elsewhere += news.number - before
 
     def replace_in_flight(self, owner: Hashable, numbers: Mapping[Place, int]) -> None:
         """The same for all instances: `owner` has nothing under way at those that are not in `numbers`."""
@@ -231,7 +231,7 @@ class RemoteLoads:
         for leg, url, _, results in totals.instances:
             instance = self._find_instance(leg, url) if results else None
             if instance is not None:
-                instance.make_elsewhere().results_by_owner[owner] = results
+                instance.results_elsewhere[owner] = results
         return len(self._attempts.get(owner, ())) == totals.pending
 
     def sync_instances(self) -> None:
@@ -240,11 +240,11 @@ class RemoteLoads:
         found = [(self._find_instance(*place), number) for place, number in numbers]
         for instance, _ in found:
             if instance is not None:
-                instance.make_elsewhere().in_flight = 0
+                instance.in_flight_elsewhere = 0
         # Set anew: those that were here before have counted it already.
         for instance, number in found:
             if instance is not None:
-                instance.make_elsewhere().in_flight += number
+                instance.in_flight_elsewhere += number
 
     def _remove_pending(self, sent: Sent, now_us: int) -> None:
         self._find_state(sent.leg).pending.remove_pending((sent.leg, sent.span_id), now_us)

@@ -182,7 +182,7 @@ def _score_instances(
     The prefill takes `prefill` seconds after `wait` seconds of queue. A request that arrives during the wait
     is delayed by all of `prefill`, one that arrives during the prefill by half of it on average; `delay_cost`
     is the number of such requests per second. The running prefill is partly done; one that is overdue, as
-    OwedAnswers has it, is expected to take as long again. The steps that compute prompts continue the answers
+    Instance has it, is expected to take as long again. The steps that compute prompts continue the answers
     under way, which costs each prompt as much; where no prompt is, half a step of theirs is to be waited for.
     """
     # All in one loop, PrefillLine.predict_seconds, count_pairs and count_decodes() written out: calls would
@@ -195,9 +195,7 @@ def _score_instances(
     scores, waits, prefills, factor, now_s = [], [], [], 1.0, now_us / US_PER_SECOND
     for instance, load, cached in zip(instances, loads, cached_tokens, strict=True):
         prompts = len(load.entries)
-        elsewhere, decodes = instance.elsewhere, instance.in_flight - prompts
-        if elsewhere is not None:
-            decodes += elsewhere.in_flight
+        decodes = instance.in_flight + instance.in_flight_elsewhere - prompts
         decodes_s = e * decodes if decodes > 0 else 0.0
         # Usually empty: most instances do not differ significantly from the shared line.
         if speed_factors:
@@ -214,8 +212,8 @@ def _score_instances(
             _, end_s, min_wait_s = busy_until
             # Never below the minimum: a prefill that overruns its prediction has not ended.
             wait += end_s - now_s if end_s - now_s > min_wait_s else min_wait_s
-            if now_us > instance.owed_answers.overdue_from_us:
-                wait += instance.owed_answers.measure_overdue_s(now_us)
+            if now_us > instance.overdue_from_us:
+                wait += instance.measure_overdue_s(now_us)
         # Without the last term each would be served soonest, at the cost of those after it.
         scores.append(wait + prefill + delay_cost * prefill * (wait + 0.5 * prefill))
         waits.append(wait)

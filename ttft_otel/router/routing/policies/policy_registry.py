@@ -66,7 +66,7 @@ class LeastRequestsPolicy(RoutingPolicy):
         counts = [
             # A request counts until its answer has ended: for decoding this is the load that
             # matters.
-            each.all_in_flight + each.owed_answers.measure_overdue_s(now_us) / SECONDS_PER_REQUEST
+            each.all_in_flight + each.measure_overdue_s(now_us) / SECONDS_PER_REQUEST
             for each in instances
         ]
         position = self.state.choose_least(counts)
