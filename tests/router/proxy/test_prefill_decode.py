@@ -9,6 +9,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
 
 from router import fake_instances, fake_pair
@@ -333,14 +334,15 @@ async def test_a_clients_own_parameters_reach_nobody() -> None:
 async def test_a_router_that_is_stopped_leaves_nothing_on_prefill() -> None:
     """A request that the drain's time-out cuts off before decode took prefill's blocks has them released."""
     model = fake_pair.PairModel()
-    model.stuck = 20
     async with (
         fake_pair.run_server(model, False) as p,
         fake_pair.run_server(model, True) as d,
+        aiohttp.ClientSession() as client,
     ):
+        model.stuck = 20
         async with fake_instances.run_router([], prefills=[p.url], decodes=[d.url]) as router:
             body = {"model": "tiny", "messages": [], "stream": True, "max_tokens": 4}
-            cut = asyncio.create_task(router.post_body(CHAT, body))
+            cut = asyncio.create_task(client.post(router.url + CHAT, json=body))
             await fake_instances.wait_until(lambda: d.received)
             assert model.held_requests
             router.server.cancels = True
