@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from commands.router.test_router_process import CommandProcess, run_command
 from commands.router.test_worker_processes import wait_for_workers
-from router import fake_instances, scripted_knowledge
+from router import fake_instances
 from router.control.test_admin import open_admin
 from router.fake_instances import (
     FakeInstance,
@@ -26,7 +26,7 @@ from router.fake_instances import (
     run_routed_instances,
     wait_until,
 )
-from router.proxy.test_hold_queue import get_queue, teach
+from router.proxy.test_hold_queue import get_queue, run_holding
 
 from ttft_otel.model.names import env_names
 from ttft_otel.router.errors import RequestRejected
@@ -234,14 +234,8 @@ async def run_flooded(
 ) -> AsyncIterator[tuple[RunningRouter, FakeInstance]]:
     """A router that holds, and Mallory, who sends urgent requests as fast as the share of one key allows."""
     limits = RouterLimits(max_key_requests=SHARE, first_byte_timeout=timeout_s)
-    async with run_routed_instances(
-        [InstancePlan({"prefill.compute": PREFILL_MS})],
-        routing=scripted_knowledge.build_routing_factory(max_queue_s=0.01),
-        keys=[MALLORY, CAROL],
-        limits=limits,
-        **options,
-    ) as (router, one):
-        teach(router, one.url)
+    options |= {"keys": [MALLORY, CAROL], "limits": limits}
+    async with run_holding(prefill_ms=PREFILL_MS, max_queue_s=0.01, **options) as (router, one):
 
         async def flood() -> None:
             while True:
@@ -286,12 +280,8 @@ async def test_trusted_callers_can_overtake() -> None:
 
 async def test_nobody_is_driven_out_by_claim() -> None:
     """Where --max-held is reached, the urgent ones that come are refused, not those that wait already."""
-    async with run_routed_instances(
-        [InstancePlan({"prefill.compute": 600_000})],
-        routing=scripted_knowledge.build_routing_factory(max_queue_s=0.01),
-        limits=RouterLimits(max_held=2),
-    ) as (router, one):
-        teach(router, one.url)
+    options = {"max_queue_s": 0.01, "limits": RouterLimits(max_held=2)}
+    async with run_holding(prefill_ms=600_000, **options) as (router, one):
         queue = get_queue(router)
         tasks = [asyncio.create_task(post(router, ""))]
         await wait_until(lambda: one.received)
