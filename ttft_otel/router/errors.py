@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error class of the router.
 
-A RouterError becomes the response to the client (error_responses.py); the others are handled inside the
+A RouterError becomes the response to the client (proxy/client_stream.py); the others are handled inside the
 router. Only the standard library is imported, because the tokenizer child imports this file.
 """
 
@@ -27,18 +27,27 @@ RETRYABLE_STATUSES: Final = (429, 503)
 
 
 class RouterError(Exception):
-    """An error response for the client; `status` is the HTTP status."""
+    """An error response for the client; `status` is the HTTP status.
 
-    def __init__(self, status: int, message: str) -> None:
+    retry_after_s: sent as Retry-After, in seconds; by default as the status says, 0 for none.
+    """
+
+    error_type = "UpstreamError"
+    parameter: str | None = None
+
+    def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+        # Not after 502 and 504: the request may have been run.
+        self.retry_after_s = (
+            int(status in RETRYABLE_STATUSES) if retry_after_s is None else retry_after_s
+        )
 
 
 class RequestRejected(RouterError):
     """The router rejects the request.
 
-    reason: one word for metrics. retry_after_s: sent as Retry-After, in seconds; by default as the status
-    says, 0 for none.
+    reason: one word for metrics.
     """
 
     def __init__(
@@ -49,14 +58,11 @@ class RequestRejected(RouterError):
         parameter: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        super().__init__(status, message)
+        super().__init__(status, message, retry_after_s)
         # A label of a counter: one of a few words, never empty and never the message.
         self.reason = reason or REASONS.get(status, OTHER_REASON)
         self.error_type = ERROR_TYPES.get(status, OTHER_ERROR_TYPE)
         self.parameter = parameter
-        self.retry_after_s = (
-            int(status in RETRYABLE_STATUSES) if retry_after_s is None else retry_after_s
-        )
 
 
 class SloUnreachable(RequestRejected):

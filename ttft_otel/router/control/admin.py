@@ -20,7 +20,7 @@ from ttft_otel.http.head_checks import CallerRules, is_loopback
 from ttft_otel.model import stages
 from ttft_otel.router import types
 from ttft_otel.router.errors import RequestRejected
-from ttft_otel.router.proxy import error_responses
+from ttft_otel.router.proxy.client_stream import render_error
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.types import JSON_ERRORS, Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
@@ -169,7 +169,7 @@ async def serve_admin(
             if error.status in (401, 403):
                 admin.audit(request, error.status)
             # The form of the data path, so that clients read one kind of error.
-            headers, data = error_responses.render_error(error)
+            headers, data = render_error(error)
             text = {name.decode(): value.decode() for name, value in headers}
             return web.Response(body=data, status=error.status, headers=text)
 

@@ -22,7 +22,7 @@ from ttft_otel.model.endpoints import MODELS_PATH
 from ttft_otel.model.names import env_names
 from ttft_otel.router.control.router_metrics import RouterMetrics
 from ttft_otel.router.errors import RequestRejected
-from ttft_otel.router.proxy import error_responses
+from ttft_otel.router.proxy.client_stream import render_error
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend
 
@@ -228,7 +228,7 @@ def _add_error_handlers(app: FastAPI, refusal_counts: Counter[str]) -> None:
     async def render_rejection(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestRejected)
         refusal_counts[error.reason] += 1
-        headers, data = error_responses.render_error(error)
+        headers, data = render_error(error)
         header_map = {name.decode(): value.decode() for name, value in headers}
         return Response(data, error.status, header_map)
 

@@ -19,8 +19,7 @@ from ttft_otel.http.head_checks import CallerRules, HeadLimits, HeadRefused
 from ttft_otel.router import lost_hosts
 from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.limits import RouterLimits
-from ttft_otel.router.proxy.client_stream import OUTPUT_EXTENSION, ClientOutput
-from ttft_otel.router.proxy.error_responses import render_error
+from ttft_otel.router.proxy.client_stream import OUTPUT_EXTENSION, ClientOutput, render_error
 from ttft_otel.router.time_limits import DeadlineQueue
 
 IDLE_S: Final = 5.0  # seconds for which a connection stays open after an answer, as uvicorn's do

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+import msgspec
 from msgspec.structs import replace
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from ttft_otel.model import timing
 from ttft_otel.model.names import header_names, keys
+from ttft_otel.router.errors import RouterError, UpstreamRefused
 from ttft_otel.router.exchange import Exchange
-from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter
 from ttft_otel.router.timeline import Attempt, partition_timeline
 from ttft_otel.router.types import AsgiSend, AttemptLoad, HeaderList
@@ -167,7 +168,7 @@ class ClientStream:
             self._has_length = any(name == b"content-length" for name, _ in response_headers)
         # uvicorn writes a head at once: two packets, and a client that wakes up for nothing.
         self._output.delay_head()
-        await error_responses.send_response_start(status, response_headers, exchange, self.send)
+        await self._send_start(status, response_headers)
         # Before the send, in which uvicorn may report that a satisfied client has left.
         if not has_more:
             exchange.record_last_send()
@@ -177,6 +178,24 @@ class ClientStream:
             return
         if exchange.operation and exchange.has_answered:
             self._reporter.report_first_token(exchange)
+
+    async def _send_start(self, status: int, response_headers: HeaderList) -> None:
+        """Send `status` and headers, adding the request ID, by which a client can find its report."""
+        exchange = self.exchange
+        # First, since it raises if a head is out: a second one would corrupt the stream.
+        exchange.record_head(status)
+        response_headers.append((header_names.REQUEST_ID.encode(), exchange.request_id.encode()))
+        await self.send(
+            {"type": "http.response.start", "status": status, "headers": response_headers}
+        )
+
+    async def send_error(self, error: RouterError) -> None:
+        """Answer with an error: the instance's own, or ours in OpenAI's form."""
+        response_headers, data = render_error(error)
+        # Before the send, in which a client that has its answer may leave.
+        self.exchange.record_error_answer(error.status)
+        await self._send_start(error.status, response_headers)
+        await self.send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def send_chunk(self, data: bytes) -> None:
         """Send the next chunk, `data`."""
@@ -213,6 +232,29 @@ class ClientStream:
         # First, as in send_first_chunk(): a client may leave while this is sent.
         self.exchange.record_last_send()
         await self.send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+def render_error(error: RouterError) -> tuple[HeaderList, bytes]:
+    """The instance's own headers and body, or ours: OpenAI's JSON."""
+    if isinstance(error, UpstreamRefused):
+        return error.headers, error.body
+    content = {
+        "message": str(error),
+        "type": error.error_type,
+        "param": error.parameter,
+        "code": error.status,
+    }
+    data = msgspec.json.encode({"error": content})
+    response_headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(data)),
+    ]
+    if error.retry_after_s:
+        response_headers.append((b"retry-after", b"%d" % error.retry_after_s))
+    # RFC 9110 section 15.5.2: a 401 has to name the scheme.
+    if error.status == 401:
+        response_headers.append((b"www-authenticate", b"Bearer"))
+    return response_headers, data
 
 
 def _rewrite_parts(

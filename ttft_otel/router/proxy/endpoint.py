@@ -23,7 +23,6 @@ from ttft_otel.router.disagg.request_body import BodyParser
 from ttft_otel.router.errors import RequestRejected, RouterError
 from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
 from ttft_otel.router.limits import RouterLimits
-from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.admission import (
     AdmissionGate,
     BodyBudget,
@@ -104,6 +103,8 @@ class ProxyEndpoint:
         client_headers = http_headers.split_headers(scope["headers"], self.send_record is not None)
         exchange = self._begin_exchange(scope, client_headers, arrived_us)
         output: ClientOutput = scope["extensions"][OUTPUT_EXTENSION]
+        wants_timing = client_headers.get(header_names.ASK_TIMING) == "1"
+        client_stream = ClientStream(exchange, send, output, wants_timing, self.reporter)
         client_body = None
         try:
             # Before the body is read: who is refused costs no memory.
@@ -115,9 +116,7 @@ class ProxyEndpoint:
             if await read_body(receive, client_headers, self.body_budget, client_body, exchange):
                 # The body is here: from now on the client can only leave, which ends the legs.
                 output.begin_watch(partial(_cancel_request, exchange, task))
-                await self._serve_request(
-                    scope, client_headers, client_body, exchange, send, output
-                )
+                await self._serve_request(scope, client_headers, client_body, client_stream)
         except asyncio.CancelledError:
             if not exchange.is_client_gone:
                 exchange.record_failure(keys.ERROR_STOPPED)  # nobody but the server's stop does
@@ -126,21 +125,17 @@ class ProxyEndpoint:
         except RouterError as error:
             if isinstance(error, RequestRejected):
                 self.admission.refusal_counts[error.reason] += 1
-            await error_responses.send_error(error, exchange, send)
+            await client_stream.send_error(error)
         except failures.UPSTREAM_ERRORS as error:
             # Mid-stream, no error can be sent: returning makes uvicorn close the connection.
             exchange.record_failure(type(error).__name__)
             if not exchange.status:
-                await error_responses.send_error(
-                    failures.build_unavailable_error("", error), exchange, send
-                )
+                await client_stream.send_error(failures.build_unavailable_error("", error))
         except Exception as error:
             # An error of the router: reported and counted too, and logged by uvicorn.
             exchange.record_failure(type(error).__name__)
             if not exchange.status:
-                await error_responses.send_error(
-                    RouterError(500, "The router failed."), exchange, send
-                )
+                await client_stream.send_error(RouterError(500, "The router failed."))
             raise
         finally:
             output.end_watch()
@@ -177,15 +172,12 @@ class ProxyEndpoint:
         scope: AsgiScope,
         client_headers: http_headers.ClientHeaders,
         client_body: ClientBody,
-        exchange: Exchange,
-        send: AsgiSend,
-        output: ClientOutput,
+        client_stream: ClientStream,
     ) -> None:
+        exchange = client_stream.exchange
         leg_plan, request = await self._prepare_request(
             scope, client_headers, client_body.take_data(), exchange
         )
-        wants_timing = client_headers.get(header_names.ASK_TIMING) == "1"
-        client_stream = ClientStream(exchange, send, output, wants_timing, self.reporter)
         if leg_plan is not None:
             if len(leg_plan.legs) > 1:
                 job = DisaggregatedRequest(

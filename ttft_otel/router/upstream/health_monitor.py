@@ -177,25 +177,15 @@ class HealthMonitor:
 
         authorization: the client's header, used if the router has no key of its own.
         """
-        status, model_cards = await self._fetch_models(instance, authorization)
-        if model_cards is None:
-            return status
-        # Candidates were computed by the models; without a change they stay.
-        if instance.record_model_cards(model_cards):
-            self.pool.reset_candidates()
-        return status
-
-    async def _fetch_models(
-        self, instance: Instance, authorization: str
-    ) -> tuple[int, tuple[dict[str, Any], ...] | None]:
-        url = f"{instance.url}{MODELS_PATH}"
         is_needed = authorization and not self.queries.authorization
         headers = {"Authorization": authorization} if is_needed else {}
         try:
-            answer = await self.queries.ask(url, headers=headers, max_bytes=MAX_MODELS_BYTES)
+            answer = await self.queries.ask(
+                f"{instance.url}{MODELS_PATH}", headers=headers, max_bytes=MAX_MODELS_BYTES
+            )
             if answer.status != 200:
-                return answer.status, None
-            return 200, parse_model_cards(answer.body)
+                return answer.status
+            model_cards = parse_model_cards(answer.body)
         except ValueError as error:
             # Once for each instance: the list is asked for again and again.
             if instance not in self._unreadable:
@@ -205,9 +195,13 @@ class HealthMonitor:
                     describe_instance(instance),
                     describe_error(error),
                 )
-            return 0, None
+            return 0
         except QUERY_ERRORS:
-            return 0, None
+            return 0
+        # Candidates were computed by the models; without a change they stay.
+        if instance.record_model_cards(model_cards):
+            self.pool.reset_candidates()
+        return 200
 
 
 def parse_model_cards(body: bytes) -> tuple[dict[str, Any], ...]:
