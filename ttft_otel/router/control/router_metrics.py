@@ -232,7 +232,7 @@ class RouterMetrics(Collector):
         labels = INSTANCE_LABELS
         help_text = "1 for the state it is in."
         yield build_gauge(metric_names.ROUTER_INSTANCE, help_text, states, *labels, "state")
-        # Of this worker; with several, merged_metrics.py adds them up.
+        # Of this worker; with several, shared_memory.py adds them up.
         in_flight = {key: each.in_flight for key, each in instances.items()}
         yield build_gauge(metric_names.ROUTER_IN_FLIGHT, "Attempts under way.", in_flight, *labels)
         help_text = "1 while it gets nothing, 0.5 while it is tried."

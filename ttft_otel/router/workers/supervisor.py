@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import mmap
 import multiprocessing
 import os
 import secrets
@@ -21,14 +20,13 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any, Final
 
+from ttft_otel.router.workers.shared_memory import SharedMemory
 from ttft_otel.router.workers.worker_socket import SocketPair, make_socket_pairs
-from ttft_otel.tracing import clock
 
 WATCHED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 # Beyond the drain timeout: for cancelled responses to end and the last records to leave.
 END_GRACE_S: Final = 10.0
 
-SILENCE_US: Final = 5_000_000  # microseconds after which nothing counts as under way at a worker
 CHECK_INTERVAL_S: Final = 1.0  # seconds between two looks at the workers' heartbeats
 # Looks in a row at which a worker's event loop has not run since the one before: then it hangs. Looks and not
 # seconds, because a paused container stops this process, too.
@@ -38,65 +36,6 @@ FIRST_PAUSE_S: Final = 0.5  # before one that died sooner is replaced; doubled w
 MAX_PAUSE_S: Final = 30.0
 
 log: Final = logging.getLogger("ttft_otel")
-
-
-class SharedMemory:
-    """What each worker shows the others, in memory that forked processes share: numbers and its metrics.
-
-    Nothing is locked: each slot has one writer, no number is seen in halves, and metrics are written where
-    nobody reads.
-    """
-
-    # Of each slot: heartbeat, orders, version of its metrics, and the bytes of those on either page.
-    _HEARTBEAT, _ORDERS, _VERSION, _LENGTHS = 0, 1, 2, 3
-    _LINE_WORDS: Final = 8  # a cache line for each worker, so that writers do not slow one another
-
-    def __init__(self, slots: int) -> None:
-        self._words = memoryview(mmap.mmap(-1, slots * self._LINE_WORDS * 8)).cast("q")
-        # Files without a name, in memory: two for each slot, written in turn.
-        self._pages = [
-            [os.memfd_create("ttft-otel-metrics") for _ in range(2)] for _ in range(slots)
-        ]
-
-    def write_metrics(self, slot: int, data: bytes) -> None:
-        """Replace a slot's metrics, which outlive its worker. Raises OSError if there is no memory."""
-        line = slot * self._LINE_WORDS
-        version = self._words[line + self._VERSION] + 1
-        os.pwrite(self._pages[slot][version % 2], data, 0)
-        self._words[line + self._LENGTHS + version % 2] = len(data)
-        self._words[line + self._VERSION] = version
-
-    def read_metrics(self, slot: int) -> bytes:
-        """What a slot's worker, or a predecessor, has written last; empty before that."""
-        line = slot * self._LINE_WORDS
-        while True:
-            version = self._words[line + self._VERSION]
-            length = self._words[line + self._LENGTHS + version % 2]
-            data = os.pread(self._pages[slot][version % 2], length, 0)
-            # Else this page may be the one that is being written by now.
-            if version == self._words[line + self._VERSION]:
-                return data
-
-    def get_heartbeat(self, slot: int) -> int:
-        """What the worker has last given to record_heartbeat(); 0 before it serves."""
-        return self._words[slot * self._LINE_WORDS + self._HEARTBEAT]
-
-    def record_heartbeat(self, slot: int, now_us: int) -> None:
-        """The event loop runs at `now_us`; 0: a worker starts that does not serve yet."""
-        self._words[slot * self._LINE_WORDS + self._HEARTBEAT] = now_us
-
-    def is_silent(self, slot: int) -> bool:
-        """Whether the worker's event loop has not run for SILENCE_US, or it does not serve yet."""
-        return clock.now_us() - self.get_heartbeat(slot) > SILENCE_US
-
-    def count_orders(self, slot: int) -> int:
-        """Orders that the worker and its predecessors have given to the others."""
-        return self._words[slot * self._LINE_WORDS + self._ORDERS]
-
-    def add_order(self, slot: int) -> int:
-        """The worker gives an order: its number."""
-        self._words[slot * self._LINE_WORDS + self._ORDERS] += 1
-        return self.count_orders(slot)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,7 @@ from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.proxy.exchange_reporter import DatedReport
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import parse_instance_url
-from ttft_otel.router.workers import messages
-from ttft_otel.router.workers.merged_metrics import MergedMetrics
+from ttft_otel.router.workers import messages, shared_memory
 from ttft_otel.router.workers.process_loads import LoadLink
 from ttft_otel.router.workers.supervisor import WorkerSlot, bind_shared_port
 from ttft_otel.router.workers.worker_socket import WorkerSocket
@@ -64,7 +63,7 @@ class WorkerLink:
         self.pool = app.endpoint.upstream.pool
         self.socket = WorkerSocket(slot.sockets, slot.number, self.receive_messages)
         self.loads = LoadLink(self.pool, app.endpoint.routing, self.socket.others, self.socket.send)
-        self.merged_metrics = MergedMetrics(slot.shared, slot.number, len(slot.sockets))
+        self._inherited = shared_memory.read_counters(slot.shared, slot.number)
         # Not from 1: an answer to a predecessor may come late.
         self._numbers = itertools.count(clock.now_us())
         self._orders: deque[messages.Order] = deque(maxlen=MAX_ORDERS)  # that this worker has given
@@ -233,11 +232,13 @@ class WorkerLink:
 
     def _merge_metrics(self, own: Iterator[Metric]) -> Iterator[Metric]:
         self._write_metrics(own)
-        return self.merged_metrics.collect_all()
+        return shared_memory.collect_all(self.slot.shared, self.slot.number)
 
     def _write_metrics(self, own: Iterator[Metric]) -> None:
-        urls = {each.url for each in self.pool}
-        self.merged_metrics.write_own(itertools.chain(own, self._collect_workers()), urls)
+        metrics, urls = [*own, *self._collect_workers()], {each.url for each in self.pool}
+        shared_memory.write_metrics(
+            self.slot.shared, self.slot.number, metrics, self._inherited, urls
+        )
 
     def _collect_workers(self) -> Iterator[Metric]:
         yield build_gauge(metric_names.ROUTER_WORKERS, "Workers that serve the port.", 1)

@@ -6,19 +6,22 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ttft_otel.model.names import metric_names
-from ttft_otel.router.workers.merged_metrics import MergedMetrics
-from ttft_otel.router.workers.supervisor import SILENCE_US, SharedMemory
+from ttft_otel.router.workers import shared_memory
+from ttft_otel.router.workers.shared_memory import SILENCE_US, SharedMemory
 from ttft_otel.tracing import clock
 
 URL = "http://127.0.0.1:1"
 
 
-def build_metrics(requests: int, in_flight: int, breaker: float, reloads: int) -> Iterator[Metric]:
+def build_metrics(
+    requests: float, in_flight: float, breaker: float, reloads: float
+) -> Iterator[Metric]:
     """What a worker has: a part of the requests, an opinion, and a reload like the others."""
     ended = CounterMetricFamily(metric_names.ROUTER_ATTEMPTS, "Ended.", labels=["instance"])
     ended.add_metric([URL], requests)
@@ -37,19 +40,25 @@ def shared() -> SharedMemory:
     return memory
 
 
-def read_values(metrics: MergedMetrics) -> dict[str, float]:
-    """All that is shown, without labels."""
-    return {each.name: each.value for metric in metrics.collect_all() for each in metric.samples}
+def read_values(shared: SharedMemory, slot: int = 0) -> dict[str, float]:
+    """All that the worker on a slot shows, without labels."""
+    metrics = shared_memory.collect_all(shared, slot)
+    return {each.name: each.value for metric in metrics for each in metric.samples}
+
+
+def write(shared: SharedMemory, slot: int, *values: float, inherited: Any = ()) -> None:
+    """Write metrics of these values."""
+    metrics = build_metrics(*values) if values else ()
+    shared_memory.write_metrics(shared, slot, metrics, inherited, {URL} if values else ())
 
 
 def test_workers_are_one(shared: SharedMemory) -> None:
     """Parts are added up; of what all have seen the most counts."""
-    one, other = MergedMetrics(shared, 0, 2), MergedMetrics(shared, 1, 2)
-    one.write_own(build_metrics(5, 1, 0.0, 2), {URL})
-    other.write_own(build_metrics(7, 2, 1.0, 2), {URL})
+    write(shared, 0, 5, 1, 0.0, 2)
+    write(shared, 1, 7, 2, 1.0, 2)
 
-    assert read_values(one) == read_values(other)
-    assert read_values(one) == {
+    assert read_values(shared, 0) == read_values(shared, 1)
+    assert read_values(shared) == {
         f"{metric_names.ROUTER_ATTEMPTS}_total": 12,
         metric_names.ROUTER_REQUESTS_IN_FLIGHT: 3,
         metric_names.ROUTER_BREAKER_OPEN: 1,
@@ -58,43 +67,35 @@ def test_workers_are_one(shared: SharedMemory) -> None:
 
 
 def test_a_successor_goes_on_counting(shared: SharedMemory) -> None:
-    """Counters of a dead worker stay, also before its successor has written anything; gauges do not."""
-    MergedMetrics(shared, 0, 2).write_own(build_metrics(5, 3, 1.0, 0), {URL})
-    successor = MergedMetrics(shared, 0, 2)
-    assert read_values(successor)[f"{metric_names.ROUTER_ATTEMPTS}_total"] == 5
+    """Counters of a dead worker stay, also before its successor has written anything; gauges do not.
+
+    Nor does what was counted of an instance that is gone: these would fill /metrics for ever.
+    """
+    write(shared, 0, 5, 3, 1.0, 0)
+    inherited = shared_memory.read_counters(shared, 0)
+    assert read_values(shared)[f"{metric_names.ROUTER_ATTEMPTS}_total"] == 5
 
     for requests in (0, 1, 2):
-        successor.write_own(build_metrics(requests, 0, 0.0, 0), {URL})
+        write(shared, 0, requests, 0, 0.0, 0, inherited=inherited)
 
-        values = read_values(successor)
+        values = read_values(shared)
         assert values[f"{metric_names.ROUTER_ATTEMPTS}_total"] == 5 + requests
         assert values[metric_names.ROUTER_REQUESTS_IN_FLIGHT] == 0
+    write(shared, 0, inherited=inherited)
+    assert read_values(shared) == {f"{metric_names.ROUTER_RELOADS}_total": 0}
 
 
 def test_gauges_of_a_silent_worker_are_left_out(shared: SharedMemory) -> None:
     """Nothing is under way at a worker that has been dead for long; what it counted stays."""
-    one, other = MergedMetrics(shared, 0, 2), MergedMetrics(shared, 1, 2)
-    one.write_own(build_metrics(5, 1, 0.0, 0), {URL})
-    other.write_own(build_metrics(7, 2, 1.0, 0), {URL})
+    write(shared, 0, 5, 1, 0.0, 0)
+    write(shared, 1, 7, 2, 1.0, 0)
     shared.record_heartbeat(1, clock.now_us() - SILENCE_US - 1)
 
-    values = read_values(one)
+    values = read_values(shared)
 
     assert values[f"{metric_names.ROUTER_ATTEMPTS}_total"] == 12
-    assert (
-        values[metric_names.ROUTER_REQUESTS_IN_FLIGHT],
-        values[metric_names.ROUTER_BREAKER_OPEN],
-    ) == (1, 0)
-
-
-def test_series_of_removed_instances_are_not_inherited(shared: SharedMemory) -> None:
-    """Else instances that come and go would fill /metrics for ever."""
-    MergedMetrics(shared, 0, 2).write_own(build_metrics(5, 0, 0.0, 0), {URL})
-
-    successor = MergedMetrics(shared, 0, 2)
-    successor.write_own(iter(()), {"http://127.0.0.1:2"})
-
-    assert f"{metric_names.ROUTER_ATTEMPTS}_total" not in read_values(successor)
+    assert values[metric_names.ROUTER_REQUESTS_IN_FLIGHT] == 1
+    assert values[metric_names.ROUTER_BREAKER_OPEN] == 0
 
 
 def test_nothing_is_read_in_halves() -> None:
