@@ -241,6 +241,12 @@ class TempoSource:
                     f"more than {MAX_WHOLE_TRACES} traces have to be read whole, because other products have "
                     "told them, or they have very many spans; ask for a shorter window, or for one model"
                 )
+            # Of a trace that came in parts a search may tell one alone, without the outermost span.
+            partial = [
+                each.trace_id for each in fresh if _is_told(each) and not _has_outermost(each)
+            ]
+            untold += partial[: MAX_WHOLE_TRACES - fetched]
+            fetched = min(fetched + len(partial), MAX_WHOLE_TRACES)
             trunks: dict[str, Sequence[StoredSpan]] = {each.trace_id: each.spans for each in fresh}
             for start in range(0, len(untold), MAX_PARALLEL):
                 self._report_progress("reading traces from Tempo", start, len(untold))
@@ -385,6 +391,11 @@ class TempoSource:
 def _is_told(trace: FoundTrace) -> bool:
     """Whether a search has told what the requests of a trace are made of; not of those of other products."""
     return trace.matched <= len(trace.spans) and all(each.is_ttft_span for each in trace.spans)
+
+
+def _has_outermost(trace: FoundTrace) -> bool:
+    """Whether a search has told the span that a request's first token is counted by."""
+    return any(each.attributes.get(keys.OUTERMOST) for each in trace.spans)
 
 
 def _outline_trace(
