@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the stack tests: real programs, on free loopback ports.
 
-`bench` starts any part for a test of its own; `filled` is a stack for three files (file_schedule.py).
+`bench` starts any part for a test of its own; `front` is a collector between sinks, for a file; `filled` is a
+stack for three files (file_schedule.py).
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from lab.otlp_sinks import MetricSink, SpanSink
+from lab.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink
 from lab.stack import binaries as found
 from lab.stack import grafana_server as dashboards
 from lab.stack.binaries import StackBinaries
 from lab.stack.go_builds import GoBuildError, GoMissingError
+from lab.stack.stack_parts import COLLECTOR_CONFIG
 from tests.build_progress import make_announcer
 from tests.stack import other_programs
 from tests.stack.filled_stack import FilledStack, filled_stack
 from tests.stack.known_requests import build_known_requests
+from tests.stack.otlp_requests import PUSH_S, CollectorFront
 from tests.stack.running_stack import StackStarter
 
 
@@ -81,10 +84,27 @@ def filled(bench: StackStarter) -> Iterator[FilledStack]:
         yield found
 
 
-@pytest.fixture
-def sinks() -> Iterator[tuple[SpanSink, MetricSink]]:
-    """New sinks for each test: those who use them count what arrives."""
+@contextlib.contextmanager
+def open_sinks() -> Iterator[tuple[SpanSink, MetricSink]]:
+    """What stands in Tempo's and Prometheus's place, for the length of a block."""
     spans, metrics = SpanSink(), MetricSink()
     yield spans, metrics
     metrics.close()
     spans.stop()
+
+
+@pytest.fixture
+def sinks() -> Iterator[tuple[SpanSink, MetricSink]]:
+    """New sinks for each test: those who use them count what arrives."""
+    with open_sinks() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def front(bench: StackStarter) -> Iterator[CollectorFront]:
+    """The configuration as it is, for a file; tests tell their spans apart by name or service."""
+    with open_sinks() as (spans, metrics):
+        # Many tests wait for a push.
+        env = {**spans.env, **metrics.env, "TTFT_METRICS_INTERVAL": f"{PUSH_S:.1f}s"}
+        with bench.start_collector(COLLECTOR_CONFIG, QUICK_FLUSH_CONFIG, env=env) as collector:
+            yield CollectorFront(collector, spans, metrics)

@@ -81,38 +81,29 @@ def filled_stack(bench: StackStarter, rows: list[KnownRequest]) -> Iterator[Fill
     """Start a stack and send all rows; returns when Prometheus and Tempo have all of them."""
     stack = bench.start_stack(env={"TTFT_METRICS_INTERVAL": SCRAPE_INTERVAL})
     with run_router_meanwhile(stack):
-        start, sent = time.time(), 0
+        start = time.time()
         send_sampled(bench, stack, rows[:SPANS_PER_BATCH])
         for portion in range(PORTIONS):
-            chosen = [row for row in rows if row.portion == portion]
-            send_rows(
-                stack.collector.http, chosen, SPANS_PER_BATCH if portion else len(chosen) * 100
-            )
-            sent += len(chosen)
+            sent = send_portion(stack.collector.http, rows, portion)
             for name in FILES:
                 body = (GOLDEN / f"{name}.json").read_bytes()
                 otlp_requests.post_export(stack.collector.http, body, "application/json")
-            wait_until(partial(is_counted, stack, sent), 60)
-        end = time.time()
-        slow = KnownTruth(rows).list_slow_rows()
-        wait_until(
-            lambda: (
-                len(stack_queries.search_traces(stack.tempo.url, SLOW_QUERY, 200, start - 60, end))
-                == len(slow)
-            ),
-            60,
-        )
+            wait_until(lambda sent=sent: stack.prometheus.query_number(COUNT_QUERY) == sent, 60)
+        slow = (stack.tempo.url, SLOW_QUERY, 200, start - 60, time.time())
+        many = len(KnownTruth(rows).list_slow_rows())
+        wait_until(lambda: len(stack_queries.search_traces(*slow)) == many, 60)
         for query in LATE_QUERY:
             wait_until(partial(stack.prometheus.query_vector, query), 90)
-        time.sleep(
-            panel_queries.STEP_S
-        )  # a line has a point every so often: one more, after all that
+        # A line has a point every so often: one more, after all that.
+        time.sleep(panel_queries.STEP_S)
         yield FilledStack(stack, rows, start, time.time())
 
 
-def is_counted(stack: RunningStack, expected: int) -> bool:
-    """Whether Prometheus has counted this number of requests."""
-    return stack.prometheus.query_number(COUNT_QUERY) == expected
+def send_portion(url: str, rows: list[KnownRequest], portion: int) -> int:
+    """Send one portion of the rows to a collector; how many rows that and those before it are."""
+    chosen = [row for row in rows if row.portion == portion]
+    send_rows(url, chosen, SPANS_PER_BATCH if portion else len(chosen) * 100)
+    return sum(row.portion <= portion for row in rows)
 
 
 def send_sampled(bench: StackStarter, stack: RunningStack, rows: list[KnownRequest]) -> None:

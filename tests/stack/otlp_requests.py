@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from full_record import make_short_record
@@ -21,11 +22,14 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.resources import Resource
 
+from lab.otlp_sinks import MetricSink, SpanSink
+from tests.stack.running_stack import RunningCollector, wait_until
 from ttft_otel.exporter.spans import span_builder as exporter
 from ttft_otel.model import stages
-from ttft_otel.model.names import keys, span_names
+from ttft_otel.model.names import keys, metric_names, span_names
 from ttft_otel.model.record import Attributes, Piece, Record, Server, Ttft
 
+PUSH_S = 0.4  # of CollectorFront's collector, from one push of metrics to the next
 span_numbers = itertools.count(1)
 
 
@@ -171,3 +175,29 @@ def post_records(url: str, records: Sequence[Record], portion: int) -> None:
     """Send all `records` to the collector at `url`, so many in one request, and check that it takes them."""
     for at in range(0, len(records), portion):
         assert post_export(url, build_own_request(records[at : at + portion])) == 200
+
+
+@dataclass
+class CollectorFront:
+    """A collector, and what stands in Tempo's and Prometheus's place behind it."""
+
+    collector: RunningCollector
+    spans: SpanSink
+    metrics: MetricSink
+
+    def send_and_wait(self, *bodies: ExportTraceServiceRequest) -> None:
+        """Send what must all be taken, then wait until as many spans have come out."""
+        wanted = len(self.spans.list_spans())
+        for body in bodies:
+            scopes = [scope for each in body.resource_spans for scope in each.scope_spans]
+            wanted += sum(len(scope.spans) for scope in scopes)
+            assert post_export(self.collector.http, body) == 200
+        wait_until(lambda: len(self.spans.list_spans()) >= wanted)
+
+    def count_ttfts(self, **only: str) -> int:
+        """TTFTs that have been counted, of a job or an instance if one is given."""
+        return int(self.metrics.sum_field(metric_names.TTFT_DURATION, **only))
+
+    def wait_until_counted(self, job: str, many: int) -> None:
+        """Wait until so many TTFTs of a job have been counted."""
+        wait_until(lambda: self.count_ttfts(job=job) >= many)

@@ -18,7 +18,8 @@ from lab.stack import backend_queries
 from lab.stack.stack_parts import DASHBOARDS
 from ttft_otel.stack import stack_queries
 
-STEP_S: Final = 15
+STEP_S: Final = 5  # between the points of a line
+RATE_S: Final = 60  # four scrapes
 _VARIABLE: Final = re.compile(
     r"\$(?:\{(?P<braced>\w+)(?::(?P<format>\w+))?\}|(?P<bare>[A-Za-z_]\w*))"
 )
@@ -123,7 +124,7 @@ class PanelAsker:
         built_in = {
             "__range": f"{span}s",
             "__interval": f"{STEP_S}s",
-            "__rate_interval": f"{4 * STEP_S}s",
+            "__rate_interval": f"{RATE_S}s",
         }
         opened = {str(each["name"]): get_initial_value(each) for each in query.dashboard.variables}
 

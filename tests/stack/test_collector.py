@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from math import isclose, nan
 from typing import Any
 
@@ -14,62 +14,16 @@ import pytest
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
-from lab.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink, to_attributes
-from lab.stack.stack_parts import COLLECTOR_CONFIG
+from lab.otlp_sinks import MetricSink, SpanSink, to_attributes
 from tests.foreign_traces import FILES, GOLDEN
 from tests.stack import known_requests, otlp_requests
-from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
+from tests.stack.otlp_requests import CollectorFront
+from tests.stack.running_stack import StackStarter, wait_until
 from ttft_otel.exporter.spans.span_builder import build_spans
 from ttft_otel.model import metric_table, stages
 from ttft_otel.model.names import keys, metric_names, span_names
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.store.database_reader import build_stored_trace
-
-SCALE_OUT = COLLECTOR_CONFIG.parent / "scale-out"
-TIER1, TIER2 = SCALE_OUT / "tier1.yaml", SCALE_OUT / "tier2.yaml"
-
-
-@dataclass
-class CollectorFront:
-    """A collector, and what stands in Tempo's and Prometheus's place behind it."""
-
-    collector: RunningCollector
-    spans: SpanSink
-    metrics: MetricSink
-
-    def send_bodies(self, *bodies: Any) -> None:
-        """All must be taken."""
-        assert [otlp_requests.post_export(self.collector.http, body) for body in bodies] == [
-            200
-        ] * len(bodies)
-
-    def send_and_wait(self, *bodies: Any) -> None:
-        """Send, then wait until as many spans have come out."""
-        wanted = sum(
-            len(scope.spans)
-            for body in bodies
-            for resource in body.resource_spans
-            for scope in resource.scope_spans
-        )
-        before = len(self.spans.list_spans())
-        self.send_bodies(*bodies)
-        wait_until(lambda: len(self.spans.list_spans()) >= before + wanted)
-
-    def wait_until_counted(self, job: str, many: int) -> None:
-        """Wait until so many TTFTs of a job have been counted."""
-        wait_until(lambda: self.metrics.sum_field(metric_names.TTFT_DURATION, job=job) >= many)
-
-
-@pytest.fixture(scope="module")
-def front(bench: StackStarter) -> Iterator[CollectorFront]:
-    """The configuration as it is; tests tell their spans apart by name or service."""
-    spans, metrics = SpanSink(), MetricSink()
-    with bench.start_collector(
-        COLLECTOR_CONFIG, QUICK_FLUSH_CONFIG, env={**spans.env, **metrics.env}
-    ) as collector:
-        yield CollectorFront(collector, spans, metrics)
-    metrics.close()
-    spans.stop()
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +33,8 @@ def rows(front: CollectorFront) -> list[known_requests.KnownRequest]:
         row for row in known_requests.build_known_requests() if not row.number % 8 or row.error
     ]
     records = known_requests.list_known_records(chosen)
-    front.send_and_wait(
-        *(
-            otlp_requests.build_own_request(records[at : at + 100])
-            for at in range(0, len(records), 100)
-        )
-    )
+    parts = [records[at : at + 100] for at in range(0, len(records), 100)]
+    front.send_and_wait(*map(otlp_requests.build_own_request, parts))
     for job in {stages.SERVICE_NAMES[row.role] for row in chosen}:
         front.wait_until_counted(job, sum(stages.SERVICE_NAMES[row.role] == job for row in chosen))
     return chosen
@@ -109,12 +59,14 @@ def test_known_requests(front: CollectorFront, rows: list[known_requests.KnownRe
     assert ours and not any(keys.DERIVED_MS in each for each in ours if keys.STAGE in each)
 
 
+CONVENTION_LABELS = {*("job", "instance", keys.OPERATION, keys.PROVIDER, keys.MODEL)}
+
+
 def sum_stages(front: CollectorFront, job: str, model: str) -> dict[str, float]:
     """Seconds of each stage of a job and a model, as counted so far."""
-    counted: dict[str, float] = {}
+    counted: Counter[str] = Counter()
     for labels, point in list_points(front, metric_names.STAGE_DURATION, job, model):
-        stage = labels[keys.STAGE]
-        counted[stage] = counted.get(stage, 0) + point.sum
+        counted[labels[keys.STAGE]] += point.sum
     return counted
 
 
@@ -126,27 +78,6 @@ def wait_for_stages(
     return sum_stages(front, job, model)
 
 
-def test_metrics_are_the_truth(
-    front: CollectorFront, rows: list[known_requests.KnownRequest]
-) -> None:
-    """Counts and sums per role, model and stage are those of the outermost spans alone."""
-    for role, model in {(row.role, row.model) for row in rows}:
-        mine = [row for row in rows if (row.role, row.model) == (role, model)]
-        job = stages.SERVICE_NAMES[role]
-        whole = list_points(front, metric_names.TTFT_DURATION, job, model)
-        assert sum(point.count for _, point in whole) == len(mine)
-        assert isclose(sum(point.sum for _, point in whole), sum(row.ttft for row in mine) / 1e6)
-
-        lengths: dict[str, float] = {}
-        for row in mine:
-            for stage, us in (*row.stages.items(), (stages.UNATTRIBUTED, row.unattributed)):
-                lengths[stage] = lengths.get(stage, 0) + us / 1e6
-        counted = wait_for_stages(front, job, model, sum(lengths.values()))
-        assert counted.keys() == {stage for stage, length in lengths.items() if length}
-        assert all(isclose(counted[stage], lengths[stage]) for stage in counted)
-        assert isclose(sum(counted.values()), sum(point.sum for _, point in whole))
-
-
 def list_points(
     front: CollectorFront, metric: str, job: str, model: str
 ) -> list[tuple[dict[str, Any], Any]]:
@@ -155,59 +86,65 @@ def list_points(
     return [(labels, point) for labels, point in found if labels.get(keys.MODEL) == model]
 
 
+def is_sum_of(points: Iterable[Any], lengths_us: Sequence[int]) -> bool:
+    """Whether these points together have counted exactly these lengths."""
+    points = list(points)
+    total = sum(point.sum for point in points)
+    counted = sum(point.count for point in points)
+    return counted == len(lengths_us) and isclose(total, sum(lengths_us) / 1e6)
+
+
+def test_metrics_are_the_truth(
+    front: CollectorFront, rows: list[known_requests.KnownRequest]
+) -> None:
+    """Counts and sums per role, model and stage are those of the outermost spans alone."""
+    for role, model in {(row.role, row.model) for row in rows}:
+        mine = [row for row in rows if (row.role, row.model) == (role, model)]
+        job = stages.SERVICE_NAMES[role]
+        whole = [point for _, point in list_points(front, metric_names.TTFT_DURATION, job, model)]
+        assert is_sum_of(whole, [row.ttft for row in mine])
+
+        lengths: Counter[str] = Counter()
+        for row in mine:
+            lengths.update({**row.stages, stages.UNATTRIBUTED: row.unattributed})
+        counted = wait_for_stages(front, job, model, lengths.total() / 1e6)
+        assert counted.keys() == {stage for stage, length in lengths.items() if length}
+        assert all(isclose(counted[stage], lengths[stage] / 1e6) for stage in counted)
+        assert isclose(sum(counted.values()), sum(point.sum for point in whole))
+
+
 def test_ends(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
     """Durations are of outermost requests, by their errors; times per token of all who decode."""
     records = known_requests.list_known_records(rows, 0)
     durations: dict[str, list[int]] = {}
-    token_times: list[int] = []
+    token_times: dict[bool, list[int]] = {True: [], False: []}
     for record in records:
         if record.server is not None:
-            token_times += [
-                each
-                for key, each in record.server.attributes.items()
-                if key == keys.TIME_PER_OUTPUT_TOKEN_US and isinstance(each, int)
-            ]
+            if token_us := record.server.attributes.get(keys.TIME_PER_OUTPUT_TOKEN_US):
+                token_times[record.outermost].append(int(str(token_us)))
             if record.outermost:
                 durations.setdefault(record.server.error, []).append(record.server.end)
-    assert len(durations) > 2 and token_times
-    inner = sum(
-        keys.TIME_PER_OUTPUT_TOKEN_US in record.server.attributes
-        for record in records
-        if record.server and not record.outermost
-    )
-    assert inner, "no request behind a router: nothing would be shown"
+    # Else nothing would be shown: errors, and requests behind a router.
+    assert len(durations) > 2 and all(token_times.values())
 
+    per_token = metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN
+    whole = metric_names.GEN_AI_SERVER_REQUEST_DURATION
+    all_times = sum(token_times.values(), [])
+    wait_until(lambda: front.metrics.sum_field(per_token) >= len(all_times))
     wait_until(
-        lambda: (
-            front.metrics.sum_field(metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN)
-            >= len(token_times)
-        )
+        lambda: front.metrics.sum_field(whole) >= sum(len(each) for each in durations.values())
     )
-    wait_until(
-        lambda: (
-            front.metrics.sum_field(metric_names.GEN_AI_SERVER_REQUEST_DURATION)
-            >= sum(map(len, durations.values()))
-        )
-    )
-    points = [
-        point
-        for _, point in front.metrics.get_series(metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN)
-    ]
-    assert sum(point.count for point in points) == len(token_times)
-    assert isclose(sum(point.sum for point in points), sum(token_times) / 1e6)
+    points = [point for _, point in front.metrics.get_series(per_token)]
+    assert is_sum_of(points, all_times)
     assert {tuple(point.explicit_bounds) for point in points} == {
-        metric_table.METRICS[metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN].bounds_s
+        metric_table.METRICS[per_token].bounds_s
     }
     found: dict[str, list[Any]] = {}
-    for labels, point in front.metrics.get_series(metric_names.GEN_AI_SERVER_REQUEST_DURATION):
-        assert labels.keys() - {keys.ERROR_TYPE} == {
-            *("job", "instance", keys.OPERATION, keys.PROVIDER, keys.MODEL)
-        }
+    for labels, point in front.metrics.get_series(whole):
+        assert labels.keys() - {keys.ERROR_TYPE} == CONVENTION_LABELS
         found.setdefault(str(labels.get(keys.ERROR_TYPE, "")), []).append(point)
     assert found.keys() == durations.keys()
-    for error, lengths in durations.items():
-        assert sum(point.count for point in found[error]) == len(lengths)
-        assert isclose(sum(point.sum for point in found[error]), sum(lengths) / 1e6)
+    assert all(is_sum_of(found[error], lengths) for error, lengths in durations.items())
 
 
 def test_convention(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
@@ -216,22 +153,15 @@ def test_convention(front: CollectorFront, rows: list[known_requests.KnownReques
     bounds += [0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
 
     answered = [row for row in rows if row.role != "encode" and not row.error]
-    wait_until(
-        lambda: (
-            front.metrics.sum_field(metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN) >= len(answered)
-        )
-    )
+    metric = metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN
+    wait_until(lambda: front.metrics.sum_field(metric) >= len(answered))
 
     for model in {row.model for row in answered}:
         mine = [row.ttft / 1e6 for row in answered if row.model == model]
         buckets = [0] * (len(bounds) + 1)
-        for labels, point in front.metrics.get_series(
-            metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN
-        ):
+        for labels, point in front.metrics.get_series(metric):
             if labels[keys.MODEL] == model:
-                assert labels.keys() == {
-                    *("job", "instance", keys.OPERATION, keys.PROVIDER, keys.MODEL)
-                }
+                assert labels.keys() == CONVENTION_LABELS
                 assert list(point.explicit_bounds) == bounds
                 buckets = [a + b for a, b in zip(buckets, point.bucket_counts, strict=True)]
         expected = [0] * (len(bounds) + 1)
@@ -293,28 +223,16 @@ def test_queue_with_several_reasons(front: CollectorFront) -> None:
 def test_labels(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
     """Labels are those listed, and no request or trace id is the value of one."""
     ids = {each for row in rows for each in (row.trace_id, row.request_id)}
-    allowed = {
-        metric_names.TTFT_DURATION: {keys.ROLE, keys.MODEL, keys.ERROR_TYPE, "status.code"},
-        metric_names.STAGE_DURATION: {
-            *(keys.ROLE, keys.MODEL, keys.ERROR_TYPE, keys.STAGE, keys.LEG, keys.INSTANCE)
-        },
-        metric_names.QUEUE_REASON_DURATION: {
-            keys.ROLE,
-            keys.MODEL,
-            keys.ERROR_TYPE,
-            keys.QUEUE_REASON,
-        },
-        metric_names.QUEUE_HELD_DURATION: {
-            keys.ROLE,
-            keys.MODEL,
-            keys.ERROR_TYPE,
-            keys.HELD_BY_KIND,
-        },
-    }
-    for metric, labels in allowed.items():
+    common = {"job", "instance", keys.ROLE, keys.MODEL, keys.ERROR_TYPE}
+    for metric, own in (
+        (metric_names.TTFT_DURATION, {"status.code"}),
+        (metric_names.STAGE_DURATION, {keys.STAGE, keys.LEG, keys.INSTANCE}),
+        (metric_names.QUEUE_REASON_DURATION, {keys.QUEUE_REASON}),
+        (metric_names.QUEUE_HELD_DURATION, {keys.HELD_BY_KIND}),
+    ):
         found = [each for each, _ in front.metrics.get_series(metric)]
         assert found
-        assert {name for each in found for name in each} == {*labels, "job", "instance"}
+        assert {name for each in found for name in each} == common | own
         reported = {str(value) for each in found for value in each.values()}
         assert not reported & ids
     legs = {
@@ -333,12 +251,12 @@ def test_one_request_counts_once(front: CollectorFront) -> None:
     )
     records = known_requests.list_known_records([row])
     assert [each.role for each in records] == ["encode", "prefill_decode", "router"]
-    before = front.metrics.sum_field(metric_names.TTFT_DURATION)
+    before = front.count_ttfts()
     front.send_and_wait(otlp_requests.build_own_request(records, "once"))
 
-    wait_until(lambda: front.metrics.sum_field(metric_names.TTFT_DURATION) > before)
-    assert front.metrics.sum_field(metric_names.TTFT_DURATION, instance="once") == 1
-    assert front.metrics.sum_field(metric_names.TTFT_DURATION) == before + 1
+    wait_until(lambda: front.count_ttfts() > before)
+    assert front.count_ttfts(instance="once") == 1
+    assert front.count_ttfts() == before + 1
 
 
 def test_callers_cannot_multiply(front: CollectorFront) -> None:
@@ -350,7 +268,7 @@ def test_callers_cannot_multiply(front: CollectorFront) -> None:
     )
 
     front.wait_until_counted("claims", 1)
-    assert front.metrics.sum_field(metric_names.TTFT_DURATION, job="claims") == 1
+    assert front.count_ttfts(job="claims") == 1
 
 
 # Of a `ttft` span beside 300 us of its queue -> the sum of its stages.
@@ -585,15 +503,13 @@ def test_own_numbers(front: CollectorFront) -> None:
         assert front.metrics.get_series(f"otelcol_{name}", job="ttft-collector")
 
 
-def test_cardinality(bench: StackStarter) -> None:
+def test_cardinality(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
     """Past the limit new series fall into one, marked as overflow, and nothing is left uncounted."""
-    spans, metrics = SpanSink(), MetricSink()
+    spans, metrics = sinks
     env = {**spans.env, **metrics.env, "TTFT_SERIES_LIMIT": "20"}
     with bench.start_collector(env=env) as collector:
-        body = otlp_requests.build_own_request(
-            [otlp_requests.build_own_record(10, model=f"model-{turn}") for turn in range(300)]
-        )
-        assert otlp_requests.post_export(collector.http, body) == 200
+        records = [otlp_requests.build_own_record(10, model=f"model-{turn}") for turn in range(300)]
+        otlp_requests.post_records(collector.http, records, portion=300)
         for metric, each in ((metric_names.TTFT_DURATION, 1), (metric_names.STAGE_DURATION, 3)):
             # Each has its own export.
             wait_until(lambda metric=metric, each=each: metrics.sum_field(metric) >= 300 * each)
@@ -601,8 +517,6 @@ def test_cardinality(bench: StackStarter) -> None:
             over = [point for labels, point in series if labels.get("otel.metric.overflow")]
             assert len(series) == 21 and len(over) == 1
             assert sum(point.count for _, point in series) == 300 * each
-    metrics.close()
-    spans.stop()
 
 
 # Last in this file: its labels are not those of the requests that the tests above count.

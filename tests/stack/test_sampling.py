@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import Sequence
 from math import isclose, sqrt
-from typing import Any
 
 import msgspec
 import pytest
@@ -18,10 +17,11 @@ from lab.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink
 from lab.stack.stack_parts import COLLECTOR_CONFIG, SAMPLING_CONFIG
 from tests.stack import known_requests, otlp_requests
 from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
-from tests.stack.test_collector import TIER1, TIER2
 from ttft_otel.model.names import metric_names, span_names
 from ttft_otel.model.record import Record
 
+SCALE_OUT = COLLECTOR_CONFIG.parent / "scale-out"
+SAMPLED = (COLLECTOR_CONFIG, SAMPLING_CONFIG)
 SHORT_S, LONG_S = 2.0, 60.0  # for a reason to keep a trace
 KEEP = 0.1
 
@@ -115,9 +115,8 @@ def test_ratio(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
     spans, metrics = sinks
     rows = known_requests.build_known_requests()
     records = known_requests.list_known_records(rows)
-    with bench.start_collector(
-        COLLECTOR_CONFIG, SAMPLING_CONFIG, QUICK_FLUSH_CONFIG, env=build_environment(*sinks)
-    ) as collector:
+    env = build_environment(*sinks)
+    with bench.start_collector(*SAMPLED, QUICK_FLUSH_CONFIG, env=env) as collector:
         for half in split_records(records):
             send_in_portions(collector, half)
         wait_until_settled(spans)
@@ -156,12 +155,8 @@ def test_late(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
         assert each.server
         server = msgspec.structs.replace(each.server, error="disconnected")
         last[place] = msgspec.structs.replace(each, server=server)
-    with bench.start_collector(
-        COLLECTOR_CONFIG,
-        SAMPLING_CONFIG,
-        QUICK_FLUSH_CONFIG,
-        env=build_environment(*sinks, SHORT_S),
-    ) as collector:
+    env = build_environment(*sinks, SHORT_S)
+    with bench.start_collector(*SAMPLED, QUICK_FLUSH_CONFIG, env=env) as collector:
         send_in_portions(collector, [*first, *early])
         wait_until_settled(spans)
         before = list_kept_ids(spans)
@@ -192,13 +187,13 @@ def test_two_tiers(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> N
         if row.number % 3 == 0 or must_be_kept(row)
     ]
     records = known_requests.list_known_records(rows)
-    layers: tuple[Any, ...] = (COLLECTOR_CONFIG, SAMPLING_CONFIG, TIER2, QUICK_FLUSH_CONFIG)
+    layers = (*SAMPLED, SCALE_OUT / "tier2.yaml", QUICK_FLUSH_CONFIG)
     with (
         bench.start_collector(*layers, env=build_environment(one, metrics)) as left,
         bench.start_collector(*layers, env=build_environment(two, metrics)) as right,
     ):
         env = {**metrics.env, "TTFT_TIER2": f"[{left.grpc}, {right.grpc}]"}
-        with bench.start_collector(TIER1, env=env) as front:
+        with bench.start_collector(SCALE_OUT / "tier1.yaml", env=env) as front:
             for half in split_records(records):
                 send_in_portions(front, half)
             check_counts(rows, metrics)
