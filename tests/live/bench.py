@@ -6,25 +6,29 @@ from __future__ import annotations
 import json
 import os
 import re
-import statistics
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from lab import ttft_client
+from lab import local_deployment, ttft_client
 from lab.injection import InjectedDelay, InjectionControl
 from lab.local_deployment import LocalDeployment
-from lab.ttft_client import TimedResponse
+from lab.local_servers import LocalServer
+from lab.ttft_client import TimedRequest, TimedResponse
 from ttft_otel.model import stages, timing
-from ttft_otel.model.names import header_names, keys, span_names
+from ttft_otel.model.names import env_names, header_names, keys, metric_names, span_names
 from ttft_otel.router.disagg.request_plan import KEEP_BLOCKS_PARAMS
 
 MAX_WAIT_S = 60.0  # for spans of a busy machine; they come within a second
+MAX_ARRIVAL_S = 5.0  # of a request at the engine
+READ_PROMPTS_METRIC = metric_names.ROUTER_PROMPTS + '_total{result="read"}'
 ASK_HEADERS = {header_names.ASK_TIMING: "1"}
 
 
@@ -36,14 +40,8 @@ def read_breakdown(answer: TimedResponse) -> dict[str, int]:
     return {**found.stages, stages.UNATTRIBUTED: found.unattributed, "ttft": found.ttft}
 
 
-def medians(samples: Sequence[dict[str, int]]) -> dict[str, float]:
-    """Median of each stage over some requests; a stage that a request lacks is 0 there."""
-    keys = {key for sample in samples for key in sample}
-    return {key: statistics.median(sample.get(key, 0) for sample in samples) for key in keys}
-
-
 def mark_repeated(names: Iterable[str], elsewhere: Container[str]) -> list[Any]:
-    """The names, those of `elsewhere` for --full only: every run shows the same in another place."""
+    """The names, those of `elsewhere` for --full only: every run shows as much in another place."""
     return [
         pytest.param(each, marks=pytest.mark.full if each in elsewhere else ()) for each in names
     ]
@@ -80,11 +78,22 @@ def list_trunks(spans: Iterable[dict[str, Any]], role: str = "") -> list[dict[st
     return [each for each in found if not role or each[keys.ROLE] == role]
 
 
+def get_trunks_by_role(spans: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Attributes of the `ttft` or `encode` span of each role."""
+    return {found[keys.ROLE]: found for found in list_trunks(spans)}
+
+
 def is_whole(spans: Iterable[dict[str, Any]], *roles: str) -> bool:
     """Whether both halves of each of these roles' requests are there, as often as the role is named."""
     servers = Counter(span["attributes"][keys.ROLE] for span in spans if span["kind"] == "server")
     trunks = Counter(each[keys.ROLE] for each in list_trunks(spans))
     return Counter(roles) <= servers and Counter(roles) <= trunks
+
+
+def fetch_json(url: str) -> Any:
+    """JSON from a server."""
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        return json.load(answer)
 
 
 def read_metric(url: str, name: str) -> list[float]:
@@ -119,7 +128,7 @@ class LiveDeployment:
         for _ in range(3):
             self.send_request(self.front_url, stream=True)
             if "prefill_decode" in self.fleet.servers:
-                self.encode_then_prefill(self.new_picture_seed())
+                self.encode_then_prefill()
             else:
                 self.send_request(self.front_url, pictures=(self.new_picture_seed(),))
 
@@ -133,6 +142,10 @@ class LiveDeployment:
         self.seed += 1
         return self.seed
 
+    def new_prompt(self) -> str:
+        """A prompt that is in no cache yet, from its first word on."""
+        return str(self.new_picture_seed())
+
     def send_request(self, url: str, **fields: Any) -> TimedResponse:
         """Send one request with the header that asks for Server-Timing."""
         headers = {**ASK_HEADERS, **fields.pop("headers", {})}
@@ -145,6 +158,11 @@ class LiveDeployment:
         trace = make_trace_id()
         headers = {**make_parent_header(trace), **fields.pop("headers", {})}
         return self.send_request(url or self.front_url, headers=headers, **fields), trace
+
+    def send_together(self, url: str, many: Iterable[dict[str, Any]]) -> list[dict[str, int]]:
+        """Send requests with these fields at the same moment; their breakdowns."""
+        requests = [TimedRequest(**{"headers": ASK_HEADERS, **each}) for each in many]
+        return [read_breakdown(each) for each in ttft_client.send_timed_requests(url, requests)]
 
     def read_one(self, server: str = "", image: bool = False, **fields: Any) -> dict[str, int]:
         """The breakdown of one request to a server ("": the front), with an image that is in no cache."""
@@ -161,28 +179,16 @@ class LiveDeployment:
         sample = once()
         return sample, [each for each in self.control.read_delays(began_ns) if each.place == place]
 
-    def encode_then_prefill(
-        self, picture: int, **fields: Any
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """Send one image to the encoder, then to prefill_decode, without the router; returns the
-        breakdowns of both.
-        """
-        first = self.send_request(
-            self.fleet.get_url("encode"), pictures=(picture,), max_tokens=1, stream=False, **fields
-        )
-        fields = {
-            "pictures": (picture,),
-            "max_tokens": 2,
-            **fields,
-            "extra": get_announced_params(first),
-        }
-        return read_breakdown(first), read_breakdown(
-            self.send_request(self.fleet.get_url("prefill_decode"), **fields)
-        )
+    def encode_then_prefill(self) -> dict[str, int]:
+        """Send a new image to the encoder, then to prefill_decode, without the router; its breakdown."""
+        pictures = (self.new_picture_seed(),)
+        plain = {"pictures": pictures, "max_tokens": 1, "stream": False}
+        announced = get_announced_params(self.send_request(self.fleet.get_url("encode"), **plain))
+        return self.read_one("prefill_decode", pictures=pictures, max_tokens=1, extra=announced)
 
     def prefill_then_decode(self, **fields: Any) -> tuple[TimedResponse, TimedResponse]:
         """Send one new prompt to prefill, then to decode, without the router; returns both responses."""
-        question = {"prompt": str(self.new_picture_seed()), "words": 300, "max_tokens": 1, **fields}
+        question = {"prompt": self.new_prompt(), "words": 300, "max_tokens": 1, **fields}
         extra = {"kv_transfer_params": KEEP_BLOCKS_PARAMS}
         headers = fields.pop("headers", {})
         leg = {**headers, header_names.LEG: "prefill"}
@@ -194,13 +200,16 @@ class LiveDeployment:
             self.fleet.get_url("decode"), **{**question, "headers": leg}
         )
 
-    def wait_for_trace(self, trace_id: str, enough: Callable[[list[dict[str, Any]]], bool]) -> Any:
-        """The spans of a trace, once `enough` of them have arrived."""
+    def wait_for_trace(
+        self, trace_id: str, enough: Callable[[list[dict[str, Any]]], bool], receiver: str = ""
+    ) -> Any:
+        """The spans of a trace, once `enough` of them have arrived; receiver: the URL of another one."""
+        url = receiver or self.fleet.get_url("receiver")
         deadline = time.monotonic() + MAX_WAIT_S
         spans: list[dict[str, Any]] = []
         while time.monotonic() < deadline:
             try:
-                spans = self.get_json(f"/api/trace/{trace_id}")["spans"]
+                spans = fetch_json(f"{url}/api/trace/{trace_id}")["spans"]
             except urllib.error.HTTPError as error:
                 assert error.code == 404
             if enough(spans):
@@ -226,6 +235,50 @@ class LiveDeployment:
         assert sum(parts) == found[keys.TOTAL_US]
         return found
 
+    def call(self, path: str, method: str = "POST") -> Any:
+        """An endpoint of the front that is no generation."""
+        request = urllib.request.Request(self.front_url + path, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text = answer.read()
+        return json.loads(text) if text else None
+
+    def sum_metric(self, name: str) -> float:
+        """The sum of a metric's samples on the front's /metrics."""
+        return sum(read_metric(self.front_url, f"{name}[{{ ]"))
+
+    @contextmanager
+    def run_request(self, **fields: Any) -> Iterator[Future[tuple[TimedResponse, str]]]:
+        """A request to the front in a thread of its own, at the engine by now; its answer and trace."""
+        before = count_at_engine(self.front_url)
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(self.send_traced, **fields)
+            time.sleep(0.3)
+            self.wait_for_arrival(before, future)
+            yield future
+
+    def wait_for_arrival(self, before: float, answer: Future[Any]) -> None:
+        """Wait until more requests are at the engine than `before`, or the one that comes is answered."""
+        # On a busy machine it takes long; the engine counts with its next step.
+        deadline = time.monotonic() + MAX_ARRIVAL_S
+        while count_at_engine(self.front_url) <= before and time.monotonic() < deadline:
+            if answer.done():
+                break
+            time.sleep(0.05)
+
+    def build_router(self, urls: dict[str, str], *flags: str) -> LocalServer:
+        """Another router, before the servers at these URLs by role; its spans come to the same receiver."""
+        sink = {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: self.fleet.get_url("receiver")}
+        legs = {role: [url] for role, url in urls.items()}
+        return LocalServer(local_deployment.build_router_command(legs, sink, *flags))
+
+    def wait_for_tokenizer(self, router: LocalServer) -> None:
+        """Send requests through a router until it has read the tokens of one."""
+        for _ in range(100):
+            self.send_request(router.url, prompt=self.new_prompt(), max_tokens=1)
+            if read_metric(router.url, READ_PROMPTS_METRIC):
+                return
+            time.sleep(1)
+
     def list_complaints(self, server: str) -> list[str]:
         """Log lines of a server that report a failure of our hooks."""
         text = self.fleet.servers[server].log_path.read_text(errors="replace")
@@ -233,5 +286,4 @@ class LiveDeployment:
 
     def get_json(self, path: str, server: str = "receiver") -> Any:
         """JSON from one of the deployment's servers."""
-        with urllib.request.urlopen(self.fleet.get_url(server) + path, timeout=10) as answer:
-            return json.load(answer)
+        return fetch_json(self.fleet.get_url(server) + path)

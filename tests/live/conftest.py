@@ -1,43 +1,158 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real vLLM servers for the live tests. One deployment runs at a time: two cores are too few for two.
 
-Fixtures: `epd` (the encoder, prefill_decode, router, receiver; V1 runner, encodings through a folder), `pd`
-(prefill and decode over NIXL, router), `epd3` (the encoder, prefill, decode, router). With CUDA's defaults,
-V2 runner and async scheduling: `nixl` (the encoder, prefill_decode, router; encodings over NIXL), `newer`
-(only its prefill_decode, which does everything when no encodings are announced to it), `newer_pd` (prefill
-and decode), `nixl3` (the encoder, prefill, decode; all over NIXL). `small` is one text server with few
-places, tokens, KV blocks and adapters (test_limits.py and others); `features` is the same one with
-a single place (test_engine_features.py and others). Each deployment is started once; a test that needs
-another one stops the one that runs. `epd` is started beside `small`, whose tests hold on a busy machine; the
-next ones while nothing is measured because tests of units and of the stack still run: what waits takes no
-CPU time.
+Fixtures: `small` is one text server with few places, tokens, KV blocks and adapters; `features` is the same
+one with a single place. `epd` (the encoder, prefill_decode; V1 runner, encodings through a folder), `pd`
+(prefill and decode over NIXL). With CUDA's defaults, V2 runner and async scheduling: `nixl` (the encoder,
+prefill_decode; encodings over NIXL), `newer` (only its prefill_decode, which does everything when no
+encodings are announced to it), `nixl3` (the encoder, prefill, decode; all over NIXL). With the text model:
+`files` (a server that keeps KV blocks in files), `tiers` (prefill and decode over NIXL, each of which
+offloads blocks to memory, too), `ranks` (two ranks of a model with experts). Each has a receiver, and a
+router if it is several servers.
 
-scripts/test runs tests of units and of the stack beside these: tests marked `untimed` come first and
-hold on a busy machine, the others wait until those have ended.
+Each deployment is started once; a test that needs another one stops the one that runs. `epd` is started
+beside `small`, whose tests hold on a busy machine; the next ones while nothing is measured because tests of
+units and of the stack still run: what waits takes no CPU time. scripts/test runs those beside these: tests
+marked `untimed` come first and hold on a busy machine, the others wait until those have ended.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from lab import tiny_models
 from lab.injection import InjectionControl
-from lab.local_deployment import LocalDeployment, start_deployment
+from lab.local_deployment import DeploymentPlan, LocalDeployment, start_deployment
 from lab.local_servers import exit_on_sigterm
+from lab.server_commands import EC_CPU_CONNECTOR, VllmOptions
 from tests.live.bench import LiveDeployment
-from tests.live.echo_server import EchoServer
-from tests.live.server_plans import NIXL_SHAPE, build_plan
+
+# In the order of the run: "" needs none, "other" starts its own.
+DEPLOYMENT_ORDER = ("", "small", "epd", "pd", "nixl", "nixl3", "files", "tiers", "ranks", "other")
+# What they show, `epd` and `pd` show on the V1 runner; a start takes a minute or two.
+ONLY_FULL = ("nixl", "nixl3", "files", "tiers", "ranks")
+STARTED_AHEAD = ("epd", "pd", "nixl")  # their tests measure times
+MAX_AHEAD = 2  # deployments in memory at once
+DEPLOYMENT_GB = 6  # of memory
+MAX_WAIT_S = 1800.0  # for tests that run beside
+
+# Of `small`: few of everything that requests can wait for, so that few of them suffice to use it up.
+TEXT_PLACES = 4  # max_num_seqs; the control file can leave one of them
+TEXT_CHUNK = 128  # max_num_batched_tokens
+BLOCK_TOKENS = 128  # tokens of a KV block on CPU
+CACHE_BLOCKS = 72  # of them is one for nothing; the longest prompt takes 64
+ADAPTERS = ("first", "second")  # of which one at a time has a place
+TEXT_ENV = {
+    "VLLM_SERVER_DEV_MODE": "1",  # /pause, /resume, /sleep; the cache can be reset
+    "VLLM_ENABLE_RESPONSES_API_STORE": "1",  # background responses
+}
+# Servers inherit pytest's environment; ours must behave as it does without pytest.
+GUARD = {"TTFT_OTEL_GUARD": "keep"}
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+OFFLOAD = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "cpu_bytes_to_use": 2**27,
+        "spec_name": "HostOffloadingSpec",
+        "spec_module_path": "ttft_inject.host_offload",
+    },
+}
+BOTH = {
+    "kv_connector": "MultiConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"connectors": [NIXL, OFFLOAD]},
+}
+
+
+def build_plan(name: str, folder: Path, control: InjectionControl) -> DeploymentPlan:
+    """The plan of the deployment `name`: V1 runner for all but those with NIXL in their name."""
+    if name == "small":
+        return build_small_plan(folder, control)
+    if name in ("files", "tiers", "ranks"):
+        return build_text_plan(name, folder, control)
+    model = tiny_models.build_model(tiny_models.VISION_RECIPE)
+    options = VllmOptions(model=model, control=control.path)
+    if name.startswith("nixl"):
+        options = replace(options, runner="v2", async_scheduling=True, connector=EC_CPU_CONNECTOR)
+    shape = {"nixl": "epd", "nixl3": "epd3"}.get(name, name)
+    return DeploymentPlan(
+        shape, options, use_waiting_connector=name == "epd", folder=folder, env=GUARD
+    )
+
+
+def build_small_plan(folder: Path, control: InjectionControl) -> DeploymentPlan:
+    """One text server with few places, tokens, KV blocks and adapters, and all features that go together."""
+    adapter = tiny_models.write_adapter(folder / "adapter", tiny_models.TEXT_RECIPE)
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{folder}/events",
+        "replay_endpoint": f"ipc://{folder}/replay",
+        "topic": "kv",
+    }
+    extra = (
+        "--kv-events-config", json.dumps(events), "--enable-prompt-tokens-details",
+        "--num-gpu-blocks-override", str(CACHE_BLOCKS),
+        "--enable-lora", "--max-loras", "1", "--max-lora-rank", "8",
+        *("--lora-modules", *(f"{name}={adapter}" for name in ADAPTERS)),
+        "--scheduling-policy", "priority", "--enable-scale-out",  # which has endpoints that render prompts
+    )  # fmt: skip
+    options = VllmOptions(
+        model=tiny_models.build_model(tiny_models.TEXT_RECIPE),
+        core=1,
+        max_num_seqs=TEXT_PLACES,
+        control=control.path,
+        extra=extra,
+        env=TEXT_ENV,
+    )
+    return DeploymentPlan("mono", options, folder=folder, env=GUARD, chunk_tokens=TEXT_CHUNK)
+
+
+def build_text_plan(name: str, folder: Path, control: InjectionControl) -> DeploymentPlan:
+    """A deployment of the text model whose flags are its own."""
+    from_files = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder / "blocks")},
+    }
+    flags: dict[str, tuple[str, ...]] = {
+        "files": ("--kv-transfer-config", json.dumps(from_files), "--no-enable-prefix-caching"),
+        "tiers": ("--kv-transfer-config", json.dumps(BOTH)),
+        # They ask after each step whether any of them has work left.
+        "ranks": (
+            *("--data-parallel-size", "2", "--dp-sync-interval", "1", "--api-server-count", "1"),
+        ),
+    }
+    recipe = tiny_models.EXPERTS_RECIPE if name == "ranks" else tiny_models.TEXT_RECIPE
+    model = tiny_models.build_model(recipe)
+    options = VllmOptions(model=model, control=control.path, extra=flags[name], env=TEXT_ENV)
+    env = GUARD
+    if name == "ranks":
+        options = replace(options, plugins=("cpu_experts",))
+        env = {**GUARD, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    shape = "pd" if name == "tiers" else "mono"
+    return DeploymentPlan(shape, options, folder=folder, env=env)
+
+
+def get_needed_deployment(item: pytest.Item) -> str:
+    """The deployment that a test needs; "other" when it starts its own, "" when it needs none."""
+    if "tests/live/" not in str(item.path):
+        return ""
+    names = getattr(item, "fixturenames", ())
+    return next((name for name in DEPLOYMENT_ORDER if name in names), "other")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -64,8 +179,8 @@ def rank_item(item: pytest.Item) -> tuple[int, bool, int]:
     needed, is_untimed = get_needed_deployment(item), bool(item.get_closest_marker("untimed"))
     if needed == "other" and is_untimed:
         needed = ""
-    # One counts what has happened to the server's cache, the other one ends the server.
-    place = {"test_kv_events": -1, "test_killed": 1}.get(item.path.stem, 0)
+    # One counts what has happened to the server's cache, others end the deployment.
+    place = 1 if "killed" in item.name else -(item.path.stem == "test_kv_events")
     return DEPLOYMENT_ORDER.index(needed), not is_untimed, place
 
 
@@ -78,8 +193,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     if item.get_closest_marker("live") and not item.get_closest_marker("untimed"):
         deck = item.session.stash.get(DECK, None)
         if deck and list_running() and read_available_gb() > 1.5 * DEPLOYMENT_GB:
-            for shape in list_next_shapes(item):
-                deck.start_in_background(shape)
+            for name in list_next_deployments(item):
+                deck.start_in_background(name)
         wait_until_alone()
         if deck:
             wait([coming.result for coming in deck.coming.values()])
@@ -92,131 +207,11 @@ def read_available_gb() -> float:
     return int(next(each for each in lines if each.startswith("MemAvailable:")).split()[1]) / 2**20
 
 
-def list_next_shapes(item: pytest.Item) -> list[str]:
-    """The deployments that the tests after `item` need next, at most MAX_AHEAD."""
+def list_next_deployments(item: pytest.Item) -> list[str]:
+    """What the tests after `item` need next, at most MAX_AHEAD."""
     items = item.session.items
-    needed = (get_needed_deployment(each) for each in items[items.index(item) :])
-    shapes = dict.fromkeys(SHAPES[each] for each in needed if each in SHAPES)
-    return list(shapes)[:MAX_AHEAD]
-
-
-DEPLOYMENT_ORDER = (
-    "",
-    "small",
-    "epd",
-    "pd",
-    "epd3",
-    "nixl",
-    "newer",
-    "newer_pd",
-    "nixl3",
-    "other",
-)
-# What they show, `epd` and `pd` show on the V1 runner; a start takes a minute or two.
-ONLY_FULL = ("epd3", "nixl", "newer", "newer_pd", "nixl3")
-# Shapes of the deployments that tests measure times with, by fixture.
-SHAPES = {"epd": "epd", "pd": "pd", "epd3": "epd3", "nixl": NIXL_SHAPE, "newer": NIXL_SHAPE}
-MAX_AHEAD = 2  # deployments in memory at once
-DEPLOYMENT_GB = 6  # of memory
-MAX_WAIT_S = 1800.0  # for tests that run beside
-DECK: pytest.StashKey[DeploymentDeck] = pytest.StashKey()
-
-
-def get_needed_deployment(item: pytest.Item) -> str:
-    """The deployment that a test needs; "other" when it starts its own, "" when it needs none."""
-    if "tests/live/" not in str(item.path):
-        return ""
-    names = getattr(item, "fixturenames", ())
-    return next((name for name in DEPLOYMENT_ORDER if name in names), "other")
-
-
-@dataclass(frozen=True)
-class ComingDeployment:
-    """A deployment that is being started in the background; `stack` stops what has started of it."""
-
-    stack: ExitStack
-    result: Future[tuple[LocalDeployment, InjectionControl]]
-
-
-class DeploymentDeck:
-    """The deployment that runs now; starts another one when a test needs it."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self.stack = ExitStack()
-        self.shape = ""
-        self.bench: LiveDeployment | None = None
-        self.coming: dict[str, ComingDeployment] = {}  # by shape
-        self.broken: dict[str, BaseException] = {}  # a start takes minutes: never tried twice
-
-    def use_deployment(self, shape: str, beside: str = "") -> LiveDeployment:
-        """The deployment of `shape`, started unless it runs already; all injections are reset.
-
-        beside: another one that is started meanwhile in the background; use_deployment waits for it
-        once it is wanted itself.
-        """
-        if self.shape != shape or self.bench is None:
-            if shape in self.broken:
-                raise RuntimeError(f"{shape} did not start before") from self.broken[shape]
-            try:
-                coming = self.coming.pop(shape, None)
-                self.stop_running()
-                if coming:
-                    self.stack = coming.stack
-                    fleet, control = coming.result.result()
-                else:
-                    if beside:
-                        self.start_in_background(beside)
-                    fleet, control = self.start_and_wait(shape, self.stack)
-            except BaseException as error:
-                self.broken[shape] = error
-                raise
-            self.bench = LiveDeployment(fleet, control)
-            self.shape = shape
-            self.bench.warm_up()
-        self.bench.control.max_active = 0
-        self.bench.control.set_injections()
-        return self.bench
-
-    def start_and_wait(
-        self, shape: str, stack: ExitStack
-    ) -> tuple[LocalDeployment, InjectionControl]:
-        """Start the deployment of `shape` and wait until its servers answer; `stack` stops them."""
-        control = InjectionControl(self.folder / f"{shape}.json")
-        plan = build_plan(shape, self.folder / shape, control)
-        return stack.enter_context(start_deployment(plan, progress=self.report_start)), control
-
-    def start_in_background(self, shape: str) -> None:
-        """Begin to start `shape`, unless that has begun."""
-        if shape == self.shape or shape in self.coming:
-            return
-        tiny_models.build_model(
-            tiny_models.VISION_RECIPE
-        )  # seeds are the process's: not while another model is made
-        stack = ExitStack()
-        pool = ThreadPoolExecutor(1)
-        self.coming[shape] = ComingDeployment(stack, pool.submit(self.start_and_wait, shape, stack))
-        pool.shutdown(wait=False)
-
-    def report_start(self, name: str, seconds: float, line: str) -> None:
-        """Print every 20 s which server is still starting; visible with -s."""
-        if int(seconds) % 20 == 0:
-            sys.stderr.write(f"[live] {name}: {seconds:.0f} s\n")
-
-    def stop_running(self) -> None:
-        """Stop the deployment that runs."""
-        self.stack.close()
-        self.bench = None
-        self.shape = ""
-
-    def stop_all(self) -> None:
-        """Stop the deployment that runs, and those that are being started."""
-        self.stop_running()
-        wait([coming.result for coming in self.coming.values()])
-        for coming in self.coming.values():
-            coming.stack.close()
-        self.coming.clear()
+    needed = dict.fromkeys(get_needed_deployment(each) for each in items[items.index(item) :])
+    return [name for name in needed if name in STARTED_AHEAD][:MAX_AHEAD]
 
 
 def wait_until_alone() -> None:
@@ -242,6 +237,96 @@ def is_running(pid: str) -> bool:
     return state != "Z"
 
 
+class ComingDeployment(NamedTuple):
+    """A deployment that is being started in the background; `stack` stops what has started of it."""
+
+    stack: ExitStack
+    result: Future[LiveDeployment]
+
+
+class DeploymentDeck:
+    """The deployment that runs now; starts another one when a test needs it."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.stack = ExitStack()
+        self.name = ""
+        self.bench: LiveDeployment | None = None
+        self.coming: dict[str, ComingDeployment] = {}
+        self.broken: dict[str, BaseException] = {}  # a start takes minutes: never tried twice
+
+    def use_deployment(self, name: str, beside: str = "") -> LiveDeployment:
+        """The deployment `name`, started unless it runs already; all injections are reset.
+
+        beside: another one that is started meanwhile in the background; use_deployment waits for it
+        once it is wanted itself.
+        """
+        if self.name != name or self.bench is None:
+            if name in self.broken:
+                raise RuntimeError(f"{name} did not start before") from self.broken[name]
+            try:
+                coming = self.coming.pop(name, None)
+                self.stop_running()
+                if coming:
+                    self.stack = coming.stack
+                    self.bench = coming.result.result()
+                else:
+                    if beside:
+                        self.start_in_background(beside)
+                    self.bench = self.start_and_wait(name, self.stack)
+            except BaseException as error:
+                self.broken[name] = error
+                raise
+            self.name = name
+            self.bench.warm_up()
+        self.bench.control.max_active = 0
+        self.bench.control.set_injections()
+        return self.bench
+
+    def start_and_wait(self, name: str, stack: ExitStack) -> LiveDeployment:
+        """Start a deployment and wait until its servers answer; `stack` stops them."""
+        control = InjectionControl(self.folder / f"{name}.json")
+        plan = build_plan(name, self.folder / name, control)
+        started: LocalDeployment = stack.enter_context(
+            start_deployment(plan, progress=self.report_start)
+        )
+        return LiveDeployment(started, control)
+
+    def start_in_background(self, name: str) -> None:
+        """Begin to start `name`, unless that has begun."""
+        if name == self.name or name in self.coming:
+            return
+        # Seeds are the process's: not while another model is made.
+        tiny_models.build_model(tiny_models.VISION_RECIPE)
+        stack = ExitStack()
+        pool = ThreadPoolExecutor(1)
+        self.coming[name] = ComingDeployment(stack, pool.submit(self.start_and_wait, name, stack))
+        pool.shutdown(wait=False)
+
+    def report_start(self, name: str, seconds: float, line: str) -> None:
+        """Print every 20 s which server is still starting; visible with -s."""
+        if int(seconds) % 20 == 0:
+            sys.stderr.write(f"[live] {name}: {seconds:.0f} s\n")
+
+    def stop_running(self) -> None:
+        """Stop the deployment that runs."""
+        self.stack.close()
+        self.bench = None
+        self.name = ""
+
+    def stop_all(self) -> None:
+        """Stop the deployment that runs, and those that are being started."""
+        self.stop_running()
+        wait([coming.result for coming in self.coming.values()])
+        for coming in self.coming.values():
+            coming.stack.close()
+        self.coming.clear()
+
+
+DECK: pytest.StashKey[DeploymentDeck] = pytest.StashKey()
+
+
 @pytest.fixture(scope="session")
 def deck(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
@@ -258,50 +343,31 @@ def deck(
             found.stop_all()
 
 
-@pytest.fixture(scope="session")
-def echo() -> Iterator[EchoServer]:
-    """A server that answers at once, to measure what an exchange takes on this machine."""
-    with EchoServer() as server:
-        yield server
+def make_deployment_fixture(name: str) -> Any:
+    """A fixture that gives the deployment `name`, which runs from then on."""
+
+    def use_deployment(deck: DeploymentDeck) -> LiveDeployment:
+        return deck.use_deployment(name)
+
+    return pytest.fixture(use_deployment)
 
 
-def make_deployment_fixture(shape: str, about: str) -> Any:
-    """A fixture that gives the deployment of `shape`, which runs from then on; `about` says what it is."""
-
-    def use_shape(deck: DeploymentDeck) -> LiveDeployment:
-        return deck.use_deployment(shape)
-
-    use_shape.__doc__ = about
-    return pytest.fixture(use_shape)
-
-
-epd = make_deployment_fixture("epd", "E, PD, router, receiver; V1 runner.")
-pd = make_deployment_fixture("pd", "P, D (NIXL over host memory), router, receiver; V1 runner.")
-epd3 = make_deployment_fixture("epd3", "E, P, D, router, receiver; V1 runner.")
-nixl = make_deployment_fixture(
-    NIXL_SHAPE, "E and PD with CUDA's defaults, ECCPUConnector over NIXL; router, receiver."
-)
-newer_pd = make_deployment_fixture("pd-v2-async", "P and D with CUDA's defaults.")
-nixl3 = make_deployment_fixture(
-    "epd3-nixl-v2-async", "E, P and D with CUDA's defaults; encodings and KV blocks over NIXL."
+epd, pd, nixl, nixl3, files, tiers, ranks = map(
+    make_deployment_fixture, ("epd", "pd", "nixl", "nixl3", "files", "tiers", "ranks")
 )
 
 
 @pytest.fixture
-def newer(deck: DeploymentDeck) -> LiveDeployment:
+def newer(nixl: LiveDeployment) -> LiveDeployment:
     """The prefill_decode server of `nixl`, called directly: a single server with CUDA's defaults."""
-    bench = deck.use_deployment(NIXL_SHAPE)
-    return LiveDeployment(bench.fleet, bench.control, "prefill_decode")
+    return LiveDeployment(nixl.fleet, nixl.control, "prefill_decode")
 
 
 @pytest.fixture
 def small(deck: DeploymentDeck, request: pytest.FixtureRequest) -> LiveDeployment:
-    """One text server with few places, tokens, KV blocks and adapters, on the second core.
-
-    Its tests hold on a busy machine: what comes next is started beside it.
-    """
+    """One text server; its tests hold on a busy machine: what comes next is started beside it."""
     wanted = any(get_needed_deployment(item) == "epd" for item in request.session.items)
-    return deck.use_deployment("text", beside="epd" if wanted else "")
+    return deck.use_deployment("small", beside="epd" if wanted else "")
 
 
 @pytest.fixture

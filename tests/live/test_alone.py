@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers that need other options, each started for its own test: tracing off, full, short of memory,
-several processes.
+several processes; and ranks of a model with experts, which work in step and wait for each other.
 
-These tests take minutes and run only with `scripts/test --full`.
+These tests take minutes and run only with `scripts/test --full`. The ranks are vLLM's DPEngineCoreProc, whose
+communicator has two calls from lab/vllm_plugins/cpu_experts.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
 import time
-import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from tests.live.bench import (
     read_metric,
     read_output_tokens,
 )
-from tests.live.conftest import DeploymentDeck
+from tests.live.conftest import GUARD, DeploymentDeck
 from tests.live.test_injected import Injection, check_stage
 from ttft_otel.model import stages
 from ttft_otel.model.names import env_names, keys, metric_names
@@ -52,29 +53,38 @@ END_METRICS = (
     metric_names.QUEUE_REASON_DURATION,
     metric_names.QUEUE_HELD_DURATION,
 )
+DELAY_US = 300_000
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 
 
 @contextmanager
 def run_alone(
-    deck: DeploymentDeck, folder: Path, extra: tuple[str, ...] = (), **changes: Any
+    deck: DeploymentDeck,
+    folder: Path,
+    extra: tuple[str, ...] = (),
+    *,
+    traced: bool = True,
+    chunk: int = 512,
+    warm: bool = True,
+    env: dict[str, str] | None = None,
+    **options: Any,
 ) -> Iterator[LiveDeployment]:
-    """Run one server with the text model. extra: flags. changes: of VllmOptions, `traced`, `chunk`, `env`."""
+    """Run one server with the text model. extra: flags. warm: send it some requests. options: VllmOptions."""
     deck.stop_running()
     control = InjectionControl(folder / "control.json")
-    traced = changes.pop("traced", True)
-    chunk = changes.pop("chunk", 512)
-    options = VllmOptions(
-        model=tiny_models.build_model(tiny_models.TEXT_RECIPE), control=control.path, extra=extra
-    )
-    env = {"TTFT_OTEL_GUARD": "keep", **changes.pop("env", {})}
-    options = replace(options, **changes)
+    model = options.pop("model", None) or tiny_models.build_model(tiny_models.TEXT_RECIPE)
+    chosen = VllmOptions(**{"model": model, "control": control.path, "extra": extra, **options})
     plan = DeploymentPlan(
-        "mono", options, folder=folder, traced=traced, env=env, chunk_tokens=chunk
+        "mono",
+        chosen,
+        folder=folder,
+        traced=traced,
+        env={**GUARD, **(env or {})},
+        chunk_tokens=chunk,
     )
     with start_deployment(plan) as running:
         bench = LiveDeployment(running, control)
-        for _ in range(3):
+        for _ in range(3 if warm else 0):
             ttft_client.send_timed_request(bench.front_url, max_tokens=2)
         yield bench
 
@@ -107,19 +117,12 @@ def test_preemption_is_stall_and_its_tokens_are_counted(
     late = TimedRequest(words=850, max_tokens=2, headers=header)
     with run_alone(deck, tmp_path, extra, max_model_len=1024, chunk=64) as bench:
         bench.control.set_injections({"forward": 30})
-        threads = [
-            threading.Thread(
-                target=ttft_client.send_timed_request,
-                args=(bench.front_url, replace(short, prompt=f"s{n}")),
-            )
-            for n in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.3)
-        answer = ttft_client.send_timed_request(bench.front_url, late)
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(3) as pool:
+            for number in range(3):
+                first = replace(short, prompt=f"s{number}")
+                pool.submit(ttft_client.send_timed_request, bench.front_url, first)
+            time.sleep(0.3)
+            answer = ttft_client.send_timed_request(bench.front_url, late)
         found = bench.fetch_ttft(trace)
 
     assert answer.status == 200
@@ -131,21 +134,23 @@ def test_preemption_is_stall_and_its_tokens_are_counted(
 
 def test_vllms_own_span_hangs_under_our_server_span(deck: DeploymentDeck, tmp_path: Path) -> None:
     """With vLLM's own tracing on, its span llm_request is in the same trace, below our server span."""
-    receiver = "http://127.0.0.1:{port}/v1/traces"
     port = free_ports.find_free_port()
+    receiver = f"http://127.0.0.1:{port}"
     env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
-    extra = ("--otlp-traces-endpoint", receiver.format(port=port))
-    deck.stop_running()
+    extra = ("--otlp-traces-endpoint", f"{receiver}/v1/traces")
     sink = local_deployment.build_receiver_command(tmp_path / "own.db", port)
     with LocalServer(sink), run_alone(deck, tmp_path, extra, env=env) as bench:
         _, trace = bench.send_traced(max_tokens=3)
-        theirs = _wait_for_trace(f"http://127.0.0.1:{port}", trace, "llm_request")
-        ours = bench.wait_for_trace(trace, lambda got: any(s["kind"] == "server" for s in got))
 
-    server = next(span for span in ours if span["kind"] == "server")
-    assert {span["parent_id"] for span in theirs if span["name"] == "llm_request"} == {
-        server["span_id"]
-    }
+        def wait_for(key: str, value: str, receiver: str = "") -> Any:
+            found = bench.wait_for_trace(
+                trace, lambda got: any(span[key] == value for span in got), receiver
+            )
+            return next(span for span in found if span[key] == value)
+
+        theirs, ours = wait_for("name", "llm_request", receiver), wait_for("kind", "server")
+
+    assert theirs["parent_id"] == ours["span_id"]
 
 
 def test_two_engines_give_one_record_each_with_its_rank(
@@ -191,11 +196,10 @@ def test_two_workers_of_one_engine(
 
 def _check_parts(bench: LiveDeployment) -> None:
     """The parts of dispatch add up to it; a delay before the step is sent is in the first of them."""
-    delay_us = 300_000
-    with bench.control.inject_delay("schedule", delay_us / 1000):
+    with bench.control.inject_delay("schedule", DELAY_US / 1000):
         _, trace = bench.send_traced(max_tokens=1)
     parts = read_dispatch_parts(bench, trace)
-    assert delay_us <= parts["schedule"] < 2 * delay_us, parts
+    assert DELAY_US <= parts["schedule"] < 2 * DELAY_US, parts
 
 
 def read_dispatch_parts(bench: LiveDeployment, trace: str) -> dict[str, int]:
@@ -267,14 +271,14 @@ def test_ends_are_counted_by_two_api_servers(deck: DeploymentDeck, tmp_path: Pat
         # Prometheus' metrics of several processes beside ours over OTLP: neither disturbs the other.
         "PROMETHEUS_MULTIPROC_DIR": str(shared),
     }
+    # Of a body that streams vLLM tells its usage only if it is asked.
+    usage: tuple[dict[str, Any], ...] = ({}, {"stream_options": {"include_usage": True}})
     many = [
         TimedRequest(
             prompt=f"q{number}",
             max_tokens=8,
             stream=bool(number % 2),
-            # Of a body that streams vLLM tells its usage only if it is asked.
-            extra={"ignore_eos": True}
-            | ({"stream_options": {"include_usage": True}} if number % 2 else {}),
+            extra={"ignore_eos": True, **usage[number % 2]},
         )
         for number in range(16)
     ]
@@ -344,8 +348,7 @@ def test_off_is_plain_vllm(deck: DeploymentDeck, tmp_path: Path) -> None:
     for name, env in (("plain", {"VLLM_PLUGINS": "none"}), ("off", {"TTFT_OTEL": ""})):
         folder = tmp_path / name
         folder.mkdir()
-        changes: dict[str, Any] = {"env": env, "traced": False, "control": None}
-        with run_alone(deck, folder, **changes) as bench:
+        with run_alone(deck, folder, env=env, traced=False, control=None) as bench:
             server = bench.fleet.servers["mono"]
             ttft_client.send_timed_request(bench.front_url, max_tokens=3)
             time.sleep(1)
@@ -377,20 +380,6 @@ def _count_sockets(leader: int) -> int:
     return count
 
 
-def _wait_for_trace(url: str, trace: str, name: str) -> list[dict[str, Any]]:
-    """A trace from another receiver, once a span of this name has arrived."""
-    for _ in range(60):
-        try:
-            with urllib.request.urlopen(f"{url}/api/trace/{trace}", timeout=5) as answer:
-                spans: list[dict[str, Any]] = json.load(answer)["spans"]
-            if any(span["name"] == name for span in spans):
-                return spans
-        except urllib.error.HTTPError as error:
-            assert error.code == 404
-        time.sleep(0.5)
-    raise AssertionError(f"no {name} in {trace}")
-
-
 @pytest.mark.parametrize("method", ["ngram", "eagle"])
 def test_drafts_are_a_part_of_output(deck: DeploymentDeck, tmp_path: Path, method: str) -> None:
     """On the V1 runner the first token waits for a drafter, by n-grams or a layer: `draft` of `output`."""
@@ -412,3 +401,49 @@ def test_drafts_are_a_part_of_output(deck: DeploymentDeck, tmp_path: Path, metho
     assert output["start_ns"] <= draft["start_ns"] < draft["end_ns"] <= output["end_ns"]
     if method == "eagle":
         assert draft["end_ns"] - draft["start_ns"] > 100_000  # it computes
+
+
+def trace_at_rank(bench: LiveDeployment, rank: int) -> str:
+    """The trace of one request to this rank."""
+    return bench.send_traced(max_tokens=1, headers=make_rank_header(rank))[1]
+
+
+def make_rank_header(rank: int) -> dict[str, str]:
+    """The header that chooses a rank."""
+    return {"X-data-parallel-rank": str(rank)}
+
+
+def test_both_ranks_close(ranks: LiveDeployment) -> None:
+    """Nothing is unattributed on either rank, of one chunk or several, alone or beside the other's work."""
+    for turn in range(4):
+        for words in (40, 900):
+            found = ranks.read_one(headers=make_rank_header(turn % 2), max_tokens=1, words=words)
+            assert found[stages.UNATTRIBUTED] == 0, found
+    for rank in (0, 1):
+        assert ranks.fetch_ttft(trace_at_rank(ranks, rank))[keys.RANK] == rank
+    assert ranks.list_complaints("mono") == []
+
+
+def test_a_late_rank_is_dispatch(ranks: LiveDeployment) -> None:
+    """What another rank takes before it meets this one is in dispatch alone, in its part dp_sync."""
+    once = partial(ranks.read_one, headers=make_rank_header(0), max_tokens=1)
+    check_stage(ranks, Injection("other_rank", 400, 100), "dispatch", once)
+    with ranks.control.inject_delay("other_rank", DELAY_US / 1000):
+        parts = read_dispatch_parts(ranks, trace_at_rank(ranks, 1))
+
+    assert 0.9 * DELAY_US <= parts["dp_sync"] <= 1.2 * DELAY_US, parts
+
+
+def test_a_batch_for_another_rank_holds_the_queue(ranks: LiveDeployment) -> None:
+    """Who comes to a rank without requests, while the other one answers, waits for that one's step."""
+    long = {"headers": make_rank_header(0), "max_tokens": 60, "extra": {"ignore_eos": True}}
+    with ranks.control.inject_delay("forward", 100), ThreadPoolExecutor(1) as pool:
+        pool.submit(ranks.send_request, ranks.front_url, **long)
+        time.sleep(1)
+        found = [ranks.fetch_ttft(trace_at_rank(ranks, 1)) for _ in range(6)]
+
+    queued = sum(each.get(keys.name_stage_attribute("prefill.queue"), 0) for each in found)
+    held = sum(each.get(keys.name_held_attribute("other_rank"), 0) for each in found)
+    assert queued >= 100_000, found
+    assert held >= 0.95 * queued, found
+    assert all(each[keys.UNATTRIBUTED_US] == 0 for each in found)

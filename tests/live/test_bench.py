@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ttft-otel bench` against real vLLM: every dataset, both loops, directly and through our router.
+"""`ttft-otel bench` against real vLLM through our router: every dataset, both loops.
 
 And its TTFT against that of `vllm bench serve` on the same server, by benchmarks/agreement.py.
 """
@@ -29,66 +29,50 @@ def run_bench_document(url: str, *words: object) -> Any:
     """What `ttft-otel bench --json` prints."""
     command = [sys.executable, "-m", "ttft_otel.commands.main", "bench", "--url", url, "--json"]
     done = subprocess.run([*command, *map(str, words)], capture_output=True, text=True, timeout=900)
-    assert done.returncode in (0, 3), (
-        done.stderr
-    )  # 3: this machine was too busy to be sure of times
+    # 3: this machine was too busy to be sure of times.
+    assert done.returncode in (0, 3), done.stderr
     return json.loads(done.stdout)
 
 
-def run_bench_target(url: str, *words: object) -> Any:
-    """Its only target."""
-    return run_bench_document(url, *words)["targets"][0]
-
-
-def list_closed_rows(target: Any) -> list[dict[str, Any]]:
-    """All requests of a target, none failed, each with a breakdown that adds up to its TTFT."""
+def list_closed_rows(bench: LiveDeployment, *words: object) -> list[dict[str, Any]]:
+    """All requests of a run through the router, none failed, each with a breakdown that is its TTFT."""
+    seed = ("--seed", bench.new_picture_seed())
+    (target,) = run_bench_document(bench.front_url, *words, *seed)["targets"]
     (run,) = target["runs"]
     assert run["failures"] == {} and run["unfinished"] == 0, run["complaints"]
     found: list[dict[str, Any]] = run["requests"]
     for row in found:
         assert sum(row["stages_ms"].values()) == pytest.approx(row["ttft_ms"], abs=0.02)
-        assert row["stages_ms"]["outside"] >= -1.0, (
-            "the server cannot have taken longer than we saw"
-        )
+        # The server cannot have taken longer than we saw.
+        assert row["stages_ms"]["outside"] >= -1.0
     return found
-
-
-@pytest.fixture(params=[pytest.param("server", marks=pytest.mark.full), "router"])
-def url(epd: LiveDeployment, request: pytest.FixtureRequest) -> str:
-    """PD itself, then the router before it."""
-    return epd.front_url if request.param == "router" else epd.fleet.get_url("prefill_decode")
 
 
 @pytest.mark.untimed
 @pytest.mark.parametrize("loop", [CLOSED_LOOP_FLAGS, OPEN_LOOP_FLAGS], ids=["closed", "open"])
-def test_random(url: str, loop: tuple[object, ...], epd: LiveDeployment) -> None:
+def test_random(epd: LiveDeployment, loop: tuple[object, ...]) -> None:
     """Prompts and answers are exactly as long as asked for, as the server counts them, and not cached."""
-    found = list_closed_rows(
-        run_bench_target(url, *loop, *SMALL_PROMPT_FLAGS, "--seed", epd.new_picture_seed())
-    )
+    found = list_closed_rows(epd, *loop, *SMALL_PROMPT_FLAGS)
 
     assert {(row["input_tokens"], row["output_tokens"]) for row in found} == {(300, 5)}
     assert {row["cached_tokens"] for row in found} <= {0, None}
 
 
 @pytest.mark.untimed
-def test_chat(url: str, epd: LiveDeployment) -> None:
+def test_chat(epd: LiveDeployment) -> None:
     """Chat prompts are words, so many of them that the server counts nearly the tokens asked for."""
     words = ("--api", "chat", "--prefix-len", 100, "--input-len", 200, "--output-len", 5)
-    found = list_closed_rows(
-        run_bench_target(url, *words, *CLOSED_LOOP_FLAGS, "--seed", epd.new_picture_seed())
-    )
+    found = list_closed_rows(epd, *words, *CLOSED_LOOP_FLAGS)
 
     assert all(270 <= row["input_tokens"] <= 360 for row in found)
 
 
 @pytest.mark.untimed
-def test_rounds(url: str, epd: LiveDeployment) -> None:
+def test_rounds(epd: LiveDeployment) -> None:
     """--turns: prompts grow by the question and the answer from turn to turn."""
     lengths = ("--prefix-len", 100, "--input-len", 20, "--output-len", 5)
     users = ("--concurrency", 2, "--turns", 3, "--think", 0.5, "--requests", 8)
-    words = (*lengths, *users, "--seed", epd.new_picture_seed())
-    found = list_closed_rows(run_bench_target(url, *words))
+    found = list_closed_rows(epd, *lengths, *users)
 
     grown = sorted(row["input_tokens"] for row in found)
     assert len(found) == 8
@@ -96,12 +80,10 @@ def test_rounds(url: str, epd: LiveDeployment) -> None:
 
 
 @pytest.mark.untimed
-def test_images(url: str, epd: LiveDeployment) -> None:
+def test_images(epd: LiveDeployment) -> None:
     """--images: the pictures' placeholders are in the prompt's length, and encoding is in the stages."""
-    words = ("--images", 1, "--image-size", 112, "--seed", epd.new_picture_seed())
-    found = list_closed_rows(
-        run_bench_target(url, *words, *CLOSED_LOOP_FLAGS, "--input-len", 30, "--output-len", 3)
-    )
+    words = ("--images", 1, "--image-size", 112, "--input-len", 30, "--output-len", 3)
+    found = list_closed_rows(epd, *words, *CLOSED_LOOP_FLAGS)
 
     names = {name for row in found for name in row["stages_ms"]}
     assert all(row["input_tokens"] >= 30 + 16 for row in found)
@@ -109,7 +91,7 @@ def test_images(url: str, epd: LiveDeployment) -> None:
 
 
 @pytest.mark.untimed
-def test_replay(url: str, epd: LiveDeployment, tmp_path: Path) -> None:
+def test_replay(epd: LiveDeployment, tmp_path: Path) -> None:
     """A trace: a long prompt is refused before the load, or cut, and keeps its lengths and its prefix."""
     trace = tmp_path / "trace.jsonl"
     lines = [
@@ -117,12 +99,10 @@ def test_replay(url: str, epd: LiveDeployment, tmp_path: Path) -> None:
         {"timestamp": 3000, "input_length": 1000, "output_length": 3, "hash_ids": [0, 1]},
     ]
     trace.write_text("\n".join(map(json.dumps, lines)), "utf-8")
-    words = (trace, "--speed", 2, "--seed", epd.new_picture_seed())
+    words = (trace, "--speed", 2)
     with pytest.raises(AssertionError, match="--max-input"):
-        run_bench_target(url, *words)
-    first, second = list_closed_rows(
-        run_bench_target(url, *words, "--max-input", 2000, "--max-output", 4)
-    )
+        list_closed_rows(epd, *words)
+    first, second = list_closed_rows(epd, *words, "--max-input", 2000, "--max-output", 4)
 
     assert (first["input_tokens"], second["input_tokens"]) == (2000, 1000)
     assert (first["output_tokens"], second["output_tokens"]) == (4, 3)
@@ -133,19 +113,11 @@ def test_replay(url: str, epd: LiveDeployment, tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_find(epd: LiveDeployment) -> None:
     """--find: an interval, the stages of each rate, the one that grows first, what `whatif` says."""
-    words = (
-        "--find",
-        "ttft.p95<400",
-        "--rate",
-        8,
-        "--requests",
-        60,  # whatif needs 50
-        "--repeat",
-        14,
-        *SMALL_PROMPT_FLAGS,
-    )
+    # whatif needs 50.
+    words = ("--find", "ttft.p95<400", "--rate", 8, "--requests", 60, "--repeat", 14)
     url, db = epd.fleet.get_url("prefill_decode"), epd.fleet.database
-    found = run_bench_document(url, *words, "--db", db, "--seed", epd.new_picture_seed())["sweep"]
+    more = (*SMALL_PROMPT_FLAGS, "--db", db, "--seed", epd.new_picture_seed())
+    found = run_bench_document(url, *words, *more)["sweep"]
     sys.stderr.write(f"[live] find: {json.dumps(found)}\n")
 
     assert 0 < found["limit"]["low"] < (found["limit"]["high"] or math.inf)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """For each kind of request on real servers: stages add up to the TTFT, nothing is unattributed, and the
-trace is complete.
+trace is complete. test_ec_nixl.py has it of encodings over NIXL.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from lab import ttft_client
 from lab.ttft_client import TimedRequest
 from tests.live.bench import (
     LiveDeployment,
+    get_trunks_by_role,
     list_trunks,
     make_parent_header,
     make_trace_id,
@@ -20,13 +21,16 @@ from tests.live.bench import (
 )
 from ttft_otel.model import stages
 from ttft_otel.model.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
-from ttft_otel.model.names import keys
+from ttft_otel.model.names import keys, span_names
 
-KINDS: dict[str, dict[str, Any]] = {
+TEXTS: dict[str, dict[str, Any]] = {
     "text": {},
     "text plain": {"stream": False},
     "completion": {"path": COMPLETIONS_PATH},
     "completion plain": {"path": COMPLETIONS_PATH, "stream": False},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    **TEXTS,
     "responses": {"path": RESPONSES_PATH},
     "responses plain": {"path": RESPONSES_PATH, "stream": False},
     "three chunks": {"words": 1300},
@@ -41,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def check_closed(spans: list[dict[str, Any]]) -> None:
-    """Check that every parent is in the trace, every sum is exact and nothing was clamped."""
+    """Check that every parent is in the trace, every sum is exact, and of servers nothing is left over."""
     ids = {span["span_id"] for span in spans} | {"c" * 16}
     assert [span for span in spans if span["parent_id"] not in ids] == []
     for found in list_trunks(spans):
@@ -49,24 +53,20 @@ def check_closed(spans: list[dict[str, Any]]) -> None:
         assert all(isinstance(value, int) and value >= 0 for value in parts)
         assert sum(parts) == found[keys.TOTAL_US]
         if found[keys.ROLE] != "router":
+            assert found[keys.UNATTRIBUTED_US] == 0, found
             assert found[keys.CLAMPED_US] <= max(1, sum(parts) // 1000), found
 
 
 @pytest.mark.untimed
 def test_each_kind_closes_through_router_and_servers(epd: LiveDeployment) -> None:
-    """A request through router, the encoder and prefill_decode leaves one trace: every parent is in it,
-    every sum is exact.
-    """
+    """A request through router, the encoder and prefill_decode leaves one whole trace."""
     traces = {}
     for kind, fields in KINDS.items():
         answer, traces[kind] = epd.send_traced(**fields)
         assert answer.status == 200, kind
     for kind, trace in traces.items():
         encoders = ["encode" for _ in KINDS[kind].get("pictures", ())]
-        spans = epd.wait_for_roles(trace, "router", "prefill_decode", *encoders)
-        check_closed(spans)
-        for found in list_trunks(spans):
-            assert found[keys.ROLE] == "router" or found[keys.UNATTRIBUTED_US] == 0, (kind, found)
+        check_closed(epd.wait_for_roles(trace, "router", "prefill_decode", *encoders))
 
 
 @pytest.mark.untimed
@@ -94,3 +94,20 @@ def test_many_in_a_row_and_at_once_leave_whole_traces(epd: LiveDeployment) -> No
         spans = epd.wait_for_roles(trace, "router", "prefill_decode")
         own = [span for span in spans if span["attributes"].get(keys.ROLE) == "prefill_decode"]
         assert wanted <= {span["attributes"].get(keys.STAGE) for span in own}, trace
+
+
+def test_each_kind_closes_on_prefill_and_decode(pd: LiveDeployment) -> None:
+    """A request through router, prefill and decode leaves one whole trace, with its wait for KV blocks."""
+    traces = {}
+    for kind, fields in TEXTS.items():
+        answer, traces[kind] = pd.send_traced(prompt=pd.new_prompt(), words=300, **fields)
+        assert answer.status == 200
+        timing = read_breakdown(answer)
+        assert sum(us for name, us in timing.items() if name != "ttft") == timing["ttft"]
+    for trace in traces.values():
+        spans = pd.wait_for_roles(trace, "router", "prefill", "decode", also=span_names.KV_KEPT)
+        check_closed(spans)
+        found = get_trunks_by_role(spans)
+        assert found["decode"][keys.name_stage_attribute("kv.transfer")] > 0
+        # A connector's call that has nothing to do, and whose process had to wait for its core.
+        assert found["prefill"].get(keys.name_stage_attribute("kv.transfer"), 0) < 5_000

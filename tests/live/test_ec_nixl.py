@@ -3,12 +3,12 @@
 
 ECCPUConnector on real vLLM, through our router; a plugin replaces the copies between device and host.
 Not shown here because it needs a GPU: an encoder as `ec_producer`, and copies on streams of their own.
+Delays before an encoding can be read, loaded or saved: test_injected.py.
 """
 
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,13 +18,15 @@ from lab.evidence import Errors, ErrorTolerance, measure_until_decided
 from lab.ttft_client import TimedRequest, TimedResponse
 from tests.live.bench import (
     LiveDeployment,
+    get_announced_params,
+    get_trunks_by_role,
     list_trunks,
     make_parent_header,
     make_trace_id,
     read_breakdown,
 )
 from tests.live.test_closing import check_closed
-from tests.live.test_injected import Injection, check_stage
+from ttft_otel.model import stages
 from ttft_otel.model.names import header_names, keys, span_names
 
 # Kind of request -> its pictures, as numbers of new ones; how many of them are new to the encoder.
@@ -36,87 +38,57 @@ KINDS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
     "an image and one that came before": ((0, -1), 1, {}),
     "an image that came before": ((-1,), 0, {}),
 }
-# What is delayed, and the stage of the router's sum in which it is waited for.
-WAITS = {
-    # The producer says "not ready" for so long, to who asks again every few ms.
-    "ec_asked": (Injection("ec_asked", 400.0, 50.0), "prefill_decode.ec.transfer"),
-    # prefill_decode copies what it has fetched.
-    "ec_load": (Injection("ec_load"), "prefill_decode.ec.transfer"),
-    # The encoder starts its copy: this much its answer waits for.
-    "ec_save": (Injection("ec_save"), "encode.ec.transfer"),
-}
 ENCODED_HEADERS = {header_names.LEG: "prefill_decode", header_names.MEDIA_ENCODED: "1"}
 AT_ONCE = 50
 LATE = 400.0  # ms
-LEGS = ("encode", "prefill_decode")
-ROLES = ("router", *LEGS)
+PATIENCE_S = 3.0
+ROLES = ("router", "encode", "prefill_decode")
+COMPUTED = keys.name_stage_attribute("encoder.compute")
+TRANSFER = keys.name_stage_attribute("ec.transfer")
 
 
-def read_items(spans: list[dict[str, Any]], role: str) -> dict[str, int]:
-    """The counts of a request's media items by source, from the consumer's span."""
-    (own,) = list_trunks(spans, role)
-    item_keys = (keys.EC_ITEMS, keys.EC_REMOTE_ITEMS, keys.EC_LOCAL_ITEMS, keys.EC_RECOMPUTED_ITEMS)
-    return {key: own[key] for key in item_keys}
-
-
-def find_wait(spans: list[dict[str, Any]]) -> dict[str, Any]:
-    """The span in which prefill_decode waited for its encodings; loading them is a separate span, inside
-    the step.
-    """
-    wanted = {keys.ROLE: "prefill_decode", keys.STAGE: "ec.transfer"}
-    found = [span for span in spans if wanted.items() <= span["attributes"].items()]
-    return min(found, key=lambda span: int(span["start_ns"]))
+def check_items(consumer: dict[str, Any], remote: int, all_items: int) -> None:
+    """A consumer's span says that it has fetched so many of its items, and encoded none."""
+    assert consumer[keys.EC_RECOMPUTED_ITEMS] == consumer.get(keys.ENCODER_OWN_ITEMS, 0) == 0
+    assert consumer[keys.EC_REMOTE_ITEMS] == remote
+    assert remote + consumer[keys.EC_LOCAL_ITEMS] == all_items
+    assert COMPUTED not in consumer
+    if remote:
+        assert consumer[TRANSFER] > 0 and consumer[keys.EC_BYTES] > 0
+        assert consumer[keys.EC_CONNECTOR] == "ECCPUConnector"
 
 
 def ask_alone(bench: LiveDeployment, pictures: tuple[int, ...], **fields: Any) -> TimedResponse:
-    """The same request to one server without the router; the encoder has all weights here and caches no
-    prompts.
-    """
+    """A request to the encoder without the router; it has all weights here and caches no prompts."""
     return bench.send_request(bench.fleet.get_url("encode"), pictures=pictures, **fields)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_image_is_encoded_twice(nixl: LiveDeployment, kind: str) -> None:
-    """prefill_decode fetches what the encoder encoded and encodes nothing; sums are exact, and the
-    answers equal one server's.
-    """
+    """prefill_decode fetches what the encoder encoded; sums are exact, and answers equal one server's."""
     numbers, new, fields = KINDS[kind]
     before, *fresh = (nixl.new_picture_seed() for _ in range(3))
     nixl.send_request(nixl.front_url, pictures=(before,), max_tokens=1)
     pictures = tuple(before if number < 0 else fresh[number] for number in numbers)
 
-    prompt = f"{nixl.new_picture_seed()}"
+    prompt = nixl.new_prompt()
     answer, trace = nixl.send_traced(prompt=prompt, pictures=pictures, **fields)
     spans = nixl.wait_for_roles(trace, *ROLES, *["encode"] * (len(set(pictures)) - 1))
 
     assert answer.status == 200
     check_closed(spans)
-    assert all(
-        each[keys.UNATTRIBUTED_US] == 0 for role in LEGS for each in list_trunks(spans, role)
-    )
     assert sum(each.get(keys.ENCODER_OWN_ITEMS, 0) for each in list_trunks(spans, "encode")) == new
     (consumer,) = list_trunks(spans, "prefill_decode")
-    assert consumer.get(keys.ENCODER_OWN_ITEMS, 0) == 0
-    assert keys.name_stage_attribute("encoder.compute") not in consumer
-    items = read_items(spans, "prefill_decode")
-    assert items[keys.EC_RECOMPUTED_ITEMS] == 0
-    assert items[keys.EC_REMOTE_ITEMS] == new
-    assert items[keys.EC_REMOTE_ITEMS] + items[keys.EC_LOCAL_ITEMS] == len(pictures)
-    if new:
-        assert consumer[keys.name_stage_attribute("ec.transfer")] > 0
-        assert consumer[keys.EC_BYTES] > 0
-        assert consumer[keys.EC_CONNECTOR] == "ECCPUConnector"
+    check_items(consumer, new, len(pictures))
     assert answer.text == ask_alone(nixl, pictures, prompt=prompt, **fields).text
 
 
 def test_fifty_at_once_are_encoded_once_each(nixl: LiveDeployment) -> None:
     """With 50 requests at once every sum is exact and every image is encoded once, by the encoder."""
-    traces = [make_trace_id() for _ in range(AT_ONCE)]
+    traces = {make_trace_id(): nixl.new_picture_seed() for _ in range(AT_ONCE)}
     many = [
-        TimedRequest(
-            pictures=(nixl.new_picture_seed(),), max_tokens=2, headers=make_parent_header(trace)
-        )
-        for trace in traces
+        TimedRequest(pictures=(picture,), max_tokens=2, headers=make_parent_header(trace))
+        for trace, picture in traces.items()
     ]
 
     answers = ttft_client.send_timed_requests(nixl.front_url, many)
@@ -125,10 +97,9 @@ def test_fifty_at_once_are_encoded_once_each(nixl: LiveDeployment) -> None:
     for trace in traces:
         spans = nixl.wait_for_roles(trace, *ROLES)
         check_closed(spans)
-        (encoder,), (consumer,) = (list_trunks(spans, role) for role in LEGS)
-        assert (encoder[keys.ENCODER_OWN_ITEMS], consumer.get(keys.ENCODER_OWN_ITEMS, 0)) == (1, 0)
-        assert read_items(spans, "prefill_decode")[keys.EC_REMOTE_ITEMS] == 1
-        assert consumer[keys.UNATTRIBUTED_US] == encoder[keys.UNATTRIBUTED_US] == 0
+        found = get_trunks_by_role(spans)
+        assert found["encode"][keys.ENCODER_OWN_ITEMS] == 1
+        check_items(found["prefill_decode"], 1, 1)
 
 
 def test_an_image_encoded_twice_is_told(nixl: LiveDeployment) -> None:
@@ -139,23 +110,11 @@ def test_an_image_encoded_twice_is_told(nixl: LiveDeployment) -> None:
     answer, trace = nixl.send_traced(
         nixl.fleet.get_url("prefill_decode"), pictures=pictures, headers=ENCODED_HEADERS
     )
-    spans = nixl.wait_for_trace(trace, lambda found: bool(list_trunks(found, "prefill_decode")))
 
-    assert read_items(spans, "prefill_decode")[keys.EC_RECOMPUTED_ITEMS] == 1
-    assert (
-        'ec;desc="items=1 remote=0 local=0 recomputed=1'
-        in answer.headers[header_names.SERVER_TIMING]
-    )
+    assert nixl.fetch_ttft(trace, "prefill_decode")[keys.EC_RECOMPUTED_ITEMS] == 1
+    told = 'ec;desc="items=1 remote=0 local=0 recomputed=1'
+    assert told in answer.headers[header_names.SERVER_TIMING]
     assert read_breakdown(answer)["encoder.compute"] > 0
-
-
-@pytest.mark.parametrize("place", WAITS)
-def test_late_encodings_show_in_ec_transfer(nixl: LiveDeployment, place: str) -> None:
-    """A known delay before an encoding can be read, loaded or saved shows in ec.transfer and nowhere else."""
-    injection, stage = WAITS[place]
-
-    once = partial(nixl.read_one, image=True, max_tokens=1, stream=False)
-    check_stage(nixl, injection, stage, once)
 
 
 def test_a_copy_that_ends_after_the_answer_is_told(nixl: LiveDeployment) -> None:
@@ -166,17 +125,12 @@ def test_a_copy_that_ends_after_the_answer_is_told(nixl: LiveDeployment) -> None
     loads.
     """
     limits = {"ready": ErrorTolerance(0, 10, LATE / 4), "waited": ErrorTolerance(0, 100, LATE / 2)}
-    nixl.control.set_injections({"ec_copy": LATE})
-    try:
+    with nixl.control.inject_delay("ec_copy", LATE):
         measure_until_decided(lambda: measure_late_copy(nixl), lambda name: limits[name])
-    finally:
-        nixl.control.set_injections()
 
 
 def measure_late_copy(bench: LiveDeployment) -> Errors:
-    """One request: time from the copy's end until it is reported as ready, and until prefill_decode's
-    wait ends; ms.
-    """
+    """One request: ms from the copy's end until it is told as ready, and until prefill_decode's wait ends."""
     to_wall_ns = time.time_ns() - time.monotonic_ns()
     began_ns = time.monotonic_ns()
     answer, trace = bench.send_traced(pictures=(bench.new_picture_seed(),), max_tokens=1)
@@ -184,19 +138,40 @@ def measure_late_copy(bench: LiveDeployment) -> Errors:
     (delay,) = bench.control.read_delays(began_ns)
     (kept,) = [span for span in spans if span["name"] == span_names.EC_KEPT]
     ready_ns = kept["start_ns"] + kept["attributes"][keys.EC_READY_US] * 1000
+    # Loading them is a later span, inside the step.
+    own = {keys.ROLE: "prefill_decode", keys.STAGE: "ec.transfer"}
+    waits = [span for span in spans if own.items() <= span["attributes"].items()]
+    wait = min(waits, key=lambda span: int(span["start_ns"]))
     assert read_breakdown(answer)["encode.ec.transfer"] < LATE * 100
     return {
         "ready": (ready_ns - delay.end_ns - to_wall_ns) / 1e6,
-        "waited": (find_wait(spans)["end_ns"] - ready_ns) / 1e6,
+        "waited": (wait["end_ns"] - ready_ns) / 1e6,
     }
+
+
+def test_an_encoder_killed_after_its_answer_costs_a_wait_and_is_told(newer: LiveDeployment) -> None:
+    """PD waits as long as vLLM allows (here 3 s, not 60), then encodes the image, and its span says so."""
+    pictures = (newer.new_picture_seed(),)
+    plain = ask_alone(newer, pictures)
+    first = ask_alone(newer, pictures, max_tokens=1, stream=False)
+    newer.control.set_injections(ec_patience_s=PATIENCE_S)
+    newer.fleet.servers["encode"].kill()
+
+    answer, trace = newer.send_traced(
+        pictures=pictures, headers=ENCODED_HEADERS, extra=get_announced_params(first)
+    )
+
+    assert (answer.status, answer.text) == (200, plain.text)
+    found = read_breakdown(answer)
+    assert found[stages.UNATTRIBUTED] == 0 < found["encoder.compute"]
+    assert 0 <= found["ec.transfer"] - PATIENCE_S * 1e6 <= 200_000
+    assert newer.fetch_ttft(trace, "prefill_decode")[keys.EC_RECOMPUTED_ITEMS] == 1
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ("one image", "plain", "two images"))
-def test_an_image_closes_through_all_three_over_nixl(nixl3: LiveDeployment, kind: str) -> None:
-    """With the encoder, prefill and decode, encodings and KV blocks over NIXL, sums are exact and nothing
-    is encoded twice.
-    """
+def test_an_image_closes_through_all_three(nixl3: LiveDeployment, kind: str) -> None:
+    """With the encoder, prefill and decode sums are exact, and nothing is encoded twice."""
     numbers, new, fields = KINDS[kind]
     fresh = [nixl3.new_picture_seed() for _ in range(2)]
     pictures = tuple(fresh[number] for number in numbers)
@@ -206,13 +181,9 @@ def test_an_image_closes_through_all_three_over_nixl(nixl3: LiveDeployment, kind
 
     assert answer.status == 200
     check_closed(spans)
-    for role in ("encode", "prefill", "decode"):
-        assert all(each[keys.UNATTRIBUTED_US] == 0 for each in list_trunks(spans, role))
-    items = read_items(spans, "prefill")
-    assert items[keys.EC_RECOMPUTED_ITEMS] == 0
-    assert items[keys.EC_REMOTE_ITEMS] == new
-    (consumer,), (decoder,) = (list_trunks(spans, role) for role in ("prefill", "decode"))
-    assert consumer[keys.name_stage_attribute("ec.transfer")] > 0
-    assert keys.name_stage_attribute("encoder.compute") not in {*consumer, *decoder}
-    assert decoder[keys.name_stage_attribute("kv.transfer")] > 0
+    found = get_trunks_by_role(spans)
+    check_items(found["prefill"], new, new)
+    assert found["encode"][COMPUTED] > 0
+    assert COMPUTED not in found["decode"]
+    assert found["decode"][keys.name_stage_attribute("kv.transfer")] > 0
     assert answer.text == ask_alone(nixl3, pictures, **fields).text

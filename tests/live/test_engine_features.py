@@ -2,35 +2,26 @@
 """vLLM's features on one real server: LoRA, structured outputs, priorities, pauses, sleep mode, background
 responses. Answers are fine, sums close, no hook fails, and nothing is left behind.
 
-Drafts: test_alone.py. What this machine cannot run is in docs/limits.md.
+Drafts: test_alone.py. Pauses that keep what runs: test_waits.py. What this machine cannot run is in
+docs/limits.md.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from lab import ttft_client
-from tests.live.bench import (
-    LiveDeployment,
-    count_at_engine,
-    read_breakdown,
-    read_metric,
-)
-from tests.live.server_plans import ADAPTERS
+from tests.live.bench import LiveDeployment, read_breakdown
+from tests.live.conftest import ADAPTERS
 from ttft_otel.model import stages, timing
 from ttft_otel.model.names import header_names, keys, metric_names
 
 MAX_WAIT_S = 30.0
-MAX_ARRIVAL_S = 5.0  # of a request at the engine
 LONG_TOKENS = 4000  # some ten seconds, unless it is aborted
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -44,49 +35,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def call(bench: LiveDeployment, path: str, method: str = "POST") -> Any:
-    """An endpoint of the server that is no generation."""
-    request = urllib.request.Request(bench.front_url + path, method=method)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        text = answer.read()
-    return json.loads(text) if text else None
-
-
-def sum_metric(bench: LiveDeployment, name: str) -> float:
-    """The sum of a metric's samples on the server's /metrics."""
-    return sum(read_metric(bench.front_url, f"{name}[{{ ]"))
-
-
-@contextmanager
-def run_request(bench: LiveDeployment, **fields: Any) -> Iterator[Any]:
-    """A request in a thread of its own, at the engine by now; the Future of its answer and trace."""
-    before = count_at_engine(bench.front_url)
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(bench.send_traced, **fields)
-        time.sleep(0.3)
-        wait_for_arrival(bench, before, future)
-        yield future
-
-
-def wait_for_arrival(bench: LiveDeployment, before: float, answer: Future[Any]) -> None:
-    """Wait until more requests are at the engine than `before`, or the one that comes is answered."""
-    # On a busy machine it takes long; the engine counts with its next step.
-    deadline = time.monotonic() + MAX_ARRIVAL_S
-    while count_at_engine(bench.front_url) <= before and time.monotonic() < deadline:
-        if answer.done():
-            break
-        time.sleep(0.05)
-
-
 @pytest.fixture(autouse=True)
 def check_nothing_is_left(features: LiveDeployment) -> Iterator[None]:
     """After each test no hook has failed, nothing awaits a first token, and the server still closes."""
     yield
     deadline = time.monotonic() + MAX_WAIT_S
-    while sum_metric(features, metric_names.PENDING) and time.monotonic() < deadline:
+    while features.sum_metric(metric_names.PENDING) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert sum_metric(features, metric_names.PENDING) == 0
-    assert sum_metric(features, f"{metric_names.HOOK_ERRORS}_total") == 0
+    assert features.sum_metric(metric_names.PENDING) == 0
+    assert features.sum_metric(f"{metric_names.HOOK_ERRORS}_total") == 0
     assert features.list_complaints("mono") == []
     after = read_breakdown(features.send_request(features.front_url, max_tokens=2))
     assert after[stages.UNATTRIBUTED] == 0
@@ -109,13 +66,13 @@ def test_a_pause_aborts(features: LiveDeployment) -> None:
     """/pause aborts what runs and what waits: who has no token has no TTFT, and died where it was."""
     try:
         with (
-            run_request(features, max_tokens=LONG_TOKENS) as running,
-            run_request(features) as waiting,
+            features.run_request(max_tokens=LONG_TOKENS) as running,
+            features.run_request() as waiting,
         ):
-            call(features, "/pause?mode=abort")
+            features.call("/pause?mode=abort")
             (first, _), (second, trace) = running.result(), waiting.result()
     finally:
-        call(features, "/resume")
+        features.call("/resume")
 
     assert first.status == second.status == 200
     assert read_breakdown(first)[stages.UNATTRIBUTED] == 0
@@ -124,21 +81,11 @@ def test_a_pause_aborts(features: LiveDeployment) -> None:
     assert (found[keys.ERROR_TYPE], found[keys.DIED_IN]) == ("error", "prefill.queue")
 
 
-@pytest.mark.parametrize(
-    ("stop", "go_on"),
-    [
-        ("/pause?mode=keep&clear_cache=false", "/resume"),
-        # Level 0 is all that a CPU can.
-        ("/sleep?level=0&mode=abort", "/wake_up?tags=scheduling"),
-    ],
-    ids=["pause", "sleep"],
-)
-def test_a_stopped_engine_is_a_wait(features: LiveDeployment, stop: str, go_on: str) -> None:
-    """What comes while the engine is paused or sleeps waits in the queue, and is told so."""
-    call(features, stop)
-    if stop.startswith("/sleep"):
-        assert call(features, "/is_sleeping", "GET") == {"is_sleeping": True}
-    timer = threading.Timer(0.8, call, (features, go_on))
+def test_an_engine_that_sleeps_is_a_wait(features: LiveDeployment) -> None:
+    """What comes meanwhile waits in the queue, and is told so."""
+    features.call("/sleep?level=0&mode=abort")  # level 0 is all that a CPU can
+    assert features.call("/is_sleeping", "GET") == {"is_sleeping": True}
+    timer = threading.Timer(0.8, features.call, ("/wake_up?tags=scheduling",))
     timer.start()
     try:
         found = read_breakdown(features.send_request(features.front_url, max_tokens=2))
@@ -164,10 +111,10 @@ def test_a_background_response(features: LiveDeployment, is_cancelled: bool) -> 
     assert answer.json()["status"] == "queued"
     if is_cancelled:
         time.sleep(0.3)
-        assert call(features, f"{place}/cancel")["status"] == "cancelled"
+        assert features.call(f"{place}/cancel")["status"] == "cancelled"
     else:
         deadline = time.monotonic() + MAX_WAIT_S
-        while call(features, place, "GET")["status"] in ("queued", "in_progress"):
+        while features.call(place, "GET")["status"] in ("queued", "in_progress"):
             assert time.monotonic() < deadline
             time.sleep(0.1)
     spans = features.wait_for_trace(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When something around a server fails, clients get what plain vLLM gives, and traces arrive again."""
+"""When something around a server fails, clients get what plain vLLM gives, and traces arrive again; however a
+server ends, its records arrive. Ways that need no vLLM (SIGTERM, Ctrl-C, process groups): tests/exporter.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,9 @@ import pytest
 from lab import ttft_client
 from lab.ttft_client import TimedRequest
 from tests.live.bench import LiveDeployment, read_breakdown, read_metric
+from tests.live.conftest import DeploymentDeck, is_running
 from ttft_otel.model import stages
 from ttft_otel.model.names import metric_names
-
-pytestmark = pytest.mark.untimed
 
 MAX_WAIT_S = 30.0
 HEADERS = {
@@ -38,15 +39,9 @@ def list_exporters(server_pid: int) -> list[int]:
             line = (entry / "cmdline").read_bytes().split(b"\0")
             if b"ttft_otel.exporter" in line:
                 host = int(line[line.index(b"ttft_otel.exporter") + 3])
-                if host == server_pid or _read_session(host) == server_pid:
+                if host == server_pid or os.getsid(host) == server_pid:
                     found.append(int(entry.name))
     return found
-
-
-def _read_session(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        return os.getsid(pid)
-    return 0
 
 
 def does_trace_arrive(bench: LiveDeployment, url: str) -> bool:
@@ -62,6 +57,7 @@ def does_trace_arrive(bench: LiveDeployment, url: str) -> bool:
     return False
 
 
+@pytest.mark.untimed
 @pytest.mark.parametrize("name", HEADERS)
 def test_malformed_headers_change_nothing_for_the_client(epd: LiveDeployment, name: str) -> None:
     """With any value of a header that we read, the answer equals the one without that header."""
@@ -73,6 +69,7 @@ def test_malformed_headers_change_nothing_for_the_client(epd: LiveDeployment, na
             assert (answer.status, answer.text) == (200, plain.text), (name, value[:40])
 
 
+@pytest.mark.untimed
 def test_a_killed_exporter_is_replaced(epd: LiveDeployment) -> None:
     """After SIGKILL to prefill_decode's exporter requests are answered, and a new exporter sends the next
     traces.
@@ -92,6 +89,7 @@ def test_a_killed_exporter_is_replaced(epd: LiveDeployment) -> None:
     assert not set(before) & set(list_exporters(server.pid))
 
 
+@pytest.mark.untimed
 def test_an_absent_receiver_costs_spans_and_nothing_else(epd: LiveDeployment) -> None:
     """Without a receiver answers are as before; when it is back, traces arrive without a restart."""
     receiver = epd.fleet.servers["receiver"]
@@ -107,6 +105,7 @@ def test_an_absent_receiver_costs_spans_and_nothing_else(epd: LiveDeployment) ->
     assert does_trace_arrive(epd, epd.fleet.get_url("prefill_decode"))
 
 
+@pytest.mark.untimed
 def test_aborted_requests_leave_no_state(epd: LiveDeployment) -> None:
     """After 100 clients hung up at different moments, no request awaits its first token."""
     url = epd.fleet.get_url("prefill_decode")
@@ -116,21 +115,17 @@ def test_aborted_requests_leave_no_state(epd: LiveDeployment) -> None:
             for n in range(20)
         ]
         ttft_client.send_timed_requests(url, many)
-    deadline = time.monotonic() + MAX_WAIT_S
-    while read_pending_requests(epd) and time.monotonic() < deadline:
+    values, deadline = [1.0], time.monotonic() + MAX_WAIT_S
+    while sum(values) and time.monotonic() < deadline:
         time.sleep(0.5)
+        values = read_metric(url, metric_names.PENDING)
+        assert values, "the server shows no pending requests on /metrics"
 
-    assert read_pending_requests(epd) == 0
+    assert sum(values) == 0
     assert read_breakdown(epd.send_request(url, max_tokens=1))[stages.UNATTRIBUTED] == 0
 
 
-def read_pending_requests(bench: LiveDeployment) -> float:
-    """Number of our requests that await a first token, from the server's metrics."""
-    values = read_metric(bench.fleet.get_url("prefill_decode"), metric_names.PENDING)
-    assert values, "the server shows no pending requests on /metrics"
-    return sum(values)
-
-
+@pytest.mark.untimed
 def test_failing_requests_are_traced_with_their_status(epd: LiveDeployment) -> None:
     """A request that gets 400 has plain vLLM's body, an error span, and the stage in which it ended."""
     answer, trace = epd.send_traced(extra={"temperature": "hot"})
@@ -142,3 +137,22 @@ def test_failing_requests_are_traced_with_their_status(epd: LiveDeployment) -> N
         if span["name"] == "ttft":
             assert span["attributes"]["error.type"] == "400"
             assert span["attributes"]["ttft.died_in"]
+
+
+def test_a_killed_process_tree_loses_no_record(newer: LiveDeployment, deck: DeploymentDeck) -> None:
+    """After SIGKILL to every process of a streaming server, its ttft spans are in the receiver."""
+    server = newer.fleet.servers["prefill_decode"]
+    # Hung up after the first token: the ttft half of the record is on its way by then.
+    traces = [newer.send_traced(max_tokens=2)[1] for _ in range(8)]
+    born = list_exporters(server.pid)
+    assert born
+
+    server.kill()
+
+    for trace in traces:
+        assert newer.fetch_ttft(trace)
+    deadline = time.monotonic() + 10
+    while any(map(is_running, map(str, born))) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not any(map(is_running, map(str, born)))
+    deck.stop_running()

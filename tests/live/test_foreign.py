@@ -7,20 +7,24 @@ without. docs/router.md lists the real routers that were tried by hand.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
-import urllib.request
 from collections import Counter
 from typing import Any
 
 import pytest
+from opentelemetry import propagate
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.trace import NoOpTracer, SpanKind, Tracer
 
 from lab import ttft_client
 from lab.ttft_client import TimedResponse
 from tests.live.bench import LiveDeployment
-from ttft_otel.model.names import header_names, keys, span_names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.stages import INTERMEDIATE_ROLES
 from ttft_otel.router.disagg.request_plan import KEEP_BLOCKS_PARAMS
 from ttft_otel.tracing import clock
@@ -28,6 +32,7 @@ from ttft_otel.tracing import clock
 pytestmark = pytest.mark.full
 
 REQUESTS = 20
+ARRIVAL_S = 20.0
 ROUTING_S = 0.03  # what the router takes before it calls anybody
 LEGS = {
     "pd": ("prefill", "decode"),
@@ -36,94 +41,64 @@ LEGS = {
 }
 
 
-class ForeignRouter:
-    """One request on its way through the router: a span of its own and one per call, sent when it ends."""
-
-    def __init__(self, bench: LiveDeployment, traced: bool) -> None:
-        self.bench = bench
-        self.traced = traced
-        self.request_id = f"foreign-{os.urandom(8).hex()}"
-        self.trace_id, self.top = os.urandom(16).hex(), os.urandom(8).hex()
-        self.start = time.time_ns()
-        self.spans: list[dict[str, Any]] = []
-        time.sleep(ROUTING_S)
-
-    def call_instance(self, role: str, **fields: Any) -> TimedResponse:
-        """Call an instance as such a router does, without a header of ours."""
-        span_id = os.urandom(8).hex()
-        headers = (
-            {header_names.TRACEPARENT: f"00-{self.trace_id}-{span_id}-01"} if self.traced else {}
-        )
-        start = time.time_ns()
-        answer = ttft_client.send_timed_request(
-            self.bench.fleet.get_url(role), request_id=self.request_id, headers=headers, **fields
-        )
-        self.add_span(span_id, self.top, "SPAN_KIND_CLIENT", start)
-        assert answer.status == 200, answer.body
-        return answer
-
-    def add_span(self, span_id: str, parent: str, kind: str, start: int) -> None:
-        """Add a span that ends now."""
-        times = {"startTimeUnixNano": str(start), "endTimeUnixNano": str(time.time_ns())}
-        ids = {"traceId": self.trace_id, "spanId": span_id, "parentSpanId": parent}
-        self.spans.append({**ids, **times, "name": "their span", "kind": kind})
-
-    def finish_request(self) -> None:
-        """End the request; a traced router exports its spans."""
-        self.add_span(self.top, "", "SPAN_KIND_SERVER", self.start)
-        if not self.traced:
-            return
-        who = {"service.name": "their-router", "host.name": socket.gethostname()}
-        resource = [{"key": key, "value": {"stringValue": value}} for key, value in who.items()]
-        scopes = [{"scope": {"name": "their.tracer"}, "spans": self.spans}]
-        group = {"resource": {"attributes": resource}, "scopeSpans": scopes}
-        request = urllib.request.Request(
-            f"{self.bench.fleet.get_url('receiver')}/v1/traces",
-            json.dumps({"resourceSpans": [group]}).encode(),
-            {"content-type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            assert answer.status == 200
+def make_tracer(bench: LiveDeployment, traced: bool) -> Tracer:
+    """That of the router; its spans come to our receiver, if it is traced."""
+    if not traced:
+        return NoOpTracer()
+    who = Resource({"service.name": "their-router", "host.name": socket.gethostname()})
+    provider = TracerProvider(resource=who)
+    url = f"{bench.fleet.get_url('receiver')}/v1/traces"
+    provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(url)))
+    return provider.get_tracer("their.tracer")
 
 
 def send_through_foreign_router(
-    bench: LiveDeployment, shape: str, stream: bool, traced: bool
-) -> ForeignRouter:
-    """Send one request through the instances of `shape` as vLLM's proxies do."""
-    router = ForeignRouter(bench, traced)
-    picture = bench.new_picture_seed()
-    asked: dict[str, Any] = {"prompt": str(picture), "words": 200, "max_tokens": 3}
-    alone = {"max_tokens": 1, "stream": False}
+    bench: LiveDeployment, shape: str, stream: bool, tracer: Tracer
+) -> str:
+    """Send one request through the instances of `shape` as vLLM's proxies do; its ID."""
+    name = f"foreign-{os.urandom(8).hex()}"
+
+    def call_instance(role: str, **fields: Any) -> TimedResponse:
+        headers: dict[str, str] = {}
+        with tracer.start_as_current_span("their call", kind=SpanKind.CLIENT):
+            propagate.inject(headers)
+            url = bench.fleet.get_url(role)
+            named = {"request_id": name, "headers": headers}
+            answer = ttft_client.send_timed_request(url, **named, **fields)
+        assert answer.status == 200, answer.body
+        return answer
+
+    asked: dict[str, Any] = {"prompt": bench.new_prompt(), "words": 200, "max_tokens": 3}
+    asked["pictures"] = () if shape == "pd" else (bench.new_picture_seed(),)
+    alone = {**asked, "max_tokens": 1, "stream": False}
     extra: dict[str, Any] = {}
-    for role in LEGS[shape]:
-        pictures = () if shape == "pd" else (picture,)
-        if role == "encode":
-            answer = router.call_instance(role, **{**asked, **alone, "words": 0}, pictures=pictures)
-            extra["ec_transfer_params"] = answer.json()["ec_transfer_params"]
-        elif role == "prefill":
-            kept = {**extra, "kv_transfer_params": KEEP_BLOCKS_PARAMS}
-            answer = router.call_instance(role, **{**asked, **alone}, pictures=pictures, extra=kept)
-            extra["kv_transfer_params"] = answer.json()["kv_transfer_params"]
-        else:
-            router.call_instance(role, **asked, stream=stream, pictures=pictures, extra=extra)
-    router.finish_request()
-    return router
+    with tracer.start_as_current_span("their request", kind=SpanKind.SERVER):
+        time.sleep(ROUTING_S)
+        for role in LEGS[shape]:
+            if role == "encode":
+                answer = call_instance(role, **{**alone, "words": 0})
+                extra["ec_transfer_params"] = answer.json()["ec_transfer_params"]
+            elif role == "prefill":
+                kept = {**extra, "kv_transfer_params": KEEP_BLOCKS_PARAMS}
+                answer = call_instance(role, **alone, extra=kept)
+                extra["kv_transfer_params"] = answer.json()["kv_transfer_params"]
+            else:
+                call_instance(role, **asked, stream=stream, extra=extra)
+    return name
 
 
 def collect_requests(
-    bench: LiveDeployment, sent: list[ForeignRouter], rows: int
+    bench: LiveDeployment, sent: list[str], rows: int, traced: bool
 ) -> list[dict[str, Any]]:
     """What the report has of these, once it has this many requests and all their last legs."""
-    ids = {router.request_id for router in sent}
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + ARRIVAL_S
     found: list[dict[str, Any]] = []
     while time.monotonic() < deadline:
-        found = [
-            row for row in bench.get_json("/api/requests?last=500") if row["request_id"] in ids
-        ]
+        reported = bench.get_json("/api/requests?last=500")
+        found = [row for row in reported if row["request_id"] in sent]
         whole = sum(not row["pending"] for row in found)
-        reported = all(row["before"] for row in found) == sent[0].traced
-        if (len(found), whole, reported) == (rows, len(sent), True):
+        has_caller = all(row["before"] for row in found)
+        if (len(found), whole, has_caller) == (rows, len(sent), traced):
             return found
         time.sleep(0.3)
     raise AssertionError(f"{len(found)} of {rows} requests: {found[:3]}")
@@ -144,34 +119,31 @@ def count_first_tokens(
     return counts, outermost
 
 
-def check_once(bench: LiveDeployment, shape: str, traced: bool) -> list[dict[str, Any]]:
-    """Send requests; each has exactly one outermost span, each leg its role. Gives the report's rows."""
-    sent = [send_through_foreign_router(bench, shape, n % 2 == 0, traced) for n in range(REQUESTS)]
-    legs = LEGS[shape]
-    rows = collect_requests(bench, sent, REQUESTS if traced else REQUESTS * len(legs))
-    expected = {(role, role not in INTERMEDIATE_ROLES): REQUESTS for role in legs}
-    deadline = time.monotonic() + 20
+def check_once(bench: LiveDeployment, shape: str, traced: bool) -> None:
+    """Each request has exactly one outermost span, each leg its role; the time in the foreign router is
+    reported with its error, and is in no sum.
+    """
+    legs, tracer = LEGS[shape], make_tracer(bench, traced)
+    sent = [
+        send_through_foreign_router(bench, shape, number % 2 == 0, tracer)
+        for number in range(REQUESTS)
+    ]
+    rows = collect_requests(bench, sent, REQUESTS if traced else REQUESTS * len(legs), traced)
+    deadline = time.monotonic() + ARRIVAL_S
     counts, outermost = count_first_tokens(bench, rows)
     while counts.total() < REQUESTS * len(legs) and time.monotonic() < deadline:
         time.sleep(0.3)  # each instance's exporter sends when its batch is due
         counts, outermost = count_first_tokens(bench, rows)
 
-    assert counts == expected
-    assert outermost == {router.request_id: 1 for router in sent}
+    assert counts == {(role, role not in INTERMEDIATE_ROLES): REQUESTS for role in legs}
+    assert outermost == dict.fromkeys(sent, 1)
     whole = [row for row in rows if not row["pending"]]
     assert len(whole) == REQUESTS and all(row["closed"] for row in whole)
-    return whole
-
-
-def check_before(rows: list[dict[str, Any]], legs: tuple[str, ...]) -> None:
-    """Check that the time in the foreign router is reported with its error, and is in no sum."""
-    for row in rows:
+    for row in whole if traced else ():
         assert tuple(row["roles"]) == legs
         before = row["before"]
-        assert (before["caller"], before["error_ms"]) == (
-            "their-router",
-            clock.WALL_ERROR_US / 1000,
-        )
+        assert before["caller"] == "their-router"
+        assert before["error_ms"] == clock.WALL_ERROR_US / 1000
         # It ends with the connection, and with vLLM's event loop, which other requests' ends may hold.
         assert ROUTING_S * 1000 <= before["ms"] < ROUTING_S * 1000 + 100
         reported = sum(row["stages"].values()) + row["unattributed_ms"]
@@ -180,28 +152,16 @@ def check_before(rows: list[dict[str, Any]], legs: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_prefill_and_decode_count_once(pd: LiveDeployment, traced: bool) -> None:
-    """Prefill with do_remote_decode, decode with what prefill answered, both kv_both: decode's span is
-    the outermost one.
-    """
-    rows = check_once(pd, "pd", traced)
-
-    if traced:
-        check_before(rows, LEGS["pd"])
+    """Prefill with do_remote_decode, decode with what prefill answered, both kv_both: decode is outermost."""
+    check_once(pd, "pd", traced)
 
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_an_encoder_does_not_count(epd: LiveDeployment, traced: bool) -> None:
-    """The encoder, then prefill_decode with what the encoder announced: prefill_decode's span is the
-    outermost one.
-    """
-    rows = check_once(epd, "epd", traced)
-
-    if traced:
-        check_before(rows, LEGS["epd"])
+    """The encoder, then prefill_decode with what the encoder announced: prefill_decode is outermost."""
+    check_once(epd, "epd", traced)
 
 
-def test_three_count_once(epd3: LiveDeployment) -> None:
-    """The encoder, prefill (encoder-cache consumer and kv_both) and decode: one trace, decode's span the
-    outermost one.
-    """
-    check_before(check_once(epd3, "epd3", traced=True), LEGS["epd3"])
+def test_three_count_once(nixl3: LiveDeployment) -> None:
+    """The encoder, prefill (consumer of encodings and kv_both) and decode: one trace, decode is outermost."""
+    check_once(nixl3, "epd3", traced=True)

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,17 @@ DYNAMO = (
     "main()"
 )
 CALLS, CALLED = Path(__file__).with_name("async_llm_calls.py"), 8
-RUST_BINARY = os.environ.get(
-    "VLLM_RUST_FRONTEND_PATH", ""
-)  # may be of another release than the engine core
+# May be of another release than the engine core.
+RUST_BINARY = os.environ.get("VLLM_RUST_FRONTEND_PATH", "")
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
+SMALL = ("--enforce-eager", "--max-model-len", "4096")
+PARENT = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
+
+
+@pytest.fixture
+def model() -> str:
+    """The text model's folder."""
+    return str(tiny_models.build_model(tiny_models.TEXT_RECIPE))
 
 
 @pytest.fixture
@@ -57,12 +64,11 @@ def receiver(tmp_path: Path) -> Iterator[LocalServer]:
 
 
 @pytest.fixture
-def environment(receiver: LocalServer) -> dict[str, str]:
+def environment(receiver: LocalServer, model: str) -> dict[str, str]:
     """Of a traced vLLM; packages on this process's PYTHONPATH are on its, too."""
-    model = tiny_models.build_model(tiny_models.TEXT_RECIPE)
     own = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     return {
-        **build_vllm_environment(VllmOptions(model, env=own)),
+        **build_vllm_environment(VllmOptions(Path(model), env=own)),
         "TTFT_OTEL": "1",
         "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url,
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
@@ -98,6 +104,15 @@ def check_sum(report: dict[str, Any]) -> None:
     assert total == pytest.approx(report["ttft_ms"], abs=0.01)
 
 
+def run_to_end(argv: Sequence[str], environment: dict[str, str]) -> str:
+    """What a program prints, which must succeed."""
+    done = subprocess.run(
+        argv, env=os.environ | environment, capture_output=True, text=True, timeout=800
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def require_packages(module: str, packages: str) -> pytest.MarkDecorator:
     """Skip a test without a module, and say how these packages come beside the environment."""
     folder = f"/tmp/{module}"
@@ -108,18 +123,15 @@ def require_packages(module: str, packages: str) -> pytest.MarkDecorator:
     )
 
 
-def test_calls_without_a_server(receiver: LocalServer, environment: dict[str, str]) -> None:
+def test_calls_without_a_server(
+    receiver: LocalServer, environment: dict[str, str], model: str
+) -> None:
     """Of AsyncLLM's own callers, as Dynamo's workers: what the caller's clock has more is its own wake-up.
 
     A request whose caller left is told as cancelled, and in which stage.
     """
-    model = tiny_models.build_model(tiny_models.TEXT_RECIPE)
-    argv = (sys.executable, str(CALLS), str(model), str(CALLED))
-    done = subprocess.run(
-        argv, env=os.environ | environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("request ")]
+    told = run_to_end((sys.executable, str(CALLS), model, str(CALLED)), environment)
+    lines = [line.split() for line in told.splitlines() if line.startswith("request ")]
     printed = {name: text for _, name, text in lines}
     # The exporter may still send when its host has ended.
     found = wait_for_requests(receiver, lambda each: True, CALLED + 1)
@@ -138,16 +150,13 @@ def test_calls_without_a_server(receiver: LocalServer, environment: dict[str, st
     "smg_grpc_servicer",
     "smg-grpc-servicer smg-grpc-proto grpcio-health-checking grpcio-reflection",
 )
-def test_grpc(receiver: LocalServer, environment: dict[str, str]) -> None:
+def test_grpc(receiver: LocalServer, environment: dict[str, str], model: str) -> None:
     """Requests to vLLM's gRPC server have a trace, under the caller's span."""
     from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
     port = free_ports.find_free_port()
-    model = tiny_models.build_model(tiny_models.TEXT_RECIPE)
-    argv = (
-        *VLLM, "serve", str(model), "--grpc", "--host", "127.0.0.1", "--port", str(port),
-        "--enforce-eager", "--max-model-len", "4096",
-    )  # fmt: skip
+    place = ("--host", "127.0.0.1", "--port", str(port))
+    argv = (*VLLM, "serve", model, "--grpc", *place, *SMALL)
     own = environment | {"SMG_VLLM_SERVICER_WARMUP": "off"}
     server = LocalServer(ServerCommand("grpc", argv, own, port)).start()
     try:
@@ -166,9 +175,8 @@ def test_grpc(receiver: LocalServer, environment: dict[str, str]) -> None:
             sampling_params=vllm_engine_pb2.SamplingParams(max_tokens=4, top_p=1.0, n=1),
             stream=True,
         )
-        parent = (("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-01"),)
         generate = vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate
-        assert list(generate(request, metadata=parent, timeout=120))
+        assert list(generate(request, metadata=tuple(PARENT.items()), timeout=120))
         # It warms itself up with requests of its own, which have traces, too.
         found = wait_for_requests(receiver, lambda each: each["trace_id"] == TRACE_ID)
         check_stages(*found)
@@ -176,44 +184,40 @@ def test_grpc(receiver: LocalServer, environment: dict[str, str]) -> None:
         server.stop()
 
 
-def test_batch(receiver: LocalServer, environment: dict[str, str], tmp_path: Path) -> None:
+def test_batch(
+    receiver: LocalServer, environment: dict[str, str], model: str, tmp_path: Path
+) -> None:
     """Each line of a batch file is a request of its own."""
-    model = tiny_models.build_model(tiny_models.TEXT_RECIPE)
     words = [{"role": "user", "content": "hello world"}]
-    body = {"model": str(model), "messages": words, "max_tokens": 3}
+    body = {"model": model, "messages": words, "max_tokens": 3}
     lines = [
         {"custom_id": f"c{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
         for number in range(2)
     ]
     wanted, got = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     wanted.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    argv = (
-        *VLLM, "run-batch", "-i", str(wanted), "-o", str(got), "--model", str(model),
-        "--enforce-eager", "--max-model-len", "4096",
-    )  # fmt: skip
-    done = subprocess.run(
-        argv, env=os.environ | environment, capture_output=True, text=True, timeout=800
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    files = ("-i", str(wanted), "-o", str(got))
+    run_to_end((*VLLM, "run-batch", *files, "--model", model, *SMALL), environment)
     assert len(got.read_text().splitlines()) == len(lines)
     check_stages(*wait_for_requests(receiver, lambda each: True, len(lines)))
 
 
-def test_render(receiver: LocalServer, environment: dict[str, str], tmp_path: Path) -> None:
+def test_render(
+    receiver: LocalServer, environment: dict[str, str], model: str, tmp_path: Path
+) -> None:
     """A render server's time is a leg of its own before the server that takes its tokens."""
-    model = tiny_models.build_model(tiny_models.TEXT_RECIPE)
     flags = ("--served-model-name", "tiny", "--max-model-len", "4096", "--host", "127.0.0.1")
-    ports = [free_ports.find_free_port() for _ in range(2)]
-    words = (
-        ("launch", "render", str(model)),
-        ("serve", str(model), "--enforce-eager", "--enable-scale-out"),
-    )
-    render, mono = (
-        ServerCommand(name, (*VLLM, *own, *flags, "--port", str(port)), environment, port)
-        for name, own, port in zip(("render", "mono"), words, ports, strict=True)
-    )
-    parent = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01", "x-request-id": "both"}
-    with run_servers(render, mono, timeout=600, logs=tmp_path / "logs") as (first, second):
+    words = {
+        "render": ("launch", "render", model),
+        "mono": ("serve", model, "--enforce-eager", "--enable-scale-out"),
+    }
+    commands = []
+    for name, own in words.items():
+        port = free_ports.find_free_port()
+        argv = (*VLLM, *own, *flags, "--port", str(port))
+        commands.append(ServerCommand(name, argv, environment, port))
+    parent = {**PARENT, "x-request-id": "both"}
+    with run_servers(*commands, timeout=600, logs=tmp_path / "logs") as (first, second):
         body = {"model": "tiny", "prompt": "hello world " * 20, "max_tokens": 3}
         url = f"{first.url}/v1/completions/render"
         (made,) = httpx.post(url, json=body, headers=parent, timeout=60).raise_for_status().json()
@@ -227,7 +231,6 @@ def test_render(receiver: LocalServer, environment: dict[str, str], tmp_path: Pa
 
 def ask_until_ready(url: str, server: LocalServer) -> float:
     """Ask once, and again under TRACE_ID as soon as that was answered; milliseconds until its first bytes."""
-    parent = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
     until = time.monotonic() + 600
     with httpx.Client(base_url=url, timeout=120) as client:
         while server.is_alive and time.monotonic() < until:
@@ -238,7 +241,7 @@ def ask_until_ready(url: str, server: LocalServer) -> float:
                 pass  # nobody listens yet
             time.sleep(1)
         assert server.is_alive, server.read_log_tail()
-        return time_first_bytes(client, parent)
+        return time_first_bytes(client, PARENT)
 
 
 def time_first_bytes(client: httpx.Client, headers: dict[str, str]) -> float:
@@ -251,21 +254,22 @@ def time_first_bytes(client: httpx.Client, headers: dict[str, str]) -> float:
 
 
 @require_packages("dynamo", "ai-dynamo ai-dynamo-runtime")
-def test_dynamo(receiver: LocalServer, environment: dict[str, str], tmp_path: Path) -> None:
+def test_dynamo(
+    receiver: LocalServer, environment: dict[str, str], model: str, tmp_path: Path
+) -> None:
     """A request through Dynamo's frontend to its worker: our stages in its trace, which reaches the client's.
 
     Its own spans alone are what tests/golden/foreign/dynamo.json has.
     """
     port = free_ports.find_free_port()
-    model = str(tiny_models.build_model(tiny_models.TEXT_RECIPE))
     own = environment | {
         "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(tmp_path / "kv"),
         "DYN_TCP_RPC_HOST": "127.0.0.1", "OTEL_EXPORT_ENABLED": "1",
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{receiver.url}/v1/traces",
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
     }  # fmt: skip
-    flags = ("--model", model, "--served-model-name", "tiny", "--enforce-eager")
-    worker_argv = (sys.executable, "-c", DYNAMO, *flags, "--max-model-len", "4096")
+    flags = ("--model", model, "--served-model-name", "tiny", *SMALL)
+    worker_argv = (sys.executable, "-c", DYNAMO, *flags)
     words = ("-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port))
     frontend = LocalServer(
         ServerCommand("frontend", (sys.executable, *words), own, port), tmp_path / "frontend.log"
@@ -286,10 +290,11 @@ def test_dynamo(receiver: LocalServer, environment: dict[str, str], tmp_path: Pa
 
 
 @require_packages("ray", "ray grpcio-reflection pyarrow msgpack")
-def test_ray_serve(receiver: LocalServer, environment: dict[str, str], tmp_path: Path) -> None:
+def test_ray_serve(
+    receiver: LocalServer, environment: dict[str, str], model: str, tmp_path: Path
+) -> None:
     """A request to Ray Serve LLM has its replica's stages, in the client's trace."""
     port = free_ports.find_free_port()
-    model = str(tiny_models.build_model(tiny_models.TEXT_RECIPE))
     program = str(Path(__file__).with_name("ray_serve_app.py"))
     command = ServerCommand("ray", (sys.executable, program, model, str(port)), environment, port)
     server = LocalServer(command, tmp_path / "ray.log")
@@ -307,11 +312,12 @@ def test_ray_serve(receiver: LocalServer, environment: dict[str, str], tmp_path:
     "python3 -m zipfile -e vllm-*.whl /tmp/vllm-wheel; chmod +x /tmp/vllm-wheel/vllm/vllm-rs; "
     "run this test with VLLM_RUST_FRONTEND_PATH=/tmp/vllm-wheel/vllm/vllm-rs",
 )
-def test_rust_frontend(receiver: LocalServer, environment: dict[str, str], tmp_path: Path) -> None:
+def test_rust_frontend(
+    receiver: LocalServer, environment: dict[str, str], model: str, tmp_path: Path
+) -> None:
     """Of requests to vLLM's Rust front-end the engine core's own spans, alone and behind our router."""
     own = environment | {target_check.RUST_FRONTEND: "1", "VLLM_RUST_FRONTEND_PATH": RUST_BINARY}
-    model = tiny_models.build_model(tiny_models.TEXT_RECIPE)
-    mono = server_commands.build_mono_command(VllmOptions(model, env=own))
+    mono = server_commands.build_mono_command(VllmOptions(Path(model), env=own))
     router = build_router_command({"mono": [f"http://{mono.host}:{mono.port}"]}, environment)
     with run_servers(mono, router, timeout=600, logs=tmp_path / "logs") as (vllm, front):
         with httpx.Client(base_url=vllm.url, timeout=60) as client:

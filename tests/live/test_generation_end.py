@@ -18,7 +18,7 @@ USAGE = {"stream_options": {"include_usage": True}, "ignore_eos": True}
 END_NAMES = {keys.OUTPUT_TOKENS, keys.FINISH_REASONS, keys.TIME_PER_OUTPUT_TOKEN_US}
 
 
-def call(bench: LiveDeployment, **fields: Any) -> tuple[TimedResponse, dict[str, Any]]:
+def ask(bench: LiveDeployment, **fields: Any) -> tuple[TimedResponse, dict[str, Any]]:
     """One request to the server that decodes; its answer, and its server span's attributes."""
     answer, trace = bench.send_traced(bench.fleet.get_url("prefill_decode"), **fields)
     spans = bench.wait_for_trace(
@@ -35,7 +35,7 @@ def test_end(epd: LiveDeployment, path: str, stream: bool) -> None:
     """Tokens are those of `usage`; decode steps of 30 ms make the time per token at least that."""
     epd.control.set_injections({"forward": 30})
     extra = USAGE if stream else {"ignore_eos": True}
-    answer, reported = call(epd, path=path, stream=stream, max_tokens=12, extra=extra)
+    answer, reported = ask(epd, path=path, stream=stream, max_tokens=12, extra=extra)
 
     assert reported[keys.OUTPUT_TOKENS] == read_output_tokens(answer) == 12
     assert json.loads(reported[keys.FINISH_REASONS]) == ["length"]
@@ -49,7 +49,7 @@ def test_end(epd: LiveDeployment, path: str, stream: bool) -> None:
 
 def test_several_generations(epd: LiveDeployment) -> None:
     """With n = 2 tokens add up, and the steps are nobody's own."""
-    answer, reported = call(epd, stream=False, n=2, max_tokens=5, extra={"ignore_eos": True})
+    answer, reported = ask(epd, stream=False, n=2, max_tokens=5, extra={"ignore_eos": True})
 
     assert reported[keys.OUTPUT_TOKENS] == read_output_tokens(answer) == 10
     assert json.loads(reported[keys.FINISH_REASONS]) == ["length"] * 2
@@ -62,7 +62,7 @@ def test_stop_string(epd: LiveDeployment) -> None:
     extra = {"ignore_eos": True, "temperature": 0, "seed": 1}
     text = epd.send_request(epd.front_url, extra=extra, **fields).text
     stop = text[len(text) // 2 :][:3]
-    answer, reported = call(epd, extra={**extra, "stop": [stop]}, **fields)
+    answer, reported = ask(epd, extra={**extra, "stop": [stop]}, **fields)
 
     assert answer.json()["choices"][0]["finish_reason"] == "stop"
     assert json.loads(reported[keys.FINISH_REASONS]) == ["stop"]
@@ -73,9 +73,7 @@ def test_stop_string(epd: LiveDeployment) -> None:
 def test_beam_search(epd: LiveDeployment) -> None:
     """The steps of a beam search are not the answer's: nothing is told of them."""
     extra = {"use_beam_search": True, "ignore_eos": True}
-    answer, reported = call(
-        epd, stream=False, path=COMPLETIONS_PATH, n=2, max_tokens=4, extra=extra
-    )
+    answer, reported = ask(epd, stream=False, path=COMPLETIONS_PATH, n=2, max_tokens=4, extra=extra)
 
     assert answer.status == 200
     assert not END_NAMES & set(reported)
@@ -84,7 +82,7 @@ def test_beam_search(epd: LiveDeployment) -> None:
 def test_client_leaves(epd: LiveDeployment) -> None:
     """Of a generation that the client cut off vLLM tells no end; the request has an error."""
     epd.control.set_injections({"forward": 50})
-    answer, reported = call(epd, max_tokens=200, abort_s=1.0, extra={"ignore_eos": True})
+    answer, reported = ask(epd, max_tokens=200, abort_s=1.0, extra={"ignore_eos": True})
 
     assert answer.aborted
     assert reported[keys.ERROR_TYPE] == keys.ERROR_INCOMPLETE

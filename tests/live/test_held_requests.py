@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lab import local_deployment
 from lab.delay_proxy import DelayProxy, ProxiedExchange, run_delay_proxy
 from lab.local_servers import LocalServer
 from lab.ttft_client import TimedResponse
@@ -24,14 +23,13 @@ from tests.live.bench import (
     read_breakdown,
     read_metric,
 )
-from tests.live.test_limits import make_prompt
-from ttft_otel.model.names import env_names, keys, metric_names
+from tests.live.test_waits import STEP_MS, make_prompt
+from ttft_otel.model.names import keys, metric_names
 from ttft_otel.model.stages import HOLD, UNATTRIBUTED
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
 
 MAX_QUEUE_MS = 50
-STEP_MS = 40.0
 LONG_BLOCKS, SHORT_BLOCKS = 40, 4  # of one step each
 HELD = 4
 CLOCK_US = 2_000  # what two readings of one clock may differ in by rounding and order
@@ -43,19 +41,16 @@ FLAGS = ("--routing-logic", "ttft", "--max-queue-ms", str(MAX_QUEUE_MS), "--trus
 @pytest.fixture
 def proxied(small: LiveDeployment) -> Iterator[tuple[LocalServer, DelayProxy]]:
     """A router that holds, and the proxy through which it reaches the server; it can predict prefills."""
-    with run_delay_proxy(small.front_url, 0.0) as proxy:
-        sink = {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: small.fleet.get_url("receiver")}
-        command = local_deployment.build_router_command({"mono": [proxy.url]}, sink, *FLAGS)
-        small.control.set_injections({"forward": STEP_MS})
-        try:
-            with LocalServer(command) as router:
-                for number in range(100):  # until the tokenizer is there, and a line is fitted
-                    small.send_request(router.url, **make_prompt(1 + number % 5))
-                    if sum(read_metric(router.url, metric_names.ROUTER_PREFILL_SAMPLES)) >= 15:
-                        break
-                yield router, proxy
-        finally:
-            small.control.set_injections()
+    with (
+        run_delay_proxy(small.front_url, 0.0) as proxy,
+        small.control.inject_delay("forward", STEP_MS),
+        small.build_router({"mono": proxy.url}, *FLAGS) as router,
+    ):
+        for number in range(100):  # until the tokenizer is there, and a line is fitted
+            small.send_request(router.url, **make_prompt(1 + number % 5))
+            if sum(read_metric(router.url, metric_names.ROUTER_PREFILL_SAMPLES)) >= 15:
+                break
+        yield router, proxy
 
 
 def send_burst(
@@ -76,13 +71,6 @@ def send_burst(
                 time.sleep(0.01)
             time.sleep(0.1)
         return [each.result() for each in sent], traces
-
-
-def find_exchange(proxy: DelayProxy, answer: TimedResponse) -> ProxiedExchange:
-    """The one of this answer at the proxy."""
-    wanted = answer.request_id.encode()
-    (found,) = (each for each in proxy.exchanges if wanted in each.data)
-    return found
 
 
 def check_times(answer: TimedResponse, exchange: ProxiedExchange) -> int:
@@ -117,7 +105,12 @@ def test_a_burst_is_held(small: LiveDeployment, proxied: tuple[LocalServer, Dela
     for _ in range(ATTEMPTS):
         answers, traces = send_burst(small, router, proxy)
         assert [each.status for each in answers] == [200] * (HELD + 1)
-        exchanges = [find_exchange(proxy, each) for each in answers]
+        exchanges = [
+            each
+            for answer in answers
+            for each in proxy.exchanges
+            if answer.request_id.encode() in each.data
+        ]
         held_us = [check_times(*each) for each in zip(answers, exchanges, strict=True)]
         assert held_us[0] == 0 and min(held_us[1:]) > MAX_QUEUE_MS * 1000, held_us
         order = sorted(range(HELD + 1), key=lambda at: exchanges[at].began_ns)

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from tests.live.bench import LiveDeployment
-from tests.live.server_plans import BLOCK_TOKENS
+from tests.live.conftest import BLOCK_TOKENS
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_index import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource

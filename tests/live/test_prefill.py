@@ -12,14 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from lab import local_deployment, tiny_models
+from lab import tiny_models
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
-from lab.local_servers import LocalServer
+from lab.local_deployment import ROUTER_FLAG_BY_ROLE
 from lab.ttft_client import TimedResponse
 from tests.live.bench import (
     LiveDeployment,
@@ -30,10 +29,11 @@ from tests.live.bench import (
     read_metric,
 )
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
-from ttft_otel.model.names import env_names, keys, span_names
+from ttft_otel.model.names import keys, span_names
 
 MODES = ("off", "strip")
-LATE_PLACE = "kv_wait"
+PATHS = (CHAT_PATH, COMPLETIONS_PATH)
+USAGE = {"stream_options": {"include_usage": True}}
 IDLE_METRICS = (
     "vllm:kv_cache_usage_perc",
     "vllm:num_requests_running",
@@ -48,78 +48,67 @@ def read_vocabulary() -> dict[str, int]:
     return found
 
 
-def list_plain_tokens() -> list[int]:
-    """Tokens that are ASCII letters: most tokens of a random model are parts of characters."""
-    return [
-        number for word, number in read_vocabulary().items() if word.isascii() and word.isalpha()
-    ]
-
-
 class RouterModes:
-    """A router for each mode in front of the same prefill and decode; decode is also called directly."""
+    """A router for each mode in front of the same servers; decode is also called directly."""
 
-    def __init__(self, bench: LiveDeployment, urls: dict[str, str]) -> None:
-        self.bench, self.urls = bench, urls
-        self.direct = bench.fleet.get_url("decode")
-        self.letters = list_plain_tokens()
+    def __init__(self, bench: LiveDeployment, stack: ExitStack) -> None:
+        self.bench = bench
+        servers = bench.fleet.servers
+        legs = {role: servers[role].url for role in servers if role in ROUTER_FLAG_BY_ROLE}
+        self.urls = {
+            mode: stack.enter_context(bench.build_router(legs, "--first-token", mode)).url
+            for mode in MODES
+        }
+        self.urls[""] = bench.fleet.get_url("decode")
+        # Most tokens of a random model are parts of characters.
+        self.letters = [
+            number
+            for word, number in read_vocabulary().items()
+            if word.isascii() and word.isalpha()
+        ]
+        for mode in MODES:
+            for path in PATHS:
+                self.send_request(mode, path=path, prompt="warm")
 
     def send_request(
         self, mode: str, allowed: list[int] | None = None, **fields: Any
     ) -> TimedResponse:
-        """Send one request through the router of `mode`, "" for decode; answers consist of plain tokens
-        only.
-        """
+        """Send a new prompt through the router of `mode`, "" to decode; answers are of ASCII letters."""
         extra = {"allowed_token_ids": allowed or self.letters, **fields.pop("extra", {})}
-        return self.bench.send_request(self.urls.get(mode, self.direct), extra=extra, **fields)
+        fields = {"prompt": self.bench.new_prompt(), "extra": extra, **fields}
+        return self.bench.send_request(self.urls[mode], **fields)
 
-    def make_prompt(self) -> str:
-        """A prompt that is in no cache yet."""
-        return f"{self.bench.new_picture_seed()}"
-
-
-class ModeRouters:
-    """The routers of this module by deployment; each is started once."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self.stack = stack
-        self.modes: dict[str, RouterModes] = {}
-
-    def start_before(self, bench: LiveDeployment, shape: str) -> RouterModes:
-        """One for each mode before a deployment's servers."""
-        if shape not in self.modes:
-            servers = bench.fleet.servers
-            legs = {
-                role: [servers[role].url]
-                for role in servers
-                if role in local_deployment.ROUTER_FLAG_BY_ROLE
-            }
-            sink = {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: bench.fleet.get_url("receiver")}
-            commands = {
-                mode: local_deployment.build_router_command(legs, sink, "--first-token", mode)
-                for mode in MODES
-            }
-            urls = {
-                mode: self.stack.enter_context(LocalServer(command)).url
-                for mode, command in commands.items()
-            }
-            self.modes[shape] = RouterModes(bench, urls)
-            for mode in MODES:
-                for path in (CHAT_PATH, COMPLETIONS_PATH):
-                    self.modes[shape].send_request(mode, path=path, prompt="warm")
-        return self.modes[shape]
+    def check_same(self, mode: str, **question: Any) -> TimedResponse:
+        """The mode's answer to a new prompt is decode's own, streamed or not; gives the answer."""
+        question["prompt"] = self.bench.new_prompt()
+        got, one = self.send_request(mode, **question), self.send_request("", **question)
+        assert got.status == one.status == 200
+        read = normalize_events if question.get("stream", True) else read_plain_answer
+        assert read(got) == read(one), (got.body, one.body)
+        return got
 
 
 @pytest.fixture(scope="module")
-def routers() -> Iterator[ModeRouters]:
-    """The routers of this module; they run until its last test ends."""
+def started() -> Iterator[tuple[ExitStack, dict[str, RouterModes]]]:
+    """The routers of this module by the deployment's database; they run until its last test ends."""
     with ExitStack() as stack:
-        yield ModeRouters(stack)
+        yield stack, {}
+
+
+Started = tuple[ExitStack, dict[str, RouterModes]]
+
+
+def start_before(bench: LiveDeployment, started: Started) -> RouterModes:
+    """A router for each mode before a deployment's servers, started once."""
+    stack, known = started
+    database = str(bench.fleet.database)
+    return known.get(database) or known.setdefault(database, RouterModes(bench, stack))
 
 
 @pytest.fixture
-def modes(pd: LiveDeployment, routers: ModeRouters) -> RouterModes:
+def modes(pd: LiveDeployment, started: Started) -> RouterModes:
     """Routers of all modes in front of prefill and decode."""
-    return routers.start_before(pd, "pd")
+    return start_before(pd, started)
 
 
 def normalize_events(answer: TimedResponse) -> list[Any]:
@@ -164,35 +153,28 @@ def is_first_token_early(answer: TimedResponse) -> bool:
     return not any(name.startswith("decode.") for name in read_breakdown(answer))
 
 
-@pytest.mark.parametrize("path", (CHAT_PATH, COMPLETIONS_PATH))
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("mode", mark_repeated(MODES, ("off",)))
 def test_every_mode_answers_as_one_server(modes: RouterModes, mode: str, path: str) -> None:
     """At temperature 0 every mode gives one server's events: text, finish reason, usage, model and [DONE]."""
-    usage = {"stream_options": {"include_usage": True}}
     for fields in (
         {"words": 4},
-        {"words": 200, "extra": usage},
-        {"words": 4, "max_tokens": 2, "extra": usage},
-        {"words": 4, "max_tokens": 1, "extra": usage},
+        {"words": 200, "extra": USAGE},
+        {"words": 4, "max_tokens": 2, "extra": USAGE},
+        {"words": 4, "max_tokens": 1, "extra": USAGE},
         {"words": 9, "extra": {"stop": ["~~~~"]}},
     ):
-        question = {"path": path, "prompt": modes.make_prompt(), **fields}
-        got, one = modes.send_request(mode, **question), modes.send_request("", **question)
-        assert got.status == one.status == 200
-        assert normalize_events(got) == normalize_events(one), (got.events, one.events)
-        many = question.get("max_tokens") != 1
+        got = modes.check_same(mode, path=path, **fields)
+        many = fields.get("max_tokens") != 1
         assert is_first_token_early(got) == (mode != "off" or not many), read_breakdown(got)
     for fields in ({"words": 4}, {"words": 200}, {"words": 4, "max_tokens": 1}):
-        question = {"path": path, "prompt": modes.make_prompt(), "stream": False, **fields}
-        assert read_plain_answer(modes.send_request(mode, **question)) == read_plain_answer(
-            modes.send_request("", **question)
-        )
+        modes.check_same(mode, path=path, stream=False, **fields)
 
 
 def test_ids_times_and_names_are_one_streams(modes: RouterModes) -> None:
     """All events of a joined stream have the same ID, time and model."""
     for mode in MODES:
-        answer = modes.send_request(mode, prompt=modes.make_prompt(), request_id=f"mine-{mode}")
+        answer = modes.send_request(mode, request_id=f"mine-{mode}")
         events = [json.loads(event.data) for event in answer.events[:-1]]
         assert {event["id"] for event in events} == {f"chatcmpl-mine-{mode}"}
         assert len({event["created"] for event in events}) == 1
@@ -204,26 +186,35 @@ def test_text_at_the_seam(modes: RouterModes) -> None:
     every = read_vocabulary()
     halves = [every["Ã"], every["©"]]  # a byte-level vocabulary writes C3 and A9 like this
     for allowed in (halves, halves, *[list(every.values())] * 8):
-        question = {"prompt": modes.make_prompt(), "max_tokens": 9, "allowed": allowed}
-        for path in (CHAT_PATH, COMPLETIONS_PATH):
-            got = modes.send_request("strip", path=path, **question)
-            assert normalize_events(got) == normalize_events(
-                modes.send_request("", path=path, **question)
-            )
+        for path in PATHS:
+            modes.check_same("strip", path=path, max_tokens=9, allowed=allowed)
 
 
 def test_seeds(modes: RouterModes) -> None:
     """`strip` gives the seeded answer of one server."""
     for seed in range(8):
         extra = {"temperature": 1.0, "seed": seed}
-        question = {
-            "prompt": modes.make_prompt(),
-            "path": COMPLETIONS_PATH,
-            "extra": extra,
-        }
-        assert normalize_events(modes.send_request("strip", **question)) == normalize_events(
-            modes.send_request("", **question)
-        )
+        modes.check_same("strip", path=COMPLETIONS_PATH, extra=extra)
+
+
+class FirstToken(NamedTuple):
+    """Milliseconds of one: the client's TTFT; of that, above prefill's leg, and above the router's TTFT."""
+
+    ttft_ms: float
+    above_ms: float
+    way_ms: float
+
+
+def measure_first_token(modes: RouterModes, mode: str) -> FirstToken:
+    """Send one request through this mode's router; times are of the client's clock."""
+    answer = modes.send_request(mode, words=400, max_tokens=4)
+    assert answer.client_ttft_us is not None
+    found = read_breakdown(answer)
+    # As the router measured it: what prefill accounts for, and the hop.
+    is_leg = ("prefill.", "router.hop.prefill")
+    leg_us = sum(us for name, us in found.items() if name.startswith(is_leg))
+    spent_us = (0, leg_us, found["ttft"])
+    return FirstToken(*((answer.client_ttft_us - us) / 1000 for us in spent_us))
 
 
 def test_the_first_token_is_the_prefill_legs(modes: RouterModes) -> None:
@@ -238,9 +229,7 @@ def test_the_first_token_is_the_prefill_legs(modes: RouterModes) -> None:
     }
 
     def measure_round() -> Errors:
-        found = {mode: measure_first_token(modes, mode) for mode in MODES}
-        off = found["off"]
-        early = found["strip"]
+        off, early = (measure_first_token(modes, mode) for mode in MODES)
         return {"above": early.above_ms - off.way_ms, "later": early.ttft_ms - off.ttft_ms}
 
     rounds = measure_until_decided(measure_round, lambda name: limits[name])
@@ -248,64 +237,23 @@ def test_the_first_token_is_the_prefill_legs(modes: RouterModes) -> None:
     sys.stderr.write(f"\n[live] first token, ms, medians of pairs: {usual}\n")
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """Times of one first token in milliseconds.
-
-    ttft_ms: of the client. above_ms: of that, above prefill's leg. way_ms: of that, above the router's TTFT.
-    """
-
-    ttft_ms: float
-    above_ms: float
-    way_ms: float
-
-
-def measure_first_token(modes: RouterModes, mode: str) -> FirstToken:
-    """Send one request through this mode's router; times are of the client's clock."""
-    answer = modes.send_request(mode, prompt=modes.make_prompt(), words=400, max_tokens=4)
-    assert answer.client_ttft_us is not None
-    found = read_breakdown(answer)
-    above, way = (
-        answer.client_ttft_us - get_prefill_leg_us(found),
-        answer.client_ttft_us - found["ttft"],
-    )
-    return FirstToken(answer.client_ttft_us / 1000, above / 1000, way / 1000)
-
-
-def get_prefill_leg_us(found: dict[str, int]) -> int:
-    """The leg of prefill as the router measured it: what prefill accounts for, and the hop."""
-    return sum(
-        us
-        for name, us in found.items()
-        if name.startswith("prefill.") or name == "router.hop.prefill"
-    )
-
-
 def test_the_handover_is_in_the_trace(modes: RouterModes) -> None:
     """The span ttft.handover is below the router's server span, and its steps add up."""
     trace = make_trace_id()
-    headers = make_parent_header(trace)
-    modes.send_request("strip", prompt=modes.make_prompt(), words=200, headers=headers)
+    modes.send_request("strip", words=200, headers=make_parent_header(trace))
     spans = modes.bench.wait_for_trace(
-        trace, lambda found: list_spans_named(found, span_names.HANDOVER)
+        trace, lambda found: any(span["name"] == span_names.HANDOVER for span in found)
     )
-    (handover,) = list_spans_named(spans, span_names.HANDOVER)
+    (handover,) = [span for span in spans if span["name"] == span_names.HANDOVER]
     own = handover["attributes"]
     steps = [span for span in spans if span["parent_id"] == handover["span_id"]]
     total = own[keys.HANDOVER_TOTAL_US]
-    assert total == sum(
-        us for name, us in own.items() if name.endswith("_us") and name != keys.HANDOVER_TOTAL_US
-    )
+    assert 2 * total == sum(us for name, us in own.items() if name.endswith("_us"))
     assert own[keys.name_handover_attribute("decode.kv.transfer")] > 0
     assert keys.name_handover_attribute(span_names.FIRST_DECODE) in own
     assert {step["name"] for step in steps} >= {"router.hop.decode", "decode.kv.transfer"}
     above = next(span for span in spans if span["span_id"] == handover["parent_id"])
     assert (above["kind"], above["attributes"][keys.ROLE]) == ("server", "router")
-
-
-def list_spans_named(spans: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """The spans with this name."""
-    return [span for span in spans if span["name"] == name]
 
 
 def read_busy_metrics(url: str) -> dict[str, float]:
@@ -347,7 +295,7 @@ def test_nothing_is_left_on_prefill(modes: RouterModes, mode: str) -> None:
         {"extra": ends, "stream": False},
         {"max_tokens": 9000},
     ):
-        modes.send_request(mode, prompt=modes.make_prompt(), words=300, **fields)
+        modes.send_request(mode, words=300, **fields)
         assert list_what_is_left(modes) == {}, fields
 
 
@@ -357,36 +305,26 @@ def test_nothing_is_left_by_clients_that_leave(modes: RouterModes, mode: str) ->
     # Long answers: on a fast machine a short one has come before its client leaves.
     computing = {"words": 2500, "abort_s": 0.05, "max_tokens": 300, "extra": {"ignore_eos": True}}
     for late, fields in ((0, computing), (3000, {"abort_s": 1.5})):
-        modes.bench.control.set_injections({LATE_PLACE: late})
-        answer = modes.send_request(mode, **{"prompt": modes.make_prompt(), "words": 300, **fields})
-        modes.bench.control.set_injections()
+        with modes.bench.control.inject_delay("kv_wait", late):
+            answer = modes.send_request(mode, **{"words": 300, **fields})
         assert answer.aborted
         assert list_what_is_left(modes) == {}, fields
-    assert modes.send_request(mode, prompt=modes.make_prompt()).status == 200
+    assert modes.send_request(mode).status == 200
 
 
 def test_what_does_not_fit_is_refused_as_by_one_server(modes: RouterModes) -> None:
     """A prompt longer than the model's context gets decode's status and body in every mode, and no stream."""
     for mode in MODES:
-        question = {"prompt": modes.make_prompt(), "max_tokens": 9000}
+        question = {"prompt": modes.bench.new_prompt(), "max_tokens": 9000}
         got, one = modes.send_request(mode, **question), modes.send_request("", **question)
         assert got.status == one.status == 400
         assert got.json() == one.json()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_images_go_through_all_three(epd3: LiveDeployment, routers: ModeRouters, mode: str) -> None:
-    """The encoder, prefill and decode answer chats with and without an image as decode alone does,
-    streamed or not.
-    """
-    modes = routers.start_before(epd3, "epd3")
-    for pictures in (0, 1):
-        images = tuple(modes.bench.new_picture_seed() for _ in range(pictures))
-        question = {"prompt": modes.make_prompt(), "pictures": images}
-        assert normalize_events(modes.send_request(mode, **question)) == normalize_events(
-            modes.send_request("", **question)
-        )
-        question = {"prompt": modes.make_prompt(), "pictures": images, "stream": False}
-        assert read_plain_answer(modes.send_request(mode, **question)) == read_plain_answer(
-            modes.send_request("", **question)
-        )
+def test_images_go_through_all_three(nixl3: LiveDeployment, started: Started, mode: str) -> None:
+    """With the encoder chats with and without an image are answered as by decode, streamed or not."""
+    modes = start_before(nixl3, started)
+    for pictures in ((), (nixl3.new_picture_seed(),)):
+        for stream in (True, False):
+            modes.check_same(mode, pictures=pictures, stream=stream)

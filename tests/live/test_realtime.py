@@ -11,20 +11,16 @@ import base64
 import json
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
 from lab import tiny_models
 from lab.injection import InjectionControl
-from lab.local_deployment import build_receiver_command
-from lab.local_servers import LocalServer, run_servers
-from lab.server_commands import VllmOptions, build_mono_command
+from tests.live.conftest import DeploymentDeck
+from tests.live.test_alone import run_alone
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 INPUT_BYTES = 5 * 16000 * 2  # 16-bit samples
@@ -91,39 +87,24 @@ def speak(socket: ClientConnection, control: InjectionControl) -> Utterance:
 
 @pytest.fixture(scope="module")
 def session(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[Utterance, list[dict[str, Any]]]]:
+    deck: DeploymentDeck, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Utterance, list[dict[str, Any]]]:
     """Two utterances in one WebSocket: what the client saw of the first, and all that was traced."""
-    folder: Path = tmp_path_factory.mktemp("realtime")
-    control = InjectionControl(folder / "inject.json")
+    folder = tmp_path_factory.mktemp("realtime")
     model = tiny_models.write_speech_model(folder / "speech")
-    with LocalServer(build_receiver_command(folder / "spans.db")) as receiver:
-        receiver.wait_until_ready()
-        traced = {
-            "TTFT_OTEL": "1",
-            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url,
-            "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
-        }
-        options = VllmOptions(
-            model,
-            control=control.path,
-            max_model_len=4096,
-            extra=("--load-format", "dummy"),
-            env=traced,
-        )
-        with run_servers(build_mono_command(options), timeout=600, logs=folder / "logs") as (vllm,):
-            address = vllm.url.replace("http", "ws", 1)
-            with connect(f"{address}/v1/realtime", max_size=None) as socket:
-                assert json.loads(socket.recv(timeout=60))["type"] == "session.created"
-                send(socket, "session.update", model="tiny")
-                told = speak(socket, control)
-                speak(socket, control)
-            count, until, found = 2 * (INPUTS + 2), time.monotonic() + ARRIVAL_S, list[Any]()
-            while len(found) < count and time.monotonic() < until:
-                time.sleep(0.5)
-                answer = httpx.get(f"{receiver.url}/api/requests", timeout=10).raise_for_status()
-                found = sorted(answer.json(), key=lambda each: each["start_ns"])
-    yield told, found
+    extra = ("--load-format", "dummy")
+    with run_alone(deck, folder, extra, model=model, max_model_len=4096, warm=False) as bench:
+        address = bench.front_url.replace("http", "ws", 1)
+        with connect(f"{address}/v1/realtime", max_size=None) as socket:
+            assert json.loads(socket.recv(timeout=60))["type"] == "session.created"
+            send(socket, "session.update", model="tiny")
+            told = speak(socket, bench.control)
+            speak(socket, bench.control)
+        count, until, found = 2 * (INPUTS + 2), time.monotonic() + ARRIVAL_S, list[Any]()
+        while len(found) < count and time.monotonic() < until:
+            time.sleep(0.5)
+            found = bench.get_json("/api/requests")
+    return told, sorted(found, key=lambda each: each["start_ns"])
 
 
 def test_each_input(session: tuple[Utterance, list[dict[str, Any]]]) -> None:

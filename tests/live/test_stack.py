@@ -13,24 +13,17 @@ from functools import partial
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
-from opentelemetry.trace.status import Status, StatusCode
 
 from lab.stack import binaries
 from lab.stack.go_builds import GoMissingError
+from tests.foreign_traces import to_sdk_span
 from tests.live.bench import LiveDeployment as Live
 from tests.stack.known_requests import export_spans
 from tests.stack.running_stack import RunningStack, StackStarter, wait_until
 from ttft_otel.model.names import keys, span_names
-from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.store.database_reader import open_reader
 
 pytestmark = pytest.mark.untimed
-
-KINDS = {1: SpanKind.INTERNAL, 2: SpanKind.SERVER, 3: SpanKind.CLIENT}
 
 
 @pytest.fixture(scope="module")
@@ -47,35 +40,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
         bench.close()
 
 
-def export_again(span: StoredSpan) -> ReadableSpan:
-    """A stored span as a span of the SDK."""
-    trace_id, flags = int(span.trace_id, 16), TraceFlags(1)
-    parent = int(span.parent_id, 16) if span.parent_id else 0
-    return ReadableSpan(
-        name=span.name,
-        context=SpanContext(trace_id, int(span.span_id, 16), False, flags),
-        parent=SpanContext(trace_id, parent, False, flags) if parent else None,
-        resource=Resource(span.resource),
-        attributes=span.attributes,
-        kind=KINDS[span.kind],
-        status=Status(StatusCode(span.status)),
-        start_time=span.start_ns,
-        end_time=span.end_ns,
-        instrumentation_scope=InstrumentationScope(span.scope),
-    )
-
-
 def get_tempo_attribute(span: dict[str, Any], name: str) -> Any:
     """An attribute of a span in Tempo's JSON."""
     [found] = [each["value"] for each in span["attributes"] if each["key"] == name]
     [(kind, plain)] = found.items()
     return int(plain) if kind == "intValue" else plain
-
-
-def wait_for_spans(stack: RunningStack, trace_id: str, many: int) -> list[dict[str, Any]]:
-    """The spans of the trace in Tempo, once all are there."""
-    found = stack.tempo.fetch_trace(trace_id)
-    return found if len(found) == many else []
 
 
 def test_a_live_request_through_the_stack(epd: Live, stack: RunningStack) -> None:
@@ -87,22 +56,22 @@ def test_a_live_request_through_the_stack(epd: Live, stack: RunningStack) -> Non
     with open_reader(epd.fleet.database) as database:
         stored = database.find_trace(trace_id)
     assert stored is not None
-    export_spans(stack.collector.http, [export_again(span) for span in stored.spans])
+    export_spans(stack.collector.http, [to_sdk_span(span) for span in stored.spans])
 
-    spans = wait_until(partial(wait_for_spans, stack, trace_id, len(stored.spans)), 60)
+    wait_until(lambda: len(stack.tempo.fetch_trace(trace_id)) == len(stored.spans), 60)
+    spans = stack.tempo.fetch_trace(trace_id)
     query = f'{{ span.{keys.REQUEST_ID} = "{answer.request_id}" }}'
     [found] = wait_until(partial(stack.tempo.search_traces, query), 60)
     assert found["traceID"].zfill(32) == trace_id
 
     trunks = [span for span in spans if span["name"] in (span_names.TTFT, span_names.ENCODE)]
     for span in trunks:
-        assert (
-            get_tempo_attribute(span, "ttft_ms") == get_tempo_attribute(span, keys.TOTAL_US) // 1000
+        total, *parts = (
+            get_tempo_attribute(span, name)
+            for name in (keys.TOTAL_US, "ttft_stage_sum_us", "ttft_unattributed_us")
         )
-        total = get_tempo_attribute(span, "ttft_stage_sum_us") + get_tempo_attribute(
-            span, "ttft_unattributed_us"
-        )
-        assert total == get_tempo_attribute(span, keys.TOTAL_US)
+        assert get_tempo_attribute(span, "ttft_ms") == total // 1000
+        assert sum(parts) == total
     [outermost] = [span for span in trunks if get_tempo_attribute(span, keys.OUTERMOST)]
     assert get_tempo_attribute(outermost, keys.ROLE) == "router"
     assert get_tempo_attribute(outermost, "ttft_ms") == own // 1000

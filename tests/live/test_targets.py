@@ -16,6 +16,7 @@ import pytest
 
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
 from tests.live.bench import LiveDeployment, mark_repeated, read_breakdown
+from tests.live.test_injected import Sample, load_from_files
 from ttft_otel.hooks.targets import TARGETS, TARGETS_BY_NAME
 from ttft_otel.model import stages
 
@@ -24,7 +25,6 @@ DELAY_MS = 60.0
 RESOLUTION_MS = 0.75 * DELAY_MS
 MAX_STRAY_MS = 6.0  # by which a stage may move that is not lost
 MAX_SHARE = 0.1  # of what is lost, by which the remainder may be off
-Sample = dict[str, int]
 CLIENT = "client beyond all stages"
 IMAGE = {"image": True, "max_tokens": 1, "stream": False}  # for an encoder
 # Target -> where the delay goes while it is out. Parts have none: nothing is lost with them.
@@ -60,9 +60,11 @@ ON_PD = [
     if name not in ("worker.encoder", "worker.output", "transfer.save", "transfer.flush")
     and not name.startswith("kv.")
 ]
+# One of each process in every run: the API server, the engine core, the worker, and the connector in both.
+EVERY_DAY = ("frontend.assign", "engine.input", "worker.forward", "transfer.wait", "transfer.load")
 ON_E = ("worker.encoder", "transfer.save", "worker.execute")
 ON_D = ("kv.match", "kv.arrive", "engine.input", "scheduler.schedule", "worker.execute")
-BY_FILES = ("kv.load", "kv.save")  # tests/live/test_files.py
+BY_FILES = ("kv.load", "kv.save")
 ON_NIXLS_E = ("transfer.flush",)
 ON_CUDAS = ("worker.execute", "worker.encoder", "worker.forward", "worker.sample", "worker.output")
 
@@ -118,37 +120,17 @@ def check_loss(
         bench.control.wait_applied()  # the next test must find everything in place
 
 
-def encoded(bench: LiveDeployment) -> Callable[[], Sample]:
-    """A function that sends a new image to the encoder and then to prefill_decode, and gives
-    prefill_decode's breakdown.
-    """
-
-    def once() -> Sample:
-        picture = (bench.new_picture_seed(),)
-        bench.send_request(
-            bench.fleet.get_url("encode"), pictures=picture, max_tokens=1, stream=False
-        )
-        url = bench.fleet.get_url("prefill_decode")
-        return read_breakdown(bench.send_request(url, pictures=picture, max_tokens=1))
-
-    return once
-
-
-@pytest.mark.parametrize("target", ON_PD)
+@pytest.mark.parametrize("target", mark_repeated(ON_PD, {*ON_PD} - {*EVERY_DAY}))
 def test_a_lost_target_costs_its_stages_on_prefill_decode(epd: LiveDeployment, target: str) -> None:
-    """On prefill_decode with the V1 runner, for an image that the encoder has encoded, only the target's
-    stages are lost.
-    """
-    check_loss(epd, encoded(epd), target, DELAYED[target])
+    """V1 runner, for an image that the encoder has encoded: only the target's stages are lost."""
+    check_loss(epd, epd.encode_then_prefill, target, DELAYED[target])
 
 
 @pytest.mark.untimed
 @pytest.mark.parametrize("target", PARTS)
 def test_a_lost_part_costs_no_stage(epd: LiveDeployment, target: str) -> None:
     """Without the target of a part nothing is unattributed: the stage around it has marks of its own."""
-    once = encoded(epd)
-
-    found = [ask_without(epd, target, "", once) for _ in range(PARTS_TIMES)]
+    found = [ask_without(epd, target, "", epd.encode_then_prefill) for _ in range(PARTS_TIMES)]
     epd.control.set_injections()
     epd.control.wait_applied()
 
@@ -157,42 +139,35 @@ def test_a_lost_part_costs_no_stage(epd: LiveDeployment, target: str) -> None:
 
 @pytest.mark.parametrize("target", ON_E)
 def test_a_lost_target_costs_its_stages_on_the_encoder(epd: LiveDeployment, target: str) -> None:
-    """On the encoder with the V1 runner, for a new image, only the target's stages are lost."""
-
+    """V1 runner, for a new image: only the target's stages are lost."""
     place = "encoder" if target == "worker.execute" else DELAYED[target]
     check_loss(epd, partial(epd.read_one, "encode", **IMAGE), target, place, encode=True)
 
 
 @pytest.mark.parametrize("target", mark_repeated(ON_D, ON_PD))
 def test_a_lost_target_costs_its_stages_on_decode(pd: LiveDeployment, target: str) -> None:
-    """On decode the time of KV blocks from prefill is unattributed without the target, neither queue nor
-    transfer.
-    """
-
-    def once() -> Sample:
-        return read_breakdown(pd.prefill_then_decode()[1])
-
-    check_loss(pd, once, target, DELAYED[target])
+    """Without it the time of prefill's KV blocks is unattributed, neither queue nor transfer."""
+    check_loss(pd, lambda: read_breakdown(pd.prefill_then_decode()[1]), target, DELAYED[target])
 
 
 @pytest.mark.parametrize("target", ON_CUDAS)
 def test_a_lost_target_costs_its_stages_on_cudas_runner(newer: LiveDeployment, target: str) -> None:
     """With the V2 runner and async scheduling only the target's stages are lost."""
-
-    once = partial(newer.read_one, image=True, max_tokens=1)
-    check_loss(newer, once, target, DELAYED[target])
+    check_loss(newer, partial(newer.read_one, image=True, max_tokens=1), target, DELAYED[target])
 
 
 @pytest.mark.parametrize("target", ON_NIXLS_E)
 def test_a_lost_target_costs_its_stages_on_an_encoder_over_nixl(
     nixl: LiveDeployment, target: str
 ) -> None:
-    """On the encoder over NIXL (V2 runner) the copies that start at the step's end are lost with the target.
-
-    As ec_both this encoder runs the language model, too.
-    """
-
+    """V2 runner: the copies that start at the step's end are lost. It runs the language model, too."""
     check_loss(nixl, partial(nixl.read_one, "encode", **IMAGE), target, DELAYED[target])
+
+
+@pytest.mark.parametrize("target", BY_FILES)
+def test_a_lost_target_costs_its_stages_with_files(files: LiveDeployment, target: str) -> None:
+    """Without the hook around loads or saves, the step's time before or after them is unattributed."""
+    check_loss(files, partial(load_from_files, files), target, DELAYED[target])
 
 
 @pytest.mark.untimed
@@ -204,31 +179,36 @@ def test_every_target_is_taken_out_somewhere() -> None:
     assert {target.name for target in TARGETS} == tried | fixed
 
 
-def raising(bench: LiveDeployment, server: str, **question: Any) -> None:
+def check_failing_hooks(bench: LiveDeployment, server: str, **question: Any) -> None:
     """Make every hook fail in turn: the answer is the same, and afterwards the stages add up again."""
     url = bench.fleet.get_url(server)
-    picture = (bench.new_picture_seed(),) if question.pop("image", False) else ()
-    plain = bench.send_request(url, pictures=picture, **question)
+    plain = bench.send_request(url, **question)
     assert not bench.list_complaints(server)
     for target in TARGETS:
         bench.control.set_injections(fail=[target.name])
         bench.control.wait_applied()
-        answer = bench.send_request(url, pictures=picture, **question)
+        answer = bench.send_request(url, **question)
         assert (answer.status, answer.text) == (200, plain.text), target.name
     bench.control.set_injections()
     bench.control.wait_applied()
 
-    found = read_breakdown(bench.send_request(url, pictures=picture, **question))
-
-    assert found[stages.UNATTRIBUTED] == 0
+    assert read_breakdown(bench.send_request(url, **question))[stages.UNATTRIBUTED] == 0
     said = bench.list_complaints(server)
     assert len(said) >= 10, said  # each hook that ran said so, once
 
 
 @pytest.mark.untimed
-def test_a_hook_that_raises_never_reaches_the_client(epd: LiveDeployment) -> None:
-    """On prefill_decode with the V1 runner failing hooks change no answer."""
-    raising(epd, "prefill_decode", max_tokens=4)
+@pytest.mark.parametrize("server", ("prefill_decode", "encode"))
+def test_a_hook_that_raises_never_reaches_the_client(epd: LiveDeployment, server: str) -> None:
+    """V1 runner: failing hooks change no answer to a text, and of the encoder none to an image."""
+    image = {"pictures": (epd.new_picture_seed(),), "max_tokens": 1, "stream": False}
+    check_failing_hooks(epd, server, **(image if server == "encode" else {"max_tokens": 4}))
+
+
+def test_a_hook_that_raises_never_reaches_the_client_of_cudas_runner(newer: LiveDeployment) -> None:
+    """With the V2 runner and async scheduling failing hooks change no answer."""
+    pictures = (newer.new_picture_seed(),)
+    check_failing_hooks(newer, "prefill_decode", pictures=pictures, max_tokens=4)
 
 
 def test_a_hook_that_raises_never_reaches_the_client_of_decode(pd: LiveDeployment) -> None:
@@ -243,18 +223,5 @@ def test_a_hook_that_raises_never_reaches_the_client_of_decode(pd: LiveDeploymen
     pd.control.wait_applied()
 
     found = read_breakdown(pd.prefill_then_decode()[1])
-
-    assert found[stages.UNATTRIBUTED] == 0
-    assert found["kv.transfer"] > 0
+    assert found[stages.UNATTRIBUTED] == 0 < found["kv.transfer"]
     assert pd.list_complaints("decode") and pd.list_complaints("prefill")
-
-
-@pytest.mark.untimed
-def test_a_hook_that_raises_never_reaches_the_encoders_client(epd: LiveDeployment) -> None:
-    """On the encoder failing hooks change no answer to an image's request."""
-    raising(epd, "encode", image=True, max_tokens=1, stream=False)
-
-
-def test_a_hook_that_raises_never_reaches_the_client_of_cudas_runner(newer: LiveDeployment) -> None:
-    """With the V2 runner and async scheduling failing hooks change no answer."""
-    raising(newer, "prefill_decode", image=True, max_tokens=4)

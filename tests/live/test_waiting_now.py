@@ -24,8 +24,7 @@ from click.testing import CliRunner
 
 from lab.session_processes import list_session_pids
 from tests.live.bench import LiveDeployment
-from tests.live.test_engine_features import run_request, sum_metric
-from tests.live.test_limits import STEP_MS, Fields, plan_holders
+from tests.live.test_waits import STEP_MS, Fields, plan_holders
 from ttft_otel.commands.top import top
 from ttft_otel.model.names import metric_names
 
@@ -59,17 +58,13 @@ def ask_top(bench: LiveDeployment) -> dict[str, Any]:
 @contextmanager
 def keep_waiting(bench: LiveDeployment, holders: list[Fields], waiter: Fields) -> Iterator[None]:
     """While WAITERS requests wait behind the holders, by vLLM's own count; steps are slow meanwhile."""
-    bench.control.set_injections({"forward": STEP_MS})
-    try:
-        with ExitStack() as stack:
-            for each in holders:
-                stack.enter_context(run_request(bench, **each))
-            pool = stack.enter_context(ThreadPoolExecutor(WAITERS))
-            for _ in range(WAITERS):
-                pool.submit(bench.send_request, bench.front_url, **{"max_tokens": 2, **waiter})
-            yield
-    finally:
-        bench.control.set_injections()
+    with bench.control.inject_delay("forward", STEP_MS), ExitStack() as stack:
+        for each in holders:
+            stack.enter_context(bench.run_request(**each))
+        pool = stack.enter_context(ThreadPoolExecutor(WAITERS))
+        for _ in range(WAITERS):
+            pool.submit(bench.send_request, bench.front_url, **{"max_tokens": 2, **waiter})
+        yield
 
 
 def wait_until_it_waits(bench: LiveDeployment) -> tuple[dict[str, int], int]:
@@ -86,27 +81,18 @@ def wait_until_it_waits(bench: LiveDeployment) -> tuple[dict[str, int], int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "reason", ["kv_blocks", pytest.param("token_budget", marks=pytest.mark.full)]
-)
-def test_the_reason_is_on_the_page(small: LiveDeployment, reason: str) -> None:
+def test_the_reason_is_on_the_page(small: LiveDeployment) -> None:
     """While requests wait, /metrics counts as many as vLLM does, under the reason that was made."""
-    with keep_waiting(small, *plan_holders(small, reason)):
+    with keep_waiting(small, *plan_holders(small, "kv_blocks")):
         ours, vllms = wait_until_it_waits(small)
-    assert (ours, vllms) == ({reason: WAITERS}, WAITERS)
+    assert (ours, vllms) == ({"kv_blocks": WAITERS}, WAITERS)
     assert read_waiting(small) == ({}, 0)
-
-
-def find_engine_core(bench: LiveDeployment) -> int:
-    """The process of the server's only engine core."""
-    pids = list_session_pids(bench.fleet.servers["mono"].pid)
-    (found,) = [pid for pid in pids if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return found
 
 
 def test_a_stopped_engine_core_shows_while_it_stands(small: LiveDeployment) -> None:
     """The oldest wait grows, reasons and holders stay with their age; all is 0 when it has gone on."""
-    pid = find_engine_core(small)
+    pids = list_session_pids(small.fleet.servers["mono"].pid)
+    (pid,) = [each for each in pids if b"EngineCore" in Path(f"/proc/{each}/cmdline").read_bytes()]
     with keep_waiting(small, *plan_holders(small, "max_num_seqs")):
         wait_until_it_waits(small)
         before = ask_top(small)
@@ -123,9 +109,8 @@ def test_a_stopped_engine_core_shows_while_it_stands(small: LiveDeployment) -> N
     for key in ("oldest_s", "age_s"):
         assert HANG_S <= second[key] - first[key] < HANG_S + 5
     assert second["waiting"] == before["waiting"]
-    assert [each["request_id"] for each in second["holders"]] == [
-        each["request_id"] for each in before["holders"]
-    ]
+    held_by = [[each["request_id"] for each in view["holders"]] for view in (before, second)]
+    assert held_by[0] == held_by[1]
     after = ask_top(small)
     assert (after["pending"], after["oldest_s"], after["waiting"], after["age_s"]) == (0, 0, {}, 0)
-    assert sum_metric(small, f"{metric_names.HOOK_ERRORS}_total") == 0
+    assert small.sum_metric(f"{metric_names.HOOK_ERRORS}_total") == 0
