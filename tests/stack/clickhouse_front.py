@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ClickHouse's HTTP interface before chDB, its engine as a Python package; test_clickhouse.py starts it.
+"""ClickHouse's HTTP interface before chDB, its engine as a Python package; test_other_backends.py starts it.
 
 `python -m tests.stack.clickhouse_front PORT FOLDER`. It claims revision 0 of the protocol, so that
 blocks in both directions are the engine's own format Native.

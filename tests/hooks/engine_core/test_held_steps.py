@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who held a waiting request: vLLM's own Scheduler, and a reference that adds up every step's fractions.
 
-And what is blamed on a request is what removing it changes (tests/live/test_attribution.py: a real server).
+And what is blamed on a request is what removing it changes (tests/live/test_waits.py: a real server).
 """
 
 from __future__ import annotations
