@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from router import fake_instances, fake_pair, scripted_knowledge
 from router.fake_instances import TRACEPARENT, InstancePlan, run_routed_instances, wait_until
 from ttft_otel.exporter.spans import span_builder
-from ttft_otel.model.names import header_names, keys, span_names
+from ttft_otel.model.names import header_names, keys
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "trees.json"
 REQUEST_ID = "golden"
@@ -135,16 +135,3 @@ async def test_tree(topology: str) -> None:
 def test_golden_is_whole() -> None:
     """The golden file has these topologies, and no other."""
     assert set(json.loads(GOLDEN.read_text())) == set(TOPOLOGIES)
-
-
-def test_attempts_are_spans() -> None:
-    """A retry has both attempts in its tree; what failed has its error, and the stage it died in."""
-    golden = json.loads(GOLDEN.read_text())
-    (server,) = golden["retried"]
-    calls = [each for each in server["children"] if each["kind"] == "CLIENT"]
-    assert [each["attributes"].get(keys.ERROR_TYPE) for each in calls] == ["503", None]
-    assert [each["attributes"].get(keys.ATTEMPT) for each in calls] == [None, 2]
-    (server,) = golden["failed"]
-    told = {each["name"]: each for each in server["children"]}
-    assert told[span_names.TTFT]["attributes"][keys.DIED_IN] == "router.hop.mono"
-    assert len(server["children"]) == 2

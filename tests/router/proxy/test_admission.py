@@ -39,8 +39,6 @@ async def test_api_key_opens_and_ends_here() -> None:
         assert not any("x-api-key" in headers for headers in sent)
         assert {headers["Authorization"] for headers in sent} == {"Bearer own"}
         assert set(pd.models_authorizations) == {"Bearer own"}
-        for path, guarded in (("/v1/models", 1), ("/ttft_report/x", 1), ("/healthz", 0)):
-            assert ((await router.get_json(path))[0] == 401) == bool(guarded)
         assert (await router.get_json("/v1/models", Authorization="Bearer first"))[0] == 200
 
 

@@ -186,7 +186,6 @@ def build_router(
         settings_read,
         send_record,
         reports,
-        options.limits,
         options.first_token,
         admission,
         options.trust_priority,

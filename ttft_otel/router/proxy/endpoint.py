@@ -22,7 +22,6 @@ from ttft_otel.router.disagg import encoders, request_body, request_media, reque
 from ttft_otel.router.disagg.request_body import BodyParser
 from ttft_otel.router.errors import RequestRejected, RouterError
 from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
-from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy.admission import (
     AdmissionGate,
     BodyBudget,
@@ -63,7 +62,6 @@ class ProxyEndpoint:
         settings: Settings,
         send_record: Callable[[bytes], bool] | None,
         reports: RecentReports | None = None,
-        limits: RouterLimits | None = None,
         first_token: str = types.MODE_STRIP,
         admission: AdmissionGate | None = None,
         trust_priority: bool = False,
@@ -71,7 +69,7 @@ class ProxyEndpoint:
         self.upstream = upstream
         self.routing = routing
         self.settings = settings
-        self.limits = limits or RouterLimits()
+        self.limits = upstream.limits
         self.body_budget = BodyBudget(self.limits)
         self.body_parser = BodyParser()
         policy = routing.prefill_policy
