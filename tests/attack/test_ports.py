@@ -233,7 +233,7 @@ async def test_old_clients_get_no_chunks() -> None:
     bodies = []
     async with raw_http.run_instance() as one, fake_instances.run_router([one.url]) as router:
         for version in ("1.0", "1.1"):
-            data = raw_http.encode_request("ok", b'{"model": "tiny", "stream": true}')
+            data = raw_http.encode_request("", b'{"model": "tiny", "stream": true}')
             data = data.replace(b"HTTP/1.1", f"HTTP/{version}".encode(), 1)
             head, _, body = (await raw_http.send_bytes(router.url, data)).partition(b"\r\n\r\n")
             is_chunked = b"transfer-encoding: chunked" in head.lower()

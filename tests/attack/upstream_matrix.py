@@ -17,8 +17,8 @@ from unittest import mock
 
 import aiohttp
 from router import fake_instances
+from router.raw_http import FAULTS, run_instance
 
-from attack.faulty_instance import FAULTS, run_instance
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
 from ttft_otel.router.limits import RouterLimits

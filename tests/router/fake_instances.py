@@ -145,7 +145,7 @@ async def run_router(
     traced: bool = True,
     routing: Callable[[InstancePool], RoutingService] | None = None,
     tls: ClientTls | None = None,
-    limits: RouterLimits = RouterLimits(),
+    limits: RouterLimits | None = None,
     **options: Any,
 ) -> AsyncIterator[RunningRouter]:
     """Run the router on a real socket, with its records in a list.
@@ -164,6 +164,7 @@ async def run_router(
         for leg, urls in urls_by_leg.items()
         if urls
     }
+    limits = limits or RouterLimits()
     fleet = InstancePool(
         instances, failures, pause_s, limits.breaker_trial, limits.first_byte_timeout
     )

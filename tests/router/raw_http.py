@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Misbehaving clients and instances on raw sockets, and the router in a process of its own.
 
-Instances stall, break off or flood, as the header `x-mood` of each request says; clients disconnect in
+Instances break off, stall, flood or answer nonsense, always or as a request says; clients disconnect in
 the middle. The memory and sockets of the router process can be measured.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import socket
@@ -19,22 +20,60 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
-from ttft_otel.tracing import clock
+from lab.fake_vllm.instances import open_listening_socket
 
-EVENT_BYTES: Final = b'data: {"choices": [{"index": 0, "delta": {"content": "word"}}]}\n\n'
 HEALTHZ: Final = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
-DONE_BYTES: Final = b"data: [DONE]\n\n"
-MODELS_BODY = b'{"object": "list", "data": [{"id": "tiny"}]}'
-ANSWER_BODY: Final = (
-    b'{"id": "a", "model": "tiny", "choices": [{"index": 0, "message": {"content": "42"}, "text": "42",'
-    b' "finish_reason": "length", "token_ids": [7]}], "prompt_token_ids": [1, 2, 3],'
-    b' "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4},'
-    b' "kv_transfer_params": {"do_remote_prefill": true, "do_remote_decode": false,'
-    b' "remote_engine_id": "e", "remote_block_ids": [[1]], "remote_host": "h", "remote_port": 1}}'
+MODELS_BODY: Final = b'{"object": "list", "data": [{"id": "tiny"}]}'
+# Of POST requests; probes are answered always.
+FAULTS: Final = (
+    "refused",
+    "reset before head",
+    "half head",
+    "half body",
+    "garbage",
+    "huge headers",
+    "slow first byte",
+    "hangs",
+    "hangs after head",
+    "status 500",
+    "status 503",
+    "content length too long",
+    "content length too short",
+    "closes kept connections",
+    "endless interim answers",
+    "status 000",
+    "status 600",
+    "status 304 with a length",
 )
-STREAM_MOODS: Final = ("torn", "endless", "flood")
+STREAM_FAULTS: Final = ("half body", "hangs in stream", "flood")
+SLOW_S: Final = 0.3  # seconds that a slow answer takes to begin
 FLOOD_CHUNK_BYTES: Final = 64 << 10  # bytes of one chunk of a flood
-_SERVER_TIMING: Final = "receive;dur=0.100, prefill.compute;dur=0.200, ttft;dur=0.300"
+_HEADERS: Final = "Server-Timing: receive;dur=0.100, prefill.compute;dur=0.200, ttft;dur=0.300\r\n"
+_TEXT: Final = "Hel"  # the first token, of P and of D
+_KV_PARAMS: Final = {"do_remote_prefill": True, "remote_request_id": "r", "remote_host": "h"}
+_USAGE: Final = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+
+
+def build_plain_body(asks_to_keep: bool) -> bytes:
+    """A whole answer of one token; `asks_to_keep`: with the parameters of KV blocks that are kept."""
+    message = {"role": "assistant", "content": _TEXT}
+    choice = {"index": 0, "message": message, "text": _TEXT, "finish_reason": "length"}
+    answer = {"id": "a", "created": 1, "model": "tiny", "choices": [choice], "usage": _USAGE}
+    return json.dumps(
+        answer | {"kv_transfer_params": _KV_PARAMS if asks_to_keep else None}
+    ).encode()
+
+
+def build_event(delta: dict[str, str]) -> bytes:
+    """An event of a stream."""
+    choices = [{"index": 0, "delta": delta}]
+    event = {"id": "a", "created": 1, "model": "tiny", "choices": choices}
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+EVENT_BYTES: Final = build_event({"content": _TEXT})
+ROLE_EVENT: Final = build_event({"role": "assistant", "content": ""})
+STREAM: Final = (ROLE_EVENT, EVENT_BYTES, build_event({"content": "lo"}), b"data: [DONE]\n\n")
 
 
 def encode_chunk(data: bytes) -> bytes:
@@ -42,98 +81,132 @@ def encode_chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def encode_head(status: int, length: int | None) -> bytes:
-    """Encode status line and headers; chunked if `length` is None."""
+def encode_head(status: int, length: int | None, more: str = "") -> bytes:
+    """Encode status line and headers; chunked if `length` is None. more: header lines."""
     size = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
     kind = "text/event-stream" if length is None else "application/json"
-    return (
-        f"HTTP/1.1 {status} OK\r\nServer-Timing: {_SERVER_TIMING}\r\nContent-Type: {kind}\r\n{size}\r\n\r\n"
-    ).encode()
+    lines = f"HTTP/1.1 {status:03} OK\r\n{_HEADERS}Content-Type: {kind}\r\n{more}{size}\r\n\r\n"
+    return lines.encode()
+
+
+def reset_at_close(writer: asyncio.StreamWriter) -> None:
+    """Let the connection end with a reset, not with a goodbye."""
+    linger = struct.pack("ii", 1, 0)
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
 
 class RawInstance:
-    """A server that behaves as the header `x-mood` of each request says, and counts requests."""
+    """Answers as vLLM does, but POST requests with the fault of their header `x-mood`, or else its own.
 
-    def __init__(self) -> None:
-        self.url = ""
-        self.mood_counts: Counter[str] = Counter()
-        self.closed_us: dict[
-            str, int
-        ] = {}  # when the connection of each x-request-id was closed on it
+    fault: of FAULTS, or of STREAM_FAULTS, of which a "flood" has no end; "echo" for the request's body; ""
+    for none.
+    """
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault, self.url = fault, ""
+        self.mood_counts: Counter[str] = Counter()  # POST requests by fault
         self.flood_bytes = 0  # bytes of floods that the sockets took
-        self.open_writers: set[asyncio.StreamWriter] = set()
+        self._connections: dict[asyncio.Task[object], asyncio.StreamWriter] = {}
 
     async def handle_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Serve one connection."""
-        self.open_writers.add(writer)
+        """Serve one connection until it is closed."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = writer
+        answered_count = 0
         try:
             while True:
                 head_text = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-                length = int(
-                    re.findall(r"content-length: (\d+)", head_text + "content-length: 0")[0]
-                )
-                body = await reader.readexactly(length)
-                mood = (*re.findall(r"x-mood: (\w+)", head_text), "ok")[0]
-                self.mood_counts[mood] += 1
-                request_id = (*re.findall(r"x-request-id: (\S+)", head_text), "")[0]
-                compact = body.replace(b" ", b"")
-                is_stream = b'"stream":true' in compact
-                if mood in STREAM_MOODS and b'"do_remote_decode":true' in compact:
-                    mood = "ok"  # a prefill has no stream: the mood is meant for D
-                if head_text.startswith("get /v1/models"):
+                (length, *_) = re.findall(r"content-length: (\d+)", head_text + "content-length: 0")
+                body = await reader.readexactly(int(length))
+                if head_text.startswith("get"):
                     writer.write(encode_head(200, len(MODELS_BODY)) + MODELS_BODY)
-                elif (
-                    mood == "echo"
-                ):  # responds with the body of the request, which may be malformed
-                    writer.write(encode_head(200, None if is_stream else len(body)))
-                    writer.write(encode_chunk(body) + b"0\r\n\r\n" if is_stream else body)
-                else:
-                    await self.answer_request(mood, request_id, is_stream, reader, writer)
-        except (asyncio.IncompleteReadError, OSError):
+                    # Requests to one with a fault begin on new connections.
+                    if self.fault:
+                        raise ConnectionResetError
+                    continue
+                (fault, *_) = re.findall(r"x-mood: ([\w ]*)", head_text + f"x-mood: {self.fault}")
+                asks_to_keep = b'"do_remote_decode":true' in body.replace(b" ", b"")
+                if asks_to_keep and not self.fault and fault in STREAM_FAULTS:
+                    fault = ""  # a prefill has no stream: it is meant for D
+                self.mood_counts[fault] += 1
+                if fault == "closes kept connections" and answered_count:
+                    raise ConnectionResetError
+                await self._answer_request(fault, body, asks_to_keep, reader, writer)
+                answered_count += 1
+        except (asyncio.IncompleteReadError, OSError, asyncio.CancelledError):
             pass
         finally:
-            self.open_writers.discard(writer)
+            del self._connections[task]
             writer.close()
 
-    async def answer_request(
+    async def _answer_request(
         self,
-        mood: str,
-        request_id: str,
-        is_stream: bool,
+        fault: str,
+        body: bytes,
+        asks_to_keep: bool,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """Respond as `mood` says."""
-        if mood in ("error", "busy"):
-            writer.write(encode_head(500 if mood == "error" else 503, 2) + b"{}")
-        elif mood == "cut":
-            writer.transport.abort()
-        elif mood == "torn":
-            writer.write(encode_head(200, None) + encode_chunk(EVENT_BYTES) * 3)
-            writer.transport.abort()
-        elif mood in ("late", "endless"):
-            if mood == "endless":
-                writer.write(encode_head(200, None) + encode_chunk(EVENT_BYTES))
-            await reader.read(1)  # until the router closes the connection
-            self.closed_us[request_id] = clock.now_us()
+        is_stream = b'"stream":true' in body.replace(b" ", b"")
+        if fault == "reset before head":
+            reset_at_close(writer)
             raise ConnectionResetError
-        elif mood == "flood":
-            writer.write(encode_head(200, None))
-            while True:
-                writer.write(encode_chunk(b"." * FLOOD_CHUNK_BYTES))
-                await writer.drain()
-                self.flood_bytes += FLOOD_CHUNK_BYTES
-        elif is_stream:
-            writer.write(
-                encode_head(200, None)
-                + encode_chunk(EVENT_BYTES) * 3
-                + encode_chunk(DONE_BYTES)
-                + b"0\r\n\r\n"
-            )
-        else:
-            writer.write(encode_head(200, len(ANSWER_BODY)) + ANSWER_BODY)
+        if fault in ("half head", "garbage"):
+            writer.write(b"HTTP/1.1 200 X\r\nConte" if fault == "half head" else b"\0\xffwhat?\r\n")
+            raise ConnectionResetError
+        while fault == "endless interim answers":
+            writer.write(b"HTTP/1.1 103 Early Hints\r\nlink: a\r\n\r\n" * 1000)
+            await writer.drain()
+        if fault == "status 304 with a length":
+            writer.write(encode_head(304, 9))
+            return
+        if fault.startswith("status"):
+            error = b'{"error": {"message": "no"}}'
+            writer.write(encode_head(int(fault[-3:]), len(error)) + error)
+            return
+        if fault == "slow first byte":
+            await asyncio.sleep(SLOW_S)
+        if fault == "hangs":
+            await reader.read(1)  # until the router closes the connection
+            raise ConnectionResetError
+        data = body if fault == "echo" else b"".join(STREAM)  # an echo may be malformed
+        if not is_stream:
+            data = body if fault == "echo" else build_plain_body(asks_to_keep)
+        length = None if is_stream else len(data)
+        if fault.startswith("content length"):
+            length = len(data) + (20 if fault.endswith("long") else -20)
+        if length is None:
+            parts = [data] if fault == "echo" else STREAM
+            data = b"".join(map(encode_chunk, parts)) + encode_chunk(b"")
+        writer.write(
+            encode_head(200, length, f"X-Big: {'x' * 200_000}\r\n" * (fault == "huge headers"))
+        )
+        if fault.startswith("hangs"):
+            writer.write(encode_chunk(EVENT_BYTES) if fault == "hangs in stream" else b"")
+            await reader.read(1)
+            raise ConnectionResetError
+        while fault == "flood":
+            writer.write(encode_chunk(b"." * FLOOD_CHUNK_BYTES))
+            await writer.drain()
+            self.flood_bytes += FLOOD_CHUNK_BYTES
+        if fault == "half body":
+            writer.write(data[: len(data) // 2])
+            await writer.drain()
+            raise ConnectionResetError
+        writer.write(data)
+        await writer.drain()
+
+    async def abort_connections(self) -> None:
+        """Abort what is open."""
+        for writer in self._connections.values():
+            writer.transport.abort()
+        tasks = list(self._connections)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -149,29 +222,33 @@ async def listen(
 
 
 @contextlib.asynccontextmanager
-async def run_instance() -> AsyncIterator[RawInstance]:
-    """Run a RawInstance."""
-    raw_instance = RawInstance()
+async def run_instance(fault: str = "") -> AsyncIterator[RawInstance]:
+    """A running RawInstance; nothing listens for one whose fault is "refused"."""
+    instance = RawInstance(fault)
+    if fault == "refused":
+        with open_listening_socket() as sock:  # bound, so that nobody else gets the port
+            instance.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            yield instance
+        return
     try:
-        async with listen(raw_instance.handle_connection) as raw_instance.url:
-            yield raw_instance
+        async with listen(instance.handle_connection) as instance.url:
+            yield instance
     finally:
-        for writer in list(raw_instance.open_writers):
-            writer.transport.abort()
-        await asyncio.sleep(0.05)
+        await instance.abort_connections()
 
 
 def encode_request(
-    mood: str = "ok",
+    mood: str = "",
     body: bytes = b'{"model": "tiny", "messages": []}',
     path: str = "/v1/chat/completions",
     request_id: str = "",
 ) -> bytes:
     """Encode a POST request with the header `x-mood`."""
-    request_id_line = f"x-request-id: {request_id}\r\n" if request_id else ""
+    more_lines = f"x-request-id: {request_id}\r\n" if request_id else ""
+    more_lines += f"x-mood: {mood}\r\n" if mood else ""
     return (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"x-mood: {mood}\r\n{request_id_line}Content-Length: {len(body)}\r\n\r\n"
+        f"{more_lines}Content-Length: {len(body)}\r\n\r\n"
     ).encode() + body
 
 
@@ -193,8 +270,7 @@ async def send_bytes(
         pass
     finally:
         if max_bytes is not None:
-            linger = struct.pack("ii", 1, 0)
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            reset_at_close(writer)
         writer.transport.abort()
     return response
 

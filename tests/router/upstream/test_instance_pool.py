@@ -9,9 +9,8 @@ import json
 import logging
 
 import pytest
-from attack import faulty_instance
 
-from router import fake_instances
+from router import fake_instances, raw_http
 from router.fake_instances import InstancePlan, run_instance, run_routed_instances, wait_until
 from router.scripted_knowledge import teach_speed
 from ttft_otel.model.names import keys
@@ -366,7 +365,7 @@ async def test_a_long_trial_does_not_keep_its_instance(by: str) -> None:
 async def test_headers_do_not_close_a_breaker() -> None:
     """A server whose engine hangs sends a stream's headers at once: it gets a trial, no full share."""
     async with (
-        faulty_instance.run_instance("hangs after head") as one,
+        raw_http.run_instance("hangs after head") as one,
         fake_instances.run_router(
             [one.url],
             failures=1,
@@ -381,7 +380,7 @@ async def test_headers_do_not_close_a_breaker() -> None:
         await wait_until(lambda: instance.breaker.state == "half-open")
         answers = await asyncio.gather(*(router.post_chat() for _ in range(4)))
         assert sorted(each[0] for each in answers) == [503, 503, 503, 504]
-        assert one.received_count == 2 and instance.breaker.state == "open"
+        assert one.mood_counts.total() == 2 and instance.breaker.state == "open"
 
 
 @pytest.mark.parametrize("policy", ["least_requests", "ttft"])

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from attack import faulty_instance, upstream_matrix
+from attack import upstream_matrix
 
-from router import fake_instances
+from router import fake_instances, raw_http
 from router.fake_instances import InstancePlan
 from ttft_otel.model.stages import ENCODE, MONO
 from ttft_otel.router.upstream import failures
@@ -57,7 +57,7 @@ async def run_failing(fault: str) -> AsyncIterator[str]:
             yield instance.url
         return
     at_instance = {"client leaves": "hangs", "shortage": ""}.get(fault, fault)
-    async with faulty_instance.run_instance(at_instance) as faulty:
+    async with raw_http.run_instance(at_instance) as faulty:
         yield faulty.url
 
 
@@ -75,13 +75,13 @@ def use_up_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "leg"), [each for each in ROWS.values() if each[0] not in faulty_instance.FAULTS]
+    ("fault", "leg"), [each for each in ROWS.values() if each[0] not in raw_http.FAULTS]
 )
 async def test_what_never_counts(fault: str, leg: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The breaker opens at the first failure, and this is none."""
     async with (
         run_failing(fault) as url,
-        faulty_instance.run_instance() as well,
+        raw_http.run_instance() as well,
         fake_instances.run_router(
             [well.url] if leg == ENCODE else [url],
             [url] if leg == ENCODE else [],
@@ -132,7 +132,7 @@ def test_errors_in_logs_are_cut_and_printable() -> None:
 async def test_without_file_descriptors_probes_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """An instance that could not be asked stays as it was, and the client is told to come back."""
     async with (
-        faulty_instance.run_instance() as one,
+        raw_http.run_instance("closes kept connections") as one,
         fake_instances.run_router([one.url], probe_interval_s=60.0) as router,
     ):
         await router.get_json("/readyz")  # a connection to the router, which is kept
