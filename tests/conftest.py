@@ -8,8 +8,9 @@ import itertools
 import os
 import signal
 import sys
+import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import hypothesis
@@ -170,3 +171,16 @@ def client(
 ) -> FakeClient:
     """A client of a vLLM-like ASGI app behind our middleware."""
     return FakeClient(FakeApiServer(clock), Settings(on=True), records)
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    """Wait until a check is true; the last assertion speaks for itself."""
+
+    def wait(check: Callable[[], object], seconds: float = 10.0) -> None:
+        until = time.monotonic() + seconds
+        while not (found := check()) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert found
+
+    return wait

@@ -11,7 +11,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -141,39 +140,6 @@ def collector(make_collector: Callable[[], OtlpCollector]) -> Iterator[OtlpColle
     made = make_collector()
     yield made
     made.close()
-
-
-@pytest.fixture
-def eventually() -> Callable[..., None]:
-    """Wait until a check is true; the last assertion speaks for itself."""
-
-    def wait(check: Callable[[], object], seconds: float = 10.0) -> None:
-        until = time.monotonic() + seconds
-        while not (found := check()) and time.monotonic() < until:
-            time.sleep(0.02)
-        assert found
-
-    return wait
-
-
-@pytest.fixture
-def find_exporters() -> Callable[[int], list[int]]:
-    """Process ids of the exporters that a host started and that still run."""
-
-    def find_running(host: int) -> list[int]:
-        process_ids = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            # Its arguments: a socket, a page, the host, and what the host tells of its engine.
-            if b"ttft_otel.exporter" in words and words[-3] == b"%d" % host and state != "Z":
-                process_ids.append(int(folder.name))
-        return process_ids
-
-    return find_running
 
 
 @pytest.fixture

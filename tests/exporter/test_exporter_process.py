@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from lab.session_processes import find_exporters
 from ttft_otel.model.names import env_names
 from ttft_otel.model.record import Record, encode_record
 from ttft_otel.tracing import handoff
@@ -122,16 +123,14 @@ EVERYDAY_ENDS = ("SIGTERM to the group", "SIGKILL to the tree")
         for end in HOST_ENDS
     ],
 )
-def test_host_ends(
-    end: str, start_host: Any, collector: Any, eventually: Any, find_exporters: Any
-) -> None:
+def test_host_ends(end: str, start_host: Any, collector: Any, eventually: Any) -> None:
     """However the host is ended, everything handed off arrives and no exporter is left."""
     started = start_host()
     eventually(lambda: not _list_children(started.pid))  # some 50 ms: detached
     HOST_ENDS[end](started)
     started.wait(5)
     eventually(lambda: len(collector.spans) == RECORDS * SPANS, ARRIVED_S)
-    eventually(lambda: not find_exporters(started.pid), GONE_S)
+    eventually(lambda: not find_exporters([started.pid]), GONE_S)
 
 
 def _list_children(process: int) -> list[int]:
@@ -140,30 +139,30 @@ def _list_children(process: int) -> list[int]:
     return [int(child) for child in found if _read_state(int(child)) not in ("", "Z")]
 
 
-def test_process(start_host: Any, collector: Any, eventually: Any, find_exporters: Any) -> None:
+def test_process(start_host: Any, collector: Any, eventually: Any) -> None:
     """The exporter takes no notice of SIGINT, SIGTERM and SIGHUP while its host lives, no thread of it
     interrupts the host to run, and it maps nothing of torch, nor of the protocol not asked for.
     """
     started = start_host()
     eventually(lambda: len(collector.spans) == RECORDS * SPANS, ARRIVED_S)
-    (exporter,) = find_exporters(started.pid)
+    (exporter,) = find_exporters([started.pid])
     assert _list_policies(exporter) == {os.SCHED_BATCH}
     maps = Path(f"/proc/{exporter}/maps").read_text()
     assert "torch" not in maps and "cygrpc" not in maps
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(exporter, number)
     time.sleep(0.2)
-    assert find_exporters(started.pid) == [exporter]
+    assert find_exporters([started.pid]) == [exporter]
 
 
 SET_IDLE_CODE = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
 
 
-def test_policy(start_host: Any, collector: Any, eventually: Any, find_exporters: Any) -> None:
+def test_policy(start_host: Any, collector: Any, eventually: Any) -> None:
     """A policy that the host was given stays."""
     started = start_host(before=SET_IDLE_CODE)
     eventually(lambda: len(collector.spans) == RECORDS * SPANS, ARRIVED_S)
-    (exporter,) = find_exporters(started.pid)
+    (exporter,) = find_exporters([started.pid])
     assert _list_policies(exporter) == {os.SCHED_IDLE}
 
 
@@ -181,16 +180,14 @@ def test_close_waits(start_host: Any, collector: Any) -> None:
     assert len(collector.spans) == RECORDS * SPANS
 
 
-def test_exit_is_bounded(
-    start_host: Any, collector: Any, eventually: Any, find_exporters: Any
-) -> None:
+def test_exit_is_bounded(start_host: Any, collector: Any, eventually: Any) -> None:
     """With a collector that never answers, the host leaves after 2 s and the exporter after 5."""
     collector.hang.set()
     started = start_host(after="")
     begin = time.monotonic()
     assert started.wait(10) == 0
     assert time.monotonic() - begin < 4
-    eventually(lambda: not find_exporters(started.pid), GONE_S)
+    eventually(lambda: not find_exporters([started.pid]), GONE_S)
     assert time.monotonic() - begin < GONE_S
 
 
@@ -202,7 +199,7 @@ time.sleep(20)
 """
 
 
-def test_fork(start_host: Any, collector: Any, eventually: Any, find_exporters: Any) -> None:
+def test_fork(start_host: Any, collector: Any, eventually: Any) -> None:
     """A forked child that outlives its host does not keep the exporter from its end of file."""
     started = start_host(before="import os", after=OUTLIVING_CHILD_CODE)
     assert started.stdout is not None
@@ -210,7 +207,7 @@ def test_fork(start_host: Any, collector: Any, eventually: Any, find_exporters: 
     started.kill()
     started.wait(5)
     eventually(lambda: len(collector.spans) == RECORDS * SPANS, ARRIVED_S)
-    eventually(lambda: not find_exporters(started.pid), GONE_S)
+    eventually(lambda: not find_exporters([started.pid]), GONE_S)
     assert _read_state(child) not in ("", "Z")
     os.kill(child, signal.SIGKILL)
 
@@ -234,9 +231,9 @@ def test_forked_child_sends(start_host: Any, collector: Any, eventually: Any) ->
     eventually(lambda: len(collector.spans) == 2 * RECORDS * SPANS, ARRIVED_S)
 
 
-def _kill_exporters(sender: handoff.RecordSender, exporters: Any, eventually: Any) -> None:
+def _kill_exporter(sender: handoff.RecordSender, eventually: Any) -> None:
     """SIGKILL for this process's exporter, and wait until its end of the socket is closed."""
-    (victim,) = exporters(os.getpid())
+    (victim,) = find_exporters([os.getpid()])
     os.kill(victim, signal.SIGKILL)
     watch = select.poll()
     watch.register(sender._socket, 0)
@@ -252,18 +249,18 @@ def _read_state(process: int) -> str:
 
 
 def test_exporter_killed(
-    collector: Any, make_record: Callable[[], Record], eventually: Any, find_exporters: Any
+    collector: Any, make_record: Callable[[], Record], eventually: Any
 ) -> None:
     """A killed exporter is replaced at the next record, but only once in a while; what it had is lost."""
     sender = handoff.RecordSender(Settings(endpoint=collector.url))
     assert sender.send(encode_record(make_record()))
     eventually(lambda: sender.get_counts()["finished"] == 1)
     sender._next_start_at = 0.0  # as if it had been started long ago
-    _kill_exporters(sender, find_exporters, eventually)
+    _kill_exporter(sender, eventually)
     collector.hang.set()
     assert sender.send(encode_record(make_record()))
     eventually(lambda: sender.get_counts()["received"] == 2)
-    _kill_exporters(sender, find_exporters, eventually)
+    _kill_exporter(sender, eventually)
     assert not sender.send(encode_record(make_record()))
     sender.close()
     counted = {"sent": 2, "dropped": 1, "lost": 1, "restarts": 1, "received": 2, "finished": 1}
@@ -272,7 +269,7 @@ def test_exporter_killed(
 
 
 def test_what_a_killed_exporter_held_is_counted(
-    collector: Any, make_record: Callable[[], Record], eventually: Any, find_exporters: Any
+    collector: Any, make_record: Callable[[], Record], eventually: Any
 ) -> None:
     """A batch and what waits behind it are lost where the collector is silent: also after several deaths."""
     collector.hang.set()
@@ -285,7 +282,7 @@ def test_what_a_killed_exporter_held_is_counted(
             assert sender.send(record)
         eventually(lambda due=death * held: sender.get_counts()["received"] == due)
         sender._next_start_at = float("inf")
-        _kill_exporters(sender, find_exporters, eventually)
+        _kill_exporter(sender, eventually)
         assert not sender.send(record)
         counts = sender.get_counts()
         assert counts["lost"] == counts["sent"] - counts["finished"] == death * held

@@ -61,9 +61,16 @@ def is_closed(breakdown: Breakdown) -> bool:
     return total == breakdown.end - breakdown.start and at == breakdown.end
 
 
+def cut(**changes: object) -> Breakdown:
+    """The partition of make_marks(), which adds up."""
+    found = partition_marks(make_marks(**changes))
+    assert is_closed(found)
+    return found
+
+
 def test_every_stage_of_a_text_request_is_its_own_hundred_microseconds() -> None:
     """With all marks there, each stage is as long as it was and nothing is left over."""
-    breakdown = partition_marks(make_marks())
+    breakdown = cut()
 
     assert breakdown.stages == {
         name: 100
@@ -72,14 +79,12 @@ def test_every_stage_of_a_text_request_is_its_own_hundred_microseconds() -> None
             *("prefill.compute", "sample", "output", "egress"),
         )
     }
-    assert breakdown.unattributed == 0
-    assert breakdown.clamped == 0
-    assert is_closed(breakdown)
+    assert breakdown.unattributed == breakdown.clamped == 0
 
 
 def test_a_lost_mark_opens_its_stage_and_the_next_one_only() -> None:
     """Each host mark in turn: two stages become unattributed with their sum unchanged, others stay."""
-    full = partition_marks(make_marks()).stages
+    full = cut().stages
     for mark, stages in (
         ("render", {"receive", "preprocess"}),
         ("assign", {"preprocess", "ipc"}),
@@ -87,13 +92,12 @@ def test_a_lost_mark_opens_its_stage_and_the_next_one_only() -> None:
         ("scheduled", {"prefill.queue", "dispatch"}),
         ("output", {"output", "egress"}),
     ):
-        breakdown = partition_marks(make_marks(**{mark: 0}))
+        breakdown = cut(**{mark: 0})
 
         assert breakdown.stages == {name: us for name, us in full.items() if name not in stages}, (
             mark
         )
         assert breakdown.unattributed == 200
-        assert is_closed(breakdown)
 
 
 FORWARD = (CODE_FORWARD, 1500, 1600)
@@ -203,18 +207,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], int]] = {
 def test_marks_make_stages(case: str) -> None:
     """Each time is in its own stage or unattributed, and all of them add up."""
     changes, lengths, unattributed = CASES[case]
-    found = partition_marks(make_marks(**changes))
+    found = cut(**changes)
 
     assert {name: found.stages.get(name, 0) for name in lengths} == lengths
-    assert (found.unattributed, found.clamped) == (unattributed, 0) and is_closed(found)
+    assert (found.unattributed, found.clamped) == (unattributed, 0)
 
 
 def test_marks_out_of_order_are_clamped_and_counted() -> None:
     """No stage is negative; what was cut is on the record."""
-    found = partition_marks(make_marks(assign=1050))
+    found = cut(assign=1050)
 
     assert (found.stages.get("preprocess", 0), found.clamped) == (0, 50)
-    assert is_closed(found)
 
 
 @pytest.mark.parametrize(
@@ -251,25 +254,24 @@ def test_between_chunks_only_what_left_the_request_out_is_a_stall(
     turn: tuple[int, int], stall: int
 ) -> None:
     """Two chunks with an image in the second one's step; all else of the gap is dispatch."""
-    breakdown = partition_marks(make_marks(steps=TWO_CHUNKS, turns=[turn]))
+    breakdown = cut(steps=TWO_CHUNKS, turns=[turn])
 
     assert breakdown.stages.get("prefill.stall", 0) == stall
     assert breakdown.stages["dispatch"] == 50 + 40 + 10 - stall
     assert breakdown.stages["prefill.compute"] == 130
     assert breakdown.stages["encoder.compute"] == 20
     assert breakdown.stages["sample"] == 50
-    assert breakdown.unattributed == breakdown.clamped == 0 and is_closed(breakdown)
+    assert breakdown.unattributed == breakdown.clamped == 0
 
 
 def test_spans_are_bounded_and_the_sum_stays() -> None:
     """A prompt of 300 chunks: its pieces are merged past the bound, its totals are not."""
     steps = [EngineStep([(CODE_FORWARD, 2000 + 10 * i, 2006 + 10 * i)]) for i in range(300)]
     steps[-1].sampled = 6000
-    breakdown = partition_marks(make_marks(steps=steps, output=6100, egress=6200))
+    breakdown = cut(steps=steps, output=6100, egress=6200)
 
     assert breakdown.stages["prefill.compute"] == 1800
     assert len(breakdown.pieces) <= MAX_PIECES + 10
-    assert is_closed(breakdown)
 
 
 def test_any_marks_add_up() -> None:

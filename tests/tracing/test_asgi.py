@@ -41,6 +41,19 @@ def get_closed_stages(record: Record) -> dict[str, int]:
     return ttft.stages
 
 
+def call_server(client: FakeClient, plan: ServerPlan, *args: Any, **headers: str) -> None:
+    """One call of a server that answers by `plan`."""
+    client.server.plan = plan
+    asyncio.run(client.call_server(*args, **headers))
+
+
+def read_timing(client: FakeClient) -> timing.ServerTiming:
+    """What the answer's Server-Timing says."""
+    told = timing.parse_server_timing(client.get_header())
+    assert told is not None
+    return told
+
+
 def test_stream(client: FakeClient) -> None:
     """A stream's ttft half goes with its first token, its server half with its end."""
     asyncio.run(client.call_server())
@@ -72,9 +85,8 @@ def test_first_half_survives(client: FakeClient) -> None:
 def test_stream_asked(client: FakeClient) -> None:
     """For a caller that asks, the head waits for the first chunk and carries the stages."""
     asyncio.run(client.call_server(**TIMING_HEADERS))
-    told = timing.parse_server_timing(client.get_header())
+    told = read_timing(client)
 
-    assert told is not None
     assert told.stages == get_closed_stages(client.records.kept[0])
     assert (told.ttft, told.unattributed, told.rest) == (FIRST_TOKEN_US + EGRESS_US, 0, None)
     assert [when for when, _ in client.messages][:2] == [FIRST_TOKEN_US + EGRESS_US] * 2
@@ -83,14 +95,12 @@ def test_stream_asked(client: FakeClient) -> None:
 
 def test_plain(client: FakeClient) -> None:
     """A plain answer's TTFT ends with its first token's output; what follows is the rest."""
-    client.server.plan = ServerPlan(stream=False)
-    asyncio.run(client.call_server(**TIMING_HEADERS))
+    call_server(client, ServerPlan(stream=False), **TIMING_HEADERS)
     (record,) = client.records.kept
-    told = timing.parse_server_timing(client.get_header())
+    told = read_timing(client)
 
     assert get_closed_stages(record) == STAGES_US
     assert record.server is not None
-    assert told is not None
     assert (told.ttft, told.rest) == (FIRST_TOKEN_US, EGRESS_US + DECODE_US)
 
 
@@ -98,11 +108,10 @@ def test_plain(client: FakeClient) -> None:
 def test_plain_with_egress(client: FakeClient, role: str) -> None:
     """An encoder's or a prefill server's whole answer is what its caller waits for."""
     identity.role = role
-    client.server.plan = ServerPlan(stream=False)
-    asyncio.run(client.call_server(**TIMING_HEADERS))
-    told = timing.parse_server_timing(client.get_header())
+    call_server(client, ServerPlan(stream=False), **TIMING_HEADERS)
+    told = read_timing(client)
 
-    assert told is not None and told.stages["egress"] == EGRESS_US + DECODE_US
+    assert told.stages["egress"] == EGRESS_US + DECODE_US
     assert client.records.kept[0].role == role
     assert told.rest == 0
 
@@ -110,22 +119,24 @@ def test_plain_with_egress(client: FakeClient, role: str) -> None:
 @pytest.mark.parametrize("asked", [False, True])
 def test_early_events(client: FakeClient, asked: bool) -> None:
     """Comments and opening events before the first token do not count as it, and are not lost."""
-    client.server.plan = ServerPlan(early=(b": keep-alive\n\n", b"", b"event: created\n\n"))
-    asyncio.run(client.call_server(**(TIMING_HEADERS if asked else {})))
+    call_server(
+        client,
+        ServerPlan(early=(b": keep-alive\n\n", b"", b"event: created\n\n")),
+        **(TIMING_HEADERS if asked else {}),
+    )
     came = client.list_types()
 
     assert came == ["start", ": keep-alive", "", "event: created", "data: one", "data: two"]
     assert client.messages[1][0] == (FIRST_TOKEN_US + EGRESS_US if asked else 210)
     if asked:
-        told = timing.parse_server_timing(client.get_header())
-        assert told is not None and told.ttft == FIRST_TOKEN_US + EGRESS_US
+        told = read_timing(client)
+        assert told.ttft == FIRST_TOKEN_US + EGRESS_US
 
 
 def test_hold_limit(client: FakeClient) -> None:
     """A server that says much before its first token is not held back for ever; no header then."""
     chunk = b": " + b"x" * (asgi.MAX_HELD_BYTES // 2)
-    client.server.plan = ServerPlan(early=(chunk, chunk, chunk))
-    asyncio.run(client.call_server(**TIMING_HEADERS))
+    call_server(client, ServerPlan(early=(chunk, chunk, chunk)), **TIMING_HEADERS)
 
     assert len(client.messages) == 6
     assert client.messages[2][0] == 210
@@ -161,8 +172,7 @@ async def test_later_chunks_cost_no_call(client: FakeClient) -> None:
 @pytest.mark.parametrize("status", [404, 503])
 def test_refused(client: FakeClient, status: int) -> None:
     """A request that was refused has its server span, with its status, and a ttft that failed."""
-    client.server.plan = ServerPlan(status=status)
-    asyncio.run(client.call_server(**TIMING_HEADERS))
+    call_server(client, ServerPlan(status=status), **TIMING_HEADERS)
     (record,) = client.records.kept
 
     assert client.get_header() == ""
@@ -276,8 +286,7 @@ def test_kept_too_many(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> N
     """Beyond the bound, and where nobody knows, a kept span is dropped and counted."""
     dropped: list[str] = []
     monkeypatch.setattr(meter, "count_dropped", dropped.append)
-    client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_ITEMS_BIT)
-    asyncio.run(client.call_server())
+    call_server(client, ServerPlan(stream=False, kept=carrier.KEPT_ITEMS_BIT))
     assert dropped == ["kept"] and client.server.queried_ids
     monkeypatch.setattr(trace_ending, "MAX_KEPT_SPAN_TASKS", 0)
     asyncio.run(client.call_server())
@@ -310,8 +319,7 @@ def test_engine_ends_it(client: FakeClient, plan: ServerPlan, error: str, header
 
     Who asked for the breakdown is told so, because a router cannot tell it from a first token.
     """
-    client.server.plan = plan
-    asyncio.run(client.call_server(**TIMING_HEADERS))
+    call_server(client, plan, **TIMING_HEADERS)
     ttft = client.get_ttft()
 
     assert (ttft.died, ttft.error) == ("ec.transfer", error)
@@ -323,8 +331,9 @@ def test_engine_ends_it(client: FakeClient, plan: ServerPlan, error: str, header
 
 def test_a_stream_that_ends_without_any_output(client: FakeClient) -> None:
     """The engine died, and the application told so in its stream: the client has not left."""
-    client.server.plan = ServerPlan(early=(b'data: {"error": {}}\n\n',), dies=True)
-    asyncio.run(client.call_server(**TIMING_HEADERS))
+    call_server(
+        client, ServerPlan(early=(b'data: {"error": {}}\n\n',), dies=True), **TIMING_HEADERS
+    )
     ttft = client.get_ttft()
 
     assert ttft.error == keys.ERROR_ENGINE
@@ -354,8 +363,7 @@ def test_ended_before_it_was_scheduled(client: FakeClient, plan: ServerPlan) -> 
 @pytest.mark.parametrize(("body", "error"), [(b"{}", "error"), (b"null", "cancelled")])
 def test_a_plain_answer_without_any_output(client: FakeClient, body: bytes, error: str) -> None:
     """/abort_requests ends it at the API server alone; "null" is vLLM's answer to a client that left."""
-    client.server.plan = ServerPlan(stream=False, dies=True, body=body)
-    asyncio.run(client.call_server())
+    call_server(client, ServerPlan(stream=False, dies=True, body=body))
     ttft = client.get_ttft()
 
     assert ttft.error == error
@@ -364,8 +372,7 @@ def test_a_plain_answer_without_any_output(client: FakeClient, body: bytes, erro
 @pytest.mark.usefixtures("no_state_left")
 def test_a_background_response_that_is_answered_first(client: FakeClient) -> None:
     """It goes on in a task with the context of its HTTP request, which must not bring the trace back."""
-    client.server.plan = ServerPlan(stream=False, answers_first=True)
-    asyncio.run(client.call_server("/v1/responses"))
+    call_server(client, ServerPlan(stream=False, answers_first=True), "/v1/responses")
     (record,) = client.records.kept
 
     assert record.ttft is None
@@ -374,18 +381,20 @@ def test_a_background_response_that_is_answered_first(client: FakeClient) -> Non
 
 def test_an_encoder_stops_without_a_token(client: FakeClient) -> None:
     """An encoder-only instance samples nothing: its output without a token is its whole result."""
-    client.server.plan = ServerPlan(stream=False, ends="stop")
-    asyncio.run(client.call_server(**{header_names.LEG: "encode", **TIMING_HEADERS}))
+    call_server(
+        client,
+        ServerPlan(stream=False, ends="stop"),
+        **{header_names.LEG: "encode", **TIMING_HEADERS},
+    )
     ttft = client.get_ttft()
 
     assert (ttft.error, ttft.died, ttft.unattributed) == ("", "", 0)
-    assert timing.parse_server_timing(client.get_header()) is not None
+    assert read_timing(client)
 
 
 def test_one_prompt_of_several_failed(client: FakeClient) -> None:
     """A first token that an error response withholds is none: nobody has seen it."""
-    client.server.plan = ServerPlan(stream=False, count=2, refused=500)
-    asyncio.run(client.call_server())
+    call_server(client, ServerPlan(stream=False, count=2, refused=500))
     ttft = client.get_ttft()
 
     assert (ttft.error, ttft.died) == ("500", "output")
@@ -395,8 +404,7 @@ def test_one_prompt_of_several_failed(client: FakeClient) -> None:
 @pytest.mark.parametrize("headers", [{}, TIMING_HEADERS])
 def test_background(client: FakeClient, headers: dict[str, str]) -> None:
     """A response that is only queued has no TTFT, and did not fail."""
-    client.server.plan = ServerPlan(stream=False, background=True)
-    asyncio.run(client.call_server("/v1/responses", **headers))
+    call_server(client, ServerPlan(stream=False, background=True), "/v1/responses", **headers)
 
     (record,) = client.records.kept
     assert record.ttft is None and record.server is not None
@@ -420,10 +428,14 @@ def test_not_sampled(client: FakeClient) -> None:
 
 def test_asked_not_sampled(client: FakeClient) -> None:
     """Asked for, but not sampled: the caller has its answer, the exporter nothing, and no more is asked."""
-    client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_BLOCKS_BIT)
-    asyncio.run(client.call_server(traceparent=UNSAMPLED, **TIMING_HEADERS))
+    call_server(
+        client,
+        ServerPlan(stream=False, kept=carrier.KEPT_BLOCKS_BIT),
+        traceparent=UNSAMPLED,
+        **TIMING_HEADERS,
+    )
 
-    assert timing.parse_server_timing(client.get_header()) is not None
+    assert read_timing(client)
     assert not client.records.kept and not client.server.queried_ids
 
 

@@ -32,10 +32,18 @@ def make_timeline() -> EngineTimeline:
     return made
 
 
+def send(made: EngineTimeline) -> tuple[EngineTimeline, Marks]:
+    """What the API server reads of it."""
+    marks = Marks(1)
+    found = carrier.decode_timeline(carrier.encode_timeline(made), marks)
+    assert found is not None
+    return found, marks
+
+
 def test_round_trip() -> None:
     """Times go into the marks, counts come back."""
-    made, marks = make_timeline(), Marks(1)
-    found = carrier.decode_timeline(carrier.encode_timeline(made), marks)
+    made = make_timeline()
+    found, marks = send(made)
 
     assert found == made and made.sent
     assert (marks.added, marks.scheduled, marks.entered, marks.encoder_first) == (
@@ -87,11 +95,10 @@ def test_parts() -> None:
 
 def test_other_host() -> None:
     """A worker with another boot makes the marks foreign."""
-    made, marks = make_timeline(), Marks(1)
+    made = make_timeline()
     made.add_step((BOOT ^ 1, 0, 0))
-    carrier.decode_timeline(carrier.encode_timeline(made), marks)
 
-    assert marks.foreign
+    assert send(made)[1].foreign
 
 
 def test_plain_header() -> None:
@@ -109,9 +116,9 @@ def test_media() -> None:
     """Media items come back as they were; a list too short to be one is refused."""
     made = make_timeline()
     made.open_details().media = [1, 2, 64, 0, 12, 19]
-    found = carrier.decode_timeline(carrier.encode_timeline(made), Marks(1))
+    found, _ = send(made)
 
-    assert found is not None and found.details == made.details
+    assert found.details == made.details
     assert keys.EC_ITEMS not in carrier.list_timeline_attributes(found)
     assert carrier.list_timeline_attributes(found)[keys.ENCODER_OWN_ITEMS] == 1
     made.open_details().media = [1, 2]
@@ -138,10 +145,7 @@ def test_clock_entry() -> None:
     boot = clock.get_boot_number()
     first = (boot, 0, 0, 10, 100, 200, carrier.CODE_CLOCK, clock.CLOCK_DEVICE, 17)
     second = (boot, 400, 0, 10, 300, 390, carrier.CODE_CLOCK, clock.CLOCK_DEVICE, 23)
-    marks = Marks(1)
-    text = carrier.encode_timeline(EngineTimeline(steps=[first, second]))
-    timeline = carrier.decode_timeline(text, marks)
-    assert timeline is not None
+    timeline, marks = send(EngineTimeline(steps=[first, second]))
     attributes = carrier.list_timeline_attributes(timeline)
 
     assert [step.pairs for step in marks.steps] == [[(10, 100, 200)], [(10, 300, 390)]]
@@ -151,11 +155,8 @@ def test_clock_entry() -> None:
 
 def test_clock_of_a_later_version() -> None:
     """A worker on another host may have a later release, with a clock that this one does not know."""
-    marks = Marks(1)
     record = (5, 400, 0, 10, 300, 390, carrier.CODE_CLOCK, len(keys.CLOCK_WORDS), 23)
-    timeline = carrier.decode_timeline(
-        carrier.encode_timeline(EngineTimeline(steps=[record])), marks
-    )
+    timeline, marks = send(EngineTimeline(steps=[record]))
 
     assert marks.foreign and marks.steps[0].pairs == [(10, 300, 390)]
     assert carrier.read_clock(timeline) == ("lengths", 0)
@@ -163,12 +164,9 @@ def test_clock_of_a_later_version() -> None:
 
 def test_clock_lengths() -> None:
     """Where events have lengths and no places, the worker counts as one with a foreign clock."""
-    marks = Marks(1)
     flags = carrier.ENCODER_UNFINISHED
     record = (clock.get_boot_number(), 0, flags, carrier.CODE_CLOCK, clock.CLOCK_LENGTHS, 0)
-    text = carrier.encode_timeline(EngineTimeline(steps=[record]))
-    timeline = carrier.decode_timeline(text, marks)
-    assert timeline is not None
+    timeline, marks = send(EngineTimeline(steps=[record]))
     attributes = carrier.list_timeline_attributes(timeline)
 
     assert marks.foreign and attributes[keys.CLOCK] == "lengths"

@@ -60,13 +60,6 @@ def sender() -> Iterator[RecordSender]:
     made.close(10)
 
 
-def _wait_until(check: Callable[[], object]) -> None:
-    until = time.monotonic() + 10
-    while not (found := check()) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert found
-
-
 def _read_lines(log: Path, word: str) -> list[str]:
     return [line for line in log.read_text().splitlines() if line.startswith(word)]
 
@@ -84,10 +77,12 @@ def test_close_waits(reader_log: Path, sender: RecordSender) -> None:
     assert sender.get_counts()["sent"] == 100
 
 
-def test_full(reader_log: Path, sender: RecordSender) -> None:
+def test_full(
+    reader_log: Path, sender: RecordSender, eventually: Callable[[Callable[[], object]], None]
+) -> None:
     """A reader that stands still costs records, counted, and never a wait."""
     assert sender.send(b"x")
-    _wait_until(lambda: reader_log.exists() and _read_lines(reader_log, "record"))
+    eventually(lambda: reader_log.exists() and _read_lines(reader_log, "record"))
     reader = int(_read_lines(reader_log, "start")[0].split()[1])
     os.kill(reader, signal.SIGSTOP)
     begin = time.perf_counter()
@@ -97,7 +92,7 @@ def test_full(reader_log: Path, sender: RecordSender) -> None:
     assert sender.get_counts()["dropped"] == 1000 - taken
     assert taken * 1000 <= 2 * sender.capacity  # the kernel keeps what it promised
     os.kill(reader, signal.SIGCONT)
-    _wait_until(lambda: len(_read_lines(reader_log, "record")) == taken + 1)
+    eventually(lambda: len(_read_lines(reader_log, "record")) == taken + 1)
     assert sender.send(b"x")
 
 

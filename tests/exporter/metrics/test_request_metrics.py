@@ -53,12 +53,13 @@ def build_metrics(is_delta: bool = False, max_series: int = 2000) -> RequestMetr
     return RequestMetrics(registry, ExporterCounters())
 
 
-def add(metrics: RequestMetrics, record: Record) -> None:
-    """Count a record as the exporter gets it: whole, or its measurement."""
-    if record.flags:
-        metrics.add_record(record)
-    else:
-        metrics.add_measurements([measurement.encode_for_exporter(record)])
+def add(metrics: RequestMetrics, *records: Record) -> None:
+    """Count records as the exporter gets them: whole, or their measurements."""
+    for record in records:
+        if record.flags:
+            metrics.add_record(record)
+        else:
+            metrics.add_measurements([measurement.encode_for_exporter(record)])
 
 
 def list_points(data: MetricsData | None) -> list[tuple[str, dict[str, Any], Any]]:
@@ -71,6 +72,13 @@ def list_points(data: MetricsData | None) -> list[tuple[str, dict[str, Any], Any
         for metric in scope.metrics
         for point in metric.data.data_points
     ]
+
+
+def count_points(*records: Record) -> list[tuple[str, dict[str, Any], Any]]:
+    """list_points() of what these records leave."""
+    metrics = build_metrics()
+    add(metrics, *records)
+    return list_points(metrics.take_data())
 
 
 def take_points(metrics: RequestMetrics, name: str) -> list[Any]:
@@ -88,17 +96,13 @@ def test_all_requests_count(make_record: RecordMaker) -> None:
     """A request is one TTFT and one value for each of its stages' spans, the same if it is not sampled."""
     either = []
     for flags in (0, 1):
-        metrics = build_metrics()
-        for number in range(10):
-            add(metrics, msgspec.structs.replace(make_record(number), flags=flags))
-        points = list_points(metrics.take_data())
+        made = (msgspec.structs.replace(make_record(number), flags=flags) for number in range(10))
         either.append(
             [
                 (name, labels, point.count, point.sum, point.min, point.max)
-                for name, labels, point in points
+                for name, labels, point in count_points(*made)
             ]
         )
-        assert metrics.counters.get_counts()["counted"] == 10
 
     assert either[0] == either[1]
     assert {(name, labels.get(keys.STAGE, "")): count for name, labels, count, *_ in either[0]} == {
@@ -111,14 +115,13 @@ def test_all_requests_count(make_record: RecordMaker) -> None:
 
 def test_labels(make_record: RecordMaker) -> None:
     """Labels are the collector's, those that have a value; the sum of stages is the sum of TTFTs."""
-    metrics = build_metrics()
     pieces = (
         Piece("stage", "router.receive", 0, 100),
         Piece("stage", "mono.prefill.compute", 100, 900, {keys.INSTANCE: "a:8000"}),
     )
     record = change_ttft(make_record(), pieces=pieces)
-    add(metrics, msgspec.structs.replace(record, role="router", attributes={keys.MODEL: "m"}))
-    points = list_points(metrics.take_data())
+    record = msgspec.structs.replace(record, role="router", attributes={keys.MODEL: "m"})
+    points = count_points(record)
 
     for name, labels, _ in points:
         assert set(labels) <= set(METRICS[name].all_labels) and "" not in labels.values()
@@ -139,19 +142,13 @@ def test_labels(make_record: RecordMaker) -> None:
 
 def test_failed_requests_stay_apart(make_record: RecordMaker) -> None:
     """A failed request has series of its own, by its error, and no place in those of the convention."""
-    metrics = build_metrics()
-    add(metrics, make_record(1))
-    for flags in (0, 1):
-        failed = change_ttft(make_record(2), error="cancelled", died="preprocess")
-        add(metrics, msgspec.structs.replace(failed, flags=flags))
-    points = list_points(metrics.take_data())
-
-    by_error = {
+    failed = change_ttft(make_record(2), error="cancelled", died="preprocess")
+    unsampled = msgspec.structs.replace(failed, flags=0)
+    assert {
         (name, labels.get(keys.ERROR_TYPE, ""), labels.get(STATUS_LABEL)): point.count
-        for name, labels, point in points
+        for name, labels, point in count_points(make_record(1), failed, unsampled)
         if name != metric_names.STAGE_DURATION
-    }
-    assert by_error == {
+    } == {
         (metric_names.TTFT_DURATION, "", "STATUS_CODE_UNSET"): 1,
         (metric_names.TTFT_DURATION, "cancelled", "STATUS_CODE_ERROR"): 2,
         (metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN, "", None): 1,
@@ -160,28 +157,24 @@ def test_failed_requests_stay_apart(make_record: RecordMaker) -> None:
 
 def test_encoder_and_inner_servers(make_record: RecordMaker) -> None:
     """An encoder's answer is no first token; of a server behind a router only encodings count."""
-    metrics = build_metrics()
-    add(metrics, change_ttft(make_record(1), name=span_names.ENCODE))
+    encoder = change_ttft(make_record(1), name=span_names.ENCODE)
     inner = change_ttft(make_record(2), attributes={keys.EC_RECOMPUTED_ITEMS: 3})
-    add(metrics, msgspec.structs.replace(inner, outermost=False))
-    add(metrics, msgspec.structs.replace(make_record(3), outermost=False))
-    points = list_points(metrics.take_data())
+    inner, plain = (
+        msgspec.structs.replace(each, outermost=False) for each in (inner, make_record(3))
+    )
+    found = {name: point for name, _, point in count_points(encoder, inner, plain)}
 
-    assert {name for name, _, _ in points} == {
-        metric_names.TTFT_DURATION,
-        metric_names.STAGE_DURATION,
-        metric_names.EC_RECOMPUTED,
-    }
-    assert [point.value for name, _, point in points if name == metric_names.EC_RECOMPUTED] == [3]
-    assert [point.count for name, _, point in points if name == metric_names.TTFT_DURATION] == [1]
+    names = metric_names.TTFT_DURATION, metric_names.STAGE_DURATION, metric_names.EC_RECOMPUTED
+    assert {*found} == {*names}
+    assert found[metric_names.EC_RECOMPUTED].value == 3
+    assert found[metric_names.TTFT_DURATION].count == 1
 
 
 def test_exemplars_are_sampled_traces(make_record: RecordMaker) -> None:
     """An exemplar is a sampled request's value and its `ttft` span; each is sent once."""
     metrics = build_metrics()
     sampled = make_record(7)
-    add(metrics, sampled)
-    add(metrics, msgspec.structs.replace(make_record(8), flags=0))
+    add(metrics, sampled, msgspec.structs.replace(make_record(8), flags=0))
 
     (whole,) = take_points(metrics, metric_names.TTFT_DURATION)
     (exemplar,) = whole.exemplars
@@ -199,8 +192,7 @@ def test_slow_requests_keep_their_exemplars(make_record: RecordMaker) -> None:
     """Many fast requests do not drive the trace of a slow one away."""
     metrics = build_metrics()
     add(metrics, change_ttft(make_record(0), end=9_000_000))
-    for number in range(1, 500):
-        add(metrics, change_ttft(make_record(number), end=900 + number))
+    add(metrics, *(change_ttft(make_record(number), end=900 + number) for number in range(500)))
 
     (whole,) = take_points(metrics, metric_names.TTFT_DURATION)
     assert len(whole.exemplars) <= 10
@@ -323,10 +315,9 @@ def test_queues(make_record: RecordMaker, outermost: bool) -> None:
         Piece("stage", "prefill.stall", 450, 900, {keys.STALL_REASON: "in_step"} | held),
     )
     record = change_ttft(make_record(), pieces=pieces, attributes=dict(held))
-    metrics = build_metrics()
-    for flags in (0, 1):
-        add(metrics, msgspec.structs.replace(record, flags=flags, outermost=outermost))
-    points = list_points(metrics.take_data())
+    points = count_points(
+        *(msgspec.structs.replace(record, flags=flags, outermost=outermost) for flags in (0, 1))
+    )
     found = {
         (name, labels.get(keys.QUEUE_REASON) or labels.get(keys.HELD_BY_KIND)): (
             point.count,
@@ -356,8 +347,7 @@ IDENTITY = {keys.OPERATION: "chat", keys.MODEL: "m"}
 def count_ends(*records: Record) -> dict[tuple[str, str], list[Any]]:
     """Data points of the metrics that are known at a request's end, by metric and error."""
     metrics = build_metrics()
-    for record in records:
-        add(metrics, record)
+    add(metrics, *records)
     found: dict[tuple[str, str], list[Any]] = {}
     for name, labels, point in list_points(metrics.take_data() or MetricsData([])):
         if name in END_METRICS:
@@ -396,8 +386,8 @@ def test_each_request_once(make_record: RecordMaker, flags: int, halves: bool) -
     }
 
 
-def test_errors_have_their_own_series(make_record: RecordMaker) -> None:
-    """What failed is not counted among the answers, a refusal neither."""
+def test_ends(make_record: RecordMaker) -> None:
+    """What failed, or was refused, has series of its own; of a server behind a router no duration counts."""
     made = make_record()
     found = count_ends(
         end(made, Server("POST", 10, 200)),
@@ -412,13 +402,9 @@ def test_errors_have_their_own_series(make_record: RecordMaker) -> None:
         "503": 30e-6,
         keys.ERROR_CANCELLED: 40e-6,
     }
-
-
-def test_behind_a_router(make_record: RecordMaker) -> None:
-    """Durations are the client's, which the router tells; times per token come from who decodes."""
+    # Durations are the client's, which the router tells; times per token come from who decodes.
     server = Server("POST", 700, 200, {keys.TIME_PER_OUTPUT_TOKEN_US: 20})
-    found = count_ends(end(make_record(), server, outermost=False))
-
+    found = count_ends(end(made, server, outermost=False))
     assert set(found) == {(metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN, "")}
 
 
