@@ -438,15 +438,7 @@ SERVICE_NAMES: Final[dict[Role, str]] = {
     "router": "ttft-otel-router",
 }
 _ROLE_ORDER: Final[dict[str, int]] = {role: turn for turn, role in enumerate(ROLES)}
-# Those before the first leg; egress comes after the last one, and has a key of its own.
-_ROUTER_ORDER: Final = (
-    "router.receive",
-    "router.tokenize",
-    "router.lookup",
-    "router.route",
-    HOLD,
-    "router.retry",
-)
+_ROUTER_ORDER: Final[dict[str, int]] = {name: turn for turn, name in enumerate(ROUTER_STAGES)}
 
 
 def split_stage(name: str) -> tuple[str, str]:
@@ -522,8 +514,6 @@ def describe_stage(name: str) -> str:
 def rank_stage(name: str) -> tuple[int, int, int]:
     """Sort key of the stage `name`: order of the critical path, leg after leg, `unattributed`, `outside`."""
     word = strip_leg(name)
-    if word in _ROUTER_ORDER:
-        return (0, 0, _ROUTER_ORDER.index(word))
     if word == "router.egress":
         return (2, 0, 0)
     if word in (UNATTRIBUTED, OUTSIDE):
@@ -533,6 +523,9 @@ def rank_stage(name: str) -> tuple[int, int, int]:
     # Before the leg's own stages, at whose edges it lies.
     if word == "router.hop":
         return (1, role_order, -1)
+    # The router's others come before the first leg.
+    if word in _ROUTER_ORDER:
+        return (0, 0, _ROUTER_ORDER[word])
     if leg == "encode" and word == "ec.transfer":
         word = "encoder.compute"  # on an encoder the transfer is the save that follows the encoding
     # Doubled, so that an encoder's save fits between two
