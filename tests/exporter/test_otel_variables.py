@@ -40,7 +40,7 @@ NOT_FOLLOWED: Final = [
     for name in otel_variables.expand_names(pattern)
 ]
 # tests/test_distro.py sets these, in processes that opentelemetry-instrument starts; and
-# tests/tracing/test_config_file.py.
+# tests/tracing/test_settings.py.
 IN_OTHER_TESTS: Final = {name for name in FOLLOWED if name.startswith("OTEL_PYTHON_")} | {
     env_names.OTEL_CONFIG_FILE
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine core tells of a request: its timeline, and the string in vLLM's trace headers."""
+"""What an engine core tells of a request: timeline, media items, the string in vLLM's trace headers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,21 @@ from ttft_otel.model.breakdown import (
 from ttft_otel.model.names import keys
 from ttft_otel.tracing import carrier, clock
 from ttft_otel.tracing.engine_timeline import MAX_STEPS, EngineTimeline
+from ttft_otel.tracing.media_items import (
+    BIT_ANNOUNCED,
+    BIT_AWAITED,
+    BIT_CACHED,
+    SOURCE_ENCODED,
+    SOURCE_LOCAL,
+    SOURCE_REMOTE,
+    SOURCE_SKIPPED,
+    SOURCE_UNSEEN,
+    SOURCES_UNKNOWN,
+    ItemCounts,
+    count_items,
+    list_item_attributes,
+    summarize_items,
+)
 
 BOOT = clock.get_boot_number()
 
@@ -221,3 +236,74 @@ def test_long_prompts_are_bounded() -> None:
     assert len(timeline.steps) == MAX_STEPS and timeline.read_details().truncated
     assert len(timeline.read_details().turns) == 2 * (MAX_STEPS - 1)
     assert timeline.read_details().turns[-2] == timeline.entered - 20
+
+
+def make_media(*codes: int, unmatched: int = 0, size: int = 0) -> list[int]:
+    """A filled EngineTimeline.media."""
+    return [0, 0, size, unmatched, *codes]
+
+
+def test_each_way() -> None:
+    """One item of each kind; what was skipped is in no count but the items', and not encoded here."""
+    found = count_items(
+        make_media(
+            SOURCE_SKIPPED | BIT_ANNOUNCED,
+            SOURCE_LOCAL | BIT_ANNOUNCED | BIT_CACHED,
+            SOURCE_REMOTE | BIT_ANNOUNCED,
+            SOURCE_ENCODED,
+            SOURCE_UNSEEN,
+            size=64,
+        ),
+        complete=True,
+        encoded_before=False,
+    )
+
+    assert found == ItemCounts(5, 4, 1, 2, 0, 64)
+
+
+@pytest.mark.parametrize(
+    ("codes", "unmatched", "before", "recomputed"),
+    [
+        ((SOURCE_ENCODED,), 0, False, 0),
+        ((SOURCE_ENCODED,), 0, True, 1),
+        ((SOURCE_ENCODED | BIT_ANNOUNCED,), 0, False, 1),
+        ((SOURCE_ENCODED | BIT_ANNOUNCED, SOURCE_ENCODED), 0, True, 1),
+        ((SOURCE_ENCODED, SOURCE_ENCODED), 1, False, 1),
+        ((SOURCE_ENCODED | BIT_ANNOUNCED, SOURCE_ENCODED, SOURCE_ENCODED), 5, True, 3),
+        ((SOURCE_REMOTE | BIT_ANNOUNCED, SOURCE_ENCODED), 0, True, 0),
+        ((SOURCE_LOCAL,), 3, True, 0),
+    ],
+)
+def test_recomputed(codes: tuple[int, ...], unmatched: int, before: bool, recomputed: int) -> None:
+    """Item by item where the request names items; else by the router's word."""
+    found = count_items(make_media(*codes, unmatched=unmatched), True, before)
+
+    assert found.recomputed == recomputed
+
+
+def test_awaited() -> None:
+    """An item that another request has loaded while this one waited for it came from elsewhere."""
+    codes = (
+        SOURCE_UNSEEN | BIT_AWAITED | BIT_ANNOUNCED,
+        SOURCE_UNSEEN | BIT_ANNOUNCED,
+        SOURCE_LOCAL | BIT_AWAITED,
+    )
+
+    assert count_items(make_media(*codes), True, False)[2:4] == (1, 2)
+    assert count_items(make_media(*codes), False, False)[2:4] == (0, 1)
+
+
+def test_nobody_saw() -> None:
+    """Where nobody saw the items' ways only their number is known."""
+    found = count_items(
+        make_media(SOURCE_ENCODED, SOURCE_UNSEEN, unmatched=SOURCES_UNKNOWN), True, True
+    )
+
+    assert found == ItemCounts(2, 1, None, None, None, 0)
+    assert summarize_items(found) is None
+    assert list_item_attributes(found, "") == {keys.ENCODER_CACHED_ITEMS: 1}
+    assert list_item_attributes(found, "X") == {
+        keys.ENCODER_CACHED_ITEMS: 1,
+        keys.EC_CONNECTOR: "X",
+        keys.EC_ITEMS: 2,
+    }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole traces: what one record looks like as spans, the wait for decode, and how large they are."""
+"""Whole traces: one record as spans, their resource, the wait for decode, and how large they are."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from benchmarks import otlp_bodies
+from ttft_otel.exporter.spans.resource_cache import MAX_SERVICES, ResourceCache
 from ttft_otel.exporter.spans.span_builder import build_spans
 from ttft_otel.exporter.spans.span_content import count_late_pieces, cut_handover, list_late_pieces
 from ttft_otel.model.names import keys, span_names
@@ -173,19 +174,6 @@ def test_tree(record: Record, expected: str) -> None:
     assert draw_tree(build_spans(record, RESOURCE)) == expected
 
 
-def test_context() -> None:
-    """Trace id, flags and tracestate are the caller's, and only the caller's span is remote."""
-    spans = build_spans(SERVER, RESOURCE)
-    assert {f"{span.context.trace_id:032x}" for span in spans} == {SERVER.trace_id}
-    assert {span.context.trace_flags for span in spans} == {1}
-    assert {span.context.trace_state.to_header() for span in spans} == {SERVER.state}
-    assert len({span.context.span_id for span in spans}) == len(spans)
-    server, *others = spans
-    assert server.parent is not None and server.parent.is_remote
-    assert f"{server.parent.span_id:016x}" == SERVER.parent_id
-    assert not any(span.parent.is_remote for span in others if span.parent)
-
-
 def test_halves() -> None:
     """A stream's two records together give the spans of the one that holds both halves."""
     first = build_spans(msgspec.structs.replace(SERVER, server=None), RESOURCE)
@@ -290,3 +278,37 @@ def test_spans_and_bytes() -> None:
         # Messages of hundreds of spans, so that the resource is not sent with each.
         body = otlp_bodies.pack_spans(spans * 20)
         assert len(body.data) / len(spans * 20) == pytest.approx(int(row[1]), rel=0.15)
+
+
+def test_operator_resource(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator's attributes and the detectors that are asked for are in the resource; the former win."""
+    given = {"k8s.pod.name": "vllm-0", "service.version": "1.2", "host.name": "mine"}
+    text = ",".join(f"{name}={value}" for name, value in given.items())
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", text)
+    monkeypatch.setenv("OTEL_EXPERIMENTAL_RESOURCE_DETECTORS", "host")
+    settings = {keys.ENGINE_MAX_SEQS: 64, keys.ENGINE_ASYNC: 0}  # told by the host, as integers
+
+    found = ResourceCache(4711, engine_settings=settings).get("vllm").attributes
+    assert {name: found[name] for name in given} == given and found["host.arch"]
+    assert (found["service.name"], found["process.pid"]) == ("vllm", 4711)
+    assert settings.items() <= found.items()
+
+
+def test_resources_are_bounded() -> None:
+    """More service names than roles share one resource, whatever the records claim."""
+    resources = ResourceCache(1)
+    found = [resources.get(f"service-{number}") for number in range(100)]
+    assert len({id(each) for each in found}) <= MAX_SERVICES + 1
+
+
+def test_instances_of_several_processes_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of one server share the operator's service.instance.id on spans, and never on sums."""
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.instance.id=pod-1")
+    found = set()
+    for pid in (1, 2):
+        resources = ResourceCache(pid, True)
+        spans = resources.get("vllm")
+        assert spans.attributes["service.instance.id"] == "pod-1"
+        found.add(resources.build_metrics_resource(spans).attributes["service.instance.id"])
+
+    assert found == {"pod-1:1", "pod-1:2"}

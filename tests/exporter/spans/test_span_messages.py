@@ -21,7 +21,6 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 from opentelemetry.trace.status import Status, StatusCode
 
-from benchmarks.otlp_bodies import build_request_records
 from lab.otlp_sinks import SpanSink
 from ttft_otel.exporter.batch_exporter import create_span_exporter
 from ttft_otel.exporter.spans import span_content
@@ -334,15 +333,6 @@ def test_same_as_sdk(made: list[Record]) -> None:
     read_back = order_attributes(trace_encoder.encode_spans(list(batch)))
     compare_requests(order_attributes(batch.request), expected)
     compare_requests(read_back, expected)
-
-
-def test_same_as_sdk_in_benchmark() -> None:
-    """Records as servers, encoders and routers make them, many in one batch."""
-    draw = random.Random(3)
-    made = []
-    for number in range(20):
-        made += build_request_records(("encode", "prefill_decode")[: number % 3], number, draw)
-    assert order_attributes(batch_records(made).request) == encode_by_sdk(made)
 
 
 def test_unsampled(make_record: Callable[[], Record]) -> None:
