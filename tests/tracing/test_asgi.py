@@ -304,17 +304,29 @@ def test_kept_by_no_encoder(client: FakeClient) -> None:
     assert len(client.server.queried_ids) == 1
 
 
+NO_TOKEN = header_names.TIMING_NO_TOKEN
+
+
 @pytest.mark.parametrize(
-    ("plan", "error", "header"),
+    ("plan", "error", "died", "header"),
     [
-        (ServerPlan(ends="error"), "error", header_names.TIMING_NO_TOKEN),
-        (ServerPlan(ends="error", stream=False, refused=500), "500", ""),
+        (ServerPlan(ends="error"), "error", "ec.transfer", NO_TOKEN),
+        (ServerPlan(ends="error", stream=False, refused=500), "500", "ec.transfer", ""),
         # A pause or sleep mode aborts what runs; the server answers 200, without a token.
-        (ServerPlan(ends="abort"), "error", header_names.TIMING_NO_TOKEN),
-        (ServerPlan(ends="abort", stream=False), "error", header_names.TIMING_NO_TOKEN),
+        (ServerPlan(ends="abort"), "error", "ec.transfer", NO_TOKEN),
+        (ServerPlan(ends="abort", stream=False), "error", "ec.transfer", NO_TOKEN),
+        # The engine died, and the application told so in its stream: the client has not left.
+        (ServerPlan(early=(b'data: {"error": {}}\n\n',), dies=True), "error", "", NO_TOKEN),
+        # /abort_requests ends it at the API server alone; "null" is for a client that left.
+        (ServerPlan(stream=False, dies=True, body=b"{}"), "error", "", NO_TOKEN),
+        (ServerPlan(stream=False, dies=True, body=b"null"), "cancelled", "", ""),
+        # A first token that an error response withholds is none: nobody has seen it.
+        (ServerPlan(stream=False, count=2, refused=500), "500", "output", ""),
     ],
 )
-def test_engine_ends_it(client: FakeClient, plan: ServerPlan, error: str, header: str) -> None:
+def test_no_first_token(
+    client: FakeClient, plan: ServerPlan, error: str, died: str, header: str
+) -> None:
     """A request that its engine ends without a token has no first token: it died where it was.
 
     Who asked for the breakdown is told so, because a router cannot tell it from a first token.
@@ -322,22 +334,12 @@ def test_engine_ends_it(client: FakeClient, plan: ServerPlan, error: str, header
     call_server(client, plan, **TIMING_HEADERS)
     ttft = client.get_ttft()
 
-    assert (ttft.died, ttft.error) == ("ec.transfer", error)
-    assert ttft.unattributed == 0 and ttft.stages["prefill.queue"] == 30
-    assert sum(ttft.stages.values()) == ttft.end
+    assert (ttft.error, ttft.died) == (error, died)
+    assert sum(ttft.stages.values()) + ttft.unattributed == ttft.end
+    if died == "ec.transfer":
+        assert ttft.unattributed == 0 and ttft.stages["prefill.queue"] == 30
     assert client.get_header() == header
     assert timing.reports_no_token(client.get_header()) == bool(header)
-
-
-def test_a_stream_that_ends_without_any_output(client: FakeClient) -> None:
-    """The engine died, and the application told so in its stream: the client has not left."""
-    call_server(
-        client, ServerPlan(early=(b'data: {"error": {}}\n\n',), dies=True), **TIMING_HEADERS
-    )
-    ttft = client.get_ttft()
-
-    assert ttft.error == keys.ERROR_ENGINE
-    assert timing.reports_no_token(client.get_header())
 
 
 @pytest.mark.parametrize(
@@ -358,15 +360,6 @@ def test_ended_before_it_was_scheduled(client: FakeClient, plan: ServerPlan) -> 
     assert client.server.queried_ids == ["chat-1-1f"]
     assert ttft.error in ("error", "500")
     assert (ttft.died, ttft.stages["prefill.queue"], ttft.unattributed) == ("kv.transfer", 20, 0)
-
-
-@pytest.mark.parametrize(("body", "error"), [(b"{}", "error"), (b"null", "cancelled")])
-def test_a_plain_answer_without_any_output(client: FakeClient, body: bytes, error: str) -> None:
-    """/abort_requests ends it at the API server alone; "null" is vLLM's answer to a client that left."""
-    call_server(client, ServerPlan(stream=False, dies=True, body=body))
-    ttft = client.get_ttft()
-
-    assert ttft.error == error
 
 
 @pytest.mark.usefixtures("no_state_left")
@@ -390,15 +383,6 @@ def test_an_encoder_stops_without_a_token(client: FakeClient) -> None:
 
     assert (ttft.error, ttft.died, ttft.unattributed) == ("", "", 0)
     assert read_timing(client)
-
-
-def test_one_prompt_of_several_failed(client: FakeClient) -> None:
-    """A first token that an error response withholds is none: nobody has seen it."""
-    call_server(client, ServerPlan(stream=False, count=2, refused=500))
-    ttft = client.get_ttft()
-
-    assert (ttft.error, ttft.died) == ("500", "output")
-    assert sum(ttft.stages.values()) + ttft.unattributed == ttft.end
 
 
 @pytest.mark.parametrize("headers", [{}, TIMING_HEADERS])
