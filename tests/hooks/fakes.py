@@ -130,14 +130,6 @@ def decode_headers(headers: Any) -> tuple[Marks, EngineTimeline]:
     return marks, timeline
 
 
-def drop_taken(record: tuple[int, ...]) -> tuple[int, ...]:
-    """A worker's record without the entries of when the step was sent and taken, which have to be in it."""
-    entries = [record[at : at + 3] for at in range(3, len(record), 3)]
-    kept = [entry for entry in entries if entry[0] not in (carrier.CODE_SENT, carrier.CODE_TAKEN)]
-    assert len(entries) - len(kept) == 2, record
-    return (*record[:3], *(number for entry in kept for number in entry))
-
-
 def with_any_events(kinds: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test with `events` (kind, size, microseconds before it), `places` and a `tokens` budget per step.
 

@@ -321,6 +321,13 @@ class FakeClient:
         (ttft,) = [record.ttft for record in self.records.kept if record.ttft is not None]
         return ttft
 
+    def run(
+        self, plan: ServerPlan | None = None, path: str = "/v1/chat/completions", **headers: str
+    ) -> None:
+        """One POST to a server that does as is planned."""
+        self.server.plan = plan or ServerPlan()
+        asyncio.run(self.call_server(path, **headers))
+
     async def call_server(self, path: str = "/v1/chat/completions", **headers: str) -> None:
         """One POST; header names' underscores are hyphens."""
         scope = {

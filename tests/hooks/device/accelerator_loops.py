@@ -38,8 +38,15 @@ class StepOutcome:
     output_at: int
 
 
-def make_step(number: int, marked: bool, items: bool, kv: bool, tokens: bool = True) -> Any:
-    """A scheduler's output with one request."""
+def make_step(
+    number: int = 0,
+    *,
+    marked: bool = True,
+    items: bool = False,
+    kv: bool = False,
+    tokens: bool = True,
+) -> Any:
+    """A scheduler's output with one request; kv: there is something for a KV connector."""
     name = f"r{number}"
     output = SimpleNamespace(
         num_scheduled_tokens={name: 10} if tokens else {},

@@ -153,7 +153,7 @@ def test_rank_that_nobody_reads(kinds: dict[str, Any], kind: str) -> None:
     with host.replace_clock():
         runner = kinds[kind](simulated, StepWork(10_000))
         for number in range(1000):
-            runner.execute_model(make_step(number, marked=True, items=False, kv=False))
+            runner.execute_model(make_step(number))
             runner.sample_tokens()
 
     in_use = 4 * (model_runners.MAX_BOUND_STEPS + 1) + 2

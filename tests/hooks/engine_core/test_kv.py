@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,16 +38,6 @@ class FakeKvConnector:
         return self.keeps, None
 
 
-def make_connector_output(
-    came: tuple[str, ...] = (), fetched: tuple[str, ...] = (), **figures: Any
-) -> Any:
-    """A KVConnectorOutput."""
-    stats = SimpleNamespace(data=figures) if figures else None
-    return SimpleNamespace(
-        finished_recving=set(came), finished_sending=set(fetched), kv_connector_stats=stats
-    )
-
-
 @pytest.fixture
 def kv_core(core: Any) -> Iterator[Any]:
     """An engine core whose scheduler has a connector; every hook is in."""
@@ -63,18 +53,44 @@ def kv_core(core: Any) -> Iterator[Any]:
     CORE.blocks.answers.unasked.clear()
 
 
-def tell(core: Any, *came: str, fetched: tuple[str, ...] = (), **figures: Any) -> None:
+def tell(
+    core: Any, *came: str, fetched: Iterable[str] = (), meta: Any = None, **figures: Any
+) -> None:
     """The worker's side tells whose blocks have come, and whose were fetched, with a step's figures."""
-    core._update_from_kv_xfer_finished(make_connector_output(came, fetched, **figures))
+    core._update_from_kv_xfer_finished(
+        SimpleNamespace(
+            finished_recving=set(came),
+            finished_sending=set(fetched),
+            kv_connector_stats=SimpleNamespace(data=figures) if figures else None,
+            kv_connector_worker_meta=meta,
+        )
+    )
 
 
-def ask_connector(core: Any, name: str, found: tuple[int | None, bool]) -> None:
-    """The scheduler comes by a waiting request and asks the connector."""
-    core.connector.found = found
-    core.connector.get_num_new_matched_tokens(core.requests[name], 0)
+def ask_connector(core: Any, *answers: tuple[int | None, bool], name: str = "a") -> None:
+    """The scheduler comes by a waiting request and asks the connector, a millisecond after each answer."""
+    for found in answers:
+        core.connector.found = found
+        core.connector.get_num_new_matched_tokens(core.requests[name], 0)
+        core.clock.tick(1000)
 
 
-def finish_first_chunk(core: Any, name: str) -> Any:
+def add_request(
+    core: Any, *answers: tuple[int | None, bool], name: str = "a", **fields: Any
+) -> int:
+    """A request of 40 tokens comes, and the connector answers; when the first answer was."""
+    request = make_request(name, 40)
+    vars(request).update(fields)
+    core.add(request)
+    at: int = core.clock.at
+    ask_connector(core, *answers, name=name)
+    return at
+
+
+LATER = (39, True)
+
+
+def finish_first_chunk(core: Any, name: str = "a") -> Any:
     """Schedule the first chunk of a request and give its first output; its marks and timeline."""
     mine = core.requests[name]
     step = core.schedule((name,), {name: mine.num_tokens - mine.num_computed_tokens})
@@ -83,15 +99,12 @@ def finish_first_chunk(core: Any, name: str) -> Any:
 
 def test_wait(kv_core: Any) -> None:
     """From the answer "they come" until the engine core hears of them it is kv.transfer."""
-    kv_core.add(make_request("a", 40))
-    kv_core.clock.tick(100)
-    ask_connector(kv_core, "a", (39, True))
+    began = add_request(kv_core, LATER)
     kv_core.requests["a"].num_computed_tokens = 39
-    began = kv_core.clock.at
-    kv_core.clock.tick(7000)
+    kv_core.clock.tick(6000)
     tell(kv_core, "a", **READ.data)
     kv_core.clock.tick(200)
-    marks, timeline = finish_first_chunk(kv_core, "a")
+    marks, timeline = finish_first_chunk(kv_core)
 
     assert marks.waits == [("kv.transfer", began, began + 7000)]
     assert marks.scheduled == began + 7200
@@ -127,16 +140,10 @@ def test_children(kv_core: Any, child: int, found: tuple[Any, ...]) -> None:
     """Of MultiConnector the child that has the blocks is told, and what it moved of all that was."""
     kv_core.connector._connectors = [NixlPullConnector(), TieringConnector()]
     kv_core.connector._requests_to_connector = {"a": child} if child >= 0 else {}
-    request = make_request("a", 40)
-    request.prefill_stats = SimpleNamespace(num_external_cached_tokens=32)
-    kv_core.add(request)
-    ask_connector(kv_core, "a", (39, True))
-    output = make_connector_output(("a",), NixlPullConnector=READ, TieringConnector=READ)
-    if child:
-        output.kv_connector_stats = None
-    output.kv_connector_worker_meta = SimpleNamespace(metadata=(None, LOAD))
-    kv_core._update_from_kv_xfer_finished(output)
-    attributes = list_attributes(finish_first_chunk(kv_core, "a")[1])
+    add_request(kv_core, LATER, prefill_stats=SimpleNamespace(num_external_cached_tokens=32))
+    figures = {} if child else {"NixlPullConnector": READ, "TieringConnector": READ}
+    tell(kv_core, "a", meta=SimpleNamespace(metadata=(None, LOAD)), **figures)
+    attributes = list_attributes(finish_first_chunk(kv_core)[1])
 
     assert attributes[keys.KV_TOKENS] == 32  # what vLLM took of what was offered
     names = (keys.KV_CONNECTOR, keys.KV_SOURCE, keys.KV_BYTES, keys.KV_MOVE_US)
@@ -145,14 +152,10 @@ def test_children(kv_core: Any, child: int, found: tuple[Any, ...]) -> None:
 
 def test_nothing_taken(kv_core: Any) -> None:
     """Where vLLM's own cache has as much it takes nothing from the connector, and nothing is told of it."""
-    request = make_request("a", 40)
-    request.prefill_stats = SimpleNamespace(num_external_cached_tokens=0)
-    kv_core.add(request)
-    ask_connector(kv_core, "a", (32, False))
+    add_request(kv_core, (32, False), prefill_stats=SimpleNamespace(num_external_cached_tokens=0))
+    attributes = list_attributes(finish_first_chunk(kv_core)[1])
 
-    assert not {keys.KV_TOKENS, keys.KV_SOURCE, keys.KV_CONNECTOR} & set(
-        list_attributes(finish_first_chunk(kv_core, "a")[1])
-    )
+    assert not {keys.KV_TOKENS, keys.KV_SOURCE, keys.KV_CONNECTOR} & attributes.keys()
 
 
 def test_children_expire(kv_core: Any) -> None:
@@ -176,13 +179,8 @@ def list_attributes(timeline: EngineTimeline) -> dict[str, Any]:
 
 def test_looking(kv_core: Any) -> None:
     """While a connector still looks for blocks they are on their way already."""
-    kv_core.add(make_request("a", 40))
-    began = kv_core.clock.at
-    for _ in range(3):
-        ask_connector(kv_core, "a", (None, False))
-        kv_core.clock.tick(1000)
-    ask_connector(kv_core, "a", (0, False))
-    marks, timeline = finish_first_chunk(kv_core, "a")
+    began = add_request(kv_core, *[(None, False)] * 3, (0, False))
+    marks, timeline = finish_first_chunk(kv_core)
 
     assert marks.waits == [("kv.transfer", began, began + 3000)]
     assert keys.KV_TOKENS not in list_timeline_attributes(timeline)
@@ -190,12 +188,9 @@ def test_looking(kv_core: Any) -> None:
 
 def test_no_room(kv_core: Any) -> None:
     """As long as there is no room for its blocks it queues: only the last answer counts."""
-    kv_core.add(make_request("a", 40))
-    for _ in range(3):
-        ask_connector(kv_core, "a", (39, True))
-        kv_core.clock.tick(1000)
+    add_request(kv_core, *[LATER] * 3)
     tell(kv_core, "a")
-    marks, _ = finish_first_chunk(kv_core, "a")
+    marks, _ = finish_first_chunk(kv_core)
 
     assert [(name, end - start) for name, start, end in marks.waits] == [("kv.transfer", 1000)]
 
@@ -203,26 +198,17 @@ def test_no_room(kv_core: Any) -> None:
 @pytest.mark.parametrize(
     ("answers", "tokens"),
     [
-        pytest.param(
-            [(39, True), (0, False)], None, id="another request has fetched them meanwhile"
-        ),
-        pytest.param([(0, False)], None, id="found nowhere"),
-        pytest.param([(32, False)], 32, id="loaded in the step"),
-        pytest.param([(39, True)], 39, id="scheduled at once after all"),
+        ([LATER, (0, False)], None),  # another request has fetched them meanwhile
+        ([(0, False)], None),  # found nowhere
+        ([(32, False)], 32),  # loaded in the step
+        ([LATER], 39),  # scheduled at once after all
     ],
 )
-def test_nobody_waits(
-    kv_core: Any,
-    answers: list[tuple[int, bool]],
-    tokens: int | None,
-) -> None:
+def test_nobody_waits(kv_core: Any, answers: list[Any], tokens: int | None) -> None:
     """Where no blocks are waited for there is no wait; what was found nowhere leaves no details."""
-    kv_core.add(make_request("a", 40))
-    for found in answers:
-        ask_connector(kv_core, "a", found)
-        kv_core.clock.tick(1000 if len(answers) > 1 else 0)
-    assert bool(CORE.blocks.tracked) == (answers == [(39, True)])
-    marks, timeline = finish_first_chunk(kv_core, "a")
+    add_request(kv_core, *answers)
+    assert bool(CORE.blocks.tracked) == (answers == [LATER])
+    marks, timeline = finish_first_chunk(kv_core)
     assert not marks.waits and not marks.queue_lost and not marks.moving
     assert list_timeline_attributes(timeline).get(keys.KV_TOKENS) == tokens
     assert timeline.details is not None or answers == [(0, False)]
@@ -230,17 +216,13 @@ def test_nobody_waits(
 
 def test_preempted(kv_core: Any) -> None:
     """What a preempted request finds when it comes back changes nothing that was told before."""
-    mine = make_request("a", 40)
-    kv_core.add(mine)
-    ask_connector(kv_core, "a", (32, False))
+    add_request(kv_core, (32, False))
     kv_core.update(kv_core.schedule(("a",), {"a": 4}), record=STEP)
     kv_core.update(kv_core.schedule(preempted=("a",)))
-    ask_connector(kv_core, "a", (39, True))
-    kv_core.clock.tick(1000)
+    ask_connector(kv_core, LATER)
     tell(kv_core, "a")
-    _, timeline = decode_headers(
-        kv_core.update(kv_core.schedule(tokens={"a": 40}), first=("a",), record=STEP)["a"]
-    )
+    step = kv_core.schedule(tokens={"a": 40})
+    _, timeline = decode_headers(kv_core.update(step, first=("a",), record=STEP)["a"])
 
     assert not timeline.read_details().waits
     assert list_timeline_attributes(timeline)[keys.KV_TOKENS] == 32
@@ -250,12 +232,10 @@ def test_preempted(kv_core: Any) -> None:
 def test_unseen(kv_core: Any, gone: str) -> None:
     """Without one of the two marks the time is unattributed, and not added to the queue."""
     PATCHER.switch(off=[gone])
-    kv_core.add(make_request("a", 40))
-    ask_connector(kv_core, "a", (39, True))
+    add_request(kv_core, LATER)
     kv_core.requests["a"].num_computed_tokens = 39
-    kv_core.clock.tick(7000)
     tell(kv_core, "a")
-    marks, _ = finish_first_chunk(kv_core, "a")
+    marks, _ = finish_first_chunk(kv_core)
     PATCHER.switch()
 
     assert marks.queue_lost and not marks.waits
@@ -264,8 +244,8 @@ def test_unseen(kv_core: Any, gone: str) -> None:
 def test_unseen_without_blocks(kv_core: Any) -> None:
     """Where nothing came from elsewhere nothing is lost with the marks."""
     PATCHER.switch(off=["kv.match", "kv.arrive"])
-    kv_core.add(make_request("a", 40))
-    marks, _ = finish_first_chunk(kv_core, "a")
+    add_request(kv_core)
+    marks, _ = finish_first_chunk(kv_core)
     PATCHER.switch()
 
     assert not marks.queue_lost
@@ -274,9 +254,7 @@ def test_unseen_without_blocks(kv_core: Any) -> None:
 def test_figures_of_two(kv_core: Any) -> None:
     """With two loads at once the connector's figures belong to neither request, the times to both."""
     for name in ("a", "b"):
-        kv_core.add(make_request(name, 40))
-        ask_connector(kv_core, name, (39, True))
-    kv_core.clock.tick(500)
+        add_request(kv_core, LATER, name=name)
     tell(kv_core, "a", "b", bytes_transferred=[100])
 
     for name in ("a", "b"):
@@ -287,10 +265,7 @@ def test_figures_of_two(kv_core: Any) -> None:
 
 def test_aborted(kv_core: Any) -> None:
     """One that is aborted while its blocks are on their way says so, and leaves nothing."""
-    kv_core.add(make_request("a", 40))
-    ask_connector(kv_core, "a", (39, True))
-    began = kv_core.clock.at
-    kv_core.clock.tick(500)
+    began = add_request(kv_core, LATER)
     kv_core.free("a")
 
     marks, _ = decode_headers({header_names.CARRIER_KEY: CORE.answer_aborted("a")})
@@ -300,14 +275,12 @@ def test_aborted(kv_core: Any) -> None:
 
 def end_request(core: Any, name: str, block_ids: Any) -> None:
     """P's request ends with its first token, as inside vLLM's update."""
-    core.add(make_request(name, 40))
-    core.requests[name].num_computed_tokens = 40
+    add_request(core, name=name, num_computed_tokens=40)
     step = core.schedule((name,), {name: 0})
     core.connector.keeps = True
     core.connector.request_finished(core.requests[name], block_ids)
-    assert (
-        decode_headers(core.update(step, finish=(name,), record=STEP)[name])[1].read_details().kept
-    )
+    out = core.update(step, finish=(name,), record=STEP)
+    assert decode_headers(out[name])[1].read_details().kept
 
 
 def test_kept(kv_core: Any) -> None:
@@ -326,11 +299,11 @@ def test_kept(kv_core: Any) -> None:
 
 def test_not_kept(kv_core: Any) -> None:
     """Without blocks kept there is nothing to ask for."""
-    kv_core.add(make_request("a", 40))
+    add_request(kv_core)
     kv_core.connector.request_finished(kv_core.requests["a"], [1])
 
     assert CORE.blocks.answer_kept_blocks("a") == "" and not CORE.blocks.tracked
-    assert not finish_first_chunk(kv_core, "a")[1].read_details().kept
+    assert not finish_first_chunk(kv_core)[1].read_details().kept
 
 
 def test_bounded(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +313,7 @@ def test_bounded(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(30):
         end_request(kv_core, f"r{number}", [1])
     assert len(CORE.blocks.tracked) == 10
-    tell(kv_core, fetched=tuple(CORE.blocks.tracked))
+    tell(kv_core, fetched=CORE.blocks.tracked)
 
     assert not CORE.blocks.tracked and len(CORE.blocks.answers.unasked) == 5
 
@@ -360,8 +333,8 @@ def test_bounded_asked(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("others", [(), ("other",)])
 def test_a_load_that_fails_ends_the_request(kv_core: Any, others: tuple[str, ...]) -> None:
     """vLLM ends it within update_from_output() with an output that has no token, but marks."""
-    kv_core.add(make_request("a", 40), *map(make_request, others))
-    ask_connector(kv_core, "a", (39, True))
+    add_request(kv_core, LATER)
+    kv_core.add(*map(make_request, others))
     step = kv_core.schedule(others, dict.fromkeys(others, 10))
     headers = kv_core.update(step, first=others, finish=("a",))
     marks, timeline = decode_headers(headers["a"])

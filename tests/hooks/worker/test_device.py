@@ -139,7 +139,7 @@ def test_never_after_the_reading(clocked: ClockedDevice) -> None:
 def test_step_without_output(clocked: ClockedDevice, result: Any) -> None:
     """An earlier pipeline stage hands on tensors, which carry no record: its events are used again."""
     WORKER.clock = clocked.clock
-    step = make_step(0, marked=True, items=True, kv=False)
+    step = make_step(items=True)
     for _ in range(1000):
         opened = WORKER.open_step(None, step)
         HOOKS["worker.encoder"].after(WORKER.stamp_encoder_start(), None)  # type: ignore[misc]

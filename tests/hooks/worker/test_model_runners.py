@@ -26,7 +26,7 @@ from hooks.device.accelerated_runners import (
     wrap_accelerated_classes,
 )
 from hooks.device.accelerator import SimulatedDevice, SimulatedHost
-from hooks.fakes import drop_taken
+from hooks.device.accelerator_loops import list_entries, make_step
 from hooks.process import (
     HOOKS,
     PATCHER,
@@ -108,21 +108,6 @@ def make_runner(
     put_back_classes()
 
 
-def make_step(
-    tokens: dict[str, int], encode: dict[str, list[int]] | None = None, marked: bool = True
-) -> Any:
-    """A scheduler's output for one step, marked for measuring or not."""
-    output = SimpleNamespace(
-        num_scheduled_tokens=tokens,
-        scheduled_encoder_inputs=encode or {},
-        scheduled_new_reqs=[SimpleNamespace(mm_features=[1] if encode else [])],
-        has_sync_kv_loads=True,
-    )
-    if marked:
-        output._ttft_marked = True
-    return output
-
-
 def start_step(runner: Any, step: Any, tensors: Any = None) -> Any:
     """Both calls of a step, as vLLM's executor makes them."""
     output = runner.execute_model(step, tensors)
@@ -137,14 +122,16 @@ def run_step(runner: Any, step: Any, tensors: Any = None) -> Any:
 
 def run_prompt(runner: Any) -> tuple[int, ...]:
     """The record of a step with a prompt."""
-    record: tuple[int, ...] = run_step(runner, make_step({"a": 10}))._ttft_record
+    record: tuple[int, ...] = run_step(runner, make_step())._ttft_record
     return record
 
 
 def list_intervals(record: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """(code, begin, end) in their order."""
-    _, _, _, *flat = drop_taken(record)
-    return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+    """(code, begin, end) in their order, without when the step was sent and taken, which have to be there."""
+    entries = list_entries(record)
+    kept = [each for each in entries if each[0] not in (carrier.CODE_SENT, carrier.CODE_TAKEN)]
+    assert len(entries) - len(kept) == 2, record
+    return kept
 
 
 def list_lengths(record: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -192,7 +179,7 @@ def test_drafter(make_runner: RunnerMaker) -> None:
 
 def test_unmarked(make_runner: RunnerMaker) -> None:
     """A step without a traced request leaves nothing on its output, and no state."""
-    output = run_step(make_runner(), make_step({"a": 1}, marked=False))
+    output = run_step(make_runner(), make_step(marked=False))
 
     assert not hasattr(output, "_ttft_record")
     assert not WORKER.open_steps and WORKER.clock is None
@@ -201,7 +188,7 @@ def test_unmarked(make_runner: RunnerMaker) -> None:
 def test_encoded_before(make_runner: RunnerMaker) -> None:
     """Items of a step that need no encoding, for which V2 does not call the encoder, are not told as lost."""
     runner = make_runner()
-    step = make_step({"a": 10}, {"a": [0]})
+    step = make_step(items=True)
     runner.prepare_inputs = step.scheduled_encoder_inputs.clear  # once the hook has seen them
     record = run_step(runner, step)._ttft_record
 
@@ -212,7 +199,7 @@ def test_encoded_before(make_runner: RunnerMaker) -> None:
 def run_connected(runner: Any) -> tuple[int, ...]:
     """The record of a step with an item, whose encoder-cache connector has something to do."""
     wrap_ec_connector(runner.ec_connector)
-    step = make_step({"a": 10}, {"a": [0]})
+    step = make_step(items=True)
     step.ec_connector_metadata = object()
     record: tuple[int, ...] = run_step(runner, step)._ttft_record
     return record
@@ -253,9 +240,9 @@ def test_taken_out(make_runner: RunnerMaker, off: str, lost: int) -> None:
 def test_async(make_runner: RunnerMaker) -> None:
     """An asynchronous output gets its step's record when it is read, in whatever order."""
     runner = make_runner(asynchronous=True)
-    first = start_step(runner, make_step({"a": 10}))
-    second = start_step(runner, make_step({"b": 10}))
-    third = start_step(runner, make_step({"c": 1}, marked=False))
+    first = start_step(runner, make_step())
+    second = start_step(runner, make_step(1))
+    third = start_step(runner, make_step(2, marked=False))
 
     assert len(WORKER.bound_steps) == 2
     assert isinstance(first, AsyncRunnerOutput)
@@ -268,9 +255,7 @@ def test_async(make_runner: RunnerMaker) -> None:
 def test_async_read_too_late(make_runner: RunnerMaker) -> None:
     """An output that is read after so many others tells nothing: its events are others' by then."""
     runner = make_runner(asynchronous=True)
-    outputs = [
-        start_step(runner, make_step({"a": 10})) for _ in range(model_runners.MAX_BOUND_STEPS + 1)
-    ]
+    outputs = [start_step(runner, make_step()) for _ in range(model_runners.MAX_BOUND_STEPS + 1)]
     assert len(WORKER.bound_steps) == model_runners.MAX_BOUND_STEPS
     late, last = outputs[0].get_output(), outputs[-1].get_output()
 
@@ -279,7 +264,7 @@ def test_async_read_too_late(make_runner: RunnerMaker) -> None:
 
 def test_empty(make_runner: RunnerMaker) -> None:
     """The empty output that all steps share is never touched."""
-    output = run_step(make_runner(encode_only=True), make_step({}))
+    output = run_step(make_runner(encode_only=True), make_step(tokens=False))
 
     assert output.req_ids == [] and not hasattr(output, "_ttft_record")
     assert not WORKER.open_steps
@@ -293,8 +278,8 @@ def test_raised(make_runner: RunnerMaker) -> None:
         mock.patch.object(runner, "prepare_inputs", side_effect=error),
         pytest.raises(RuntimeError, match="out of memory"),
     ):
-        runner.execute_model(make_step({"a": 10}))
-    idle = run_step(runner, make_step({"a": 1}, marked=False))
+        runner.execute_model(make_step())
+    idle = run_step(runner, make_step(marked=False))
 
     assert not hasattr(idle, "_ttft_record")
     assert len(list_intervals(run_prompt(runner))) == 1
@@ -326,7 +311,9 @@ def test_late_stamp(make_runner: RunnerMaker) -> None:
     runner = make_runner()
     WORKER.clock = PartlyReached(0)
     boot = clocks.get_boot_number()
-    assert drop_taken(run_prompt(runner)) == (boot, 0, breakdown.LOST_FORWARD, *CLOCK_ENTRY)
+    record = run_prompt(runner)
+    assert record[:3] == (boot, 0, breakdown.LOST_FORWARD)
+    assert list_intervals(record) == [CLOCK_ENTRY]
 
     begin = clocks.now_us() + PREPARE_DEVICE_US
     WORKER.clock = PartlyReached(2)
@@ -342,12 +329,13 @@ def test_encode_only_unfinished(make_runner: RunnerMaker, reached: int) -> None:
     Not begun: the time until then was dispatch. Begun: it ran until then. Ended: as it was.
     """
     WORKER.clock = PartlyReached(reached)
-    output = run_step(make_runner(encode_only=True), make_step({}, {"a": [0]}))
+    output = run_step(make_runner(encode_only=True), make_step(items=True, tokens=False))
 
     begin = BEGIN_US if reached else READ_AT
     end = begin + ENCODER_US if reached == 2 else READ_AT
     flags = 0 if reached == 2 else carrier.ENCODER_UNFINISHED
-    assert drop_taken(output._ttft_record)[1:] == (0, flags, E, begin, end, *CLOCK_ENTRY)
+    assert output._ttft_record[1:3] == (0, flags)
+    assert list_intervals(output._ttft_record) == [(E, begin, end), CLOCK_ENTRY]
 
 
 def test_run_travels_with_a_later_output(make_runner: RunnerMaker) -> None:
@@ -359,12 +347,12 @@ def test_run_travels_with_a_later_output(make_runner: RunnerMaker) -> None:
     )
     step_clock = PartlyReached(1)
     WORKER.clock = step_clock
-    first = run_step(runner, make_step({}, {"a": [0]}))
+    first = run_step(runner, make_step(items=True, tokens=False))
     step_clock.reached = 2
-    second = run_step(runner, make_step({}, {"b": [0]}))
-    third = pickle.loads(pickle.dumps(run_step(runner, make_step({}, {"c": [0]}))))
+    second = run_step(runner, make_step(1, items=True, tokens=False))
+    third = pickle.loads(pickle.dumps(run_step(runner, make_step(2, items=True, tokens=False))))
 
-    run = {"a": (BEGIN_US, BEGIN_US + ENCODER_US)}
+    run = {"r0": (BEGIN_US, BEGIN_US + ENCODER_US)}
     assert first._ttft_record[2] & carrier.ENCODER_UNFINISHED and not hasattr(first, "_ttft_runs")
     assert pickle.loads(pickle.dumps(second))._ttft_runs == run
     assert third._ttft_record and not hasattr(third, "_ttft_runs")
@@ -376,7 +364,7 @@ def test_when_the_worker_took_the_step(make_runner: RunnerMaker) -> None:
     taken = (carrier.CODE_TAKEN, START_US, 0)
     assert run_prompt(runner)[-6:] == (carrier.CODE_SENT, START_US, 0, *taken)  # one process
 
-    step = make_step({"a": 10})
+    step = make_step()
     step._ttft_marked = START_US - 7  # as the worker reads a StepMark
     record = run_step(runner, step)._ttft_record
     assert record[-6:-3] == (carrier.CODE_SENT, START_US - 7, 0)
@@ -400,8 +388,8 @@ def kv_runner(nothing_patched: None, clock: FakeClock) -> Iterator[Any]:
 
 def run_kv_step(runner: Any, sync: bool) -> tuple[int, ...]:
     """The record of a step whose load, if `sync`, the forward needs."""
-    step = make_step({"a": 9})
-    step.has_sync_kv_loads, step.kv_connector_metadata = sync, object()
+    step = make_step(kv=True)
+    step.has_sync_kv_loads = sync
     record: tuple[int, ...] = run_step(runner, step)._ttft_record
     return record
 
@@ -486,7 +474,7 @@ def test_a_late_rank(ranks: Any, clock: FakeClock) -> None:
     agree(ranks)
     assert not WORKER.open_steps
 
-    step = WORKER.open_step(None, make_step({"a": 10}))
+    step = WORKER.open_step(None, make_step())
     began = clock.at
     agree(ranks)
     clock.tick(100)
@@ -521,29 +509,24 @@ def pending(
     lists = SimpleNamespace(
         tolists=lambda *_: host.sleep(TAIL_US), tolist=lambda: [[7]], shape=(1, 1)
     )
+    result = SimpleNamespace(req_ids=["a"])
     fields: dict[str, Any] = {
         "V1": {
+            **dict.fromkeys(("_logprobs_tensors", "_sampled_token_ids", "_num_nans")),
+            **dict.fromkeys(("_num_nans_cpu", "_has_fault")),
             "sampled_token_ids_cpu": lists,
-            "_logprobs_tensors": None,
-            "_sampled_token_ids": None,
             "_logprobs_tensors_cpu": lists,
             "_invalid_req_indices": [],
-            "_num_nans": None,
-            "_num_nans_cpu": None,
-            "_has_fault": None,
-            "_model_runner_output": SimpleNamespace(req_ids=["a"]),
+            "_model_runner_output": result,
         },
         "V2": {
+            **dict.fromkeys(("num_nans", "logprobs_tensors", "pending_aux_output", "_has_fault")),
             "sampled_token_ids": lists,
             "num_sampled_tokens_np": SimpleNamespace(tolist=lambda: [1]),
             "sampling_mask_tensors": lists,
-            "num_nans": None,
-            "logprobs_tensors": None,
             "prompt_logprobs_dict": {},
             "prompt_token_id_logprobs_dict": {},
-            "pending_aux_output": None,
-            "_has_fault": None,
-            "model_runner_output": SimpleNamespace(req_ids=["a"]),
+            "model_runner_output": result,
         },
     }
     vars(output).update(fields[request.param])
