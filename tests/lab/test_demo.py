@@ -109,66 +109,45 @@ def test_closed(images: int) -> None:
     assert demo.judge_requests([build_observation(build_routed_spans(images), images)]) == {}
 
 
-def test_status() -> None:
-    """A response with an error status is a fault, whatever was traced."""
-    assert demo.find_faults(build_observation(build_routed_spans(), status=503)) == [
-        "was answered with 503"
-    ]
-
-
-def test_nothing() -> None:
-    """A request without a trace is a fault."""
-    assert "no span" in demo.find_faults(RequestObservation("demo-01", 200, 0, None))[0]
-
-
-def test_missing_leg() -> None:
-    """A trace with one encoder leg too few is a fault."""
-    assert "not whole" in demo.find_faults(build_observation(build_routed_spans(1), images=2))[0]
-
-
-def test_orphan() -> None:
-    """A span whose parent is not in the trace is a fault."""
+def change_span(place: int, **fields: object) -> RequestObservation:
+    """A routed request of which one span is other; attributes are added to those that it has."""
     spans = build_routed_spans()
-    broken = [replace(spans[-1], parent_id="f" * 16), *spans[:-1]]
+    if added := fields.pop("attributes", None):
+        fields["attributes"] = {**spans[place].attributes, **added}  # type: ignore[dict-item]
+    spans[place] = replace(spans[place], **fields)  # type: ignore[arg-type]
+    return build_observation(spans)
 
-    assert "parents are missing" in demo.find_faults(build_observation(broken))[0]
+
+ENCODE = 4  # the place of the encoder's ttft span
+PREPROCESS = keys.name_stage_attribute("preprocess")
 
 
 @pytest.mark.parametrize(
-    "key, by, word",
+    ("observed", "fault"),
     [
-        (keys.TOTAL_US, 1, "stages and unattributed are"),
-        (keys.name_stage_attribute("preprocess"), 1, "stages and unattributed are"),
-        (keys.UNATTRIBUTED_US, 7, "7 µs unattributed"),
+        (build_observation(build_routed_spans(), status=503), "was answered with 503"),
+        (RequestObservation("demo-01", 200, 0, None), "no span"),
+        (build_observation(build_routed_spans(1), images=2), "not whole"),
+        (change_span(-1, parent_id="f" * 16), "parents are missing"),
+        # A sum that is off by one microsecond, in any span.
+        (change_span(ENCODE, attributes={keys.TOTAL_US: 501}), "stages and unattributed are"),
+        (change_span(ENCODE, attributes={PREPROCESS: 401}), "stages and unattributed are"),
+        (change_span(ENCODE, attributes={keys.UNATTRIBUTED_US: 7}), "7 µs unattributed"),
+        # An image that an encoder had, with number and remedy.
+        (
+            change_span(-1, attributes={keys.EC_RECOMPUTED_ITEMS: 2}),
+            "prefill_decode: encoded 2 media items that an encoder had encoded",
+        ),
     ],
 )
-def test_one_microsecond(key: str, by: int, word: str) -> None:
-    """A sum of stages that is off by one microsecond is a fault, in any span."""
-    spans = build_routed_spans()
-    place = next(
-        i for i, s in enumerate(spans) if s.is_ttft_span and s.attributes[keys.ROLE] == "encode"
-    )
-    have = spans[place].attributes
-    spans[place] = replace(spans[place], attributes={**have, key: have.get(key, 0) + by})
-
-    assert word in "; ".join(demo.find_faults(build_observation(spans)))
+def test_faults(observed: RequestObservation, fault: str) -> None:
+    """What is wrong with a request or its trace is told."""
+    assert fault in "; ".join(demo.find_faults(observed))
 
 
-def test_what_was_encoded_twice_is_a_fault() -> None:
-    """An image that PD encoded again although E had is a fault, with number and remedy."""
-    spans = build_routed_spans()
-    again = {**spans[-1].attributes, keys.EC_RECOMPUTED_ITEMS: 2}
-    none = {**spans[-1].attributes, keys.EC_RECOMPUTED_ITEMS: 0}
-
-    (fault,) = demo.find_faults(
-        build_observation([*spans[:-1], replace(spans[-1], attributes=again)])
-    )
-
-    assert "prefill_decode: encoded 2 media items that an encoder had encoded" in fault
-    assert "docs/router.md" in fault
-    assert not demo.find_faults(
-        build_observation([*spans[:-1], replace(spans[-1], attributes=none)])
-    )
+def test_nothing_encoded_twice_is_no_fault() -> None:
+    """A consumer that says so, with a count of 0."""
+    assert demo.find_faults(change_span(-1, attributes={keys.EC_RECOMPUTED_ITEMS: 0})) == []
 
 
 def test_clean(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from lab.required_fields import FIELDS
 from ttft_otel.hooks.targets import TARGETS
 
 SCHEDULER = "v1/core/sched/scheduler.py"
+FREE = "def _free_request(self, request, delay): ...\n"
 EC_BASE = "distributed/ec_transfer/ec_connector/base.py"
 
 
@@ -54,6 +55,11 @@ def replace_text(tree: Path, name: str, old: str, new: str) -> None:
     path.write_text(text.replace(old, new), encoding="utf-8")
 
 
+def write(tree: Path, name: str, text: str) -> None:
+    """Write one of the tree's files."""
+    (tree / "vllm" / name).write_text(text, "utf-8")
+
+
 def run_source_check(*arguments: str | Path) -> Result:
     """scripts/compat with these arguments."""
     return CliRunner().invoke(compat.run_compat, [str(argument) for argument in arguments])
@@ -78,21 +84,21 @@ def test_complete(tree: Path) -> None:
 
 
 def test_method_moved(tree: Path) -> None:
-    """A function that moved is lost, and its new address is named with its parameters."""
+    """A function that moved is lost; its new address is named with parameters, of many the likeliest."""
     replace_text(tree, SCHEDULER, "def _free_request(self, request): ...", "pass")
-    moved = tree / "vllm" / "v1" / "core" / "sched" / "lifecycle.py"
-    moved.write_text("class Scheduler:\n    def _free_request(self, request, delay): ...\n")
-    other = tree / "vllm" / "elsewhere.py"
-    other.write_text("def _free_request(x): ...\n")
+    write(tree, SCHEDULER.replace("scheduler", "lifecycle"), "class Scheduler:\n    " + FREE)
+    for number in range(7):
+        write(tree, f"other{number}.py", "def _free_request(x): ...\n")
 
     answer = run_source_check("--source", tree)
 
     assert answer.exit_code == 1
-    assert get_target_result(tree, "scheduler.free").places[0].candidates == (
+    assert get_target_result(tree, "scheduler.free").places[0].candidates[:2] == (
         "vllm.v1.core.sched.lifecycle:Scheduler._free_request(self, request, delay)",
-        "vllm.elsewhere:_free_request(x)",
+        "vllm.other0:_free_request(x)",
     )
     assert "now perhaps: vllm.v1.core.sched.lifecycle:Scheduler._free_request" in answer.output
+    assert "and 3 more functions of that name" in answer.output
     assert "unattributed: nothing, a detail inside a stage is missing" in answer.output
 
 
@@ -152,22 +158,12 @@ def test_connector_method(tree: Path) -> None:
     replace_text(tree, EC_BASE, "ensure_cache_available", "prepare_items")
     assert get_target_result(tree, "transfer.wait").state == source_check.LOST
 
-    heir = tree / "vllm" / Path(EC_BASE).parent / "mine.py"
-    heir.write_text("class Mine:\n    def ensure_cache_available(self, request): ...\n")
+    heir = "class Mine:\n    def ensure_cache_available(self, request): ...\n"
+    write(tree, str(Path(EC_BASE).parent / "mine.py"), heir)
     (place,) = get_target_result(tree, "transfer.wait").places
 
     assert place.state == source_check.PRESENT
     assert "mine:Mine.ensure_cache_available" in place.why
-
-
-def test_many_candidates(tree: Path) -> None:
-    """Of many functions of the lost name the likeliest are printed, the others counted."""
-    replace_text(tree, SCHEDULER, "def schedule(self", "def plan(self")
-    for number in range(7):
-        path = tree / "vllm" / f"other{number}.py"
-        path.write_text("def schedule(): ...\n", encoding="utf-8")
-
-    assert "and 2 more functions of that name" in run_source_check("--source", tree).output
 
 
 def test_field_lost(tree: Path) -> None:
@@ -187,9 +183,8 @@ def test_field_elsewhere(tree: Path) -> None:
     replace_text(
         tree, "config/kv_transfer.py", "class KVTransferConfig:", "class KVTransferConfig(Base):"
     )
-    (tree / "vllm" / "config" / "base.py").write_text(
-        "class Base(Generic[T]):\n    def __init__(self): self.kv_role = self.other = 1\n"
-    )
+    base = "class Base(Generic[T]):\n    def __init__(self): self.kv_role = self.other = 1\n"
+    write(tree, "config/base.py", base)
     config = tree / "vllm" / "config"
     (config / "model.py").rename(config / "models.py")
 
@@ -233,29 +228,24 @@ def test_not_vllm(tmp_path: Path, name: str) -> None:
 def test_unreadable(tree: Path) -> None:
     """A file of ours to check that does not parse is an error that names it; others do not matter."""
     text = "def broken(:\n"
-    (tree / "vllm" / "unrelated.py").write_text(f"# class Base def _free_request(\n{text}")
+    write(tree, "unrelated.py", f"# class Base def _free_request(\n{text}")
     assert run_source_check("--source", tree).exit_code == 0
 
-    (tree / "vllm" / SCHEDULER).write_text(text, encoding="utf-8")
+    write(tree, SCHEDULER, text)
     answer = run_source_check("--source", tree)
 
     assert answer.exit_code == 2
     assert "is not Python that can be read" in answer.output
 
 
-def test_source_alone(tree: Path) -> None:
-    """--source checks one folder and nothing else."""
+def test_flags(tree: Path, tmp_path: Path) -> None:
+    """--source checks one folder and nothing else; --json FILE writes the result beside the text."""
     answer = run_source_check("--source", tree, "--markdown")
-
     assert answer.exit_code == 2
     assert "leave VERSION and --markdown out" in answer.output
 
-
-def test_json_file(tree: Path, tmp_path: Path) -> None:
-    """--json FILE writes the result beside the text."""
     path = tmp_path / "new" / "source.json"
     answer = run_source_check("--source", tree, "--json", path)
-
     assert "fields are where we look for them" in answer.output
     assert json.loads(path.read_text("utf-8")) == source_check.source_result_to_dict(
         source_check.check_source(tree)
@@ -273,7 +263,7 @@ def test_json_file(tree: Path, tmp_path: Path) -> None:
 )
 def test_version_file(tree: Path, line: str, version: str) -> None:
     """A release says its number; a build between releases is judged as the newest."""
-    (tree / "vllm" / "_version.py").write_text(line + "\n", encoding="utf-8")
+    write(tree, "_version.py", line + "\n")
 
     assert source_check.check_source(tree).version == version
 
@@ -294,7 +284,7 @@ def test_version_tag(tree: Path) -> None:
 
 def test_older_release(tree: Path) -> None:
     """What a release need not have is not asked for: 0.20 has no wait for an encoder's item."""
-    (tree / "vllm" / "_version.py").write_text("__version__ = '0.20.2'\n", encoding="utf-8")
+    write(tree, "_version.py", "__version__ = '0.20.2'\n")
     replace_text(tree, EC_BASE, "ensure_cache_available", "nothing_of_the_kind")
     names = {each.target.name for each in source_check.check_source(tree).targets}
 

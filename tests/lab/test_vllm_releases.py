@@ -14,13 +14,6 @@ import pytest
 from lab import vllm_releases
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of this test."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "ttft-otel"
-
-
 def write_files(folder: Path, **files: str) -> Path:
     """Files by name (double underscores are slashes, the last single one the dot)."""
     for name, text in files.items():
@@ -50,26 +43,17 @@ def test_what_python_reads(tmp_path: Path) -> None:
 
 
 def test_overlay(tmp_path: Path) -> None:
-    """The new release's Python replaces the old one's entirely; compiled files stay."""
+    """The new release's Python replaces the old one's entirely, through no link; compiled files stay."""
     old = write_files(
         tmp_path / "old", a_py="old", gone_py="old", cache__a_pyc="old", kernel_so="old"
     )
+    os.link(old / "a.py", tmp_path / "cached.py")  # as uv does it
     new = write_files(tmp_path / "new", a_py="new", inside__b_json="new")
 
     vllm_releases.overlay_python(new, old)
 
     assert read_contents(old) == {"a.py": "new", "inside/b.json": "new", "kernel.so": "old"}
     assert read_contents(new) == {"a.py": "new", "inside/b.json": "new"}
-
-
-def test_overlay_writes_through_no_link(tmp_path: Path) -> None:
-    """A file that uv linked from its cache keeps its content everywhere else."""
-    installed = write_files(tmp_path / "installed", a_py="old")
-    os.link(installed / "a.py", tmp_path / "cached.py")
-
-    vllm_releases.overlay_python(write_files(tmp_path / "new", a_py="new"), installed)
-
-    assert read_contents(installed) == {"a.py": "new"}
     assert (tmp_path / "cached.py").read_text("utf-8") == "old"
 
 

@@ -40,7 +40,6 @@ REMEDY: Final = "no chromium; install it (Debian: apt-get install chromium)"
 LOOPBACK: Final = {"127.0.0.1", "localhost", "[::1]"}
 # Grafana's own marks for tests, of 10.1 and of newer ones.
 _PANEL: Final = "data-testid Panel header "
-_OPTION: Final = "data-testid Dashboard template variables Variable Value DropDown option text "
 _ROW: Final = "data-testid dashboard-row-title-"
 _DOT: Final = '[aria-label="Exemplar marker"], [data-testid="data-testid Exemplar marker"]'
 _TIP: Final = ":is([role=tooltip], [data-popper-placement], [class*=tooltip i])"
@@ -169,13 +168,6 @@ class GrafanaWindow:
     def unfold_row(self, title: str) -> None:
         """Open a folded row."""
         self.page.get_by_test_id(f"{_ROW}{title}").click()
-        self.wait_until_quiet()
-
-    def choose_value(self, variable: str, value: str) -> None:
-        """Give a variable one value, by mouse."""
-        self.page.locator(f"#var-{variable}").click()
-        self.page.get_by_test_id(f"{_OPTION}{value}").click()
-        self.page.mouse.click(2, 300)  # beside it: that closes the list
         self.wait_until_quiet()
 
     def hover_exemplar(self, title: str) -> dict[str, str]:

@@ -150,16 +150,6 @@ def test_no_data_is_no_error(bench: StackStarter, grafana_home: Path) -> None:
             check_nothing_failed(window)
 
 
-@pytest.mark.full
-def test_a_variable_filters(window: GrafanaWindow, filled: FilledStack) -> None:
-    """A model chosen by mouse changes the numbers to its own."""
-    model = "Qwen/Qwen3-8B"
-    window.open_dashboard("ttft", get_sent_range(filled))
-    window.choose_value("model", model)
-    window.wait_until_right(lambda: find_differences(window, filled.truth.select_rows(model=model)))
-    assert find_differences(window, filled.truth)
-
-
 def test_a_dot_opens_its_trace(window: GrafanaWindow, filled: FilledStack) -> None:
     """An exemplar leads to its trace, in Tempo and on the dashboard."""
     known = {row.trace_id: row for row in filled.truth.good}

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stack's programs: built from pinned modules with committed hashes; they check our files."""
+"""The stack's programs: built from pinned modules with committed hashes; they check our files, and what the
+chart makes of them.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from lab import chart
 from lab.stack import binaries as search
 from lab.stack import go_builds, program_pins
 from lab.stack.binaries import StackBinaries
@@ -108,6 +111,26 @@ def test_collector(binaries: StackBinaries, tmp_path: Path) -> None:
         assert "rror" not in run_program(binaries.collector, "validate", *words, env=env)
     files = {path.relative_to(COLLECTOR).as_posix() for path in COLLECTOR.rglob("*.yaml")}
     assert files - {"builder.yaml"} == {name for names in COMBINATIONS for name in names}
+
+
+@pytest.mark.parametrize(
+    "values", chart.find_values_files(), ids=lambda path: str(path.relative_to(chart.CHART))
+)
+def test_charts_collectors(values: Path, binaries: StackBinaries, tmp_path: Path) -> None:
+    """The collector accepts it with the pods' arguments and variables, such as the second tier's list."""
+    documents = [each for each in yaml.safe_load_all(chart.render_chart(values)) if each]
+    collectors = [each for each in documents if "collector" in each["metadata"]["name"]]
+    for document in collectors:
+        if document["kind"] == "ConfigMap" and document["metadata"]["name"].endswith("collector"):
+            for name, text in document["data"].items():
+                (tmp_path / name).write_text(text, "utf-8")
+    for document in collectors:
+        if document["kind"] in ("Deployment", "StatefulSet"):
+            container = document["spec"]["template"]["spec"]["containers"][0]
+            env = {each["name"]: str(each["value"]) for each in container["env"]}
+            env["TTFT_COLLECTOR_STORAGE"] = str(tmp_path / "queue")
+            words = [each.replace("/etc/otelcol", str(tmp_path)) for each in container["args"]]
+            run_program(binaries.collector, "validate", *words, env=env)
 
 
 def test_tempo(binaries: StackBinaries, tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import pytest
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
-from tests.stack import otlp_requests, panel_queries
+from tests.stack import otlp_requests
 from tests.stack.filled_stack import FilledStack
-from tests.stack.panel_queries import PanelAsker, PanelQuery
+from tests.stack.panel_queries import PanelAsker
 from tests.stack.running_stack import RunningStack, wait_until
+from tests.stack.test_panels import get_query
 from ttft_otel.exporter.spans.span_builder import build_spans
 from ttft_otel.model import metric_table
 from ttft_otel.model.names import keys
@@ -96,12 +97,6 @@ def build_asker(stack: RunningStack, **chosen: str) -> PanelAsker:
         stack.prometheus.url, stack.tempo.url, now - 300, now + 60,
         {"instance": INSTANCE, "slo": "1000", **chosen},
     )  # fmt: skip
-
-
-def get_query(title: str) -> PanelQuery:
-    """The TraceQL of a panel."""
-    (found,) = [query for query in panel_queries.list_queries() if query.title == title]
-    return found
 
 
 def list_found(stack: RunningStack, traces: dict[str, str], **chosen: str) -> set[str]:
