@@ -183,7 +183,8 @@ def test_an_image_closes_through_all_three(nixl3: LiveDeployment, kind: str) -> 
     check_closed(spans)
     found = get_trunks_by_role(spans)
     check_items(found["prefill"], new, new)
-    assert found["encode"][COMPUTED] > 0
+    # Of two images one step may encode both.
+    assert any(each.get(COMPUTED, 0) > 0 for each in list_trunks(spans, "encode"))
     assert COMPUTED not in found["decode"]
     assert found["decode"][keys.name_stage_attribute("kv.transfer")] > 0
     assert answer.text == ask_alone(nixl3, pictures, **fields).text
