@@ -3,12 +3,12 @@
 
 Fixtures: `small` is one text server with few places, tokens, KV blocks and adapters; `features` is the same
 one with a single place. `epd` (the encoder, prefill_decode; V1 runner, encodings through a folder), `pd`
-(prefill and decode over NIXL). With CUDA's defaults, V2 runner and async scheduling: `nixl` (the encoder,
-prefill_decode; encodings over NIXL), `newer` (only its prefill_decode, which does everything when no
-encodings are announced to it), `nixl3` (the encoder, prefill, decode; all over NIXL). With the text model:
-`files` (a server that keeps KV blocks in files), `tiers` (prefill and decode over NIXL, each of which
-offloads blocks to memory, too), `ranks` (two ranks of a model with experts). Each has a receiver, and a
-router if it is several servers.
+(prefill and decode over NIXL), `epd3` (the encoder, prefill, decode). With CUDA's defaults, V2 runner and
+async scheduling: `nixl` (the encoder, prefill_decode; encodings over NIXL), `newer` (only its prefill_decode,
+which does everything when no encodings are announced to it), `nixl3` (the encoder, prefill, decode; all over
+NIXL). With the text model: `files` (a server that keeps KV blocks in files), `tiers` (prefill and decode over
+NIXL, each of which offloads blocks to memory, too), `ranks` (two ranks of a model with experts). Each has a
+receiver, and a router if it is several servers.
 
 Each deployment is started once; a test that needs another one stops the one that runs. `epd` is started
 beside `small`, whose tests hold on a busy machine; the next ones while nothing is measured because tests of
@@ -40,9 +40,11 @@ from lab.server_commands import EC_CPU_CONNECTOR, VllmOptions
 from tests.live.bench import LiveDeployment
 
 # In the order of the run: "" needs none, "other" starts its own.
-DEPLOYMENT_ORDER = ("", "small", "epd", "pd", "nixl", "nixl3", "files", "tiers", "ranks", "other")
+DEPLOYMENT_ORDER = (
+    *("", "small", "epd", "pd", "epd3", "nixl", "nixl3", "files", "tiers", "ranks", "other"),
+)
 # What they show, `epd` and `pd` show on the V1 runner; a start takes a minute or two.
-ONLY_FULL = ("nixl", "nixl3", "files", "tiers", "ranks")
+ONLY_FULL = ("epd3", "nixl", "nixl3", "files", "tiers", "ranks")
 STARTED_AHEAD = ("epd", "pd", "nixl")  # their tests measure times
 MAX_AHEAD = 2  # deployments in memory at once
 DEPLOYMENT_GB = 6  # of memory
@@ -352,8 +354,8 @@ def make_deployment_fixture(name: str) -> Any:
     return pytest.fixture(use_deployment)
 
 
-epd, pd, nixl, nixl3, files, tiers, ranks = map(
-    make_deployment_fixture, ("epd", "pd", "nixl", "nixl3", "files", "tiers", "ranks")
+epd, pd, epd3, nixl, nixl3, files, tiers, ranks = map(
+    make_deployment_fixture, ("epd", "pd", "epd3", "nixl", "nixl3", "files", "tiers", "ranks")
 )
 
 

@@ -162,6 +162,6 @@ def test_an_encoder_does_not_count(epd: LiveDeployment, traced: bool) -> None:
     check_once(epd, "epd", traced)
 
 
-def test_three_count_once(nixl3: LiveDeployment) -> None:
+def test_three_count_once(epd3: LiveDeployment) -> None:
     """The encoder, prefill (consumer of encodings and kv_both) and decode: one trace, decode is outermost."""
-    check_once(nixl3, "epd3", traced=True)
+    check_once(epd3, "epd3", traced=True)

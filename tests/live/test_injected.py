@@ -170,10 +170,10 @@ def test_late_encodings_show_in_ec_transfer(nixl: LiveDeployment, place: str) ->
 
 
 @pytest.mark.parametrize("place", LEGS)
-def test_delays_show_in_their_stage_on_all_three(nixl3: LiveDeployment, place: str) -> None:
+def test_delays_show_in_their_stage_on_all_three(epd3: LiveDeployment, place: str) -> None:
     """A delay of the encoder's step or of prefill's blocks shows in the stage of its own leg."""
-    once = partial(nixl3.read_one, image=True, words=200, max_tokens=2, stream=False)
-    check_stage(nixl3, place, LEGS[place], once)
+    once = partial(epd3.read_one, image=True, words=200, max_tokens=2, stream=False)
+    check_stage(epd3, place, LEGS[place], once)
 
 
 def load_from_files(bench: LiveDeployment) -> Sample:

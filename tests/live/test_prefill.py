@@ -322,9 +322,9 @@ def test_what_does_not_fit_is_refused_as_by_one_server(modes: RouterModes) -> No
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_images_go_through_all_three(nixl3: LiveDeployment, started: Started, mode: str) -> None:
+def test_images_go_through_all_three(epd3: LiveDeployment, started: Started, mode: str) -> None:
     """With the encoder chats with and without an image are answered as by decode, streamed or not."""
-    modes = start_before(nixl3, started)
-    for pictures in ((), (nixl3.new_picture_seed(),)):
+    modes = start_before(epd3, started)
+    for pictures in ((), (epd3.new_picture_seed(),)):
         for stream in (True, False):
             modes.check_same(mode, pictures=pictures, stream=stream)
