@@ -27,10 +27,13 @@ from router.routing.prefixes.test_kv_subscription import (
 from lab.fake_vllm.kv_publisher import FakePublisher, run_publisher
 from lab.fake_vllm.prefix_cache import FakeEngine, build_stored_event, encode_batch
 from ttft_otel.router.routing import prefixes
-from ttft_otel.router.routing.prefixes import PrefixSource, kv_events_source, zmq_sockets
+from ttft_otel.router.routing.prefixes import PrefixSource, kv_events_source
 from ttft_otel.router.routing.prefixes.block_ledger import ReportedIndex
 from ttft_otel.router.routing.prefixes.kv_event_parser import MAX_EVENT_TOKENS
-from ttft_otel.router.routing.prefixes.zmq_sockets import MAX_MESSAGE_BYTES, MAX_QUEUED_MESSAGES
+from ttft_otel.router.routing.prefixes.kv_events_source import (
+    MAX_MESSAGE_BYTES,
+    MAX_QUEUED_MESSAGES,
+)
 
 # Seconds that no turn may exceed: 50 ms are required, on a core of an idle machine; these are slower.
 MAX_TURN_S = 0.15
@@ -246,7 +249,7 @@ async def test_jumps(tmp_path: Path) -> None:
 
 async def test_endless_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay that never ends is given up and counted; messages published afterwards are applied."""
-    monkeypatch.setattr(zmq_sockets, "MAX_REPLAYED_MESSAGES", 2_000)
+    monkeypatch.setattr(kv_events_source, "MAX_REPLAYED_MESSAGES", 2_000)
 
     async with run_fleet(tmp_path, replay_frames=[(b"kv", encode_event())]) as fleet:
         await fleet.wait_for_count("lost")

@@ -25,13 +25,13 @@ from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_index import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource, kv_events_source
 from ttft_otel.router.routing.prefixes.block_ledger import ReportedIndex
-from ttft_otel.router.routing.prefixes.prefix_source import run_sliced
-from ttft_otel.router.routing.prefixes.zmq_sockets import (
+from ttft_otel.router.routing.prefixes.kv_events_source import (
     EventEndpoint,
     parse_announced,
     parse_configured,
     resolve_address,
 )
+from ttft_otel.router.routing.prefixes.prefix_source import run_sliced
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import QueryClient

@@ -22,7 +22,6 @@ from ttft_otel.router.routing.policies.block_index import (
 from ttft_otel.router.routing.prefixes.kv_event_parser import (
     BlocksRemoved,
     BlocksStored,
-    CacheCleared,
     KvEvent,
     decode_extra_keys,
 )
@@ -149,13 +148,12 @@ class BlockLedger:
             yield from self._remove_blocks(event)
         elif isinstance(event, BlocksStored):
             yield from self._store_blocks(event)
-        elif isinstance(event, CacheCleared):
-            self.counts["cleared"] += 1
-            self.clear_blocks()
-            # Each cache that waits to be freed makes the masks of all others longer.
-            yield from self.index.free_retired()
         else:
-            self.counts["unknown"] += 1
+            self.counts[event] += 1
+            if event == "cleared":
+                self.clear_blocks()
+                # Each cache that waits to be freed makes the masks of all others longer.
+                yield from self.index.free_retired()
         yield
 
     def clear_blocks(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applies one publisher's messages in order; zmq_sockets.py receives them, block_ledger.py learns.
+"""Applies one publisher's messages in order; kv_events_source.py receives them, block_ledger.py learns.
 
 Messages are numbered from 0 at the start of the engine. Missing ones are requested again; if that
 fails the cache is assumed empty, because a removal may have been lost. A restarted engine may reach
@@ -8,9 +8,11 @@ the same numbers again, so a replay includes the last applied message, which mus
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing
+from time import monotonic
 from typing import Final
 
 from ttft_otel.router.errors import MalformedEvents, ReplayFailed
@@ -29,16 +31,26 @@ class EventFeed:
 
     replay: requests all messages from a number on; None if the publisher has no replay socket.
     counts: events and incidents, for /metrics. last_applied: message number; None: accept any as next.
+    is_connected, changed_at_s: whether it is connected, and the monotonic time since when, or of its start;
+    its receiver sets them, at once also while a message is handled. task: that receives its messages.
     """
+
+    task: asyncio.Task[None]
 
     def __init__(self, ledger: BlockLedger, replay: ReplayRequest | None = None) -> None:
         self.ledger = ledger
         self.replay = replay
         self.last_applied: int | None = None if replay is None else NO_MESSAGE
         self.counts: Counter[str] = Counter()
+        self.is_connected = False
+        self.changed_at_s = monotonic()
         self._is_disconnected = False
         self._last_heard = NO_MESSAGE
         self._last_payload = b""  # of the last applied message
+
+    @property
+    def is_live(self) -> bool:
+        return self.is_connected and not self.task.done()
 
     async def handle_connected(self) -> None:
         """The connection to the publisher is up, for the first time or again."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Raw
@@ -96,16 +96,12 @@ class BlocksRemoved:
     cache_group: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CacheCleared:
-    """The whole cache was reset."""
-
-
-KvEvent = BlocksStored | BlocksRemoved | CacheCleared | None
+# Events without blocks: the whole cache was reset, or one of a later release.
+KvEvent: TypeAlias = "BlocksStored | BlocksRemoved | Literal['cleared', 'unknown']"
 
 
 def iterate_kv_events(payload: bytes) -> Iterator[KvEvent]:
-    """Parse a message event by event, in order; None for one of an unknown type.
+    """Parse a message event by event, in order.
 
     payload: msgpack. Each step takes a few tens of milliseconds at most, whatever is in it. Raises
     MalformedEvents, possibly after some events.
@@ -149,8 +145,7 @@ def _parse_event(raw: RawEvent) -> KvEvent:
         )
     if tag == "BlockStored":
         return _parse_stored(_decode_fields(raw, _FIELD_DECODERS))
-    # None, for events of later releases: counted as unknown.
-    return CacheCleared() if tag == "AllBlocksCleared" else None
+    return "cleared" if tag == "AllBlocksCleared" else "unknown"
 
 
 def _decode_fields(raw: RawEvent, names: Collection[str]) -> Mapping[str, Any]:
