@@ -28,7 +28,7 @@ from ttft_otel.router.routing.policies.block_index import BlockHolders
 from ttft_otel.router.routing.policies.least_ttft import LeastTtftPolicy
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
 from ttft_otel.router.routing.policies.prefill_model import PrefillLine, PrefillModels
-from ttft_otel.router.routing.prompts.local_reader import LocalPromptReader
+from ttft_otel.router.routing.prompts.prompt_reader import LocalPromptReader
 from ttft_otel.router.types import Decision, RoutingRequest, parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import QueryClient

@@ -271,7 +271,7 @@ def test_labels_of_any_length(labels: bytes, wanted: int) -> None:
 
 async def test_prompts_go_to_nobody_else() -> None:
     """A render endpoint that redirects gets the prompt, the place to which it points does not."""
-    from ttft_otel.router.routing.prompts.engine_reader import EnginePromptReader
+    from ttft_otel.router.routing.prompts.prompt_reader import EnginePromptReader
     from ttft_otel.router.types import parse_instance_url
     from ttft_otel.router.upstream.query_client import QueryClient
 

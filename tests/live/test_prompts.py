@@ -22,7 +22,8 @@ from lab import free_ports, tiny_models
 from lab.local_servers import LocalServer
 from lab.server_commands import HOST, ServerCommand, VllmOptions, build_vllm_environment
 from tests.live.bench import LiveDeployment
-from ttft_otel.router.routing.prompts import LocalPromptReader, Prompt, build_reader
+from ttft_otel.router.routing.prompts.prompt_reader import LocalPromptReader, build_reader
+from ttft_otel.router.routing.prompts.tokenizer_worker import Prompt
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.health_monitor import HealthMonitor
 from ttft_otel.router.upstream.instance_pool import InstancePool
@@ -195,7 +196,7 @@ async def compare_token_ids(url: str) -> tuple[int, int]:
                 assert found.tokens == tokens, body[:2000]
                 if found.token_ids:
                     assert list(found.token_ids) == ids, body[:2000]
-                taken, pictures = taken + 1, pictures + sum(found.encoder_items)
+                taken, pictures = taken + 1, pictures + sum(found.item_tokens)
         finally:
             await read.close()
     assert not read.counts["differs"]
@@ -260,9 +261,9 @@ async def compare_with_renderer(url: str, requests: RandomRequests) -> None:
                     assert engine.counts["failed-refused"] > refusals
                     continue
                 ours = await read_patiently(local, path, body)
-                assert (ours.tokens, ours.encoder_items) == (found.tokens, found.encoder_items)
+                assert (ours.tokens, ours.item_tokens) == (found.tokens, found.item_tokens)
                 assert list(ours.token_ids) == list(found.token_ids), body[:2000]
-                if not found.encoder_items:  # what stands for a picture is the engine's own
+                if not found.item_tokens:  # what stands for a picture is the engine's own
                     assert ours.block_keys == found.block_keys
                 same += 1
         finally:

@@ -12,7 +12,7 @@ from typing import Any
 from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
 from ttft_otel.router.routing.policies.prefill_model import compute_work
-from ttft_otel.router.routing.prompts import Prompt
+from ttft_otel.router.routing.prompts.tokenizer_worker import Prompt
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.query_client import QueryClient
@@ -57,7 +57,8 @@ class ScriptedReader:
         self.counts["read"] += 1
         tokens, start = fields["tokens"], fields.get("from", 1) * 1_000_000
         items = tuple(fields.get("items", ()))
-        return Prompt(tokens, (), tuple(range(start, start + tokens // block_size)), items)
+        blocks = tuple(range(start, start + tokens // block_size))
+        return Prompt(tokens=tokens, block_keys=blocks, item_tokens=items)
 
 
 class ScriptedIndex(SentHistory):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from tokenizers import Tokenizer
 from ttft_otel.router.routing.prompts.tokenizer_worker import (
     CHILD_MODULE,
     LENGTH_BYTES,
-    TokenizeAnswer,
+    Prompt,
     TokenizeQuestion,
     answer_decoder,
     frame_message,
@@ -68,7 +67,7 @@ class TokenizerChild:
         adapter: str = "",
         limit: int = 100,
         **body: Any,
-    ) -> TokenizeAnswer:
+    ) -> Prompt:
         """Ask for the prompt of `body`; without a `path`, load the tokenizer `source`.
 
         size: tokens per block. limit: longest prompt of the model.
@@ -104,13 +103,6 @@ class PlainTokenizer:
             self.backend_tokenizer.enable_truncation(max_length, direction="left")
         encoded = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return {"input_ids": encoded.ids}
-
-
-def decode_token_ids(answer: TokenizeAnswer) -> list[int]:
-    """The token ids of `answer`."""
-    token_ids = array("I")
-    token_ids.frombytes(answer.ids)
-    return token_ids.tolist()
 
 
 def build_tokenizer(folder: Path, model_type: str = "qwen2", template: str = CHAT_TEMPLATE) -> str:

@@ -492,9 +492,8 @@ class RouterOptions:
             return routing_service.RoutingService(
                 pool, policy_name, options, encoders_policy=encoders_policy
             )
-        from ttft_otel.router.routing.prompts import (
-            build_reader,  # imported here: other policies need no tokenizer
-        )
+        # Imported here: other policies need no tokenizer.
+        from ttft_otel.router.routing.prompts.prompt_reader import build_reader
 
         # The reader needs the pool: instances name their models' tokenizers, or render themselves.
         prompt_reader = build_reader(self.tokenizer or None, self.tokenize, pool)

@@ -41,7 +41,7 @@ from ttft_otel.tracing.guard import Guard
 
 if TYPE_CHECKING:
     from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource
-    from ttft_otel.router.routing.prompts.local_reader import LocalPromptReader
+    from ttft_otel.router.routing.prompts.prompt_reader import LocalPromptReader
 
 # Stages during which an instance that serves this leg cannot begin with the next prompt or item.
 SERVICE_STAGES: Final = {
@@ -232,7 +232,7 @@ class RoutingService:
             prompt_tokens=prompt.tokens,
             block_keys=prompt.block_keys,
             cached_tokens_by_url=cached_by_url,
-            item_tokens=prompt.encoder_items,
+            item_tokens=prompt.item_tokens,
         )
 
     def check_slo(self, request: RoutingRequest, item_requests: Sequence[RoutingRequest]) -> None:

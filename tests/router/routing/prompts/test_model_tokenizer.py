@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router import small_tokenizer
-from router.small_tokenizer import decode_token_ids
 from ttft_otel.router.errors import UnreadablePrompt
 from ttft_otel.router.routing.policies.block_index import compute_block_keys, encode_extra_keys
 from ttft_otel.router.routing.prompts import chat_messages
@@ -35,9 +34,9 @@ from ttft_otel.router.routing.prompts.tokenizer_child import (
     MIN_PIECE_CHARS,
     TextEncoder,
 )
-from ttft_otel.router.routing.prompts.tokenizer_worker import TokenizeAnswer
+from ttft_otel.router.routing.prompts.tokenizer_worker import Prompt
 
-PromptReading = Callable[..., TokenizeAnswer]
+PromptReading = Callable[..., Prompt]
 PROMPT_TEXTS = st.lists(
     st.sampled_from(["<|im_start|>", "<|im_end|>", " ", "\n", "é", "e\u0301", "Hello", "x", "😀"]),
     max_size=60,
@@ -274,9 +273,9 @@ def test_chat(read_prompt: PromptReading, plain_tokenizer: small_tokenizer.Plain
     told = read_prompt("chat", messages=HELLO)
     text = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
 
-    assert decode_token_ids(told) == plain_tokenizer(text, False)["input_ids"]
-    assert told.tokens == len(decode_token_ids(told))
-    assert told.blocks == compute_block_keys(decode_token_ids(told), 4)
+    assert told.token_ids.tolist() == plain_tokenizer(text, False)["input_ids"]
+    assert told.tokens == len(told.token_ids.tolist())
+    assert told.block_keys == compute_block_keys(told.token_ids.tolist(), 4)
 
 
 COMPLETION_CASES: list[tuple[dict[str, Any], Callable[[list[int]], list[int]]]] = [
@@ -297,7 +296,7 @@ def test_completion(
     whole = small_tokenizer.PlainTokenizer(folder)(text, True)["input_ids"]
 
     assert whole[0] == 0
-    assert decode_token_ids(read_prompt("completion", prompt=text, **body)) == wanted(whole)
+    assert read_prompt("completion", prompt=text, **body).token_ids.tolist() == wanted(whole)
 
 
 def test_several(read_prompt: PromptReading) -> None:
@@ -305,16 +304,16 @@ def test_several(read_prompt: PromptReading) -> None:
     one = read_prompt("completion", prompt=[1, 2, 3, 4, 5])
     two = read_prompt("completion", prompt=[[1, 2, 3, 4, 5], [6, 7]])
 
-    assert (decode_token_ids(one), one.tokens) == ([1, 2, 3, 4, 5], 5)
-    assert (decode_token_ids(two), two.tokens, two.blocks) == ([], 7, one.blocks)
+    assert (one.token_ids.tolist(), one.tokens) == ([1, 2, 3, 4, 5], 5)
+    assert (two.token_ids.tolist(), two.tokens, two.block_keys) == ([], 7, one.block_keys)
 
 
 def test_salt(read_prompt: PromptReading) -> None:
     """A cache salt and an adapter have blocks of their own, numbered as KV events number them."""
     found = [1, 2, 3, 4, 5, 6, 7, 8]
-    plain = read_prompt("completion", prompt=found).blocks
-    salted = read_prompt("completion", prompt=found, cache_salt="s").blocks
-    lora = read_prompt("completion", adapter="a", prompt=found, cache_salt="s").blocks
+    plain = read_prompt("completion", prompt=found).block_keys
+    salted = read_prompt("completion", prompt=found, cache_salt="s").block_keys
+    lora = read_prompt("completion", adapter="a", prompt=found, cache_salt="s").block_keys
 
     assert plain == compute_block_keys(found, 4)
     assert salted == compute_block_keys(found, 4, {0: encode_extra_keys(["s"])})
@@ -412,8 +411,8 @@ def test_media(tokenizer_child: small_tokenizer.TokenizerChild, tmp_path: Path) 
     assert tokenizer_child.read_prompt(vision, "chat", messages=several).item_tokens == (6, 50, 6)
     assert [each.item_tokens for each in told] == [(6,), (50,), (50,)]
     assert [each.tokens - sum(each.item_tokens) for each in told] == [bare.tokens] * 3
-    assert decode_token_ids(told[1]) == decode_token_ids(told[2])
-    assert told[1].blocks != told[2].blocks
+    assert told[1].token_ids.tolist() == told[2].token_ids.tolist()
+    assert told[1].block_keys != told[2].block_keys
 
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -23,19 +23,14 @@ from aiohttp import web
 from router import fake_instances, small_tokenizer
 from ttft_otel.router.errors import UnreadablePrompt
 from ttft_otel.router.routing.policies.block_index import compute_block_keys, encode_extra_keys
-from ttft_otel.router.routing.prompts import (
-    Prompt,
-    build_reader,
-    engine_reader,
-    local_reader,
-    tokenizer_worker,
-)
-from ttft_otel.router.routing.prompts.local_reader import LocalPromptReader
+from ttft_otel.router.routing.prompts import prompt_reader, tokenizer_worker
+from ttft_otel.router.routing.prompts.prompt_reader import LocalPromptReader, build_reader
 from ttft_otel.router.routing.prompts.tokenizer_worker import (
     CHILD_MODULE,
     MAX_QUEUE_WAIT_S,
     NO_TOKENIZER,
     REQUEST_WAIT_S,
+    Prompt,
     TokenizeQuestion,
     TokenizerWorker,
 )
@@ -80,12 +75,12 @@ async def wait_for_prompt(
 async def run_reader(*reader_arguments: Any, api_key: str = "") -> AsyncIterator[LocalPromptReader]:
     """A reader that is closed in the end."""
     async with QueryClient(api_key=api_key) as queries:
-        prompt_reader = build_reader(*reader_arguments)
-        await prompt_reader.start(queries)
+        reader = build_reader(*reader_arguments)
+        await reader.start(queries)
         try:
-            yield prompt_reader
+            yield reader
         finally:
-            await prompt_reader.close()
+            await reader.close()
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +139,7 @@ async def test_local(
     assert list(found.token_ids) == wanted["input_ids"]
     assert found.block_keys == compute_block_keys(found.token_ids, 4)
     assert found.tokens == len(found.token_ids) > 0
-    assert again == found
+    assert again is not None and again.token_ids == found.token_ids
     assert read.counts["cached"] == 2
     assert lora is not None and lora.token_ids == found.token_ids
     more = {at: encode_extra_keys(["lora"]) for at in range(len(found.block_keys))}
@@ -168,7 +163,7 @@ async def test_named(folder: str) -> None:
 @pytest.mark.parametrize("place", ["local", "engine"])
 async def test_gone(folder: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a model's last instance its tokenizer's process goes too; it comes when it is needed."""
-    monkeypatch.setattr(local_reader, "MODEL_CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(prompt_reader, "MODEL_CHECK_INTERVAL_S", 0.05)
     many = build_fleet(ABSENT_URL, root=folder)
 
     async with run_reader(None, place, many) as read:
@@ -222,7 +217,7 @@ async def test_no_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.usefixtures("light_transformers")
 async def test_ids_need_no_tokenizer(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token ids are read while no tokenizer is there, as they are with it; text and odd ids are not."""
-    monkeypatch.setattr(local_reader, "MODEL_CHECK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(prompt_reader, "MODEL_CHECK_INTERVAL_S", 0.1)
     bodies = [
         json.dumps({"model": "m", **fields}).encode()
         for fields in (
@@ -242,7 +237,7 @@ async def test_ids_need_no_tokenizer(folder: str, monkeypatch: pytest.MonkeyPatc
         found = [await wait_for_prompt(read, each, COMPLETIONS_PATH) for each in bodies]
         assert found == known
         # A second check of the models does not take it for one that nobody wants.
-        await asyncio.sleep(2.5 * local_reader.MODEL_CHECK_INTERVAL_S)
+        await asyncio.sleep(2.5 * prompt_reader.MODEL_CHECK_INTERVAL_S)
         assert await read.read_prompt(COMPLETIONS_PATH, "m", bodies[0], 4) == known[0]
         assert await read.read_prompt(COMPLETIONS_PATH, "m", text, 4) is None
         assert await read.read_prompt(COMPLETIONS_PATH, "m", odd, 4) is None
@@ -275,7 +270,7 @@ async def test_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A template that never ends costs its own request a second, then the child is another one."""
     monkeypatch.setattr(tokenizer_worker, "PROMPT_TIMEOUT_S", 3.0)
     monkeypatch.setattr(tokenizer_worker, "_RESTART_DELAY_S", 0.0)
-    monkeypatch.setattr(local_reader, "REQUEST_WAIT_S", 0.5)
+    monkeypatch.setattr(prompt_reader, "REQUEST_WAIT_S", 0.5)
     folder = small_tokenizer.build_tokenizer(
         tmp_path, template=small_tokenizer.ENDLESS_TEMPLATE + small_tokenizer.CHAT_TEMPLATE
     )
@@ -382,7 +377,7 @@ async def test_loop_free(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(f"the quick brown fox {n} " for n in range(12_000))
     # The child may take its time: what counts is the loop's. Beside other tests it took more than 2 s.
     monkeypatch.setattr(tokenizer_worker, "PROMPT_TIMEOUT_S", 60.0)
-    monkeypatch.setattr(local_reader, "REQUEST_WAIT_S", 60.0)
+    monkeypatch.setattr(prompt_reader, "REQUEST_WAIT_S", 60.0)
 
     spent_s = []
     async with run_reader(folder, "local", build_fleet()) as read:
@@ -449,7 +444,7 @@ async def test_engine() -> None:
         2: encode_extra_keys([("hash", -5)]),
     }
     assert found.block_keys == compute_block_keys(range(12), 4, more)
-    assert (found.tokens, found.encoder_items) == (12, (6,))
+    assert (found.tokens, found.item_tokens) == (12, (6,))
     assert vllm.received == [
         (f"{CHAT_PATH}/render", {**json.loads(HELLO_BODY), "mm_payload": "none"}, "Bearer key")
     ]
@@ -477,7 +472,7 @@ async def test_engine_refuses(
 
     One that is not there is left alone for a while, too. Tokens then come from the tokenizer.
     """
-    monkeypatch.setattr(engine_reader, "FAILURE_PAUSE_S", 600.0)
+    monkeypatch.setattr(prompt_reader, "FAILURE_PAUSE_S", 600.0)
     with caplog.at_level(logging.WARNING):
         refusing = [FakeVllm(status=403), FakeVllm(status=401)]
         async with (
@@ -525,7 +520,7 @@ async def test_differs(folder: str, same: bool, caplog: pytest.LogCaptureFixture
         vllm = FakeVllm(answer={"tokens": [1]})
         if same:
             async with run_reader(folder, "local", build_fleet()) as other:
-                found = await wait_for_prompt(other, local_reader.build_probe_body("m"))
+                found = await wait_for_prompt(other, prompt_reader.build_probe_body("m"))
             vllm.answer = {"tokens": list(found.token_ids)}
         async with (
             vllm.run_server() as url,
@@ -542,12 +537,12 @@ async def test_differs(folder: str, same: bool, caplog: pytest.LogCaptureFixture
 SLOW_CHILD_CODE = """
 import sys, time
 from ttft_otel.router.routing.prompts.tokenizer_worker import (
-    LENGTH_BYTES, TokenizeAnswer, question_decoder, frame_message,
+    LENGTH_BYTES, Prompt, question_decoder, frame_message,
 )
 while len(head := sys.stdin.buffer.read(LENGTH_BYTES)) == LENGTH_BYTES:
     asked = question_decoder.decode(sys.stdin.buffer.read(int.from_bytes(head, "big")))
     time.sleep(float(asked.body or 0))
-    sys.stdout.buffer.write(frame_message(TokenizeAnswer()))
+    sys.stdout.buffer.write(frame_message(Prompt()))
     sys.stdout.buffer.flush()
 """
 
@@ -623,7 +618,7 @@ async def test_late() -> None:
 
 async def test_many(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """That a model has no tokenizer because others have is said, once."""
-    monkeypatch.setattr(local_reader, "MAX_TOKENIZERS", 0)
+    monkeypatch.setattr(prompt_reader, "MAX_TOKENIZERS", 0)
 
     with caplog.at_level(logging.WARNING):
         found = LocalPromptReader(None, build_fleet(root="/m"))

@@ -15,7 +15,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 from io import BytesIO
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
+
+import msgspec
 
 from ttft_otel.router.routing.policies.block_index import encode_extra_keys
 from ttft_otel.router.routing.prompts.chat_messages import MediaItem
@@ -28,12 +30,12 @@ MAX_KNOWN_ITEMS: Final = 4096  # items whose count is cached
 _FRAMED_MODEL_TYPES: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
-class PlaceholderSpan(NamedTuple):
-    """The placeholder tokens of one media item in a prompt."""
+class PlaceholderSpan(msgspec.Struct):
+    """The placeholder tokens of one media item in a prompt; without a key as vLLM renders it."""
 
-    start: int  # position of the first one
+    start: int = msgspec.field(name="offset")  # position of the first one
     length: int
-    key: str  # identifies the item's content
+    key: str = ""  # identifies the item's content
 
 
 class PlaceholderCounter:

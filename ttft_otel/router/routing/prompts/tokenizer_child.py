@@ -29,7 +29,7 @@ from ttft_otel.router.routing.prompts import chat_messages, placeholders
 from ttft_otel.router.routing.prompts.tokenizer_worker import (
     LENGTH_BYTES,
     NO_TOKENIZER,
-    TokenizeAnswer,
+    Prompt,
     TokenizeQuestion,
     frame_message,
     question_decoder,
@@ -89,7 +89,7 @@ class ModelTokenizer:
         self._counter = placeholders.PlaceholderCounter(processor, config)
         self._encoder = TextEncoder(self._tokenizer, self._find_template(None) or "")
 
-    def read_body(self, question: TokenizeQuestion) -> TokenizeAnswer:
+    def read_body(self, question: TokenizeQuestion) -> Prompt:
         """The prompt of the body in `question`. Raises UnreadablePrompt, or KeyError and the like."""
         try:
             body = msgspec.json.decode(question.body)
@@ -103,7 +103,7 @@ class ModelTokenizer:
         read = self._read_chat if question.path == "chat" else self._read_completion
         return read(body, question)
 
-    def _read_chat(self, body: dict[str, Any], question: TokenizeQuestion) -> TokenizeAnswer:
+    def _read_chat(self, body: dict[str, Any], question: TokenizeQuestion) -> Prompt:
         text, items = self._render_chat(body)
         ids, cached = self._tokenize_prompt(text, body, question.max_prompt_tokens, False)
         counted_items = [
@@ -116,18 +116,18 @@ class ModelTokenizer:
         )
         if expanded is None:  # placeholders not found: the length is known, block keys are not
             tokens = len(ids) + sum(item_tokens) - len(items)
-            return TokenizeAnswer(tokens=tokens, item_tokens=item_tokens)
+            return Prompt(tokens=tokens, item_tokens=item_tokens)
         ids, spans = expanded
         blocks = _compute_blocks(ids, spans, body, question)
-        return TokenizeAnswer(
+        return Prompt(
             tokens=len(ids),
             ids=ids.tobytes(),
-            blocks=blocks,
+            block_keys=blocks,
             item_tokens=item_tokens,
             cached_tokens=cached,
         )
 
-    def _read_completion(self, body: dict[str, Any], question: TokenizeQuestion) -> TokenizeAnswer:
+    def _read_completion(self, body: dict[str, Any], question: TokenizeQuestion) -> Prompt:
         prompt = body.get("prompt")
         if prompt is None or body.get("prompt_embeds") is not None:
             raise UnreadablePrompt("unsupported")
@@ -139,11 +139,11 @@ class ModelTokenizer:
             self._tokenize_prompt(each, body, question.max_prompt_tokens, True) for each in prompts
         ]
         ids, cached = tokenized[0]
-        return TokenizeAnswer(
+        return Prompt(
             # Each prompt is a request in the engine: count all tokens, but match the first one's blocks.
             tokens=sum(len(each) for each, _ in tokenized),
             ids=ids.tobytes() if len(tokenized) == 1 else b"",
-            blocks=_compute_blocks(ids, [], body, question),
+            block_keys=_compute_blocks(ids, [], body, question),
             cached_tokens=cached,
         )
 
@@ -393,7 +393,7 @@ def serve_questions(questions: BinaryIO, answers: BinaryIO) -> None:
         answers.flush()
 
 
-def answer_question(question: TokenizeQuestion, models: dict[str, Any]) -> TokenizeAnswer:
+def answer_question(question: TokenizeQuestion, models: dict[str, Any]) -> Prompt:
     """Answer one question; errors become an answer with `error`.
 
     models: loaded tokenizers by source; a load adds to it.
@@ -404,31 +404,31 @@ def answer_question(question: TokenizeQuestion, models: dict[str, Any]) -> Token
         # Its default action ends the process, also in the middle of a regular expression in C.
         signal.alarm(PROMPT_TIMEOUT_S)
         if question.source not in models:
-            return TokenizeAnswer("load")  # only an earlier child had loaded it
-        answer: TokenizeAnswer = models[question.source].read_body(question)
+            return Prompt("load")  # only an earlier child had loaded it
+        answer: Prompt = models[question.source].read_body(question)
         return answer
     except UnreadablePrompt as error:
-        return TokenizeAnswer(error.reason)
+        return Prompt(error.reason)
     except Exception:  # noqa: BLE001 - malformed requests; the engine reports what is wrong
-        return TokenizeAnswer("malformed")
+        return Prompt("malformed")
     finally:
         signal.alarm(0)
 
 
-def _load_tokenizer(question: TokenizeQuestion, models: dict[str, Any]) -> TokenizeAnswer:
+def _load_tokenizer(question: TokenizeQuestion, models: dict[str, Any]) -> Prompt:
     try:
         models[question.source] = ModelTokenizer(question.source)
     except Exception as error:  # noqa: BLE001 - any error of any library
         if isinstance(error, ModuleNotFoundError) and error.name in TOKENIZE_EXTRA_MODULES:
             missing = f"{error.name} is not installed"
             remedy = "pip install 'ttft-otel[router,tokenize]' or use --tokenize engine"
-            return TokenizeAnswer("load", f"{missing}; {remedy}")
+            return Prompt("load", f"{missing}; {remedy}")
         # Only the first line is reported: errors of the hub have many.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         detail = f"cannot load the tokenizer of {question.source!r}: {lines[0][:300]}"
         remedy = "give its folder with --tokenizer DIR or use --tokenize engine"
-        return TokenizeAnswer("load", f"{detail}; {remedy}")
-    return TokenizeAnswer()
+        return Prompt("load", f"{detail}; {remedy}")
+    return Prompt()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a tokenizer child process and kills it when it hangs; local_reader.py has one per tokenizer.
+"""Runs a tokenizer child process and kills it when it hangs; prompt_reader.py has one per tokenizer.
 
 A process and not a thread, because templates and tokenizers hold the GIL and a template may never end.
 Questions queue here and not in the pipe, so that those of disconnected clients can be dropped. A frame is
@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from array import array
 from collections.abc import Sequence
 from typing import Final
 
@@ -53,25 +54,32 @@ class TokenizeQuestion(msgspec.Struct, array_like=True, frozen=True):
     max_prompt_tokens: int = 0  # the model's limit, 0 if unknown
 
 
-class TokenizeAnswer(msgspec.Struct, array_like=True, frozen=True):
-    """The response to a question."""
+class Prompt(msgspec.Struct, array_like=True, frozen=True):
+    """A prompt as the engine will see it, or why it cannot be read: the response to a question."""
 
     error: str = ""  # one word, "" for success
     detail: str = ""  # for logs, about the model and never of a prompt
-    tokens: int = 0
-    ids: bytes = b""  # an array("I") as bytes
-    blocks: tuple[int, ...] = ()
-    item_tokens: tuple[int, ...] = ()  # placeholder tokens per media item
+    tokens: int = 0  # its length, placeholder tokens of media included
+    ids: bytes = b""  # an array("I") as bytes; empty if the ids of media placeholders are unknown
+    # Keys of the full blocks (policies/block_index.py), as far as ids are known.
+    block_keys: tuple[int, ...] = ()
+    item_tokens: tuple[int, ...] = ()  # placeholder tokens per media item, repeated ones included
     cached_tokens: int = 0  # tokens taken from the cache of tokenizer_child.py
 
+    @property
+    def token_ids(self) -> array[int]:
+        ids = array("I")
+        ids.frombytes(self.ids)
+        return ids
 
-def frame_message(message: TokenizeQuestion | TokenizeAnswer) -> bytes:
+
+def frame_message(message: TokenizeQuestion | Prompt) -> bytes:
     data = msgspec.msgpack.encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
 question_decoder: Final = msgspec.msgpack.Decoder(TokenizeQuestion)
-answer_decoder: Final = msgspec.msgpack.Decoder(TokenizeAnswer)
+answer_decoder: Final = msgspec.msgpack.Decoder(Prompt)
 
 
 class TokenizerWorker:
@@ -90,8 +98,8 @@ class TokenizerWorker:
         self._process: asyncio.subprocess.Process | None = None
         self._read_task: asyncio.Task[None] | None = None
         # First come, first served: dicts keep the order of insertion, and the child that of questions.
-        self._waiting: dict[asyncio.Future[TokenizeAnswer], TokenizeQuestion] = {}
-        self._sent: dict[asyncio.Future[TokenizeAnswer], TokenizeQuestion] = {}
+        self._waiting: dict[asyncio.Future[Prompt], TokenizeQuestion] = {}
+        self._sent: dict[asyncio.Future[Prompt], TokenizeQuestion] = {}
         self._question_bytes = 0  # of both
         self._mean_prompt_s = 0.0
         self._begun_s = 0.0  # event-loop time when the child began with the current question
@@ -108,24 +116,24 @@ class TokenizerWorker:
     def is_loading(self) -> bool:
         return self.load_task is not None and not self.load_task.done() and not self.is_loaded
 
-    async def load_tokenizer(self, source: str) -> TokenizeAnswer:
+    async def load_tokenizer(self, source: str) -> Prompt:
         """Have the child load the tokenizer `source`; the answer says what was wrong."""
         try:
             answer = await self.ask_child(TokenizeQuestion(source))
         except UnreadablePrompt as error:
             detail = f"the tokenizer process of {source!r} failed: {error.reason}"
-            return TokenizeAnswer(error.reason, detail)
+            return Prompt(error.reason, detail)
         if not answer.error:
             self._loaded_child = self._child_count
         return answer
 
-    async def ask_child(self, question: TokenizeQuestion) -> TokenizeAnswer:
+    async def ask_child(self, question: TokenizeQuestion) -> Prompt:
         """Send `question` and return the answer. Raises UnreadablePrompt: busy, stuck, died or closed."""
         if self._is_overloaded(question):
             raise UnreadablePrompt("busy")
         if self._process is None or self._is_closed:
             await self._ensure_started()
-        answer: asyncio.Future[TokenizeAnswer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Prompt] = asyncio.get_running_loop().create_future()
         self._waiting[answer] = question
         self._question_bytes += len(question.body)
         self._send_questions()
