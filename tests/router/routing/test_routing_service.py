@@ -116,6 +116,7 @@ def build_attempt(**fields: Any) -> tuple[PolicyState, Instance, RoutingRequest]
         ("--max-queue-ms", "500", "--routing-logic", "kvaware"),
         ("--trust-priority", "--routing-logic", "ttft"),
         ("--kv-events-endpoint", "http://127.0.0.1:1=tcp://127.0.0.1:2"),
+        ("--kv-events-endpoint", "http://a:1=tcp://a:2", "--routing-logic", "ttft"),
         ("--prefix-index", "kv-events"),
         ("--ttft-model", "calibrated", "--routing-logic", "kvaware"),
         ("--session-key", "user", "--routing-logic", "least_requests"),

@@ -123,7 +123,7 @@ async def test_follows(tmp_path: Path, old: bool) -> None:
             here.remove_instance(here.find_instance("mono", url) or parse_instance_url(url, "mono"))
             source.sync_instances()
             assert count_indexed_blocks(source, url, OTHER_IDS) == 0
-            await wait_until(lambda: len(source.index) == 0)  # type: ignore[arg-type]
+            await wait_until(lambda: len(source.index) == 0)
             assert source.describe_instances() == {}
 
 
@@ -222,36 +222,32 @@ async def test_reports_instead(tmp_path: Path) -> None:
             assert count_indexed_blocks(source, url, OTHER_IDS) == 0
 
 
-async def test_reports_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that comes back without events is known by what it is sent from then on."""
-    monkeypatch.setattr(kv_events_source, "REFRESH_INTERVAL_S", 0.05)
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_reports_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_away: bool
+) -> None:
+    """An engine without events, or whose publisher is away, is known by what it is sent from then on.
 
-    async with run_followed_publisher(tmp_path) as (publisher, url, source):
-        publisher.status = 404
-        await wait_until(lambda: source.describe_instances()[url]["source"] == "history")
-        assert count_indexed_blocks(source, url, PROMPT_IDS) == 0
-        source.index.record_served(url, compute_block_keys(OTHER_IDS, BLOCK_TOKENS))
-        assert count_indexed_blocks(source, url, OTHER_IDS) == 3
-        publisher.status = 200
-        await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 5)
-        assert count_indexed_blocks(source, url, OTHER_IDS) == 0
-
-
-async def test_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A publisher that stays away counts no more; when it is back, all that it has is known again."""
+    When it publishes again, all that it has is known again.
+    """
     monkeypatch.setattr(kv_events_source, "REFRESH_INTERVAL_S", 0.05)
     monkeypatch.setattr(kv_events_source, "RECONNECT_DELAY_S", 0.05)
     monkeypatch.setattr(kv_events_source, "MAX_SILENCE_S", 0.2)
 
     async with run_followed_publisher(tmp_path) as (publisher, url, source):
-        await publisher.close()
+        if is_away:
+            await publisher.close()
+        else:
+            publisher.status = 404
         await wait_until(lambda: source.describe_instances()[url]["source"] == "history")
         assert count_indexed_blocks(source, url, PROMPT_IDS) == 0
-        await wait_until(lambda: len(source.index) == 0)  # type: ignore[arg-type]
+        await wait_until(lambda: len(source.index) == 0)
         source.index.record_served(url, compute_block_keys(OTHER_IDS, BLOCK_TOKENS))
         assert count_indexed_blocks(source, url, OTHER_IDS) == 3
+        publisher.status = 200
         context = zmq.asyncio.Context()
-        publisher.bind_sockets(context)
+        if is_away:
+            publisher.bind_sockets(context)
         await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 5)
         assert count_indexed_blocks(source, url, OTHER_IDS) == 0
         await publisher.close()
@@ -320,12 +316,6 @@ def test_told() -> None:
         with pytest.raises(ValueError):
             parse_announced(wrong, "http://a:1")
     assert resolve_address("tcp://0.0.0.0:1", "b") == "tcp://b:1"
-
-
-def test_needs() -> None:
-    """A flag of one source with another one is refused."""
-    with pytest.raises(ValueError, match="--prefix-index kv-events"):
-        prefixes.build_source("history", kv_endpoints=["http://a:1=tcp://*:5557"])
 
 
 def test_without_zmq(monkeypatch: pytest.MonkeyPatch) -> None:

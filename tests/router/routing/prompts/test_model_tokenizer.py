@@ -278,25 +278,16 @@ def test_chat(read_prompt: PromptReading, plain_tokenizer: small_tokenizer.Plain
     assert told.block_keys == compute_block_keys(told.token_ids.tolist(), 4)
 
 
-COMPLETION_CASES: list[tuple[dict[str, Any], Callable[[list[int]], list[int]]]] = [
-    ({}, lambda found: found),
-    ({"add_special_tokens": False}, lambda found: found[1:]),
-]
-
-
-@pytest.mark.parametrize(("body", "wanted"), COMPLETION_CASES)
+@pytest.mark.parametrize(("body", "cut"), [({}, 0), ({"add_special_tokens": False}, 1)])
 def test_completion(
-    read_prompt: PromptReading,
-    folder: str,
-    body: dict[str, Any],
-    wanted: Callable[[list[int]], list[int]],
+    read_prompt: PromptReading, folder: str, body: dict[str, Any], cut: int
 ) -> None:
     """A completion's prompt has special tokens as the request says."""
     text = "the quick brown fox " * 40
     whole = small_tokenizer.PlainTokenizer(folder)(text, True)["input_ids"]
 
     assert whole[0] == 0
-    assert read_prompt("completion", prompt=text, **body).token_ids.tolist() == wanted(whole)
+    assert read_prompt("completion", prompt=text, **body).token_ids.tolist() == whole[cut:]
 
 
 def test_several(read_prompt: PromptReading) -> None:
@@ -467,7 +458,9 @@ def test_foreign_code(tokenizer_child: small_tokenizer.TokenizerChild, tmp_path:
     told = tokenizer_child.read_prompt(str(tmp_path))
 
     assert told.error == "load"
-    assert "--tokenize engine" in told.detail
+    assert "--tokenize engine" in told.detail and "\n" not in told.detail
+    unread = tokenizer_child.read_prompt(str(tmp_path), "completion", prompt="a")
+    assert unread.error == "load"
 
 
 def test_own(tokenizer_child: small_tokenizer.TokenizerChild, tmp_path: Path) -> None:
@@ -489,14 +482,3 @@ def test_random_messages(read_prompt: PromptReading) -> None:
 
         assert read_prompt("chat", **body).error in ("malformed", "refused", "unsupported")
     assert read_prompt("chat", messages=HELLO).ids == wanted.ids
-
-
-@pytest.mark.parametrize("source", ["/nowhere/at/all", "."])
-def test_no_tokenizer(tokenizer_child: small_tokenizer.TokenizerChild, source: str) -> None:
-    """What cannot be loaded is said in one line, with the remedy, and asks no network."""
-    told = tokenizer_child.read_prompt(source)
-
-    assert told.error == "load"
-    assert "--tokenizer DIR" in told.detail
-    assert "\n" not in told.detail
-    assert tokenizer_child.read_prompt(source, "completion", prompt="a").error == "load"

@@ -40,7 +40,22 @@ from ttft_otel.router.upstream.query_client import QueryClient
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 HELLO_BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hello"}]}).encode()
-BROKEN_CHILDREN = {"died": "pass", "stuck": "import time; time.sleep(60)"}
+STUCK_CHILD_CODE = "import time; time.sleep(60)"
+GARBAGE_CHILD_CODE = (
+    """
+import sys
+said = b'{}'
+sys.stdout.buffer.write(len(said).to_bytes(4, 'big') + said); sys.stdout.flush()
+"""
+    + STUCK_CHILD_CODE
+)
+BROKEN_CHILDREN = [
+    ("pass", "died"),
+    (STUCK_CHILD_CODE, "stuck"),
+    # These do not speak our frames.
+    (GARBAGE_CHILD_CODE.format("x"), "died"),
+    (GARBAGE_CHILD_CODE.format("\\x92\\1"), "died"),
+]
 ABSENT_URL = "http://127.0.0.1:9"
 SECRET_BODIES = [
     HELLO_BODY.replace(b"Hello", b"s3cret"),
@@ -48,7 +63,6 @@ SECRET_BODIES = [
     b"s3cret",
     b'{"messages": [{"role": "user", "content": ["s3cret", 1]}]}',
 ]
-GARBAGE_ANSWERS = ("x", "\\x92\\1")
 
 
 def build_fleet(*urls: str, root: str = "", leg: str = "mono", **card: Any) -> InstancePool:
@@ -68,6 +82,13 @@ async def wait_for_prompt(
         if prompt is not None:
             return prompt
         assert not read.counts["failed-load"]
+        await asyncio.sleep(0.05)
+
+
+async def wait_for_failed_load(read: LocalPromptReader) -> None:
+    """Ask for a prompt until its tokenizer could not be loaded."""
+    while not read.counts["failed-load"]:
+        assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
         await asyncio.sleep(0.05)
 
 
@@ -192,21 +213,18 @@ async def test_path(path: str, size: int) -> None:
 @pytest.mark.usefixtures("light_transformers")
 async def test_no_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
     """A model that cannot be loaded is said once, with the remedy, and tried again after a pause."""
-    with caplog.at_level(logging.WARNING):
-        async with run_reader(None, "local", build_fleet(root="/nowhere/model")) as read:
-            while not read.counts["failed-load"]:
-                assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
-                await asyncio.sleep(0.05)
-            (worker,) = read._workers.values()
-            task = worker.load_task
-            for _ in range(3):
-                assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
+    async with run_reader(None, "local", build_fleet(root="/nowhere/model")) as read:
+        await wait_for_failed_load(read)
+        (worker,) = read._workers.values()
+        task = worker.load_task
+        for _ in range(3):
+            assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
 
-            assert worker.load_task is task
-            worker.retry_at_s = 0.0
-            await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
-            assert worker.load_task is not task
-            await worker.load_task
+        assert worker.load_task is task
+        worker.retry_at_s = 0.0
+        await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
+        assert worker.load_task is not task
+        await worker.load_task
     (line,) = [
         each.getMessage() for each in caplog.records if "routed without" in each.getMessage()
     ]
@@ -249,17 +267,16 @@ async def test_ids_need_no_tokenizer(folder: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("module", ["jinja2", "transformers"])
-async def test_missing(module: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_missing(
+    module: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a module of the extra `tokenize` the log says what to install, and the router goes on."""
     (tmp_path / f"{module}.py").write_text(f"raise ModuleNotFoundError('no', name='{module}')")
 
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
-        checkout = LIGHT_TRANSFORMERS.parents[2]
-        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, checkout))))
-        async with run_reader(None, "local", build_fleet(root="/m")) as read:
-            while not read.counts["failed-load"]:
-                assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
-                await asyncio.sleep(0.05)
+    checkout = LIGHT_TRANSFORMERS.parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, checkout))))
+    async with run_reader(None, "local", build_fleet(root="/m")) as read:
+        await wait_for_failed_load(read)
     remedy = "pip install 'ttft-otel[router,tokenize]' or use --tokenize engine"
     assert f"{module} is not installed; {remedy}" in caplog.text
 
@@ -294,41 +311,24 @@ async def test_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             os.kill(pid, 0)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("died", "died"), ("stuck", "stuck")])
-async def test_broken(name: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child that dies or hangs fails those who wait for it, and is not there any more."""
+def start_child(code: str) -> TokenizerWorker:
+    """A worker whose child runs this code."""
+    return TokenizerWorker([sys.executable, "-c", code])
+
+
+@pytest.mark.parametrize(("code", "reason"), BROKEN_CHILDREN)
+async def test_broken(code: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that dies, hangs or talks nonsense fails those who wait for it, and is not there any more."""
     # A child that dies may take long to start on a busy machine.
     monkeypatch.setattr(tokenizer_worker, "LOAD_TIMEOUT_S", 0.3 if reason == "stuck" else 30.0)
-    found = TokenizerWorker([sys.executable, "-c", BROKEN_CHILDREN[name]])
+    found = start_child(code)
 
     try:
-        with pytest.raises(UnreadablePrompt, match=reason):
-            await found.ask_child(TokenizeQuestion("m"))
-        with pytest.raises(UnreadablePrompt, match="died"):  # at once: no child a millisecond
-            await found.ask_child(TokenizeQuestion("m"))
+        for expected in (reason, "died"):  # the latter at once: no child a millisecond
+            with pytest.raises(UnreadablePrompt, match=expected):
+                await found.ask_child(TokenizeQuestion("m"))
     finally:
         await found.close()
-
-
-@pytest.mark.parametrize("said", GARBAGE_ANSWERS)
-async def test_garbage(said: str) -> None:
-    """A child that does not speak our frames is killed, and whoever waits is told."""
-    found = TokenizerWorker(
-        [
-            sys.executable,
-            "-c",
-            f"""
-import sys, time
-said = b'{said}'
-sys.stdout.buffer.write(len(said).to_bytes(4, 'big') + said); sys.stdout.flush()
-time.sleep(60)
-""",
-        ]
-    )
-
-    with pytest.raises(UnreadablePrompt, match="died"):
-        await found.ask_child(TokenizeQuestion("m"))
-    await found.close()
 
 
 @pytest.mark.usefixtures("light_transformers")
@@ -351,7 +351,7 @@ async def test_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more wait than may, in number or in bytes; whoever waits at the end is told."""
     monkeypatch.setattr(tokenizer_worker, "MAX_QUESTIONS", 2)
     monkeypatch.setattr(tokenizer_worker, "MAX_QUESTION_BYTES", 100)
-    found = TokenizerWorker([sys.executable, "-c", BROKEN_CHILDREN["stuck"]])
+    found = start_child(STUCK_CHILD_CODE)
 
     one = asyncio.create_task(found.ask_child(TokenizeQuestion("m", "chat", b"x" * 60)))
     await asyncio.sleep(0.3)
@@ -534,6 +534,7 @@ async def test_differs(folder: str, same: bool, caplog: pytest.LogCaptureFixture
     assert ("--tokenize engine" in caplog.text) is not same
 
 
+# It works at a prompt for as many seconds as its body says.
 SLOW_CHILD_CODE = """
 import sys, time
 from ttft_otel.router.routing.prompts.tokenizer_worker import (
@@ -545,11 +546,6 @@ while len(head := sys.stdin.buffer.read(LENGTH_BYTES)) == LENGTH_BYTES:
     sys.stdout.buffer.write(frame_message(Prompt()))
     sys.stdout.buffer.flush()
 """
-
-
-def start_slow_worker() -> TokenizerWorker:
-    """A child that works at a prompt for as many seconds as its body says."""
-    return TokenizerWorker([sys.executable, "-c", SLOW_CHILD_CODE])
 
 
 async def classify_outcome(worker: TokenizerWorker, seconds: str) -> str:
@@ -567,7 +563,7 @@ async def classify_outcome(worker: TokenizerWorker, seconds: str) -> str:
 
 async def test_overload() -> None:
     """With five times what a child can do, it answers as many as it can, and the others at once."""
-    worker = start_slow_worker()
+    worker = start_child(SLOW_CHILD_CODE)
 
     await worker.ask_child(TokenizeQuestion("m"))
     tasks, begun = [], time.monotonic()
@@ -587,7 +583,7 @@ async def test_overload() -> None:
 
 async def test_left() -> None:
     """A child works for nobody who has left: the next one waits for what it is at, no longer."""
-    worker = start_slow_worker()
+    worker = start_child(SLOW_CHILD_CODE)
 
     await worker.ask_child(TokenizeQuestion("m"))
     many = [asyncio.create_task(classify_outcome(worker, "0.3")) for _ in range(30)]
@@ -603,7 +599,7 @@ async def test_left() -> None:
 
 async def test_late() -> None:
     """While a child is at a prompt that nobody waits for any more, others are told so at once."""
-    worker = start_slow_worker()
+    worker = start_child(SLOW_CHILD_CODE)
 
     await worker.ask_child(TokenizeQuestion("m"))
     assert await classify_outcome(worker, "1.8") == "late"
@@ -620,10 +616,9 @@ async def test_many(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
     """That a model has no tokenizer because others have is said, once."""
     monkeypatch.setattr(prompt_reader, "MAX_TOKENIZERS", 0)
 
-    with caplog.at_level(logging.WARNING):
-        found = LocalPromptReader(None, build_fleet(root="/m"))
-        for source in ("/m", "/n", "/m"):
-            assert found.ensure_loaded(source) is None
+    found = LocalPromptReader(None, build_fleet(root="/m"))
+    for source in ("/m", "/n", "/m"):
+        assert found.ensure_loaded(source) is None
     assert caplog.text.count("tokenizers are wanted") == 1
     assert "--tokenizer" in caplog.text
 
