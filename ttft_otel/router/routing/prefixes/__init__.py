@@ -31,12 +31,9 @@ def build_source(
         kind: value of --prefix-index.
         block_size: tokens per block until an engine reports its own.
         history_blocks: blocks remembered for each instance that reports nothing.
-        kv_endpoints: values of --kv-events-endpoint.
+        kv_endpoints: values of --kv-events-endpoint, for kv-events only.
     """
     if kind == "history":
-        # A flag that does nothing would look like a working set-up.
-        if kv_endpoints:
-            raise ValueError("--kv-events-endpoint needs --prefix-index kv-events.")
         return PrefixSource(SentHistory(block_size, history_blocks))
     # Imported here, because a router without KV events needs no ZMQ.
     from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
