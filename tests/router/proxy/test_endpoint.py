@@ -7,11 +7,10 @@ import asyncio
 import json
 import time
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
-from router import fake_instances
+from router import fake_instances, raw_http
 from router.fake_instances import (
     STREAM_EVENTS,
     TRACEPARENT,
@@ -115,17 +114,9 @@ async def test_request_id_is_kept_or_made() -> None:
 
 async def post_over_http_10(router: fake_instances.RunningRouter) -> None:
     """Post a chat with HTTP/1.0 and read what comes; the connection ends with the task."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(router.url).port)
-    try:
-        body = json.dumps(fake_instances.build_chat()).encode()
-        head = (
-            "POST /v1/chat/completions HTTP/1.0\r\nhost: localhost\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
-        writer.write(head.encode() + body)
-        await reader.read()
-    finally:
-        writer.close()
+    body = json.dumps(fake_instances.build_chat()).encode()
+    data = raw_http.encode_request(body=body).replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+    await raw_http.send_bytes(router.url, data, timeout_s=90)
 
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"])

@@ -277,14 +277,12 @@ class PrefillDecodeFlow:
         if (
             not job.unfetched_kv_params
             or response.status not in failures.UNAVAILABLE_STATUSES
-            or not self._can_try_another(request, attempts)
+            or not self.upstream.take_refused_retry(request, attempts)
         ):
             return response
         response.close()
-        attempts[-1].record_lost()
         # Before the next one is chosen, by the load that each decode instance has.
         self.upstream.pool.record_ended(attempts[-1])
-        self.upstream.retry_counts[DECODE] = self.upstream.retry_counts.get(DECODE, 0) + 1
         # At once: the prefill instance needs the memory for other requests.
         self._start_release(job.unfetched_kv_params, request.headers)
         job.unfetched_kv_params = None
@@ -296,16 +294,6 @@ class PrefillDecodeFlow:
             request, body=body, single_use=False, media_encoded=job.request.media_encoded
         )
         return await self.upstream.send_request(request, job.exchange.trace_context, attempts)
-
-    def _can_try_another(self, request: types.RoutingRequest, attempts: list[Attempt]) -> bool:
-        if sum(each.is_lost for each in attempts) >= self.upstream.max_retries:
-            return False
-        candidates = self.upstream.pool.get_candidates(DECODE, request.model)
-        # The budget is asked last, since asking spends a retry.
-        return (
-            any(each is not attempts[-1].instance for each in candidates)
-            and self.upstream.retry_budget.try_spend()
-        )
 
     async def _relay_spliced(
         self,

@@ -170,12 +170,16 @@ class UpstreamClient:
         attempt = attempts[-1]
         if attempt.status in failures.UNAVAILABLE_STATUSES:  # any other may be the client's fault
             self.pool.record_failure(attempt.instance, f"it responded with status {attempt.status}")
-        if request.single_use:
-            return ()
+        return () if request.single_use else self.take_refused_retry(request, attempts)
+
+    def take_refused_retry(
+        self, request: types.RoutingRequest, attempts: list[Attempt]
+    ) -> tuple[types.Instance, ...]:
+        """Give up the last attempt, which was refused, if there are candidates for a retry; () for none."""
         candidates = _exclude_tried(self.pool.get_candidates(request.leg, request.model), attempts)
         candidates = self._take_retry(request, candidates, attempts, self.max_retries)
         if candidates:
-            attempt.record_lost()  # otherwise it is the client's answer
+            attempts[-1].record_lost()  # otherwise it is the client's answer
         return candidates
 
     def _take_retry(
