@@ -157,13 +157,6 @@ class AdmissionGate:
             message = f"The request has more than {max_items} different media items."
             raise RequestRejected(400, message, reason="items")
 
-    def lists_model(self, leg: str, model: str) -> bool:
-        """Whether an instance of `leg` lists `model`."""
-        for instance in self.upstream.pool.get(leg):
-            if instance.models is not None and model in instance.models:
-                return True
-        return False
-
     async def check_model(self, parsed_body: RequestBody, leg: str, authorization: str) -> None:
         """Raise RequestRejected if `leg` does not have the model of the body.
 

@@ -217,7 +217,7 @@ class ProxyEndpoint:
         if exchange.operation:
             authorization = client_headers.forwarded.get("authorization", "")
             await self.admission.check_model(parsed_body, self.answering_leg, authorization)
-        if self.admission.lists_model(self.answering_leg, parsed_body.model):
+        if self.upstream.pool.lists_model(self.answering_leg, parsed_body.model):
             exchange.record_model_listed()
         request = self._build_routing_request(scope, client_headers, parsed_body, exchange)
         leg_plan = None

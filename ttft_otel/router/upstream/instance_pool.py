@@ -122,7 +122,7 @@ class InstancePool:
 
     def _find_candidates(self, leg: str, model: str) -> tuple[Instance, ...]:
         instances = self.get(leg)
-        if model and not any(model in (instance.models or ()) for instance in instances):
+        if model and not self.lists_model(leg, model):
             return self.get_candidates(leg)  # not cached: clients can send any number of names
         reachable = [
             instance
@@ -140,6 +140,13 @@ class InstancePool:
 
     def __len__(self) -> int:
         return sum(map(len, self._instances_by_leg.values()))
+
+    def lists_model(self, leg: str, model: str) -> bool:
+        """Whether an instance of `leg` lists `model`."""
+        for instance in self.get(leg):
+            if instance.models is not None and model in instance.models:
+                return True
+        return False
 
     def knows_model(self, leg: str, model: str) -> bool:
         """Whether an instance of `leg` lists `model`, or the models of one are not known yet."""
