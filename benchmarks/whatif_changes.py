@@ -19,7 +19,7 @@ from lab import session_processes
 from lab.local_servers import LocalServer, run_servers
 from ttft_otel.explain.whatif import what_if
 from ttft_otel.explain.whatif.planned_change import PlannedChange
-from ttft_otel.explain.whatif.what_if_figures import TTFT
+from ttft_otel.explain.whatif.what_if import TTFT
 from ttft_otel.model.statistics import compute_quantiles
 
 BUSY_RATE: Final = 1.8  # times as many requests, for two instances
@@ -67,7 +67,8 @@ class Outcome:
 
 def predict(name: str, window: RecordedRun, change: PlannedChange) -> Outcome:
     """The prediction of one change; the reason of a refusal ends the benchmark."""
-    answer = what_if.predict_change(window.recording, change, PlannedChange())
+    fleet = what_if.learn_fleet(window.recording, PlannedChange())
+    answer = what_if.predict_fleet(fleet, change)
     figures, tokens = answer.figures[TTFT][:2], answer.token_time[::2]
     return Outcome(
         name,

@@ -23,7 +23,7 @@ from benchmarks.figures import Figure, build_figure, build_figure_parser, report
 from ttft_otel.explain.whatif import what_if
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import EngineVisit, Recording, ReplayRequest
-from ttft_otel.explain.whatif.what_if_figures import QUANTILES, TTFT
+from ttft_otel.explain.whatif.what_if import QUANTILES, TTFT
 from ttft_otel.explain.whatif.what_if_text import describe_change
 from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.model.names import keys
@@ -220,7 +220,8 @@ def judge_window(name: str, window: ChangedWindow, seed: int, repetitions: int) 
         judged = Judged(f"{name}, {told or 'unchanged'}")
         found.append(judged)
         try:
-            answer = what_if.predict_change(recording, change, PlannedChange(), repetitions)
+            fleet = what_if.learn_fleet(recording, PlannedChange())
+            answer = what_if.predict_fleet(fleet, change, repetitions)
         except CannotTellError as error:
             judged.refusal = str(error)
             continue

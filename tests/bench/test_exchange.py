@@ -26,11 +26,12 @@ from ttft_otel.bench.http_exchange import (
     SO_TIMESTAMPNS,
     TIMESPEC,
     BenchTarget,
+    RawResponse,
     TimestampedSocket,
     keep_timestamps_enabled,
     perform_exchange,
 )
-from ttft_otel.bench.load_driver import StreamContent, decode_events
+from ttft_otel.bench.load_driver import RequestResult, decode_events
 from ttft_otel.bench.load_plan import LoadPlan
 from ttft_otel.bench.request_factory import (
     PNG_SIGNATURE,
@@ -99,7 +100,7 @@ def test_stalled(url: str, tls_files: tuple[Path, Path], monkeypatch: pytest.Mon
         await reader.read()  # the end of a connection would count as the last byte's
         writer.close()
 
-    async def request_answer() -> http_exchange.RawResponse:
+    async def request_answer() -> RawResponse:
         tls = None
         if url.startswith("https"):
             tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -147,15 +148,15 @@ def encode_stream(line_end: str) -> bytes:
     ).encode()
 
 
-def parse_pieces(pieces: list[bytes]) -> StreamContent:
+def parse_pieces(pieces: list[bytes]) -> RequestResult:
     """The story of pieces that came at 0, 1, 2 ..."""
-    content = StreamContent()
+    content = RequestResult("r", "", RawResponse(0))
     for at, event in decode_events(list(enumerate(pieces))):
         content.record_event(at, event)
     return content
 
 
-def parse_events(*events: Any) -> StreamContent:
+def parse_events(*events: Any) -> RequestResult:
     """The story of events, one a piece."""
     return parse_pieces([b"data: " + json.dumps(event).encode() + b"\n\n" for event in events])
 
@@ -217,7 +218,7 @@ def test_token(choice: dict[str, Any], tokens: int) -> None:
 )
 def test_refused(body: bytes, says: str) -> None:
     """What a refusal says is found in the forms of servers and proxies, and is never long."""
-    content = StreamContent()
+    content = RequestResult("r", "", RawResponse(0))
     content.record_refusal(body)
 
     assert content.server_message == says

@@ -24,7 +24,7 @@ from tests.explain.scheduler_truth import (
 from tests.explain.stored_records import build_served_record, build_spans, store_spans
 from ttft_otel.bench import load_plan
 from ttft_otel.bench.http_exchange import RawResponse
-from ttft_otel.bench.load_driver import LoadRun, RequestResult, StreamContent
+from ttft_otel.bench.load_driver import LoadRun, RequestResult
 from ttft_otel.bench.request_factory import BenchRequest
 from ttft_otel.commands import bench as bench_command
 from ttft_otel.explain.whatif.engine_model import EngineLimits
@@ -70,11 +70,11 @@ class KnownEngine:
                     record.request_id,
                     record.trace_id,
                     RawResponse(sent_ns, sent_ns=sent_ns, end_ns=end_ns, status=200),
-                    StreamContent(
-                        [sent_ns + 1000 * ttft_us, end_ns], arrival.tokens, 0, arrival.answer
-                    ),
                     ServerTiming(lengths, 0, ttft_us),
-                    "",
+                    token_times_ns=[sent_ns + 1000 * ttft_us, end_ns],
+                    prompt_tokens=arrival.tokens,
+                    cached_tokens=0,
+                    completion_tokens=arrival.answer,
                 )
             )
         settings = {

@@ -19,7 +19,6 @@ from ttft_otel.bench.http_exchange import BenchTarget, RawResponse
 from ttft_otel.bench.load_driver import (
     LoadRun,
     RequestResult,
-    StreamContent,
     classify_failure,
 )
 from ttft_otel.bench.load_plan import LoadPlan
@@ -40,9 +39,6 @@ def build_result(
     """A request sent at place x 10 ms, its tokens so many ms later, its end 1 ms after the last."""
     sent_ns = index * 10 * NS_PER_MS
     token_times_ns = [sent_ns + int(each * NS_PER_MS) for each in token_offsets_ms]
-    content = StreamContent(
-        token_times_ns=token_times_ns, prompt_tokens=8, completion_tokens=len(token_times_ns)
-    )
     response = RawResponse(
         sent_ns,
         sent_ns=sent_ns,
@@ -52,7 +48,12 @@ def build_result(
     )
     parts_us = {name: int(value * 1000) for name, value in (parts or {}).items()}
     breakdown = ServerTiming(parts_us, 0, sum(parts_us.values())) if parts else None
-    return RequestResult(f"r{index}", f"{index:032x}", response, content, breakdown, "")
+    return RequestResult(
+        *(f"r{index}", f"{index:032x}", response, breakdown),
+        token_times_ns=token_times_ns,
+        prompt_tokens=8,
+        completion_tokens=len(token_times_ns),
+    )
 
 
 UNUSED_TARGET = BenchTarget.parse_url("http://127.0.0.1:1")
@@ -232,8 +233,6 @@ def test_stall() -> None:
 )
 def test_what_counts_as_failed(change: dict[str, Any], kind: str) -> None:
     """Only a complete answer with a token is measured."""
-    result = build_result(0, [10, 20])
-    content = dataclasses.replace(result.content, is_finished=True)
-    content = dataclasses.replace(content, **change)
+    result = dataclasses.replace(build_result(0, [10, 20]), is_finished=True)
 
-    assert classify_failure(result.response, content) == kind
+    assert classify_failure(dataclasses.replace(result, **change)) == kind

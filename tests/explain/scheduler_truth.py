@@ -19,8 +19,7 @@ from ttft_otel.explain.whatif import what_if
 from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import EngineVisit, Recording, ReplayRequest
-from ttft_otel.explain.whatif.what_if import Fleet
-from ttft_otel.explain.whatif.what_if_figures import TTFT
+from ttft_otel.explain.whatif.what_if import TTFT, Fleet
 from ttft_otel.model.names import keys
 
 BASE_US, TOKEN_US, GAP_US = 4_000, 25, 300  # of a step: always, for each token, and after it

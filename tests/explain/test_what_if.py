@@ -42,12 +42,11 @@ from tests.explain.stored_records import (
 from ttft_otel.explain.explain import window_answer
 from ttft_otel.explain.whatif import plan_search, what_if, what_if_text, window_check
 from ttft_otel.explain.whatif.engine_model import EngineLimits, Step
-from ttft_otel.explain.whatif.plan_search import FoundPlan
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import Recording, ReplayRequest
 from ttft_otel.explain.whatif.step_fit import StepSamples, fit_steps
 from ttft_otel.explain.whatif.step_work import WORK
-from ttft_otel.explain.whatif.what_if_figures import TTFT
+from ttft_otel.explain.whatif.what_if import TTFT, Prediction
 from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.model.names import keys
 
@@ -364,7 +363,7 @@ def test_lead_of_chunks() -> None:
 ARRIVALS = draw_arrivals(34, 120, 30_000, (5, 25))
 
 
-def search(targets: str, devices: int = 1, tells_answers: bool = True) -> FoundPlan:
+def search(targets: str, devices: int = 1, tells_answers: bool = True) -> Prediction:
     """The plan for the window of so many instances, each replayed 3 times."""
     learned = learn(ARRIVALS, SMALL, tells_answers, (LINEAR,) * devices)
     calls: list[int] = []
@@ -385,7 +384,7 @@ def test_plan() -> None:
     (before,) = find_truth(ARRIVALS, SMALL, shares=(0.95,))
     target_ms = before / 1000 / 2
     found = search(f"ttft_p95={target_ms}")
-    change = found.answer.change
+    change = found.change
     assert change.instances == 0 and change.max_num_seqs > SMALL.max_num_seqs
     assert found.held == 3
     limits = replace(
@@ -402,7 +401,7 @@ def test_plan() -> None:
 def test_fewer_instances() -> None:
     """Where two hold it easily, one with other settings does, too."""
     found = search("ttft_p95=200,tpot_p99=100", devices=2)
-    assert found.answer.change.instances == -1
+    assert found.change.instances == -1
 
 
 def test_nothing_holds() -> None:

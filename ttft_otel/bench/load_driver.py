@@ -49,19 +49,30 @@ MAX_ERROR_CHARS = 300  # characters of an error message that are kept
 
 @dataclass(slots=True)
 class RequestResult:
-    """One request: its response, and what that says."""
+    """One request: its response, and what that says.
+
+    Numbers of tokens are the server's, None when it did not send them.
+    """
 
     request_id: str
     trace_id: str
     response: RawResponse
-    content: StreamContent
-    timing: timing.ServerTiming | None  #: the server's breakdown, if it sent one
-    error: str  #: "" when it succeeded, else the kind of failure
+    timing: timing.ServerTiming | None = None  #: the server's breakdown, if it sent one
+    error: str = ""  #: "" when it succeeded, else the kind of failure
+    #: Arrival of each event with a token; an event may hold several tokens.
+    token_times_ns: list[int] = field(default_factory=list)
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    text_parts: list[str] = field(default_factory=list)
+    stream_error: str = ""  #: kind of error
+    server_message: str = ""  #: the server's error message
+    is_finished: bool = False  #: whether it was complete
 
     @property
     def ttft_ms(self) -> float:
         """From the write to the event with the first token."""
-        return (self.content.token_times_ns[0] - self.response.sent_ns) / 1e6
+        return (self.token_times_ns[0] - self.response.sent_ns) / 1e6
 
     @property
     def latency_ms(self) -> float:
@@ -71,16 +82,66 @@ class RequestResult:
     @property
     def output_tokens(self) -> int:
         """As the server counts them, else its events with tokens."""
-        counted = self.content.completion_tokens
-        return len(self.content.token_times_ns) if counted is None else counted
+        counted = self.completion_tokens
+        return len(self.token_times_ns) if counted is None else counted
 
     @property
     def tpot_ms(self) -> float | None:
         """Time per token after the first; None for a single one."""
-        times_ns = self.content.token_times_ns
+        times_ns = self.token_times_ns
         # By tokens, not by events: a server may send several tokens in one event.
         later = self.output_tokens - 1
         return (times_ns[-1] - times_ns[0]) / 1e6 / later if later > 0 else None
+
+    def record_refusal(self, body: bytes) -> None:
+        """Take the error message from the `body` of a response with a status other than 200."""
+        try:
+            self.server_message = _extract_message(json.loads(body))
+        except ValueError:
+            self.server_message = _sanitize_text(body.decode("utf-8", "replace"))
+
+    def record_event(self, received_ns: int, event: bytes) -> None:
+        """Take what the data of an event says that was complete at `received_ns`."""
+        data = event.decode("utf-8", "replace")
+        if data == DONE_MARKER:
+            self.is_finished = True
+            return
+        try:
+            payload = json.loads(data)
+        # The stream is read on: later tokens still have their times.
+        except (ValueError, RecursionError):
+            self.stream_error = self.stream_error or "no JSON in the stream"
+            return
+        # Valid JSON, but of no API: neither a token nor an error.
+        if not isinstance(payload, dict):
+            return
+        if payload.get("error"):
+            self.stream_error = "error in the stream"
+            self.server_message = self.server_message or _extract_message(payload)
+        # vLLM's last event has usage and no choices.
+        self._record_usage(_coerce_object(payload.get("usage")))
+        listed = payload.get("choices")
+        choices = [_coerce_object(each) for each in listed] if isinstance(listed, list) else []
+        for choice in choices:
+            delta = _coerce_object(choice.get("delta"))
+            self.text_parts.append(str(choice.get("text") or delta.get("content") or ""))
+        ends = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
+        # HTTP has answered 200 by then: only the finish reason tells it.
+        if any(end in SERVER_ENDS for end in ends):
+            self.stream_error = self.stream_error or "ended by the server"
+        self.is_finished = self.is_finished or bool(ends)
+        # An event with only a finish reason counts as a token if none came before: the only token of
+        # the answer then has an empty text.
+        if any(map(_has_token, choices)) or (ends and not self.token_times_ns):
+            self.token_times_ns.append(received_ns)
+
+    def _record_usage(self, usage: dict[str, Any]) -> None:
+        details = _coerce_object(usage.get("prompt_tokens_details"))
+        counts = {**usage, "cached_tokens": details.get("cached_tokens")}
+        for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
+            # type() and not isinstance(): true is an int to Python.
+            if type(counts.get(name)) is int and counts[name] >= 0:
+                setattr(self, name, counts[name])
 
 
 @dataclass(slots=True)
@@ -119,7 +180,7 @@ class LoadRun:
             end_ns = result.response.end_ns
             if request.next_turn is None:
                 return end_ns
-            answer = "".join(result.content.text_parts)
+            answer = "".join(result.text_parts)
             request = request.next_turn(None if result.error else answer)
             due_ns = end_ns + int(request.wait_s * 1e9)
             await sleep_until(due_ns - CONNECT_LEAD_NS)
@@ -141,10 +202,11 @@ class LoadRun:
         response = self.in_flight[request_id] = RawResponse(due_ns)
         await perform_exchange(self.target, message, due_ns, self.timeout_s, response)
         del self.in_flight[request_id]  # not of a cancelled one: it stays unanswered
-        content = await _parse_response(response)
-        breakdown = timing.parse_server_timing(response.headers.get(header_names.SERVER_TIMING, ""))
-        error = classify_failure(response, content)
-        result = RequestResult(request_id, trace_id, response, content, breakdown, error)
+        reported = response.headers.get(header_names.SERVER_TIMING, "")
+        breakdown = timing.parse_server_timing(reported)
+        result = RequestResult(request_id, trace_id, response, breakdown)
+        await _parse_response(result)
+        result.error = classify_failure(result)
         self.results.append(result)
         return result
 
@@ -211,99 +273,34 @@ async def _hold_tasks() -> AsyncIterator[set[asyncio.Task[Any]]]:
         await asyncio.gather(*pending, return_exceptions=True)
 
 
-async def _parse_response(response: RawResponse) -> StreamContent:
+async def _parse_response(result: RequestResult) -> None:
     """Parse an answer's pieces, a slice at a time."""
-    content = StreamContent()
+    response = result.response
     # A refusal is one JSON object and no stream.
     if response.status != HTTP_OK:
-        content.record_refusal(b"".join(piece for _, piece in response.pieces))
+        result.record_refusal(b"".join(piece for _, piece in response.pieces))
     for place, (received_ns, event) in enumerate(decode_events(response.pieces), 1):
         if place % MAX_EVENTS_PER_TURN == 0:
             await asyncio.sleep(0)  # let the event loop read other responses
-        content.record_event(received_ns, event)
+        result.record_event(received_ns, event)
     response.pieces.clear()  # parsed; a long run would keep all bodies in memory
-    return content
 
 
-def classify_failure(response: RawResponse, content: StreamContent) -> str:
+def classify_failure(result: RequestResult) -> str:
     """The kind of a failure; "" for a success."""
+    response = result.response
     # How the exchange ended comes first: a body that was cut off explains nothing.
     if response.error:
         return response.error
     # Before the status, so that these are told apart from other 400s.
-    if any(word in content.server_message for word in CONTEXT_EXCEEDED_PHRASES):
+    if any(word in result.server_message for word in CONTEXT_EXCEEDED_PHRASES):
         return "longer than the context"
     if response.status != HTTP_OK:
         return f"HTTP {response.status}"
     # A finish reason alone looks like a token with an empty text; the server's count tells.
-    if content.stream_error or not content.token_times_ns or content.completion_tokens == 0:
-        return content.stream_error or "no token"
-    return "" if content.is_finished else "cut off"
-
-
-@dataclass(slots=True)
-class StreamContent:
-    """What an answer says. Numbers of tokens are the server's, None when it did not send them."""
-
-    #: Arrival of each event with a token; an event may hold several tokens.
-    token_times_ns: list[int] = field(default_factory=list)
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    completion_tokens: int | None = None
-    text_parts: list[str] = field(default_factory=list)
-    stream_error: str = ""  #: kind of error
-    server_message: str = ""  #: the server's error message
-    is_finished: bool = False  #: whether it was complete
-
-    def record_refusal(self, body: bytes) -> None:
-        """Take the error message from the `body` of a response with a status other than 200."""
-        try:
-            self.server_message = _extract_message(json.loads(body))
-        except ValueError:
-            self.server_message = _sanitize_text(body.decode("utf-8", "replace"))
-
-    def record_event(self, received_ns: int, event: bytes) -> None:
-        """Take what the data of an event says that was complete at `received_ns`."""
-        data = event.decode("utf-8", "replace")
-        if data == DONE_MARKER:
-            self.is_finished = True
-            return
-        try:
-            payload = json.loads(data)
-        # The stream is read on: later tokens still have their times.
-        except (ValueError, RecursionError):
-            self.stream_error = self.stream_error or "no JSON in the stream"
-            return
-        # Valid JSON, but of no API: neither a token nor an error.
-        if not isinstance(payload, dict):
-            return
-        if payload.get("error"):
-            self.stream_error = "error in the stream"
-            self.server_message = self.server_message or _extract_message(payload)
-        # vLLM's last event has usage and no choices.
-        self._record_usage(_coerce_object(payload.get("usage")))
-        listed = payload.get("choices")
-        choices = [_coerce_object(each) for each in listed] if isinstance(listed, list) else []
-        for choice in choices:
-            delta = _coerce_object(choice.get("delta"))
-            self.text_parts.append(str(choice.get("text") or delta.get("content") or ""))
-        ends = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
-        # HTTP has answered 200 by then: only the finish reason tells it.
-        if any(end in SERVER_ENDS for end in ends):
-            self.stream_error = self.stream_error or "ended by the server"
-        self.is_finished = self.is_finished or bool(ends)
-        # An event with only a finish reason counts as a token if none came before: the only token of
-        # the answer then has an empty text.
-        if any(map(_has_token, choices)) or (ends and not self.token_times_ns):
-            self.token_times_ns.append(received_ns)
-
-    def _record_usage(self, usage: dict[str, Any]) -> None:
-        details = _coerce_object(usage.get("prompt_tokens_details"))
-        counts = {**usage, "cached_tokens": details.get("cached_tokens")}
-        for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
-            # type() and not isinstance(): true is an int to Python.
-            if type(counts.get(name)) is int and counts[name] >= 0:
-                setattr(self, name, counts[name])
+    if result.stream_error or not result.token_times_ns or result.completion_tokens == 0:
+        return result.stream_error or "no token"
+    return "" if result.is_finished else "cut off"
 
 
 def decode_events(pieces: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:

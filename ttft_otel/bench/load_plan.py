@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -29,13 +29,22 @@ from ttft_otel.bench.request_factory import (
 ARRIVALS: Final = ("poisson", "constant", "bursts")
 BURST_SHAPE: Final = 0.25  # of gaps with a gamma distribution: they vary twice as much as Poisson's
 DEFAULT_REQUESTS: Final = 100
+# What says how prompts are made up.
+SHAPE_FLAGS: Final = (
+    *("input_len", "output_len", "spread", "prefix_len", "prefixes"),
+    *("images", "image_size", "turns", "think"),
+)
 USER_HEADER: Final = "x-user-id"  # for a router's session affinity
 WARMUP_CONCURRENCY: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class DatasetShape:
-    """Lengths of prompts made up, in tokens, and what else is in them: the flags of those names."""
+class LoadPlan:
+    """Conversations, their arrivals, and the number of rounds, by the flags of those names.
+
+    Of prompts made up there are lengths in tokens, and what else is in them. With neither `rate` nor
+    `concurrency` a trace's own times are kept.
+    """
 
     input_len: int = 512
     output_len: int = 64
@@ -46,25 +55,7 @@ class DatasetShape:
     image_size: int = 224  #: width and height in pixels
     turns: int = 1  #: questions of each conversation
     think: float = 0.0  #: mean seconds from an answer to the next question
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of the longest prompt with its answer."""
-        longest = [
-            math.ceil(length * (1 + self.spread)) for length in (self.input_len, self.output_len)
-        ]
-        return self.prefix_len + self.turns * sum(longest)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """Conversations, their arrivals, and the number of rounds.
-
-    With neither `rate` nor `concurrency` a trace's own times are kept.
-    """
-
-    shape: DatasetShape = field(default_factory=DatasetShape)
-    file: DataFile | None = None  #: instead of `shape`
+    file: DataFile | None = None  #: instead of prompts made up
     request_count: int | None = None  #: None: all of a file, else DEFAULT_REQUESTS
     rate: float | None = None  #: open loop: requests per second
     last_rate: float | None = None  #: the rate grows to this one, in proportion to the time
@@ -88,7 +79,7 @@ class LoadPlan:
 
     async def send_warmup(self, run: LoadRun, seed: int, factory: RequestFactory) -> None:
         """Send the load before a run: first questions like the run's, but different ones; not counted."""
-        plan = replace(self, request_count=self.warmup, shape=replace(self.shape, turns=1))
+        plan = replace(self, request_count=self.warmup, turns=1)
         # A negative seed: no round has it.
         requests = [
             replace(each, next_turn=None) for each in plan.generate_requests(factory, -1 - seed)
@@ -98,7 +89,12 @@ class LoadPlan:
 
     def check_context(self, factory: RequestFactory) -> None:
         """Raise BenchInputError when requests may exceed the server's context."""
-        most = self.file.most_tokens if self.file else self.shape.most_tokens
+        lengths = (
+            math.ceil(each * (1 + self.spread)) for each in (self.input_len, self.output_len)
+        )
+        most = self.prefix_len + self.turns * sum(lengths)
+        if self.file:
+            most = self.file.most_tokens
         # 0: the server did not tell its context; then it refuses by itself.
         context_tokens = factory.context_tokens
         if context_tokens and most > context_tokens:
@@ -115,7 +111,7 @@ class LoadPlan:
     def generate_requests(self, factory: RequestFactory, seed: int) -> Iterator[BenchRequest]:
         """The first request of each conversation of a run."""
         if self.file:
-            think = partial(self._draw_gap, mean=self.shape.think)
+            think = partial(self._draw_gap, mean=self.think)
             conversations = self.file.draw_turns(factory, seed, think)
         else:
             conversations = self._draw_turns(factory, seed)
@@ -131,19 +127,18 @@ class LoadPlan:
 
     def _draw_turns(self, factory: RequestFactory, seed: int) -> Iterator[list[Turn]]:
         """Endless conversations: questions of random units, the first one after one of the prefixes."""
-        shape = self.shape
         # Two streams: both sides of --ab have the same lengths, and no prompt that the other's cache knows.
         rng = random.Random(f"lengths/{seed}")
         words = random.Random(f"words/{seed}/{factory.side}")
-        prefixes = [factory.draw_prompt(words, shape.prefix_len) for _ in range(shape.prefixes)]
+        prefixes = [factory.draw_prompt(words, self.prefix_len) for _ in range(self.prefixes)]
         while True:
             turns = []
-            for place in range(shape.turns):
-                tail = factory.draw_prompt(words, self._vary_length(rng, shape.input_len))
+            for place in range(self.turns):
+                tail = factory.draw_prompt(words, self._vary_length(rng, self.input_len))
                 # At random and not in turn, which round_robin would always send to the same instance.
                 units = tail if place else rng.choice(prefixes) + tail
-                answer_tokens = self._vary_length(rng, shape.output_len)
-                think_s = self._draw_gap(rng, shape.think) if place else 0.0
+                answer_tokens = self._vary_length(rng, self.output_len)
+                think_s = self._draw_gap(rng, self.think) if place else 0.0
                 content = self._write_content(factory, words, units)
                 turns.append(Turn(content, answer_tokens, think_s))
             yield turns
@@ -151,15 +146,15 @@ class LoadPlan:
     def _write_content(
         self, factory: RequestFactory, rng: random.Random, units: Sequence[int]
     ) -> object:
-        if not self.shape.images:
+        if not self.images:
             return factory.write_content(units)
         # 32 bits: among ten thousand images two are equal in one of a hundred runs.
-        seeds = [rng.getrandbits(32) for _ in range(self.shape.images)]
-        return build_image_content(seeds, self.shape.image_size, join_words(units))
+        seeds = [rng.getrandbits(32) for _ in range(self.images)]
+        return build_image_content(seeds, self.image_size, join_words(units))
 
     def _vary_length(self, rng: random.Random, length: int) -> int:
         """A random length within the spread, at least 1."""
-        return max(1, round(length * (1 + self.shape.spread * rng.uniform(-1, 1))))
+        return max(1, round(length * (1 + self.spread * rng.uniform(-1, 1))))
 
     def _draw_gap(self, rng: random.Random, mean: float) -> float:
         """A time from one event of the arrival process to the next."""
@@ -172,7 +167,7 @@ class LoadPlan:
         """Times at which conversations begin, in seconds from the start."""
         # A text as seed, which Python hashes: neighbouring seeds, and other data, have unrelated streams.
         rng = random.Random(f"arrivals/{seed}")
-        turns: float = self.shape.turns
+        turns: float = self.turns
         if self.file:
             turns = self.file.count_requests() / len(self.file.conversations)
         gaps = (self._draw_gap(rng, 1.0) for _ in itertools.count())

@@ -46,7 +46,7 @@ def measure_request(result: RequestResult, start_ns: int) -> dict[str, Any]:
 
     start_ns: the run's first write.
     """
-    content, breakdown, stages_ms = result.content, result.timing, {}
+    breakdown, stages_ms = result.timing, {}
     if breakdown is not None:
         rest = {
             stages.UNATTRIBUTED: breakdown.unattributed / 1000,
@@ -54,7 +54,7 @@ def measure_request(result: RequestResult, start_ns: int) -> dict[str, Any]:
             stages.OUTSIDE: result.ttft_ms - breakdown.ttft / 1000,
         }
         stages_ms = {name: us / 1000 for name, us in breakdown.stages.items()} | rest
-    gaps_ms = [(b - a) / 1e6 for a, b in pairwise(content.token_times_ns)]
+    gaps_ms = [(b - a) / 1e6 for a, b in pairwise(result.token_times_ns)]
     return {
         "request_id": result.request_id,
         "trace_id": result.trace_id,
@@ -66,9 +66,9 @@ def measure_request(result: RequestResult, start_ns: int) -> dict[str, Any]:
         "itl_ms": round_ms(fmean(gaps_ms)) if gaps_ms else None,
         # The weight of `itl_ms` when all gaps of a round are averaged.
         "itl_count": len(gaps_ms),
-        "input_tokens": content.prompt_tokens,
+        "input_tokens": result.prompt_tokens,
         "output_tokens": result.output_tokens,
-        "cached_tokens": content.cached_tokens,
+        "cached_tokens": result.cached_tokens,
         "stages_ms": {name: round_ms(ms) for name, ms in stages_ms.items()},
         "gaps_ms": gaps_ms,
     }

@@ -247,7 +247,7 @@ def _build_run(run: LoadRun, rows: Sequence[RequestRow], is_ramp: bool) -> dict[
         "complaints": {
             kind: messages[0]
             for kind, results in failures.items()
-            if (messages := [text for each in results if (text := each.content.server_message)])
+            if (messages := [text for each in results if (text := each.server_message)])
         },
         # IDs by which the first failures of each kind can be found in traces and logs.
         "failed": {

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, monotonic_ns, sleep, time_ns
 from typing import Any, Final
@@ -24,7 +24,7 @@ from ttft_otel.bench.bench_session import BenchSession, BenchSide
 from ttft_otel.bench.comparison import compare_targets, list_load_differences
 from ttft_otel.bench.http_exchange import BenchTarget
 from ttft_otel.bench.limit_search import MAX_ROUNDS, LimitSearch, parse_condition
-from ttft_otel.bench.load_plan import ARRIVALS, DEFAULT_REQUESTS, DatasetShape, LoadPlan
+from ttft_otel.bench.load_plan import ARRIVALS, DEFAULT_REQUESTS, SHAPE_FLAGS, LoadPlan
 from ttft_otel.bench.request_factory import BenchInputError
 from ttft_otel.bench.result_document import RESULT_FORMAT, build_document
 from ttft_otel.commands.command_options import (
@@ -41,7 +41,6 @@ from ttft_otel.report.store.database_reader import RequestFilter
 from ttft_otel.report.store.database_schema import StoreError
 
 FILE_FLAGS: Final = ("speed", "max_input", "max_output")
-SHAPE_FLAGS: Final = tuple(each.name for each in fields(DatasetShape))
 SLO_METRICS: Final = ("ttft", "tpot", "latency")
 # RFC 9110: a token, then visible characters; a line feed in it would begin another header.
 HEADER_LINE: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*:([\t\x20-\x7e\x80-\xff]*)")
@@ -62,7 +61,7 @@ POSITIVE_FLOAT: Final = click.FloatRange(min=0, min_open=True)
 # Existence is not checked here: the same type names files to write and to read.
 RESULT_FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
-SHAPE: Final = DatasetShape()  # the defaults
+PLAN: Final = LoadPlan()  # the defaults
 MAX_RATES: Final = 20  # of a sweep
 NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")
 RATES: Final = re.compile(r"(\d+(?:\.\d+)?)\.\.(\d+(?:\.\d+)?)")  # a ramp
@@ -157,16 +156,16 @@ DATA_OPTIONS: Final = (
     *(
         make_number_option(*each)
         for each in (
-            ("--input-len", POSITIVE_INT, SHAPE.input_len, "Tokens of each question."),
-            ("--output-len", POSITIVE_INT, SHAPE.output_len, "Output tokens."),
-            ("--spread", SHARE, SHAPE.spread, "Relative spread of both: 0.2 is ±20 %."),
-            ("--prefix-len", COUNT, SHAPE.prefix_len, "Tokens before the first question."),
-            ("--prefixes", POSITIVE_INT, SHAPE.prefixes, "Number of such prefixes, shared."),
-            ("--turns", POSITIVE_INT, SHAPE.turns, "Questions of each conversation."),
-            ("--think", SECONDS, SHAPE.think, "Mean seconds from an answer to a question."),
+            ("--input-len", POSITIVE_INT, PLAN.input_len, "Tokens of each question."),
+            ("--output-len", POSITIVE_INT, PLAN.output_len, "Output tokens."),
+            ("--spread", SHARE, PLAN.spread, "Relative spread of both: 0.2 is ±20 %."),
+            ("--prefix-len", COUNT, PLAN.prefix_len, "Tokens before the first question."),
+            ("--prefixes", POSITIVE_INT, PLAN.prefixes, "Number of such prefixes, shared."),
+            ("--turns", POSITIVE_INT, PLAN.turns, "Questions of each conversation."),
+            ("--think", SECONDS, PLAN.think, "Mean seconds from an answer to a question."),
             # Images differ in all requests, so no cache of encodings spares an encoder its work.
-            ("--images", COUNT, SHAPE.images, "Images of each question."),
-            ("--image-size", POSITIVE_INT, SHAPE.image_size, "Width and height in pixels."),
+            ("--images", COUNT, PLAN.images, "Images of each question."),
+            ("--image-size", POSITIVE_INT, PLAN.image_size, "Width and height in pixels."),
             # Published traces are those of a cluster: below 1 they are bearable for one server.
             ("--speed", POSITIVE_FLOAT, 1.0, "Divide a trace's times by this."),
         )
@@ -469,11 +468,10 @@ def _build_plans(options: dict[str, Any]) -> list[LoadPlan]:
         raise click.UsageError("give --rate (open loop) or --concurrency (closed loop)")
     keys = ("arrivals", "warmup", "repeat", "seed")
     plan = LoadPlan(
-        shape=DatasetShape(**{key: options[key] for key in SHAPE_FLAGS}),
         file=file,
         request_count=options["requests"],
         timeout_s=options["timeout"],
-        **{key: options[key] for key in keys},
+        **{key: options[key] for key in (*SHAPE_FLAGS, *keys)},
     )
     if options["concurrency"]:
         return [replace(plan, concurrency=int(number)) for number, _ in paced]

@@ -16,13 +16,13 @@ from rich.console import Console
 from ttft_otel.commands import source_options
 from ttft_otel.commands.command_options import OptionDecorator
 from ttft_otel.explain.whatif import plan_search, what_if, what_if_text
-from ttft_otel.explain.whatif.plan_search import Targets
 from ttft_otel.explain.whatif.planned_change import (
     PlannedChange,
     parse_more,
     parse_rate,
     parse_share,
 )
+from ttft_otel.explain.whatif.what_if import Targets
 from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.explain.window.window_reading import (
     describe_coverage,
@@ -148,22 +148,20 @@ def whatif(
         with breakdown_source.open_source(source) as opened:
             wanted = filter_window(since, model, MAX_REQUESTS)
             recording, coverage = record_window(opened, wanted, f"reading {since}")
-        if autotune:
-            with track_replays(plan_search.count_replays(repetitions)) as track:
-                fleet = what_if.learn_fleet(recording, recorded)
-                found = plan_search.search_plan(fleet, autotune, change, repetitions, track)
-            described, answer = what_if_text.describe_found(found), found.answer
-        else:
-            with track_replays(repetitions) as track:
-                answer = what_if.predict_change(
-                    recording, change, recorded, repetitions, track=track
-                )
-            described = what_if_text.describe_answer(answer)
+        replays = plan_search.count_replays(repetitions) if autotune else repetitions
+        with track_replays(replays) as track:
+            fleet = what_if.learn_fleet(recording, recorded)
+            answer = (
+                plan_search.search_plan(fleet, autotune, change, repetitions, track)
+                if autotune
+                else what_if.predict_fleet(fleet, change, repetitions, track)
+            )
+    described = what_if_text.describe_answer(answer)
     if as_json:
         click.echo(json.dumps({**described, "coverage": describe_coverage(coverage)}, indent=2))
         return
     console = Console(highlight=False)
     print_sentence(console, describe_reading(coverage))
     if autotune:
-        print_sentence(console, what_if_text.name_found(found))
+        print_sentence(console, what_if_text.name_found(answer))
     what_if_text.print_answer(answer, console)

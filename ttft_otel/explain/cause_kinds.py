@@ -36,3 +36,5 @@ FAILED_ATTEMPTS: Final = "failed_attempts"  # attempts on instances that failed 
 LOST_REQUESTS: Final = "lost_requests"  # so many have no first token that the others say little
 NOTHING: Final = "nothing"  # the window is as usual
 NOT_KNOWN: Final = "not_known"  # none of the causes that were looked at explains most of the time
+# Answers that are no cause, and have no remedy.
+NO_CAUSES: Final = (NOTHING, NOT_KNOWN, LOST_REQUESTS)

@@ -8,21 +8,28 @@ difference_text.py shows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy
 
 from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.diff.stage_difference import Difference, compare_windows
-from ttft_otel.explain.explain.cause_choice import HIGH, LOW, MAX_LOST_SHARE, MEDIUM, Cause
 from ttft_otel.explain.explain.cause_detectors import MIN_BLOCKS, SHARED_DETECTORS
-from ttft_otel.explain.explain.cause_findings import divide_difference
-from ttft_otel.explain.explain.explanation import Bursts, find_bursts
-from ttft_otel.explain.explain.late_case import MIN_SHARE, Candidate, LateCase
+from ttft_otel.explain.explain.explanation import (
+    MAX_LOST_SHARE,
+    NOT_EXPLAINED,
+    Bursts,
+    find_bursts,
+)
+from ttft_otel.explain.explain.late_case import HIGH, LOW, MEDIUM, MIN_SHARE, Candidate, LateCase
+from ttft_otel.explain.explain.late_requests import (
+    ComparedRequests,
+    divide_difference,
+    take_middle,
+)
 from ttft_otel.explain.explain.remedies import Remedy, find_remedy
 from ttft_otel.explain.explain.window_pair import PAIR_DETECTORS, WindowFigure, WindowPair
-from ttft_otel.explain.window.late_requests import ComparedRequests, take_middle
 from ttft_otel.explain.window.request_facts import (
     CannotTellError,
     LostRequests,
@@ -55,7 +62,7 @@ LAST: Final = (cause_kinds.LOAD_INCREASE, cause_kinds.SETTING_LIMIT)
 class ChangeAnswer:
     """Why B is later than A, and by how much."""
 
-    cause: Cause
+    cause: Candidate
     difference: Difference
     outcomes: Sequence[WindowFigure]  #: of the requests themselves
     #: when B had requests that would have been among A's slowest; None without
@@ -66,7 +73,7 @@ class ChangeAnswer:
     @property
     def remedy(self) -> Remedy | None:
         """What to do; None where no cause is known."""
-        return find_remedy(self.cause) if self.cause.chosen else None
+        return find_remedy(self.cause)
 
 
 def compare_sides(a: WindowReading, b: WindowReading) -> ChangeAnswer:
@@ -95,16 +102,16 @@ def compare_sides(a: WindowReading, b: WindowReading) -> ChangeAnswer:
     )
 
 
-def find_change_cause(pair: WindowPair, b: WindowReading) -> Cause:
+def find_change_cause(pair: WindowPair, b: WindowReading) -> Candidate:
     """The cause; `nothing` where B is no later than A."""
     if b.lost_share > MAX_LOST_SHARE:
-        return Cause(cause_kinds.LOST_REQUESTS, _describe_loss(b), HIGH)
+        return Candidate(cause_kinds.LOST_REQUESTS, _describe_loss(b), confidence=HIGH)
     if not _is_later(pair):
         then, after = (pair.average(pair.table.ttft, side) for side in (~pair.now, pair.now))
-        return Cause(
+        return Candidate(
             cause_kinds.NOTHING,
             f"B is no later than A beyond chance: mean {format_short(then)} and {format_short(after)}",
-            MEDIUM,
+            confidence=MEDIUM,
         )
     candidates = [each for detect in PAIR_DETECTORS for each in detect(pair)]
     candidates += _ask_detectors(pair)
@@ -114,9 +121,9 @@ def find_change_cause(pair: WindowPair, b: WindowReading) -> Cause:
         mix = [each for each in candidates if each.kind == cause_kinds.MIX_CHANGE]
         chosen = next((each for each in mix if each.low >= MIN_MIX), None)
     if chosen is None:
-        return Cause(cause_kinds.NOT_KNOWN, "nothing that was looked at explains most of it", LOW)
+        return NOT_EXPLAINED
     confidence = HIGH if chosen.low >= MIN_SHARE else MEDIUM if chosen.holds else LOW
-    return Cause(chosen.kind, chosen.sentence, confidence, chosen)
+    return replace(chosen, confidence=confidence)
 
 
 def _describe_loss(b: WindowReading) -> str:

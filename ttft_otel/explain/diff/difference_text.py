@@ -11,7 +11,6 @@ from rich.text import Text
 
 from ttft_otel.explain.diff.change_cause import MIN_CHANGE, ChangeAnswer
 from ttft_otel.explain.diff.stage_difference import LEVEL, MIX, Change, Difference
-from ttft_otel.explain.explain.cause_choice import Cause
 from ttft_otel.explain.explain.explanation_text import MAX_LINES, describe_shares
 from ttft_otel.explain.window.request_facts import describe_lost
 from ttft_otel.explain.window.window_reading import describe_coverage, describe_reading
@@ -63,15 +62,15 @@ def describe_answer(answer: ChangeAnswer) -> dict[str, Any]:
 
 
 def _describe_cause(answer: ChangeAnswer) -> dict[str, Any]:
-    cause, chosen, remedy = answer.cause, answer.cause.chosen, answer.remedy
+    cause, remedy = answer.cause, answer.remedy
     return {
         "kind": cause.kind,
-        "subject": chosen.subject if chosen else "",
+        "subject": cause.subject,
         "sentence": cause.sentence,
         "confidence": cause.confidence,
-        **(describe_shares(chosen) if chosen else {}),
-        "figures": dict(chosen.figures) if chosen else {},
-        "remedy": remedy.describe(chosen.subject) if remedy and chosen else None,
+        **(describe_shares(cause) if cause.is_cause else {}),
+        "figures": dict(cause.figures),
+        "remedy": remedy.text if remedy else None,
     }
 
 
@@ -93,12 +92,15 @@ def list_sentences(answer: ChangeAnswer, verbose: bool = False) -> list[str]:
     verbose: also what is not more than MIN_CHANGE of the TTFT, and notes.
     """
     difference, cause = answer.difference, answer.cause
-    title = cause.kind.replace("_", " ").capitalize()
+    share = ""
+    if cause.is_cause:
+        part = min(max(cause.share, 0.0), 1.0)
+        share = f"; {part:.0%} of the change (confidence {cause.confidence})"
     read = " ".join(
         f"{name}: {describe_reading(coverage)}"
         for name, coverage in zip("AB", answer.coverage, strict=True)
     )
-    sentences = [f"{title}: {cause.sentence}{_describe_share(cause)}. {read}"]
+    sentences = [f"{cause.title}: {cause.sentence}{share}. {read}"]
     ttft = difference.ttft
     sentences.append(
         f"TTFT mean {format_short(ttft.a_us)} → {format_short(ttft.b_us)}, "
@@ -127,17 +129,9 @@ def list_sentences(answer: ChangeAnswer, verbose: bool = False) -> list[str]:
         )
     if answer.bursts is not None:
         sentences.append(answer.bursts.sentence)
-    if answer.remedy is not None and cause.chosen is not None:
-        advice = answer.remedy.describe(cause.chosen.subject)
-        sentences.append(f"Try: {advice} Price: {answer.remedy.price}")
+    if answer.remedy is not None:
+        sentences.append(answer.remedy.sentence)
     return [remove_controls(each) for each in (sentences if verbose else sentences[:MAX_LINES])]
-
-
-def _describe_share(cause: Cause) -> str:
-    if cause.chosen is None:
-        return ""
-    share = min(max(cause.chosen.share, 0.0), 1.0)
-    return f"; {share:.0%} of the change (confidence {cause.confidence})"
 
 
 def list_notes(difference: Difference) -> list[str]:

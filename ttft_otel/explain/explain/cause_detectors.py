@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The detectors of `explain`: each computes its own contrast, and says whether it holds or what refutes it.
 
-Input: a LateCase. Output: Candidates, of which cause_choice.py takes one. Pure; needs numpy.
+Input: a LateCase. Output: Candidates, of which explanation.py takes one. Pure; needs numpy.
 """
 
 from __future__ import annotations

@@ -12,9 +12,10 @@ from ttft_otel.explain import cause_kinds
 from ttft_otel.explain.diff.stage_difference import LEVEL
 from ttft_otel.explain.explain.explanation import Explanation, describe_reasons
 from ttft_otel.explain.explain.late_case import Candidate
+from ttft_otel.explain.explain.late_requests import StagePart
 from ttft_otel.explain.explain.remedies import LOOK_AT
-from ttft_otel.explain.whatif import what_if_figures
-from ttft_otel.explain.whatif.what_if_figures import TTFT
+from ttft_otel.explain.whatif import what_if
+from ttft_otel.explain.whatif.what_if import TTFT
 from ttft_otel.explain.window.holding_work import HoldingWork
 from ttft_otel.explain.window.request_facts import count_requests, describe_lost
 from ttft_otel.explain.window.window_reading import describe_coverage, describe_reading
@@ -52,25 +53,21 @@ def list_explanation(explanation: Explanation, verbose: bool = False) -> list[st
 
 
 def _describe_answer(explanation: Explanation) -> str:
-    cause, chosen = explanation.cause, explanation.cause.chosen
+    cause = explanation.cause
     if not explanation.is_unusual:
         return "Not unusual: requests like it take as long."
-    title = cause.kind.replace("_", " ").capitalize()
-    if chosen is None:
+    if not cause.is_cause:
         largest = (
             ""
             if cause.kind in (cause_kinds.NOTHING, cause_kinds.LOST_REQUESTS)
             else _name_largest(explanation)
         )
-        return f"{title}: {cause.sentence}.{largest}"
+        return f"{cause.title}: {cause.sentence}.{largest}"
     # One request has no interval.
     is_single = len(explanation.difference.compared.late) == 1
-    share = (
-        f"{min(max(chosen.share, 0.0), 1.0):.0%}"
-        if is_single
-        else _format_share(chosen.share, chosen.low, chosen.high)
-    )
-    return f"{title}: {cause.sentence}. That is {share} of the lateness (confidence {cause.confidence})."
+    share = f"{min(max(cause.share, 0.0), 1.0):.0%}" if is_single else _format_share(cause)
+    confidence = f"(confidence {cause.confidence})"
+    return f"{cause.title}: {cause.sentence}. That is {share} of the lateness {confidence}."
 
 
 def _name_largest(explanation: Explanation) -> str:
@@ -82,9 +79,9 @@ def _name_largest(explanation: Explanation) -> str:
     return f" Looked at: {looked}." if looked else ""
 
 
-def _format_share(share: float, low: float, high: float) -> str:
+def _format_share(part: Candidate | StagePart) -> str:
     """A share of a difference with its interval; both are within 0 and 1 for readers."""
-    shown = (min(max(each, 0.0), 1.0) for each in (share, low, high))
+    shown = (min(max(each, 0.0), 1.0) for each in (part.share, part.low, part.high))
     return "{:.0%} ({:.0%} to {:.0%})".format(*shown)
 
 
@@ -106,16 +103,11 @@ def _describe_lateness(explanation: Explanation) -> str:
         else f"the slowest {count} of {whole} requests took "
         f"{format_short(min(each.ttft_us for each in late))} or more"
     )
+    lost = f" Not among them: {explanation.lost.sentence}." if explanation.lost.total else ""
     return (
         f"p99 is {format_short(explanation.p99_us)}, p50 {format_short(explanation.p50_us)}; {who}, "
-        f"{longer} against typical ones.{_describe_lost_in_words(explanation)}"
+        f"{longer} against typical ones.{lost}"
     )
-
-
-def _describe_lost_in_words(explanation: Explanation) -> str:
-    if not explanation.lost.total:
-        return ""
-    return f" Not among them: {explanation.lost.sentence}."
 
 
 def _list_short(explanation: Explanation) -> Iterator[str]:
@@ -129,12 +121,11 @@ def _list_short(explanation: Explanation) -> Iterator[str]:
     if explanation.holding is not None and explanation.holding.holders:
         yield _describe_holders_in_words(explanation.holding)
     remedy = explanation.remedy
-    if remedy is not None and explanation.cause.chosen is not None:
+    if remedy is not None:
         tried = f" {_describe_trial(explanation)}" if explanation.prediction else ""
         if explanation.no_prediction:
             tried = f" No prediction: {explanation.no_prediction}."
-        advice = remedy.describe(explanation.cause.chosen.subject)
-        yield f"Try: {advice} Price: {remedy.price}{tried}"
+        yield f"{remedy.sentence}{tried}"
     elif explanation.prediction is not None:
         yield f"No remedy: the obvious one would move nothing. {_describe_trial(explanation)}"
     elif explanation.is_unusual and explanation.cause.kind == cause_kinds.NOT_KNOWN:
@@ -150,7 +141,7 @@ def _describe_trial(explanation: Explanation) -> str:
     p99 = found.figures[TTFT][-1]
     sentence = (
         f"Predicted with {explanation.setting}: p99 {p99.low / 1000:.0f} to {p99.high / 1000:.0f} ms "
-        f"({what_if_figures.LEVEL:.0%}), recorded {p99.recorded / 1000:.0f} ms; the model's error on the "
+        f"({what_if.LEVEL:.0%}), recorded {p99.recorded / 1000:.0f} ms; the model's error on the "
         f"window itself is {found.errors[-1]:+.0%}."
     )
     if not found.token_time:
@@ -167,7 +158,7 @@ def _describe_stage(explanation: Explanation) -> str:
     top, instance = explanation.top, explanation.difference.instance
     place = f" on {instance}" if instance else ""
     sentence = (
-        f"{top.name}{place} has {_format_share(top.share, top.low, top.high)} of it: "
+        f"{top.name}{place} has {_format_share(top)} of it: "
         f"{format_short(top.late_us)}, usual are {format_short(top.typical_us)}"
     )
     reasons = describe_reasons(explanation.difference.reasons)
@@ -183,9 +174,7 @@ def _list_details(explanation: Explanation) -> Iterator[str]:
     if others:
         yield (
             "Other stages: "
-            + ", ".join(
-                f"{part.name} {_format_share(part.share, part.low, part.high)}" for part in others
-            )
+            + ", ".join(f"{part.name} {_format_share(part)}" for part in others)
             + "."
         )
     if explanation.holding is not None:
@@ -212,7 +201,7 @@ def _list_details(explanation: Explanation) -> Iterator[str]:
 
 
 def _describe_candidate(each: Candidate, explanation: Explanation) -> str:
-    if each is explanation.cause.chosen:
+    if (each.kind, each.sentence) == (explanation.cause.kind, explanation.cause.sentence):
         verdict = "the cause"
     elif each.refuted:
         verdict = f"refuted: {each.refuted}"
@@ -238,7 +227,6 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
     """The JSON of an explanation; times in milliseconds, shares of 1."""
     difference = explanation.difference
     compared = difference.compared
-    late_us = sum(explanation.slo.values())
     return {
         "answered": True,
         "sentences": list_explanation(explanation, verbose=True),
@@ -258,7 +246,7 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
                 "name": part.name,
                 "late_ms": round_ms(part.late_us),
                 "typical_ms": round_ms(part.typical_us),
-                **{name: round(getattr(part, name), 4) for name in ("share", "low", "high")},
+                **describe_shares(part),
             }
             for part in difference.parts
         ],
@@ -274,17 +262,16 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
             "last": _format_moment(explanation.bursts.last_ns),
         },
         "cause": _describe_cause(explanation),
-        "looked_at": [_describe_looked_at(each) for each in explanation.candidates],
+        "looked_at": [
+            {
+                **{name: getattr(each, name) for name in ("kind", "subject", "sentence")},
+                **describe_shares(each),
+                "refuted": each.refuted,
+            }
+            for each in explanation.candidates
+        ],
         "first_share": round(difference.first_share, 4),
-        "slo": {
-            "ms": explanation.slo_us / 1000,
-            "stages": [
-                {"name": name, "ms": round_ms(us), "share": round(us / late_us, 4)}
-                for name, us in explanation.slo.items()
-            ],
-        }
-        if explanation.slo_us
-        else None,
+        "slo": _describe_slo(explanation) if explanation.slo_us else None,
         "examples": [
             {
                 "request_id": each.request_id,
@@ -296,45 +283,46 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
     }
 
 
+def _describe_slo(explanation: Explanation) -> dict[str, Any]:
+    late_us = sum(explanation.slo.values())
+    return {
+        "ms": explanation.slo_us / 1000,
+        "stages": [
+            {"name": name, "ms": round_ms(us), "share": round(us / late_us, 4)}
+            for name, us in explanation.slo.items()
+        ],
+    }
+
+
 def _format_moment(unix_ns: int) -> str:
     return to_local_time(unix_ns).isoformat(timespec="milliseconds")
 
 
-def _describe_looked_at(each: Candidate) -> dict[str, Any]:
-    return {
-        "kind": each.kind,
-        "subject": each.subject,
-        "sentence": each.sentence,
-        **describe_shares(each),
-        "refuted": each.refuted,
-    }
-
-
-def describe_shares(each: Candidate) -> dict[str, float]:
-    """Of the lateness, or of the change, that a candidate accounts for."""
+def describe_shares(each: Candidate | StagePart) -> dict[str, float]:
+    """Of the lateness, or of the change, that it accounts for."""
     return {name: round(getattr(each, name), 4) for name in ("share", "low", "high")}
 
 
 def _describe_cause(explanation: Explanation) -> dict[str, Any]:
     """What is concluded; `figures` of the detector stand beside the kind."""
-    cause, chosen, remedy = explanation.cause, explanation.cause.chosen, explanation.remedy
+    cause, remedy = explanation.cause, explanation.remedy
     kind = cause.kind if explanation.is_unusual else cause_kinds.NOTHING
     prediction = explanation.prediction
     has_price = prediction is not None and bool(prediction.token_time)
     described: dict[str, Any] = {
         "kind": kind,
-        "subject": chosen.subject if chosen else "",
+        "subject": cause.subject,
         "confidence": cause.confidence,
         "stage": explanation.difference.stage,
         "stage_confidence": explanation.stage_confidence,
         "sentence": cause.sentence,
         "remedy": None,
     }
-    if chosen is not None:
-        described |= {**chosen.figures, **describe_shares(chosen)}
-    if remedy is not None and chosen is not None:
+    if cause.is_cause:
+        described |= {**cause.figures, **describe_shares(cause)}
+    if remedy is not None:
         described["remedy"] = {
-            "text": remedy.describe(chosen.subject),
+            "text": remedy.text,
             "settings": list(remedy.settings),
             "price": remedy.price,
             "price_kind": PREDICTED if has_price else QUALITATIVE,

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy
 
 from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.explain.cause_findings import LateDifference
+from ttft_otel.explain.explain.late_requests import LateDifference
 from ttft_otel.explain.window.request_facts import RequestFacts
 from ttft_otel.explain.window.request_table import (
     LEVEL,
@@ -28,6 +28,7 @@ from ttft_otel.explain.window.request_table import (
 )
 from ttft_otel.model.statistics import compute_weighted_quantiles, find_interval
 
+HIGH, MEDIUM, LOW = "high", "medium", "low"
 MIN_SHARE: Final = 0.5  # of the difference, from which on a candidate explains it
 MIN_ODD_SHARE: Final = 0.25  # the same of a cause that no healthy window has any of
 OUTLIER_Z: Final = 4.0  # standard deviations: of a million sizes some thirty are beyond by chance
@@ -48,18 +49,31 @@ STEP_FLOOR_US: Final = 300.0  # below it, relative lengths of steps say nothing
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A cause that was looked at: what speaks for it, and how much of the lateness it accounts for."""
+    """A cause that was looked at: what speaks for it, and how much of the lateness it accounts for.
+
+    What is concluded is one of them, or one of NO_CAUSES, with a confidence.
+    """
 
     kind: str
     sentence: str  #: its own contrast, with figures
-    share: float  #: of the difference that it accounts for
-    low: float
-    high: float
-    blocks: int  #: separate pieces of time that carry it
+    share: float = 0.0  #: of the difference that it accounts for
+    low: float = 0.0
+    high: float = 0.0
+    blocks: int = 0  #: separate pieces of time that carry it
     refuted: str = ""  #: why it is not the cause; "" where it holds
     subject: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)  #: for the JSON
     is_change: bool = False  #: against the time before, whose lateness is nothing to explain
+    confidence: str = ""
+
+    @property
+    def is_cause(self) -> bool:
+        return self.kind not in cause_kinds.NO_CAUSES
+
+    @property
+    def title(self) -> str:
+        """The kind in words."""
+        return self.kind.replace("_", " ").capitalize()
 
     @property
     def holds(self) -> bool:
@@ -84,13 +98,14 @@ class LateCase:
         self.difference = difference
         self.table = RequestTable(everyone)
         self.before = RequestTable(before) if before else None
-        chosen = {id(each) for each in difference.compared.late}
-        self.late: Mask = numpy.array([id(each) in chosen for each in everyone])
-        earlier = {id(each) for each in before}
+
+        def mark(some: Sequence[RequestFacts]) -> Mask:
+            chosen = {id(each) for each in some}
+            return numpy.array([id(each) in chosen for each in everyone])
+
+        self.late, self.typical = mark(difference.compared.late), mark(difference.compared.typical)
         #: Of the window that is asked about; `diff` has the one before among everyone, too.
-        self.asked: Mask = numpy.array([id(each) not in earlier for each in everyone])
-        middle = {id(each) for each in difference.compared.typical}
-        self.typical: Mask = numpy.array([id(each) in middle for each in everyone])
+        self.asked: Mask = ~mark(before)
         usual = float(
             numpy.average(self.table.ttft[self.typical], weights=self.table.weights[self.typical])
         )

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What helps against a cause, what that costs, and where it is written; explanation.py asks.
 
-Input: a Cause. A setting is named only for the limit that was found; what-if says whether it moves the
+Input: the cause. A setting is named only for the limit that was found; what-if says whether it moves the
 figure.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.explain.cause_choice import Cause
+from ttft_otel.explain.explain.late_case import Candidate
 
 VLLM_DOCS: Final = "https://docs.vllm.ai/en/stable/"
 CACHE_MEMORY: Final = "KV cache"  # no flag of its own: memory and data type decide
@@ -21,16 +21,16 @@ CACHE_MEMORY: Final = "KV cache"  # no flag of its own: memory and data type dec
 class Remedy:
     """What to do, and its price in words."""
 
-    text: str  #: may name {subject}, which is what the cause was found in
+    text: str  #: here with {subject}, in whose place find_remedy() puts what the cause was found in
     price: str
     source: str  #: a page of vLLM's documentation, or of ours
     settings: tuple[str, ...] = ()  #: flags of `vllm serve` that it names
     #: What what-if can try: a setting of window_answer.TRIED_SETTINGS, and its factor.
     trial: tuple[str, float] | None = None
 
-    def describe(self, subject: str) -> str:
-        """What to do; `subject` is "" where all instances alike are the cause."""
-        return self.text.format(subject=subject or "the instances")
+    @property
+    def sentence(self) -> str:
+        return f"Try: {self.text} Price: {self.price}"
 
     @property
     def page(self) -> str:
@@ -163,8 +163,12 @@ LOOK_AT: Final[dict[str, str]] = {
 }
 
 
-def find_remedy(cause: Cause) -> Remedy | None:
-    chosen = cause.chosen
-    if cause.kind == cause_kinds.SETTING_LIMIT and chosen is not None:
-        return LIMIT_REMEDIES.get(chosen.subject)
-    return REMEDIES.get(cause.kind)
+def find_remedy(cause: Candidate) -> Remedy | None:
+    """What helps; None where no cause is known, or nothing is known against it."""
+    found = REMEDIES.get(cause.kind)
+    if cause.kind == cause_kinds.SETTING_LIMIT:
+        found = LIMIT_REMEDIES.get(cause.subject)
+    # Without a subject all instances alike are the cause.
+    return found and replace(
+        found, text=found.text.format(subject=cause.subject or "the instances")
+    )

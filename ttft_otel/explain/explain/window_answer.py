@@ -16,12 +16,12 @@ from ttft_otel.explain.diff import difference_text
 from ttft_otel.explain.diff.change_cause import compare_sides
 from ttft_otel.explain.explain.explanation import Explanation, explain_requests
 from ttft_otel.explain.explain.explanation_text import describe_explanation, list_explanation
+from ttft_otel.explain.explain.late_requests import choose_like, split_window
 from ttft_otel.explain.explain.remedies import CACHE_MEMORY
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import Recording
-from ttft_otel.explain.whatif.what_if import predict_change
+from ttft_otel.explain.whatif.what_if import learn_fleet, predict_fleet
 from ttft_otel.explain.window.holding_work import read_holding
-from ttft_otel.explain.window.late_requests import choose_like, split_window
 from ttft_otel.explain.window.request_facts import (
     CannotTellError,
     RequestFacts,
@@ -151,7 +151,8 @@ def _add_prediction(
         try:
             recording, _ = record_window(opened, _choose_stretch(explanation, wanted))
             setting, change = _plan_trial(recording, *remedy.trial)
-            answer = predict_change(recording, change, PlannedChange(), repetitions, track=track)
+            fleet = learn_fleet(recording, PlannedChange())
+            answer = predict_fleet(fleet, change, repetitions, track)
             return replace(explanation, prediction=answer, setting=setting)
         except CannotTellError as error:
             return replace(explanation, no_prediction=str(error))

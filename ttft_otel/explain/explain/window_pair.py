@@ -166,14 +166,12 @@ class WindowPair:
         return drawn
 
     def build(
-        self, kind: str, sentence: str, part: Floats | float, refuted: str = "", subject: str = "",
-        **figures: object,
-    ) -> Candidate:  # fmt: skip
+        self, kind: str, sentence: str, part: Floats | float, subject: str = "", **figures: object
+    ) -> Candidate:
         """A candidate that has this part of the change, microseconds: the data, then draws."""
         shares = numpy.atleast_1d(part) / max(self.change, 1.0)
         low, high = find_interval(shares[1:], LEVEL) if len(shares) > 1 else (shares[0], shares[0])
-        if not refuted and low <= 0:
-            refuted = "it does not make them later"
+        refuted = "" if low > 0 else "it does not make them later"
         return Candidate(
             kind, sentence, float(shares[0]), float(low), float(high), BLOCKS // 2, refuted, subject,
             figures,

@@ -241,7 +241,7 @@ class EngineModel:
         self.running = self.decoding = self.kv_tokens = 0
         self.blocked_us = 0
         self._blocked_since = -1
-        self.peak_running = self.peak_tokens = self.steps = self.busy_us = self.peak_step = 0
+        self.peak_running = self.peak_tokens = self.steps = self.peak_step = 0
         self._incomplete: QueuedPrompt | None = None
         self._order = 0
         self._last_steps: list[
@@ -284,7 +284,6 @@ class EngineModel:
         begun = max(now + length.lead, free)
         end = begun + length.encoder + length.forward + length.sample
         self._device_free = end
-        self.busy_us += end - begun
         self._shortest = min(self._shortest, end - begun)
         for prompt, _ in step.parts:
             _add_times(prompt, step, length, begun, free)

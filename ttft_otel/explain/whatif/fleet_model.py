@@ -10,8 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -34,34 +33,25 @@ MODEL_NAME: Final = "model"
 PlannedEngines = Mapping[str, tuple[EngineLimits, StepTimes]]
 
 
-@dataclass(slots=True)
-class Replayed:
-    """One request of a replay: its stages, and its prompt at the main engine."""
-
-    start: int
-    stages: dict[str, int] = field(default_factory=dict)
-    prompt: QueuedPrompt | None = None
-
-    @property
-    def ttft_us(self) -> int:
-        return sum(self.stages.values())
+# Of the recorded engine's name, a key, a prompt and a moment: the number of the engine that gets it.
+Chooser = Callable[[str, str, QueuedPrompt, int], int]
 
 
-class PolicyRouter:
-    """One leg's policy over modelled engines, which learns of each request as the real one does."""
+def _build_chooser(names: Iterable[str], policy: str, seed: int) -> Chooser:
+    """Chooses the recorded engine, or one by a policy, which learns of each request as the real one does."""
+    numbers = {name: number for number, name in enumerate(names)}
+    if not policy:
+        return lambda name, *_: numbers[name]
+    instances = [
+        types.parse_instance_url(f"http://127.0.0.1:{9000 + number}", "mono")
+        for number in numbers.values()
+    ]
+    positions = {each.url: number for number, each in enumerate(instances)}
+    # Blocks of one token: what is cached is given with each request.
+    state = PolicyState(BlockHolders(1), tie_breaker=random.Random(f"ties {seed}"))
+    chosen = POLICIES[policy](state)
 
-    def __init__(self, policy: str, count: int, seed: int) -> None:
-        self.instances = [
-            types.parse_instance_url(f"http://127.0.0.1:{9000 + number}", "mono")
-            for number in range(count)
-        ]
-        # Blocks of one token: what is cached is given with each request.
-        self.state = PolicyState(BlockHolders(1), tie_breaker=random.Random(f"ties {seed}"))
-        self.policy = POLICIES[policy](self.state)
-        self._positions = {each.url: number for number, each in enumerate(self.instances)}
-
-    def choose(self, key: str, tokens: int, cached: int, now: int) -> tuple[int, QueuedPrompt]:
-        """The number of the engine that gets a request, and the prompt that reports its end to the policy."""
+    def choose(_: str, key: str, prompt: QueuedPrompt, now: int) -> int:
         request = types.RoutingRequest(
             "mono",
             COMPLETIONS_PATH,
@@ -69,27 +59,29 @@ class PolicyRouter:
             key,
             {},
             b"",
-            prompt_tokens=tokens,
-            cached_tokens_by_url={each.url: cached for each in self.instances},
+            prompt_tokens=prompt.context + prompt.tokens,
+            cached_tokens_by_url={each.url: prompt.context for each in instances},
         )
-        choice = self.policy.choose_instance(request, self.instances, now, False)
-        self.state.record_sent(request, choice, now)
+        choice = chosen.choose_instance(request, instances, now, False)
+        state.record_sent(request, choice, now)
         choice.instance.in_flight += 1
 
         def end_prefill(prompt: QueuedPrompt) -> None:
             share = prompt.tokens / max(prompt.step_tokens, prompt.tokens)
             seconds = prompt.compute * share / US_PER_SECOND
-            self.state.record_first_token(request, prompt.first_token, seconds, cached)
+            state.record_first_token(request, prompt.first_token, seconds, prompt.context)
 
         def leave(_: int) -> None:
             choice.instance.in_flight -= 1
 
-        prompt = QueuedPrompt(tokens - cached, context=cached, done=end_prefill, left=leave)
-        return self._positions[choice.instance.url], prompt
+        prompt.done, prompt.left = end_prefill, leave
+        return positions[choice.instance.url]
+
+    return choose
 
 
 class FleetModel:
-    """One replay. `replayed` has the requests in the order of the recording after run().
+    """One replay; `prompts` has the requests at the main engine, in the order of the recording.
 
     cached: tokens in the prefix cache, by request. outputs: tokens that each generates; 0 where it leaves
     after as long as it did. policy, encoder_policy: "" where requests go to the engine that they went to.
@@ -109,7 +101,6 @@ class FleetModel:
         seed: int = 0,
     ) -> None:
         self.requests = requests
-        self._cached, self._outputs = cached, outputs
         self._events: list[tuple[int, int, Callable[[int], None]]] = []
         self._order = itertools.count()
         self.engines, self.encoders = (
@@ -119,21 +110,29 @@ class FleetModel:
             ]
             for planned in (engines, encoders)
         )
-        self._numbers = {name: number for number, name in enumerate(engines)}
-        self._encoder_numbers = {name: number for number, name in enumerate(encoders)}
-        self._router, self._encoder_router = (
-            PolicyRouter(name, len(planned), seed) if name else None
-            for name, planned in ((policy, engines), (encoder_policy, encoders))
-        )
-        self.replayed = [Replayed(round(each.start / rate)) for each in requests]
+        self._choose_engine = _build_chooser(engines, policy, seed)
+        self._choose_encoder = _build_chooser(encoders, encoder_policy, seed)
+        self.starts = [round(each.start / rate) for each in requests]
+        self.prompts = [
+            QueuedPrompt(
+                each.main.computed + each.main.cached - known,
+                context=known,
+                items=each.main.items,
+                output_tokens=generated,
+                answer_us=max(each.main.answer_us, 0),
+            )
+            for each, known, generated in zip(requests, cached, outputs, strict=True)
+        ]
+        #: Of each request, when it has its first token: a preemption after that does not count.
+        self.stages: list[dict[str, int]] = [{} for _ in requests]
 
     def _add_event(self, when: int, action: Callable[[int], None]) -> None:
         heapq.heappush(self._events, (when, next(self._order), action))
 
     def run(self) -> FleetModel:
         """Replay all requests, to the end of the last answer."""
-        for number, replayed in enumerate(self.replayed):
-            self._add_event(replayed.start, partial(self._send_request, number))
+        for number, start in enumerate(self.starts):
+            self._add_event(start, partial(self._send_request, number))
         while self._events:
             when, _, action = heapq.heappop(self._events)
             action(when)
@@ -153,12 +152,8 @@ class FleetModel:
         self, number: int, visit: EngineVisit, now: int, ends: list[int], recorded_end: int
     ) -> None:
         """One encoder's part. When the last one of the request is done, the main engine is asked."""
-        request = self.requests[number]
-        if self._encoder_router is None:
-            at, prompt = self._encoder_numbers[visit.instance], QueuedPrompt(1)
-        else:
-            at, prompt = self._encoder_router.choose(f"{number} {visit.arrived}", 1, 0, now)
-        prompt.items = max(visit.items, 1)
+        request, prompt = self.requests[number], QueuedPrompt(1, items=max(visit.items, 1))
+        at = self._choose_encoder(visit.instance, f"{number} {visit.arrived}", prompt, now)
         report_done = prompt.done
 
         def finish(done: QueuedPrompt) -> None:
@@ -170,35 +165,22 @@ class FleetModel:
                 self._send_main(number, slowest, max(request.main.arrived - recorded_end, 0))
 
         prompt.done = finish
-        engine = self.encoders[at]
-        self._add_event(
-            now + visit.arrived - request.start, lambda then: engine.add_prompt(prompt, then)
-        )
+        when = now + visit.arrived - request.start
+        self._add_event(when, partial(self.encoders[at].add_prompt, prompt))
 
     def _send_main(self, number: int, now: int, delay: int) -> None:
         """The main engine gets the request `delay` after `now`."""
-        request, replayed = self.requests[number], self.replayed[number]
-        cached = self._cached[number]
-        tokens = request.main.computed + request.main.cached
-        if self._router is None:
-            at = self._numbers[request.main.instance]
-            prompt = QueuedPrompt(tokens - cached, context=cached)
-        else:
-            at, prompt = self._router.choose(str(number), tokens, cached, now)
-        prompt.items = request.main.items
-        prompt.output_tokens = self._outputs[number]
-        prompt.answer_us = max(request.main.answer_us, 0)
+        request, prompt = self.requests[number], self.prompts[number]
+        at = self._choose_engine(request.main.instance, str(number), prompt, now)
         report_done = prompt.done
 
         def finish(done: QueuedPrompt) -> None:
             if report_done is not None:
                 report_done(done)
-            replayed.stages = merge_stages(request, done, replayed.start)
+            self.stages[number] = merge_stages(request, done, self.starts[number])
 
         prompt.done = finish
-        replayed.prompt = prompt
-        engine = self.engines[at]
-        self._add_event(now + delay, lambda then: engine.add_prompt(prompt, then))
+        self._add_event(now + delay, partial(self.engines[at].add_prompt, prompt))
 
 
 def merge_stages(request: ReplayRequest, prompt: QueuedPrompt, start: int) -> dict[str, int]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search the cheapest plan that holds targets, for `whatif --autotune`. Pure; needs numpy.
 
-Input: a Fleet of what_if.py and Targets. Output: a FoundPlan for commands/whatif.py. The cheapest
+Input: a Fleet of what_if.py and Targets. Output: its Prediction for commands/whatif.py. The cheapest
 has the fewest instances, then the fewest changed settings. One replay without noise tells which plans may do;
 the first of these that holds in most replays with noise is the answer.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Final
 
@@ -19,13 +19,17 @@ import numpy
 
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.what_if import (
+    LEVEL,
+    TOKEN_TIME,
+    TTFT,
+    Array,
     Fleet,
     Prediction,
+    Targets,
     collect,
     predict_fleet,
     replay_plainly,
 )
-from ttft_otel.explain.whatif.what_if_figures import LEVEL, TOKEN_TIME, TTFT, Array
 from ttft_otel.explain.window.request_facts import CannotTellError
 
 MAX_MORE: Final = 4  # instances
@@ -40,8 +44,6 @@ NAMES: Final = {TTFT: "ttft", TOKEN_TIME: "tpot"}
 
 TARGET_PATTERN: Final = re.compile(r"(ttft|tpot)_p(50|95|99)=(\d+(?:\.\d+)?)")
 
-Targets = Mapping[tuple[str, float], float]  # by figure and quantile, milliseconds
-
 
 def parse_targets(text: str) -> Targets:
     """`ttft_p99=500,tpot_p99=50`. Raises ValueError with a sentence."""
@@ -53,16 +55,6 @@ def parse_targets(text: str) -> Targets:
     if None in found or not all(targets.values()):
         raise ValueError(f"{text!r} is not a target: write ttft_p99=500,tpot_p99=50 (milliseconds)")
     return targets
-
-
-@dataclass(frozen=True, slots=True)
-class FoundPlan:
-    """The cheapest plan that holds the targets."""
-
-    targets: Targets
-    answer: Prediction
-    held: int  #: of the answer's replays
-    tried: int  #: plans
 
 
 def describe_targets(targets: Targets) -> str:
@@ -104,7 +96,7 @@ def search_plan(
     base: PlannedChange,
     repetitions: int,
     track: Callable[[int], None] = lambda _: None,
-) -> FoundPlan:
+) -> Prediction:
     """The cheapest plan. Raises CannotTellError where none holds the targets.
 
     base: what changes in any case, such as the rate. track: called with 1 after each replay, at most
@@ -136,7 +128,7 @@ def search_plan(
         answer = predict_fleet(fleet, change, repetitions, track=track)
         held = sum(_measure(targets, each) <= 1 for each in answer.changed)
         if held >= LEVEL * len(answer.changed):
-            return FoundPlan(targets, answer, held, len(excesses))
+            return replace(answer, targets=targets, held=held, tried=len(excesses))
     nearest = min(excesses, key=lambda each: excesses[each])
     raise CannotTellError(
         f"none of {len(excesses)} plans with up to {counts[-1]} instances holds "

@@ -3,17 +3,20 @@
 
 Input: a Recording of replay_facts.py and a PlannedChange. Output: a Prediction, which what_if_text.py shows.
 First the window itself is predicted, with nothing changed: the error of that is part of every answer.
-Pure; needs numpy.
+The time per output token, the price of many changes, is the mean of a request whose server measured it:
+single tokens that came late are not told apart. Pure; needs numpy.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import NormalDist
-from typing import Final
+from typing import Any, Final
+
+import numpy
 
 from ttft_otel.explain.whatif import window_check
 from ttft_otel.explain.whatif.engine_model import BLOCK_TOKENS, EngineLimits
@@ -21,19 +24,38 @@ from ttft_otel.explain.whatif.fleet_model import FleetModel, PlannedEngines
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import Recording, ReplayRequest
 from ttft_otel.explain.whatif.step_fit import StepSamples, fit_steps
-from ttft_otel.explain.whatif.what_if_figures import (
-    MIN_TIMED,
-    TOKEN_TIME,
-    TTFT,
-    Array,
-    PredictedFigure,
-    build_figures,
-    collect_columns,
-    describe_miss,
-)
+from ttft_otel.model import stages
 from ttft_otel.model.names import keys
+from ttft_otel.model.statistics import find_interval
 
+Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
+
+QUANTILES: Final = (0.5, 0.95, 0.99)
+LEVEL: Final = 0.9  # of the intervals
+TTFT: Final = "ttft"
+TOKEN_TIME: Final = "time_per_output_token"
+MIN_TIMED: Final = 30  # requests, below which nothing is said
+MAX_TOKEN_ERROR: Final = 0.3  # of p50 and p99 of the window itself
 PLAIN_EVERY: Final = 2  # so-manieth repetition also replays the unchanged window
+
+
+Targets = Mapping[tuple[str, float], float]  # by figure and quantile, milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedFigure:
+    """A quantile of the TTFT, a stage or TOKEN_TIME, microseconds: as recorded, replayed, and predicted."""
+
+    recorded: float
+    replayed: float
+    predicted: float
+    low: float  #: the interval of the prediction, widened by the error of the replay
+    high: float
+
+    @property
+    def change(self) -> float:
+        """By how much the change changes it, relative: in the model, whose own error is in both."""
+        return self.predicted / self.replayed - 1 if self.replayed else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +75,10 @@ class Prediction:
     token_errors: tuple[float, ...] = ()  #: relative, of the replay
     unexplained: float = 0.0  #: as in StepFit
     changed: Sequence[Mapping[str, Array]] = ()  #: of each replay with the change, lengths by stage
+    #: Of a plan that was searched: what it holds, in how many of the replays, and of how many plans.
+    targets: Targets = field(default_factory=dict)
+    held: int = 0
+    tried: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,25 +117,11 @@ def _read_limits(settings: Mapping[str, int], given: PlannedChange) -> EngineLim
     )
 
 
-def predict_change(
-    recording: Recording,
-    change: PlannedChange,
-    given: PlannedChange,
-    repetitions: int = 20,
-    seed: int = 0,
-    track: Callable[[int], None] = lambda _: None,
-) -> Prediction:
-    """Predict `change` from `recording`. Raises CannotTellError, which says why not.
-
-    given: settings of the recorded servers, where their spans do not have them. repetitions: replays,
-    each with its own noise and its own draw of the requests from which the steps' times are learned.
-    track: called with 1 after each replay.
-    """
-    return predict_fleet(learn_fleet(recording, given), change, repetitions, seed, track)
-
-
 def learn_fleet(recording: Recording, given: PlannedChange) -> Fleet:
-    """What is known of the recorded fleet. Raises CannotTellError."""
+    """What is known of the recorded fleet. Raises CannotTellError.
+
+    given: settings of the recorded servers, where their spans do not have them.
+    """
     limits = {name: _read_limits(known, given) for name, known in recording.settings.items()}
     window_check.check_window(recording, limits)
     return _learn_answers(_build_fleet(recording, limits))
@@ -130,17 +142,20 @@ def replay_plainly(fleet: Fleet, change: PlannedChange) -> tuple[FleetModel, lis
 def predict_fleet(
     fleet: Fleet,
     change: PlannedChange,
-    repetitions: int,
-    seed: int = 0,
+    repetitions: int = 20,
     track: Callable[[int], None] = lambda _: None,
 ) -> Prediction:
-    """As predict_change(), of a fleet that has been learned."""
+    """Predict `change`. Raises CannotTellError, which says why not.
+
+    repetitions: replays, each with its own noise and its own draw of the requests from which the steps'
+    times are learned. track: called with 1 after each replay.
+    """
     other, warnings = replay_plainly(fleet, change)
     notes = window_check.list_notes(fleet.requests, fleet.samples, change, fleet.policy)
     notes += window_check.list_memory_notes(fleet.plain, other)
     replays, changed = [collect(fleet, fleet.plain)], [collect(fleet, other)]
     track(1)
-    draws = random.Random(seed)
+    draws = random.Random(0)
     # Evenly over their distribution, so that few replays have no chance to be all on one side.
     levels = [NormalDist().inv_cdf(number / repetitions) for number in range(1, repetitions)]
     misfits = zip(levels, draws.sample(levels, len(levels)), strict=True)
@@ -179,13 +194,66 @@ def predict_fleet(
 
 def collect(fleet: Fleet, model: FleetModel) -> dict[str, Array]:
     """A replay's lengths by stage, and the times per output token of the requests that have these."""
-    prompts = [model.replayed[each].prompt for each in fleet.timed]
+    prompts = [model.prompts[each] for each in fleet.timed]
     token_us = [
         (each.last_token - each.first_token) / each.decode_steps
         for each in prompts
-        if each is not None and each.decode_steps > 0
+        if each.decode_steps > 0
     ]
-    return collect_columns([each.stages for each in model.replayed], token_us)
+    return collect_columns(model.stages, token_us)
+
+
+def collect_columns(
+    rows: Sequence[Mapping[str, int]], token_us: Sequence[float]
+) -> dict[str, Array]:
+    """Lengths by stage, one per request, their sums as that of TTFT, and times per output token.
+
+    rows: stages of each request.
+    """
+    found = sorted({name for row in rows for name in row}, key=stages.rank_stage)
+    columns = {name: numpy.array([row.get(name, 0) for row in rows], float) for name in found}
+    if token_us:
+        columns[TOKEN_TIME] = numpy.array(token_us, float)
+    return {TTFT: numpy.array([sum(row.values()) for row in rows], float), **columns}
+
+
+def build_figures(
+    recorded: Mapping[str, Array],
+    replays: Sequence[Mapping[str, Array]],
+    changed: Sequence[Mapping[str, Array]],
+) -> dict[str, tuple[PredictedFigure, ...]]:
+    """Quantiles of all stages that were recorded or are predicted.
+
+    Each has the spread of the replays with the change, and the error of those without it.
+    """
+    nothing = numpy.zeros(1)
+
+    def build_figure(name: str, share: float) -> PredictedFigure:
+        truth, *drawn = (
+            float(numpy.quantile(each.get(name, nothing), share))
+            for each in (recorded, *replays, *changed)
+        )
+        plain, other = drawn[: len(replays)], drawn[len(replays) :]
+        replayed, predicted = float(numpy.median(plain)), float(numpy.median(other))
+        low, high = find_interval(other, LEVEL)
+        # What the model misses unchanged it misses changed in proportion: a part of the engine's stages.
+        miss = abs(replayed - truth) * (predicted / replayed if replayed else 1.0)
+        return PredictedFigure(
+            truth, replayed, predicted, max(float(low) - miss, 0.0), float(high) + miss
+        )
+
+    names = dict.fromkeys([*recorded, *(name for each in changed for name in each)])
+    return {name: tuple(build_figure(name, share) for share in QUANTILES) for name in names}
+
+
+def describe_miss(errors: Sequence[float]) -> str:
+    """A sentence where the replay has the time per output token wrong, else "". errors: of p50, p95, p99."""
+    worst = max(errors[0], errors[-1], key=abs)
+    if abs(worst) <= MAX_TOKEN_ERROR:
+        return ""
+    return (
+        f"The model misses the recorded time per output token by {worst:+.0%}: it is not predicted."
+    )
 
 
 def _learn_answers(fleet: Fleet) -> Fleet:
@@ -196,7 +264,7 @@ def _learn_answers(fleet: Fleet) -> Fleet:
     """
     learned = fleet
     if not all(fleet.outputs):
-        steps = [each.prompt.decode_steps if each.prompt else 0 for each in fleet.plain.replayed]
+        steps = [each.decode_steps for each in fleet.plain.prompts]
         outputs = [count or step + 1 for count, step in zip(fleet.outputs, steps, strict=True)]
         learned = replace(fleet, outputs=tuple(outputs))
     if any(each.kv_tokens and not each.shares_blocks for each in fleet.limits.values()):

@@ -11,14 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ttft_otel.explain.whatif.plan_search import (
-    FoundPlan,
     describe_plan,
     describe_targets,
     list_flags,
 )
 from ttft_otel.explain.whatif.planned_change import PlannedChange
-from ttft_otel.explain.whatif.what_if import Prediction
-from ttft_otel.explain.whatif.what_if_figures import LEVEL, QUANTILES, TTFT, PredictedFigure
+from ttft_otel.explain.whatif.what_if import LEVEL, QUANTILES, TTFT, PredictedFigure, Prediction
 from ttft_otel.report.show.terminal import format_short, print_sentence, remove_controls, round_ms
 
 QUANTILE_NAMES: Final = tuple(f"p{round(100 * share)}" for share in QUANTILES)
@@ -26,8 +24,8 @@ SHOWN_SHARE: Final = 0.005  # of the predicted p95 of the TTFT; smaller stages a
 
 
 def describe_answer(answer: Prediction) -> dict[str, Any]:
-    """The JSON of an answer; times in milliseconds."""
-    return {
+    """The JSON of an answer; times in milliseconds. `autotune` is there where a plan was searched."""
+    described: dict[str, Any] = {
         "answered": True,
         "requests": answer.requests,
         "instances": answer.instances,
@@ -50,6 +48,16 @@ def describe_answer(answer: Prediction) -> dict[str, Any]:
         "notes": list(answer.notes),
         "warnings": list(answer.warnings),
     }
+    if answer.targets:
+        described["autotune"] = {
+            "targets": describe_targets(answer.targets),
+            "instances": answer.instances + answer.change.instances,
+            "flags": list_flags(answer.change),
+            "held": answer.held,
+            "replays": len(answer.changed),
+            "tried": answer.tried,
+        }
+    return described
 
 
 def _describe_errors(errors: tuple[float, ...]) -> dict[str, float]:
@@ -95,28 +103,12 @@ def _name_change(change: PlannedChange) -> str:
     return ", ".join(parts) or "nothing changed"
 
 
-def describe_found(found: FoundPlan) -> dict[str, Any]:
-    """The JSON of a plan that was searched: its answer, and what was found."""
-    change = found.answer.change
-    return {
-        **describe_answer(found.answer),
-        "autotune": {
-            "targets": describe_targets(found.targets),
-            "instances": found.answer.instances + change.instances,
-            "flags": list_flags(change),
-            "held": found.held,
-            "replays": len(found.answer.changed),
-            "tried": found.tried,
-        },
-    }
-
-
-def name_found(found: FoundPlan) -> str:
+def name_found(found: Prediction) -> str:
     """A plan that was searched in words, and how sure it is."""
-    plan = describe_plan(found.answer.change, found.answer.instances)
+    plan = describe_plan(found.change, found.instances)
     return (
         f"The cheapest of {found.tried} plans that holds {describe_targets(found.targets)}: {plan}. "
-        f"It does in {found.held} of {len(found.answer.changed)} replays."
+        f"It does in {found.held} of {len(found.changed)} replays."
     )
 
 

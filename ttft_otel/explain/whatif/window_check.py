@@ -183,7 +183,8 @@ def _check_models(requests: Sequence[ReplayRequest]) -> None:
 
 def check_outcome(plain: FleetModel, other: FleetModel, fit: StepFit) -> list[str]:
     """Refuse predictions far from what was seen; returns warnings of those that leave it."""
-    if is_growing([(each.start, each.ttft_us) for each in other.replayed]):
+    ttfts = (sum(each.values()) for each in other.stages)
+    if is_growing(list(zip(other.starts, ttfts, strict=True))):
         raise CannotTellError(
             "in the prediction more requests arrive than are served: the queue grows until the last one, so "
             "that a TTFT tells how long the window is and not what a request would wait"
@@ -266,7 +267,7 @@ def _measure_recorded(requests: Sequence[ReplayRequest]) -> tuple[float, float]:
 
 def _measure_replayed(model: FleetModel) -> tuple[float, float]:
     """The same of a replay."""
-    prompts = [each.prompt for each in model.replayed if each.prompt is not None]
+    prompts = model.prompts
     waited = sum(each.queue for each in prompts)
     blocked = sum(each.blocked_us for each in model.engines)
     preempted = sum(each.preemptions > 0 for each in prompts)
@@ -305,7 +306,7 @@ def check_memory(plain: FleetModel, other: FleetModel) -> list[str]:
                 f"the prediction needs {engine.peak_tokens} tokens of KV cache, there are "
                 f"{engine.limits.kv_tokens}: how many of them requests share is not known"
             )
-    if any(each.prompt is None or not each.prompt.first_token for each in other.replayed):
+    if not all(each.first_token for each in other.prompts):
         raise CannotTellError("a request needs more KV cache than there is")
     before, after = _measure_replayed(plain), _measure_replayed(other)
     if _is_scarce(after) and not _is_scarce(before):
