@@ -10,19 +10,25 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import grpc
+from msgspec import structs
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+from opentelemetry.exporter.otlp.proto.http import Compression
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from rich.console import Console
 
 from ttft_otel.exporter.spans import span_builder as exporter
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys, span_names
-from ttft_otel.model.record import Attributes, Call, Piece, Record, Server, Ttft
+from ttft_otel.model.record import Attributes, Call, HeldBy, Piece, Record, Server, Ttft
 from ttft_otel.model.stages import Role
 from ttft_otel.report.assemble.request_assembly import assemble_requests
 from ttft_otel.report.receive import otlp_decoder
@@ -196,6 +202,22 @@ def make_routed_records(
     return records
 
 
+def make_held_records() -> tuple[Record, Record]:
+    """A request that holds, and one that came 1 ms later and is held by it and by an untraced one."""
+    holder = make_leg_record("mono", DECODE_US, start_ns=10**18)
+    held = make_leg_record("mono", DECODE_US, start_ns=10**18 + 1_000_000)
+    assert held.ttft is not None
+    links = (
+        HeldBy(6_000, 512, "prefill", "engine-1", holder.trace_id, holder.span_id),
+        HeldBy(3_000, 4, "decode", "engine-2"),
+    )
+    pieces = tuple(
+        structs.replace(piece, held_by=links) if piece.name == "prefill.queue" else piece
+        for piece in held.ttft.pieces
+    )
+    return holder, structs.replace(held, ttft=structs.replace(held.ttft, pieces=pieces))
+
+
 def make_short_record(**fields: Any) -> Record:
     """The record of a request alone on a server, which took 5 us."""
     return make_leg_record("mono", {"sample": 5}, **fields)
@@ -228,6 +250,14 @@ def assemble_trace(spans: Sequence[StoredSpan]) -> StoredTrace:
     return StoredTrace(spans[0].trace_id, tuple(spans), tuple(requests))
 
 
+def assemble_records(
+    records: Sequence[Record], lost: frozenset[str] = frozenset()
+) -> tuple[Request, ...]:
+    """Assemble what is left of these records' spans when some span ids never came."""
+    spans = [span for span in make_stored_spans(records) if span.span_id not in lost]
+    return assemble_trace(spans).requests
+
+
 def change_spans(
     records: Sequence[Record], role: str, attributes: Attributes, **resource: str
 ) -> list[StoredSpan]:
@@ -253,7 +283,15 @@ def capture_text(show: Callable[[Console], object]) -> str:
 
 def store_records(store: SpanStore, records: Sequence[Record]) -> None:
     """Put their spans into a store; they are on disk afterwards."""
-    assert store.add(make_stored_spans(records)).result(10) == 0
+    assert store.add(make_stored_spans(records)).result(60) == 0
+
+
+def fill_database(path: Path, *records: Record, spans: Sequence[StoredSpan] = ()) -> Path:
+    """Put the spans of records, and others, into the database `path`; a new one where there is none."""
+    store = SpanStore(path)
+    assert store.add([*make_stored_spans(records), *spans]).result(60) == 0
+    store.close()
+    return path
 
 
 def read_request(path: Path) -> Request:
@@ -263,7 +301,7 @@ def read_request(path: Path) -> Request:
     return request
 
 
-def fetch_any_status(request: urllib.request.Request) -> tuple[int, dict[str, str], bytes]:
+def fetch_any_status(request: str | urllib.request.Request) -> tuple[int, dict[str, str], bytes]:
     """Send a request; status, headers and body of the answer, also of one that is an error."""
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -273,8 +311,7 @@ def fetch_any_status(request: urllib.request.Request) -> tuple[int, dict[str, st
             return error.code, dict(error.headers), error.read()
 
 
-@dataclass(frozen=True)
-class RunningServer:
+class RunningServer(NamedTuple):
     """A running server."""
 
     server: ReportServer
@@ -284,16 +321,33 @@ class RunningServer:
 
 
 def fetch_page(served: RunningServer, path: str) -> tuple[int, str, dict[str, str]]:
-    """GET a page."""
-    try:
-        with urllib.request.urlopen(f"{served.http}{path}", timeout=20) as answer:
-            return answer.status, answer.read().decode(), dict(answer.headers)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode(), dict(error.headers)
+    """GET a page: status, text and headers."""
+    status, headers, body = fetch_any_status(f"{served.http}{path}")
+    return status, body.decode(), headers
 
 
 def fetch_json(served: RunningServer, path: str) -> tuple[int, Any]:
     """GET JSON."""
     status, text, _ = fetch_page(served, path)
     return status, json.loads(text)
+
+
+def make_grpc_exporter(served: RunningServer) -> SpanExporter:
+    """The SDK's gRPC exporter, packed."""
+    return GrpcExporter(
+        endpoint=served.grpc, insecure=True, compression=grpc.Compression.Gzip, timeout=30
+    )
+
+
+def make_http_exporter(served: RunningServer) -> SpanExporter:
+    """The SDK's HTTP exporter, packed."""
+    url = f"{served.http}/v1/traces"
+    return HttpExporter(endpoint=url, compression=Compression.Gzip, timeout=30)
+
+
+def export_records(exporter: SpanExporter, records: Sequence[Record]) -> list[ReadableSpan]:
+    """Export the spans of these records, which must succeed."""
+    sent = make_spans(records)
+    assert exporter.export(sent) is SpanExportResult.SUCCESS
+    exporter.shutdown()
+    return sent

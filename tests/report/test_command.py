@@ -5,98 +5,94 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-import urllib.request
+import threading
+import time
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import jsonschema
 import pytest
-import sample_records
 from click.testing import CliRunner, Result
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace.export import SpanExportResult
+from sample_records import (
+    DECODE_US,
+    change_spans,
+    export_records,
+    fetch_any_status,
+    fill_database,
+    make_leg_record,
+    make_routed_records,
+    make_short_record,
+)
 
-from lab import report_files
+from lab import report_files, tiny_models
+from lab.fake_vllm import word_server
 from lab.free_ports import find_free_port
+from lab.local_deployment import build_receiver_command, build_router_command
+from lab.local_servers import run_servers
+from tests.explain.stored_records import StoreCommand
 from ttft_otel.commands import serve
 from ttft_otel.commands.main import main
-from ttft_otel.exporter.spans.span_builder import build_spans
-from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.model.names import env_names
 from ttft_otel.report.store.span_store import SpanStore
 from ttft_otel.report.time_window import parse_window
 
 SCHEMA = Path(__file__).parents[1] / "golden" / "report.schema.json"
-PUBLIC_SCHEMA = json.loads(
-    (Path(__file__).parents[2] / "docs" / "report.schema.json").read_text("utf-8")
-)
+REPORT = StoreCommand("report")
 
 
 @pytest.fixture
-def stored_database(store: SpanStore) -> Path:
+def stored_database(tmp_path: Path) -> Path:
     """A database with requests of all kinds, one of them dead."""
-    records = [
-        *sample_records.make_routed_records("chatcmpl-one", encoders=2),
-        *sample_records.make_routed_records("two", 1.7),
-        sample_records.make_leg_record("mono", sample_records.DECODE_US, request_id="three"),
-        sample_records.make_leg_record(
-            "mono", {"ipc": 9}, request_id="dead", error="EngineDeadError", died="ipc"
-        ),
-    ]
-    sample_records.store_records(store, records)
-    store.close()
-    return store.path
+    return fill_database(
+        tmp_path / "spans.db",
+        *make_routed_records("chatcmpl-one", encoders=2),
+        *make_routed_records("two", 1.7),
+        make_leg_record("mono", DECODE_US, request_id="three"),
+        make_leg_record("mono", {"ipc": 9}, request_id="dead", error="EngineDeadError", died="ipc"),
+    )
 
 
-def run_command(*words: str, width: int = 120) -> Result:
+def run_command(*words: str) -> Result:
     """Run a command."""
-    return CliRunner(env={"COLUMNS": str(width)}).invoke(main, list(words))
+    return CliRunner(env={"COLUMNS": "120"}).invoke(main, list(words))
 
 
 def test_many(stored_database: Path) -> None:
     """Without arguments: percentiles per stage, the mean bar, and that the sums close."""
-    result = run_command("report", "--db", str(stored_database))
+    result = REPORT.run(stored_database)
     assert result.exit_code == 0, result.output
     for word in ("3 requests, 1 failed", "p95", "encode.encoder.compute", "unattributed", "█"):
         assert word in result.output
     assert "✓ Σ stages + unattributed = ttft, in every request" in result.output
 
 
-@pytest.mark.parametrize("width", [60, 200])
-def test_one(stored_database: Path, width: int) -> None:
+def test_one(stored_database: Path) -> None:
     """One request: its waterfall and the sum with its closing line, at any width."""
-    result = run_command("report", "--db", str(stored_database), "--request", "two", width=width)
-    assert result.exit_code == 0, result.output
-    assert "✓" in result.output and "encoder.compute" in result.output
-    assert max(len(line) for line in result.output.splitlines()) <= width
+    words = ["report", "--db", str(stored_database), "--request", "two"]
+    for width in (60, 200):
+        result = CliRunner(env={"COLUMNS": str(width)}).invoke(main, words)
+        assert result.exit_code == 0, result.output
+        assert "✓" in result.output and "encoder.compute" in result.output
+        assert max(len(line) for line in result.output.splitlines()) <= width
 
 
 def test_json(stored_database: Path) -> None:
-    """--json prints one request's report, or all requests with their summary."""
-    one = json.loads(
-        run_command("report", "--db", str(stored_database), "--request", "two", "--json").output
-    )
+    """--json prints one request's report, or all requests with their summary, by the schema."""
+    one = REPORT.read_json(stored_database, "--request", "two")
     assert one["combined"]["enc_compute_time_ms"] == round(41_700 * 1.7) / 1000
     assert [leg["role"] for leg in one["request"]["legs"]] == ["encode", "prefill_decode"]
     assert {each["name"] for each in one["spans"]} >= {"ttft", "encode", "prefill.compute"}
-    jsonschema.validate(one, PUBLIC_SCHEMA)
-    many = json.loads(run_command("report", "--db", str(stored_database), "--json").output)
+    many = REPORT.read_json(stored_database)
     assert many["summary"]["count"] == 3 and len(many["requests"]) == 4
-    trace = many["requests"][-1]["trace_id"]
-    whole = json.loads(
-        run_command("report", "--db", str(stored_database), "--trace", trace, "--json").output
-    )
+    whole = REPORT.read_json(stored_database, "--trace", many["requests"][-1]["trace_id"])
     assert {span["kind"] for span in whole["spans"]} >= {"server", "internal"}
-    unknown = run_command("report", "--db", str(stored_database), "--request", "no", "--json")
-    assert unknown.exit_code == 1
-    for document in (one, many, whole, json.loads(unknown.stdout)):
-        jsonschema.validate(document, PUBLIC_SCHEMA)
+    REPORT.check_refusal(stored_database, ["--request", "no"], "nothing is stored")
     # The schema holds: a field that nobody has described, or one that is missing, is found.
     for wrong in (
         {**one, "more": 1},
@@ -104,19 +100,14 @@ def test_json(stored_database: Path) -> None:
         {},
     ):
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(wrong, PUBLIC_SCHEMA)
-    assert run_command("report", "--db", str(stored_database), "--last", "1").exit_code == 0
+            jsonschema.validate(wrong, REPORT.schema)
+    assert REPORT.run(stored_database, "--last", "1").exit_code == 0
 
 
-def test_hostile_terminal(store: SpanStore) -> None:
+def test_hostile_terminal(tmp_path: Path) -> None:
     """Control characters of foreign spans do not reach the terminal."""
-    store.add(
-        sample_records.make_stored_spans(
-            [sample_records.make_short_record(request_id="\x1b)0;x\x07\n")]
-        )
-    )
-    store.close()
-    output = run_command("report", "--db", str(store.path), "--last", "1").output
+    record = make_short_record(request_id="\x1b)0;x\x07\n")
+    output = REPORT.run(fill_database(tmp_path / "spans.db", record), "--last", "1").output
     assert "\x1b]0" not in output and "\x07" not in output
 
 
@@ -136,17 +127,14 @@ def test_bytes_that_are_no_text(stored_database: Path) -> None:
 
 def test_remedies(stored_database: Path, tmp_path: Path) -> None:
     """For what is not stored the error says what to do."""
-    nothing = run_command("report", "--db", str(tmp_path / "none.db"))
-    assert nothing.exit_code == 1 and "ttft-otel serve" in nothing.output
-    unknown = run_command("report", "--db", str(stored_database), "--request", "nobody")
-    assert unknown.exit_code == 1 and "nobody" in unknown.output
     SpanStore(tmp_path / "empty.db").close()
-    empty = run_command("report", "--db", str(tmp_path / "empty.db"))
-    assert empty.exit_code == 1 and "TTFT_OTEL=1" in empty.output
-    assert run_command("report", "--last", "3", "--trace", "x").exit_code == 2
+    REPORT.check_refusal(tmp_path / "none.db", [], "ttft-otel serve")
+    REPORT.check_refusal(stored_database, ["--request", "nobody"], "nobody")
+    REPORT.check_refusal(tmp_path / "empty.db", [], "TTFT_OTEL=1")
+    REPORT.check_refusal(stored_database, ["--last", "3", "--trace", "x"], "exclude each other")
 
 
-def test_export(stored_database: Path) -> None:
+def test_export(stored_database: Path, tmp_path: Path) -> None:
     """report.json keeps to its schema, has the client's own measurements, and its sums close."""
     client = report_files.read_measurements(
         [
@@ -156,11 +144,9 @@ def test_export(stored_database: Path) -> None:
             {"request_id": "nobody", "kind": "text", "client_ttft_ms": 3.0},
         ]
     )
-    report = report_files.write_report_files(
-        stored_database, client, stored_database.parent / "out"
-    )
+    report = report_files.write_report_files(stored_database, client, tmp_path / "out")
     jsonschema.validate(report, json.loads(SCHEMA.read_text("utf-8")))
-    assert json.loads((stored_database.parent / "out" / "report.json").read_text("utf-8")) == report
+    assert json.loads((tmp_path / "out" / "report.json").read_text("utf-8")) == report
     one, three, dead = report["requests"]
     assert (one["request_id"], len(one["encode_all"])) == ("chatcmpl-one", 2)
     assert one["legs"]["encode"]["ttft_ms"] == max(leg["ttft_ms"] for leg in one["encode_all"])
@@ -170,56 +156,51 @@ def test_export(stored_database: Path) -> None:
     assert summary["client_ttft"]["count"] == 1
     assert summary["client_minus_ttft"]["p50"] == round(151.0 - one["ttft_ms"], 3)
     assert set(summary["by_kind"]) == {"image", "text"}
-    everything = report_files.write_report_files(
-        stored_database, [], stored_database.parent / "all"
-    )
+    everything = report_files.write_report_files(stored_database, [], tmp_path / "all")
     assert [each["request_id"] for each in everything["requests"]][-1] == "dead"
 
 
 def test_serve(tmp_path: Path) -> None:
     """The command starts, prints its addresses, stores spans, and on SIGTERM has all of them on disk."""
     port, database = find_free_port(), tmp_path / "spans.db"
-    env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}"}
+    url = f"http://127.0.0.1:{port}"
     words = ["serve", "--http-port", str(port), "--grpc-port", "0", "--db", str(database)]
     process = subprocess.Popen(
-        [sys.executable, "-c", "from ttft_otel.commands.main import main; main()", *words],
+        [sys.executable, "-m", "ttft_otel.commands.main", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=env,
+        env={**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": url},
     )
     with process:
         assert process.stdout is not None
-        assert f"http://127.0.0.1:{port}" in process.stdout.readline()
-        exporter = OTLPSpanExporter(endpoint=f"http://127.0.0.1:{port}/v1/traces")
-        sent = sample_records.make_spans(sample_records.make_routed_records("one"))
-        assert exporter.export(sent) is SpanExportResult.SUCCESS
-        exporter.shutdown()
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
-            assert json.load(answer)["stored"]["spans"] == len(sent)
-        taken = run_command(
-            "serve", "--http-port", str(port), "--grpc-port", "-1", "--db", str(database)
-        )
-        assert taken.exit_code == 1 and re.search("--http-port", taken.output)
+        assert url in process.stdout.readline()
+        exporter = OTLPSpanExporter(endpoint=f"{url}/v1/traces")
+        sent = export_records(exporter, make_routed_records("one"))
+        _, _, health = fetch_any_status(f"{url}/healthz")
+        assert json.loads(health)["stored"]["spans"] == len(sent)
+        taken = run_command(*words)
+        assert taken.exit_code == 1 and "--http-port" in taken.output
         process.send_signal(signal.SIGTERM)
         rest = process.stdout.read()
         assert process.wait(20) in (0, -signal.SIGTERM), rest
         assert "Traceback" not in rest
-    assert json.loads(run_command("report", "--db", str(database), "--json").output)["requests"]
+    assert REPORT.read_json(database)["requests"]
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "host.example"])
-def test_other_machines(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An address that other machines can reach needs --insecure."""
     started: list[str] = []
     monkeypatch.setattr(serve, "run_server", lambda options, _: started.append(options.host))
     words = ("serve", "--db", str(tmp_path / "spans.db"), "--host")
-    refused = CliRunner().invoke(main, (*words, host))
-    assert refused.exit_code == 2 and "--insecure" in refused.output
-    assert CliRunner().invoke(main, (*words, host, "--insecure")).exit_code == 0
-    for own in ("127.0.0.1", "127.0.0.7", "::1", "localhost"):
-        assert CliRunner().invoke(main, (*words, own)).exit_code == 0
-    assert started == [host, "127.0.0.1", "127.0.0.7", "::1", "localhost"]
+    others, own = ("0.0.0.0", "::", "192.0.2.1", "host.example"), ("127.0.0.7", "::1", "localhost")
+    for host in others:
+        refused = run_command(*words, host)
+        assert refused.exit_code == 2 and "--insecure" in refused.output
+        assert run_command(*words, host, "--insecure").exit_code == 0
+    for host in own:
+        assert run_command(*words, host).exit_code == 0
+    assert started == [*others, *own]
 
 
 def test_grpc_taken(tmp_path: Path) -> None:
@@ -233,37 +214,34 @@ def test_grpc_taken(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "--grpc-port" in result.output
 
 
-def test_filters(store: SpanStore) -> None:
+def test_filters(tmp_path: Path) -> None:
     """By model, time and instance, alone and together; what nobody matches is refused."""
-    begin_ns = 1_790_000_000 * 10**9
+    spans = []
     for number in range(8):
-        record = sample_records.make_leg_record(
+        record = make_leg_record(
             "mono",
             {"prefill.queue": 1000 * (number + 1)},
             request_id=f"r{number}",
-            start_ns=begin_ns + number * 60 * 10**9,
+            start_ns=(1_790_000_000 + number * 60) * 10**9,
             model=("tiny", "large")[number % 2],
         )
-        resource = Resource.create({"service.instance.id": f"vllm-{number // 4}"})
-        exported = encode_spans(build_spans(record, resource)).SerializeToString()
-        store.add(otlp_decoder.decode_export(exported).spans).result(20)
-    store.close()
+        instance = {"service_instance_id": f"vllm-{number // 4}"}
+        spans += change_spans([record], "mono", {}, **instance)
+    database = fill_database(tmp_path / "spans.db", spans=spans)
 
     def list_ids(*words: str) -> list[str]:
-        result = run_command("report", "--db", str(store.path), "--json", *words)
-        answer = json.loads(result.stdout)
-        jsonschema.validate(answer, PUBLIC_SCHEMA)
+        answer = REPORT.read_json(database, *words)
         return [each["request_id"] for each in answer.get("requests", [])]
 
-    window = "2026-09-21T14:14:20Z..2026-09-21T14:18:20Z"  # its first minute is begin_ns + 1 min
+    window = "2026-09-21T14:14:20Z..2026-09-21T14:18:20Z"  # its first minute is that of r1
     assert list_ids("--model", "large") == ["r7", "r5", "r3", "r1"]
     assert list_ids("--instance", "vllm-0") == ["r3", "r2", "r1", "r0"]
     assert list_ids("--since", window) == ["r4", "r3", "r2", "r1"]
     assert list_ids("--since", window, "--instance", "vllm-0", "--model", "large") == ["r3", "r1"]
     assert list_ids("--instance", "vllm-1", "--last", "2") == ["r7", "r6"]
     assert list_ids("--instance", "vllm-2") == []
-    refused = run_command("report", "--db", str(store.path), "--request", "r1", "--model", "x")
-    assert refused.exit_code == 2 and "choose among many" in refused.output
+    words = ["--request", "r1", "--model", "x"]
+    REPORT.check_refusal(database, words, "choose among many")
 
 
 def test_join_aiperf(stored_database: Path, tmp_path: Path) -> None:
@@ -273,28 +251,25 @@ def test_join_aiperf(stored_database: Path, tmp_path: Path) -> None:
     lines = [
         {
             "metadata": {"x_request_id": name, "benchmark_phase": phase},
-            "metrics": {"time_to_first_token": {"value": ms, "unit": "ms"}},
+            "metrics": {"time_to_first_token": {"value": ms, "unit": "ms"}} if ms else {},
         }
-        for phase in ("warmup", "profiling")
-        for name, ms in ttfts.items()
-        if phase == "profiling" or name == "three"
+        for phase, name, ms in (
+            ("warmup", "three", 800.25),
+            *(("profiling", name, ms) for name, ms in ttfts.items()),
+            ("profiling", "two", 0),
+        )
     ]
-    lines.append(
-        {"metadata": {"x_request_id": "two", "benchmark_phase": "profiling"}, "metrics": {}}
-    )
     results.write_text("\n".join(map(json.dumps, lines)))
-    asked = ("report", "--db", str(stored_database), "--join", str(results))
-    found = json.loads(run_command(*asked, "--json").stdout)
-    jsonschema.validate(found, PUBLIC_SCHEMA)
+    found = REPORT.read_json(stored_database, "--join", str(results))
     assert found["join"] == {"in_file": 3, "joined": 2, "not_in_file": 2}
-    plain = json.loads(run_command(*asked[:3], "--json").stdout)
+    plain = REPORT.read_json(stored_database)
     served = {each["request_id"]: each["ttft_ms"] for each in plain["requests"]}
     for each in found["requests"]:
         client = ttfts[each["request_id"]]
         assert each["ttft_ms"] == client
         assert each["stages"]["outside"] == pytest.approx(client - served[each["request_id"]])
         assert sum(each["stages"].values()) + each["unattributed_ms"] == pytest.approx(client)
-    text = run_command(*asked).output
+    text = REPORT.run(stored_database, "--join", str(results)).output
     assert "outside" in text and "2 of the file's 3 requests" in text and "✓" in text
 
 
@@ -302,21 +277,15 @@ def test_join_vllm_bench(stored_database: Path, tmp_path: Path) -> None:
     """vLLM's result has no IDs: its prefix and the request's number are one."""
     results = tmp_path / "result.json"
     results.write_text(json.dumps({"ttfts": [0.7, 0.0, 0.9], "errors": ["", "refused", ""]}))
-    asked = ("report", "--db", str(stored_database), "--join", str(results))
-    refused = run_command(*asked)
-    assert refused.exit_code == 1 and "--request-id-prefix" in refused.output
-    found = run_command(*asked, "--join-prefix", "none-")
-    assert found.exit_code == 1 and "none of the 2 requests" in found.output
+    words = ["--join", str(results)]
+    REPORT.check_refusal(stored_database, words, "--request-id-prefix")
+    words.append("--join-prefix")
+    REPORT.check_refusal(stored_database, [*words, "none-"], "none of the 2 requests")
     results.write_text(json.dumps({"ttfts": [0.0001] * 4}))
-    other = SpanStore(stored_database)
-    records = [
-        sample_records.make_leg_record("mono", sample_records.DECODE_US, request_id=f"b-{number}")
-        for number in range(4)
-    ]
-    sample_records.store_records(other, records)
-    other.close()
-    found = run_command(*asked, "--join-prefix", "b-")
-    assert found.exit_code == 1 and "waited for less than their server took" in found.output
+    records = [make_leg_record("mono", DECODE_US, request_id=f"b-{number}") for number in range(4)]
+    fill_database(stored_database, *records)
+    too_short = "waited for less than their server took"
+    REPORT.check_refusal(stored_database, [*words, "b-"], too_short)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"ttfts": 3}', '{"x_request_id": 1}', "\udcff"])
@@ -324,10 +293,9 @@ def test_join_of_another_file(stored_database: Path, tmp_path: Path, text: str) 
     """A file of another form is refused with what it should be."""
     results = tmp_path / "results"
     results.write_bytes(text.encode("utf-8", "surrogateescape"))
-    asked = ("report", "--db", str(stored_database), "--join", str(results), "--join-prefix", "")
-    found = run_command(*asked)
-    assert found.exit_code == 1 and "Traceback" not in found.output
-    assert "neither AIPerf's" in found.output or "cannot be read" in found.output
+    reason = "cannot be read" if text == "\udcff" else "neither AIPerf's"
+    words = ["--join", str(results), "--join-prefix", ""]
+    REPORT.check_refusal(stored_database, words, reason)
 
 
 NOW = datetime(2026, 3, 29, 14, 30, tzinfo=timezone(timedelta(hours=2)))
@@ -365,3 +333,70 @@ def test_refused(text: str) -> None:
     """What is no window is refused with a sentence that quotes it."""
     with pytest.raises(ValueError, match="is not a time|ends before it begins"):
         parse_window(text, NOW)
+
+
+REQUESTS = 12
+ARRIVAL_S = 30.0  # until all spans must have come
+
+
+@pytest.fixture
+def router_url(tmp_path: Path) -> Iterator[str]:
+    """A traced router; its spans are in spans.db."""
+    server = word_server.StreamServer(("127.0.0.1", 0), word_server.StreamHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    instance = f"http://127.0.0.1:{server.server_address[1]}"
+    with run_servers(build_receiver_command(tmp_path / "spans.db")) as (receiver,):
+        sink = {env_names.TTFT_OTEL: "1", env_names.OTEL_EXPORTER_OTLP_ENDPOINT: receiver.url}
+        with run_servers(build_router_command({"mono": [instance]}, sink)) as (router,):
+            yield router.url
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_vllm_bench(router_url: str, tmp_path: Path) -> None:
+    """Every request of a `vllm bench serve` is found, and its stages add up to its client's TTFT.
+
+    The instance is a stand-in that streams words: the load generator and the router are what is tried.
+    """
+    named = {
+        "backend": "openai-chat",
+        "base-url": router_url,
+        "endpoint": "/v1/chat/completions",
+        "model": "tiny",
+        "tokenizer": str(tiny_models.build_model(tiny_models.TEXT_RECIPE)),
+        "dataset-name": "random",
+        "random-input-len": 16,
+        "random-output-len": 4,
+        "num-prompts": REQUESTS,
+        "max-concurrency": 3,
+        "ready-check-timeout-sec": 0,
+        "request-id-prefix": "joined-",
+        "result-dir": tmp_path,
+        "result-filename": "result.json",
+    }
+    words = [word for name, value in named.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", *words]
+    subprocess.run(
+        [*command, "--save-result", "--save-detailed", "--disable-tqdm"],
+        check=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TTFT_OTEL": "0"},
+    )
+    result = tmp_path / "result.json"
+    asked = ("--join", str(result), "--join-prefix", "joined-")
+    # The router's exporter sends within a second, and more on a busy machine.
+    until_s = time.monotonic() + ARRIVAL_S
+    while True:
+        found = REPORT.read_json(tmp_path / "spans.db", *asked)
+        if found.get("join", {}).get("joined") == REQUESTS or time.monotonic() > until_s:
+            break
+        time.sleep(0.5)
+    assert found["join"] == {"in_file": REQUESTS, "joined": REQUESTS, "not_in_file": 0}
+    ttfts = json.loads(result.read_text())["ttfts"]
+    for each in found["requests"]:
+        client_ms = 1000 * ttfts[int(each["request_id"].removeprefix("joined-"))]
+        assert each["ttft_ms"] == pytest.approx(client_ms, abs=0.001)
+        total_ms = sum(each["stages"].values()) + each["unattributed_ms"]
+        assert total_ms == pytest.approx(client_ms, abs=0.001)
+        assert each["stages"]["outside"] >= -0.5, "a client waits for at least what the router took"

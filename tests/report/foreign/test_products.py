@@ -14,30 +14,27 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.sdk.resources import Resource
-from sample_records import RunningServer, fetch_page
+from sample_records import RunningServer, fetch_page, fill_database
 
 from tests.commands.test_explain import make_record
 from tests.fake_tempo import FakeTempo
 from tests.foreign_traces import FILES, read_golden, to_sdk_span
 from ttft_otel.commands import main as cli
-from ttft_otel.exporter.spans import span_builder
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.assemble.request_assembly import MAX_DURATION_US
 from ttft_otel.report.breakdown_source import open_source
-from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import Request, SourceChoice, StoredSpan
 from ttft_otel.report.store.database_reader import (
     RequestFilter,
@@ -116,15 +113,6 @@ def test_sglang() -> None:
     assert set(split.stages) == {"preprocess", "ipc", "kv.transfer", "prefill.queue"}
 
 
-def test_dynamo() -> None:
-    """Its frontend tells the TTFT, as a text, and no stage."""
-    first, second = list_requests(read_golden("dynamo"))
-
-    assert (first.ttft_us, second.ttft_us) == (16_690, 58_070)
-    assert not first.stages and first.unattributed_us == first.ttft_us
-    assert first.request_id and [leg.foreign for leg in first.legs] == ["Dynamo"]
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_sums_are_exact(name: str) -> None:
     """Stages and unattributed time are their TTFT, of every request and leg; and each is complete."""
@@ -138,18 +126,30 @@ def test_sums_are_exact(name: str) -> None:
         assert leg.ttft_us == round(float(ms) * 1000) and not leg.reasons and not leg.held
 
 
+def test_vllm_and_dynamo() -> None:
+    """vLLM tells the queue and the prompt, Dynamo's frontend no stage; the rest is unattributed."""
+    first, second = list_requests(read_golden("vllm"))
+    told, other = list_requests(read_golden("dynamo"))
+
+    assert (first.ttft_us, first.unattributed_us) == (250_000, 30_000)
+    assert first.stages == {"prefill.queue": 100_000, "prefill.compute": 120_000}
+    assert (second.ttft_us, second.request_id) == (81_234, "cmpl-2")
+    assert [leg.foreign for leg in second.legs] == ["vLLM's own tracing"]
+    assert (told.ttft_us, other.ttft_us) == (16_690, 58_070)
+    assert not told.stages and told.unattributed_us == told.ttft_us
+    assert told.request_id and [leg.foreign for leg in told.legs] == ["Dynamo"]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_from_tempo(name: str, tmp_path: Path) -> None:
     """Tempo's requests are the store's: the newest, by ID, and of a window."""
     spans = read_golden(name)
-    store = SpanStore(tmp_path / "spans.db")
-    store.add(spans).result(20)
-    store.close()
+    path = fill_database(tmp_path / "spans.db", spans=spans)
     window = RequestFilter(
         since_ns=min(span.start_ns for span in spans) - 10**9,
         until_ns=max(span.end_ns for span in spans) + 10**9,
     )
-    with FakeTempo(retention="") as tempo, open_reader(store.path) as stored:
+    with FakeTempo(retention="") as tempo, open_reader(path) as stored:
         tempo.add([to_sdk_span(span) for span in spans])
         with open_source(SourceChoice(tempo=tempo.url)) as searched:
             expected = stored.list_latest(window)
@@ -181,13 +181,11 @@ def test_a_window_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_any_order_of_arrival(name: str, tmp_path: Path) -> None:
+def test_any_order_of_arrival(name: str, store: SpanStore) -> None:
     """Spans that come one by one, the last first, give the same requests as all at once."""
     spans = read_golden(name)
-    store = SpanStore(tmp_path / "spans.db")
     for span in sorted(spans, key=lambda each: -each.end_ns):
         store.add([span]).result(20)
-    store.close()
 
     with open_reader(store.path) as stored:
         found = stored.list_latest(RequestFilter())
@@ -288,6 +286,13 @@ def test_odd_lengths() -> None:
         span = make_span(1, "llm_request", "vllm.x", gen_ai__latency__time_to_first_token=total)
         assert list_requests([span]) == [], total
     assert list_requests([make_request("my.agent")]) == []
+    # Of two requests that have each other as a parent both stay, whichever comes first.
+    spans = [
+        make_span(1, "http-request", "", 2, ttft_ms="120"),
+        make_span(2, "http-request", "", 1, at=(2000, 3000), ttft_ms="80"),
+    ]
+    assert [each.ttft_us for each in list_requests(spans)] == [120_000, 80_000]
+    assert list_requests(spans) == list_requests(spans[::-1])
 
 
 NAMES = (
@@ -326,20 +331,9 @@ def test_any_order(spans: list[StoredSpan], random: Random) -> None:
         assert sum(request.stages.values()) + request.unattributed_us == request.ttft_us
 
 
-def test_two_above_each_other() -> None:
-    """Of two requests that have each other as a parent both stay, whichever comes first."""
-    spans = [
-        make_span(1, "http-request", "", 2, ttft_ms="120"),
-        make_span(2, "http-request", "", 1, at=(2000, 3000), ttft_ms="80"),
-    ]
-    assert [each.ttft_us for each in list_requests(spans)] == [120_000, 80_000]
-    assert list_requests(spans) == list_requests(spans[::-1])
-
-
 @pytest.fixture
-def told(tmp_path: Path) -> Iterator[Path]:
+def told(tmp_path: Path) -> Path:
     """A database with 40 requests that vLLM's own tracing has told."""
-    store = SpanStore(tmp_path / "told.db")
     (golden, _) = read_golden("vllm")
     spans = [
         replace(
@@ -348,9 +342,12 @@ def told(tmp_path: Path) -> Iterator[Path]:
         )
         for number in range(40)
     ]  # fmt: skip
-    store.add(spans).result(20)
-    store.close()
-    yield store.path
+    return fill_database(tmp_path / "told.db", spans=spans)
+
+
+def run(*words: str, width: int = 300) -> Result:
+    """Run a command in a terminal so wide."""
+    return CliRunner(env={"COLUMNS": str(width)}).invoke(cli.main, words)
 
 
 @pytest.mark.parametrize(
@@ -359,50 +356,46 @@ def told(tmp_path: Path) -> Iterator[Path]:
 )
 def test_reasons_are_refused(told: Path, words: tuple[str, ...]) -> None:
     """explain and whatif say that these spans do not tell why."""
-    found = CliRunner().invoke(cli.main, [*words, "--db", str(told)])
+    found = run(*words, "--db", str(told))
 
     assert found.exit_code and "told by vLLM's own tracing" in found.output
-    assert "not why" in found.output.replace("\n", " ")
+    assert "not why" in found.output
 
 
 def test_others_are_left_out(told: Path) -> None:
     """explain answers of ours as without the others, and says how many these are."""
-    ours, alone = (told.with_name(f"{name}.db") for name in ("ours", "alone"))
-    shutil.copy(told, ours)
-    for path in (ours, alone):
-        store = SpanStore(path)
-        for number in range(80):
-            message = encode_spans(span_builder.build_spans(make_record(number), Resource({})))
-            spans = otlp_decoder.decode_export(message.SerializeToString()).spans
-            store.add([replace(each, trace_id=f"{number + 999:032x}") for each in spans]).result(20)
-        store.close()
+    records = [
+        msgspec.structs.replace(make_record(number), trace_id=f"{number + 999:032x}")
+        for number in range(80)
+    ]
+    alone = fill_database(told.with_name("alone.db"), *records)
+    ours = fill_database(Path(shutil.copy(told, told.with_name("ours.db"))), *records)
     mixed, pure = (
-        json.loads(CliRunner().invoke(cli.main, ["explain", "--json", "--db", str(path)]).stdout)
-        for path in (ours, alone)
+        json.loads(run("explain", "--json", "--db", str(path)).stdout) for path in (ours, alone)
     )
 
     assert mixed["coverage"]["left_out"]["foreign"] == 40
     assert mixed["cause"] == pure["cause"]
-    shown = CliRunner().invoke(cli.main, ["explain", "--db", str(ours)], env={"COLUMNS": "300"})
-    assert "40 told by vLLM's own tracing, which does not say why, left out" in shown.output
+    shown = run("explain", "--db", str(ours)).output
+    assert "40 told by vLLM's own tracing, which does not say why, left out" in shown
 
 
 def test_report_and_diff(told: Path) -> None:
     """The report has our stages and says whose times they are; diff compares them."""
-    begin = datetime.fromtimestamp(BEGIN_S, timezone.utc)
-    middle, end = (
-        (begin + timedelta(seconds=each)).strftime("%Y-%m-%dT%H:%M:%SZ") for each in (20, 60)
+    begin, middle, end = (
+        datetime.fromtimestamp(BEGIN_S + each, timezone.utc).isoformat() for each in (0, 20, 60)
     )
-    windows = ("--a", f"{begin:%Y-%m-%dT%H:%M:%SZ}..{middle}", "--b", f"{middle}..{end}")
-    shown = CliRunner().invoke(cli.main, ["report", "--db", str(told)], env={"COLUMNS": "200"})
-    asked = CliRunner().invoke(cli.main, ["report", "--db", str(told), "--json"])
-    compared = CliRunner().invoke(cli.main, ["diff", *windows, "--json", "--db", str(told)])
+    at = ("--db", str(told))
+    shown = run("report", *at).output
+    asked = json.loads(run("report", *at, "--json").output)
+    windows = ("--a", f"{begin}..{middle}", "--b", f"{middle}..{end}")
+    compared = json.loads(run("diff", *windows, "--json", *at).output)
 
-    changed = {each["name"]: each for each in json.loads(compared.output)["stages"]}
+    changed = {each["name"]: each for each in compared["stages"]}
     assert round(changed["prefill.queue"]["change_ms"]) == 20, changed
-    assert "prefill.compute" in shown.output
-    assert "40 of 40 requests are told by others' spans" in shown.output
-    legs = [leg for each in json.loads(asked.output)["requests"] for leg in each["legs"]]
+    assert "prefill.compute" in shown
+    assert "40 of 40 requests are told by others' spans" in shown
+    legs = [leg for each in asked["requests"] for leg in each["legs"]]
     assert {leg["foreign"] for leg in legs} == {"vLLM's own tracing"}
 
 

@@ -13,18 +13,25 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
 import pytest
-from sample_records import RunningServer, make_leg_record, make_stored_spans
+from sample_records import (
+    RunningServer,
+    fetch_any_status,
+    fetch_page,
+    fill_database,
+    make_leg_record,
+)
 
 from lab.http_servers import HttpServerThread, SilentHandler
 from ttft_otel.commands import main as cli
+from ttft_otel.model.record import Record
 from ttft_otel.report.breakdown_source import ExplainAnswer, ExplainQuestion
 from ttft_otel.report.receive import alert_webhook
 from ttft_otel.report.report_types import SourceChoice
-from ttft_otel.report.store.span_store import SpanStore
 
 SCHEMA = json.loads((Path(__file__).parents[3] / "docs/explain.schema.json").read_text("utf-8"))
 BEGIN_S = int(time.time()) - 600
@@ -32,47 +39,19 @@ LATE_US = 900_000
 HOSTILE = "<!channel>"
 
 
-class FakeAlertmanager:
-    """Keeps what is posted to it."""
-
-    def __init__(self) -> None:
-        self.posted: list[tuple[str, list[dict[str, Any]]]] = []
-        self.status = 200
-        outer = self
-
-        class Handler(SilentHandler):
-            def do_POST(self) -> None:
-                outer.posted.append((self.path, json.loads(self.read_body())))
-                self.send_answer(outer.status, b"")
-
-        self.server = HttpServerThread(Handler)
-
-
 @pytest.fixture
-def alertmanager() -> Iterator[FakeAlertmanager]:
-    """An Alertmanager that takes alerts."""
-    made = FakeAlertmanager()
-    yield made
-    made.server.close()
+def alertmanager() -> Iterator[SimpleNamespace]:
+    """An Alertmanager that takes alerts with `status`, and keeps what is `posted` to it."""
+    made = SimpleNamespace(posted=[], status=200)
 
+    class Handler(SilentHandler):
+        def do_POST(self) -> None:
+            made.posted.append((self.path, json.loads(self.read_body())))
+            self.send_answer(made.status, b"")
 
-def fill_database(path: Path) -> Path:
-    """Two hundred requests of two models in the last ten minutes; every tenth of `chat` waits."""
-    records = []
-    for number in range(200):
-        model = "chat" if number % 2 else "other"
-        is_late = number % 20 == 1
-        lengths = {"prefill.queue": LATE_US if is_late else 5000, "prefill.compute": 30_000}
-        lengths["prefill.compute"] += 37 * number
-        start_ns = (BEGIN_S + 2 * number) * 10**9
-        name = HOSTILE if is_late else f"r{number}"
-        records.append(
-            make_leg_record("mono", lengths, start_ns=start_ns, request_id=name, model=model)
-        )
-    store = SpanStore(path)
-    store.add(make_stored_spans(records)).result(20)
-    store.close()
-    return path
+    with HttpServerThread(Handler) as server:
+        made.url = server.url
+        yield made
 
 
 def make_alert(status: str = "firing", model: str = "chat", **more: str) -> dict[str, Any]:
@@ -112,6 +91,20 @@ def make_group(*alerts: dict[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
+def make_window() -> Iterator[Record]:
+    """Two hundred requests of two models in the last ten minutes; every tenth of `chat` waits."""
+    for number in range(200):
+        is_late = number % 20 == 1
+        compute_us = 30_000 + 37 * number
+        yield make_leg_record(
+            "mono",
+            {"prefill.queue": LATE_US if is_late else 5000, "prefill.compute": compute_us},
+            start_ns=(BEGIN_S + 2 * number) * 10**9,
+            request_id=HOSTILE if is_late else f"r{number}",
+            model="chat" if number % 2 else "other",
+        )
+
+
 def post(
     server: RunningServer, body: Any, kind: str = "application/json", token: str = ""
 ) -> tuple[int, Any]:
@@ -119,25 +112,21 @@ def post(
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": kind, **({"authorization": f"Bearer {token}"} if token else {})}
     request = urllib.request.Request(f"{server.http}/api/alerts", data, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read())
+    status, _, answer = fetch_any_status(request)
+    return status, json.loads(answer)
 
 
 def test_answer(
     start_report_server: Callable[..., RunningServer],
     tmp_path: Path,
-    alertmanager: FakeAlertmanager,
+    alertmanager: SimpleNamespace,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The window of the alert's model is explained: in the JSON, in a line, and as an alert of its own."""
     server = start_report_server(
-        path=fill_database(tmp_path / "alerts.db"),
+        path=fill_database(tmp_path / "alerts.db", *make_window()),
         explain=cli.answer_question,
-        alertmanager_url=alertmanager.server.url,
+        alertmanager_url=alertmanager.url,
         page_url="https://pages.example",
     )
     status, found = post(server, make_group(make_alert()))
@@ -164,15 +153,12 @@ def test_answer(
     assert "<" not in json.dumps(sent, ensure_ascii=False)
     assert sent["generatorURL"] == answer["page"]
     # The link leads to the same answer, and from there to traces.
-    with urllib.request.urlopen(
-        answer["page"].replace("https://pages.example", server.http), timeout=60
-    ) as page:
-        text = page.read().decode()
+    text = fetch_page(server, answer["page"].removeprefix("https://pages.example"))[1]
     assert "prefill.queue" in text and 'href="/trace/' in text and HOSTILE not in text
 
 
 def test_what_is_answered(
-    start_report_server: Callable[..., RunningServer], alertmanager: FakeAlertmanager
+    start_report_server: Callable[..., RunningServer], alertmanager: SimpleNamespace
 ) -> None:
     """Each question once; an answer needs none; what is resolved ends its answer; many are left out."""
     asked: list[ExplainQuestion] = []
@@ -181,7 +167,7 @@ def test_what_is_answered(
         asked.append(question)
         return ExplainAnswer([f"because of {question.wanted.model}"], {"answered": True})
 
-    server = start_report_server(explain=answer, alertmanager_url=alertmanager.server.url)
+    server = start_report_server(explain=answer, alertmanager_url=alertmanager.url)
     group = make_group(
         make_alert(),
         make_alert(severity="ticket"),
@@ -203,11 +189,9 @@ def test_what_is_answered(
     assert len(asked) == len(found["answers"]) == alert_webhook.MAX_QUESTIONS
     assert found["left_out"] == 9 - alert_webhook.MAX_QUESTIONS
 
-    alertmanager.status = 500
-    assert "500" in post(server, make_group(make_alert()))[1]["not_sent"]
-    alertmanager.status = 1_000_000  # no status line of HTTP
-    status, found = post(server, make_group(make_alert()))
-    assert status == 200 and "1000000" in found["not_sent"]
+    for alertmanager.status in (500, 1_000_000):  # the other is no status line of HTTP
+        status, found = post(server, make_group(make_alert()))
+        assert status == 200 and str(alertmanager.status) in found["not_sent"]
 
 
 @pytest.mark.parametrize(

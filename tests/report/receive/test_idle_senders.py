@@ -15,12 +15,15 @@ from pathlib import Path
 
 import grpc
 import pytest
-import sample_records
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from sample_records import RunningServer
+from opentelemetry.sdk.trace.export import SpanExporter
+from sample_records import (
+    RunningServer,
+    export_records,
+    make_grpc_exporter,
+    make_http_exporter,
+    make_routed_records,
+)
 
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.report import report_server as report_server_code
@@ -36,24 +39,6 @@ HEAD = (
     b"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-protobuf\r\n"
     b"Content-Length: %d\r\n\r\n"
 )
-
-
-def make_http_exporter(served: RunningServer) -> SpanExporter:
-    """The SDK's HTTP exporter, with its default time limit."""
-    return HttpExporter(endpoint=f"{served.http}/v1/traces", timeout=10)
-
-
-def make_grpc_exporter(served: RunningServer) -> SpanExporter:
-    """The SDK's gRPC exporter, with its default time limit."""
-    return GrpcExporter(endpoint=served.grpc, insecure=True, timeout=10)
-
-
-def export_request(served: RunningServer, make: Callable[..., SpanExporter]) -> SpanExportResult:
-    """Export one request's spans."""
-    exporter = make(served)
-    result = exporter.export(sample_records.make_spans(sample_records.make_routed_records("r1")))
-    exporter.shutdown()
-    return result
 
 
 def open_senders(served: RunningServer, begun: bytes, count: int) -> list[socket.socket]:
@@ -132,7 +117,7 @@ def test_idle_senders(
     """An export succeeds while many senders have begun one and send nothing."""
     with idle(report_server) as count_waiting:
         assert count_waiting() > 8
-        assert export_request(report_server, make) is SpanExportResult.SUCCESS
+        export_records(make(report_server), make_routed_records("r1"))
         assert count_waiting() > 8, "the export only came through when the others had ended"
 
 
@@ -145,7 +130,7 @@ def test_half_bodies(report_server: RunningServer) -> None:
             senders += open_senders(
                 report_server, HEAD % MAX_BODY_BYTES + b"x" * (MAX_BODY_BYTES * 3 // 4), 1
             )
-    assert export_request(report_server, make_http_exporter) is SpanExportResult.SUCCESS
+    export_records(make_http_exporter(report_server), make_routed_records("r1"))
     for sender in senders:
         sender.close()
 
@@ -201,7 +186,7 @@ def test_many_connections(report_server: RunningServer, monkeypatch: pytest.Monk
         while count_open(senders) > 10 and time.monotonic() < deadline:
             time.sleep(0.1)
         assert count_open(senders) == 10
-        assert export_request(report_server, make_http_exporter) is SpanExportResult.SUCCESS
+        export_records(make_http_exporter(report_server), make_routed_records("r1"))
 
 
 SPANS = 4000

@@ -6,20 +6,18 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from sample_records import RunningServer
+from sample_records import RunningServer, fill_database
 
 from tests.stack.grafana_browser import REMEDY, find_chromium, launch_browser
 from ttft_otel.commands import main as cli
 from ttft_otel.commands.demo import list_commands, read_recorded
 from ttft_otel.model.names import keys
-from ttft_otel.report.store.span_store import SpanStore
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -34,8 +32,7 @@ UNFOLD = """document.querySelectorAll("details:not(.row), .row:nth-of-type(-n+3)
 SLOWEST = "demo-25"  # of the recorded requests
 
 
-@dataclass(frozen=True)
-class RecordedPages:
+class RecordedPages(NamedTuple):
     """A server of the recorded requests; its kinds of pages by a name."""
 
     url: str
@@ -45,11 +42,8 @@ class RecordedPages:
 @pytest.fixture
 def recorded(start_report_server: Callable[..., RunningServer], tmp_path: Path) -> RecordedPages:
     """The recorded requests, served with explanations."""
-    path = tmp_path / "recorded.db"
     spans = read_recorded(time.time_ns())
-    store = SpanStore(path)
-    store.add(spans).result(60)
-    store.close()
+    path = fill_database(tmp_path / "recorded.db", spans=spans)
     words = shlex.split(list_commands(spans, path)[2])
     windows = urlencode({name[2:]: words[words.index(name) + 1] for name in ("--a", "--b")})
     (trace,) = {s.trace_id for s in spans if s.attributes.get(keys.REQUEST_ID) == SLOWEST}
@@ -140,6 +134,13 @@ def test_a_late_request_is_reached_by_keys(recorded: RecordedPages, tab: Any) ->
     request_id = name.partition(",")[0]
     assert tab.title() == f"Why? {request_id} · ttft-otel"
     assert request_id in tab.inner_text("main")
+
+
+def test_the_script_runs(recorded: RecordedPages, tab: Any) -> None:
+    """It hides the legs' stages that the router's sum repeats, behind a button."""
+    tab.goto(recorded.url + recorded.paths["trace"])
+    assert "Show the legs' stages in the router's sum" in tab.inner_text("main")
+    assert tab.locator(".row.w-stage.copy.hide").count() > 0
 
 
 def test_before_and_after(recorded: RecordedPages, tab: Any) -> None:

@@ -1,29 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's pages: complete, escaped, self-contained, and clear about what is missing."""
+"""The pages: complete, escaped, self-contained; explanations on them, of the store and of Tempo."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import datetime, timezone
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import parse_qs, quote, urlsplit
 
 import msgspec
 import pytest
-import sample_records
-from sample_records import RunningServer, fetch_page
+from sample_records import (
+    DECODE_US,
+    RunningServer,
+    assemble_trace,
+    fetch_page,
+    fill_database,
+    make_leg_record,
+    make_routed_records,
+    make_short_record,
+    make_spans,
+    make_stored_spans,
+)
 
 from lab import report_files
-from tests.stack.grafana_browser import REMEDY, find_chromium
+from tests.fake_tempo import FakeTempo
+from ttft_otel.commands import main as cli
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import Record
+from ttft_otel.report.breakdown_source import ExplainAnswer, ExplainQuestion
+from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.show import pages
+from ttft_otel.report.show.pages import DASHBOARD
 from ttft_otel.report.store.database_reader import RequestFilter
-from ttft_otel.report.store.span_store import SpanStore
 
 ATTACK = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>"
+ODD_ID = "a/b <script>alert(1)</script>?x"
+BEGIN_S = int(time.time()) - 600  # by an ID Tempo is searched two weeks back
+COUNT = 30
+GRAFANA = "http://grafana.example:3000"
 
 
 class ParsedPage(HTMLParser):
@@ -54,67 +76,49 @@ class ParsedPage(HTMLParser):
         assert self.open_tags and self.open_tags.pop() == tag, (tag, self.getpos())
 
 
-def store_records(served: RunningServer, records: Sequence[Record]) -> None:
-    """Store records behind a running server."""
-    store = SpanStore(served.path)
-    sample_records.store_records(store, records)
-    store.close()
+@pytest.fixture
+def far(report_server: RunningServer) -> tuple[RunningServer, list[Record]]:
+    """A server with a routed request, and one of a single server; the records of the former."""
+    records = make_routed_records("far", encoders=2)
+    near = make_leg_record("mono", DECODE_US, request_id="near")
+    fill_database(report_server.path, *records, near)
+    return report_server, records
 
 
-def test_list(report_server: RunningServer) -> None:
+def test_list(far: tuple[RunningServer, list[Record]]) -> None:
     """The list shows every request with its bar, the percentiles, and that the sums close."""
-    assert "No request is stored" in fetch_page(report_server, "/")[1]
-    store_records(
-        report_server,
-        [
-            *sample_records.make_routed_records("far"),
-            sample_records.make_leg_record("mono", sample_records.DECODE_US, request_id="near"),
-        ],
-    )
-    status, text, headers = fetch_page(report_server, "/?model=&role=&error=&min_ttft_ms=&last=abc")
+    status, text, headers = fetch_page(far[0], "/?model=&role=&error=&min_ttft_ms=&last=abc")
     assert status == 200
     ParsedPage(text)
     for word in ("far", "near", "tiny-vl", "TTFT p50", "every request", "adds up", "Colours"):
         assert word in text
-    assert ">near</a>" not in fetch_page(report_server, "/?role=encode")[1]
+    assert ">near</a>" not in fetch_page(far[0], "/?role=encode")[1]
+    assert "No request is stored" in fetch_page(far[0], "/?model=none")[1]
     assert "default-src 'none'" in headers["content-security-policy"]
 
 
-def test_trace(report_server: RunningServer) -> None:
+def test_trace(far: tuple[RunningServer, list[Record]]) -> None:
     """A request's page has its bar, its legs, the sum with its closing line, and every span."""
-    records = sample_records.make_routed_records("far", encoders=2)
-    store_records(report_server, records)
-    status, text, _ = fetch_page(report_server, f"/trace/{records[0].trace_id}")
+    server, records = far
+    status, text, _ = fetch_page(server, f"/trace/{records[0].trace_id}")
     assert status == 200
-    elements = ParsedPage(text)
-    rows = [have for tag, have in elements.elements if tag == "details" and "row" in have["class"]]  # type: ignore[operator]
-    assert len(rows) == len(sample_records.make_spans(records))
+    elements = ParsedPage(text).elements
+    rows = [have for tag, have in elements if tag == "details" and "row" in (have["class"] or "")]
+    assert len(rows) == len(make_spans(records))
     assert "Σ stages + unattributed = ttft" in text
     for service in ("ttft-otel-router", "vllm-encoder", "vllm-prefill-decode"):
         assert service in text
-    status, text, _ = fetch_page(report_server, f"/trace/{'0' * 32}")
-    assert status == 404 and "No such trace" in text
+    status, missing, _ = fetch_page(server, f"/trace/{'0' * 32}")
+    assert status == 404 and "No such trace" in missing
+    # A server that cannot explain shows no link.
+    assert "/why/" not in text and fetch_page(server, "/why/r1")[0] == 404
 
 
-def test_no_token(report_server: RunningServer) -> None:
-    """A trace without any span of ours is shown, with a note that it has no first token."""
-    record = replace_ttft(sample_records.make_short_record())
-    store_records(report_server, [record])
-    status, text, _ = fetch_page(report_server, f"/trace/{record.trace_id}")
-    assert status == 200 and "No first token" in text
-
-
-def replace_ttft(record: Record) -> Record:
-    """The server half of a record."""
-    return msgspec.structs.replace(record, ttft=None)
-
-
-def test_policy(report_server: RunningServer) -> None:
+def test_policy(far: tuple[RunningServer, list[Record]]) -> None:
     """Pages keep to their Content-Security-Policy: no inline style or script, no foreign URL."""
-    records = sample_records.make_routed_records("far")
-    store_records(report_server, records)
+    server, records = far
     for path in ("/", f"/trace/{records[0].trace_id}"):
-        text = fetch_page(report_server, path)[1]
+        text = fetch_page(server, path)[1]
         elements = ParsedPage(text).elements
         assert not [have for _, have in elements if "style" in have]
         assert not [have for _, have in elements for name in have if name.startswith("on")]
@@ -123,11 +127,12 @@ def test_policy(report_server: RunningServer) -> None:
             link = have.get("src") or (have.get("href") if tag in ("link", "a") else None)
             assert link is None or link.startswith(("/", "#"))
         for link in re.findall(r'(?:href|src)="(/(?:static/|stages)[^"]*)"', text):
-            assert fetch_page(report_server, link)[0] == 200
+            assert fetch_page(server, link)[0] == 200
 
 
 def test_escaping() -> None:
     """Names, values, ids, models and services of foreign spans stay text everywhere."""
+    names = (ATTACK, keys.REQUEST_ID, keys.MODEL, keys.ROLE, keys.ERROR_TYPE, keys.DIED_IN)
     spans = [
         replace(
             span,
@@ -136,19 +141,13 @@ def test_escaping() -> None:
             message=ATTACK,
             attributes={
                 **span.attributes,
-                ATTACK: ATTACK,
-                keys.REQUEST_ID: ATTACK,
-                keys.MODEL: ATTACK,
-                keys.ROLE: ATTACK,
-                keys.ERROR_TYPE: ATTACK,
-                keys.DIED_IN: ATTACK,
-                **({keys.STAGE: ATTACK} if keys.STAGE in span.attributes else {}),
+                **dict.fromkeys((*names, *({keys.STAGE} & span.attributes.keys())), ATTACK),
             },
             resource={ATTACK: ATTACK},
         )
-        for span in sample_records.make_stored_spans(sample_records.make_routed_records("far"))
+        for span in make_stored_spans(make_routed_records("far"))
     ]
-    trace = sample_records.assemble_trace(spans)
+    trace = assemble_trace(spans)
     assert trace.requests
     entries = [(request, trace, ATTACK, 1.0) for request in trace.requests]
     for text in (
@@ -160,23 +159,14 @@ def test_escaping() -> None:
         elements = ParsedPage(text).elements
         assert "alert" in text
         assert not [tag for tag, have in elements if tag == "img" or "onerror" in have]
-        scripts = [have for tag, have in elements if tag == "script"]
-        assert len(scripts) == 1
+        assert sum(tag == "script" for tag, _ in elements) == 1
 
 
-def test_document(store: SpanStore) -> None:
+def test_document(tmp_path: Path) -> None:
     """report.html is one file that loads nothing."""
-    sample_records.store_records(
-        store,
-        [
-            *sample_records.make_routed_records("far"),
-            sample_records.make_leg_record("mono", sample_records.DECODE_US),
-        ],
-    )
-    store.close()
-    folder = store.path.parent / "out"
-    report_files.write_report_files(store.path, [], folder, "a demo")
-    text = (folder / "report.html").read_text("utf-8")
+    path = fill_database(tmp_path / "spans.db", *make_routed_records("far"), make_short_record())
+    report_files.write_report_files(path, [], tmp_path / "out", "a demo")
+    text = (tmp_path / "out" / "report.html").read_text("utf-8")
     elements = ParsedPage(text).elements
     links = [have.get("src") or have.get("href") for _, have in elements]
     assert {link for link in links if link} == {"#main"}
@@ -184,14 +174,16 @@ def test_document(store: SpanStore) -> None:
     assert "a demo" in text and "far" in text
 
 
-def test_window(store: SpanStore) -> None:
-    """A trace of one instant, or with ends before starts, is drawn all the same."""
+def test_window() -> None:
+    """A trace of one instant, with ends before starts, or without a first token, is drawn all the same."""
     spans = [
         replace(span, end_ns=span.start_ns)
-        for span in sample_records.make_stored_spans(sample_records.make_routed_records("far"))
+        for span in make_stored_spans(make_routed_records("far"))
     ]
-    ParsedPage(pages.render_trace(sample_records.assemble_trace(spans)))
-    ParsedPage(pages.render_trace(sample_records.assemble_trace(spans[:1])))
+    ParsedPage(pages.render_trace(assemble_trace(spans)))
+    ParsedPage(pages.render_trace(assemble_trace(spans[:1])))
+    alone = make_stored_spans([msgspec.structs.replace(make_short_record(), ttft=None)])
+    assert "No first token" in pages.render_trace(assemble_trace(alone))
 
 
 def test_numbers() -> None:
@@ -203,22 +195,134 @@ def test_numbers() -> None:
     assert pages.compute_share(5, 0) == 0.0
 
 
-def test_browser(report_server: RunningServer, tmp_path: Path) -> None:
-    """A real browser draws the page and its script runs: local times, buttons, no error."""
-    browser = find_chromium()
-    if browser is None:
-        pytest.skip(REMEDY)
-    records = sample_records.make_routed_records("far")
-    store_records(report_server, records)
-    done = subprocess.run(
-        [
-            *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
-            *(f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000"),
-            f"{report_server.http}/trace/{records[0].trace_id}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
+def make_late_records(begin_s: int, last_id: str) -> list[Record]:
+    """COUNT requests a second apart, of which the last one took three times as long."""
+    return [
+        record
+        for number in range(COUNT)
+        for record in make_routed_records(
+            last_id if number == COUNT - 1 else f"r{number}",
+            3.0 if number == COUNT - 1 else 1 + number / 1000,
+            start_ns=(begin_s + number) * 10**9,
+        )
+    ]
+
+
+def test_why(start_report_server: Callable[..., RunningServer], tmp_path: Path) -> None:
+    """The link leads to the answer of `ttft-otel explain`; nothing of an ID gets out of the page."""
+    records = make_late_records(1_790_000_000, ODD_ID)
+    path = fill_database(tmp_path / "why.db", *records)
+    server = start_report_server(path=path, explain=cli.answer_question)
+    link = f"/why/{quote(ODD_ID)}"
+    assert f'href="{link}"' in fetch_page(server, f"/trace/{records[-1].trace_id}")[1]
+    status, text, _ = fetch_page(server, link)
+    assert status == 200 and "against 29 requests" in text, text
+    assert "prefill_decode.prefill.compute" in text
+    assert "<script>alert" not in text
+    status, text, _ = fetch_page(server, "/why/nobody")
+    assert status == 200 and "nothing is stored for" in text
+
+
+def test_one_at_a_time(start_report_server: Callable[..., RunningServer]) -> None:
+    """While one request is explained a second one gets 503 and is told to try again; later it is answered."""
+    begun, done = threading.Event(), threading.Event()
+
+    def wait_to_answer(_: SourceChoice, question: ExplainQuestion) -> ExplainAnswer:
+        begun.set()
+        assert done.wait(20)
+        return ExplainAnswer([f"because of {question.request_id}"], {})
+
+    server = start_report_server(explain=wait_to_answer)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(fetch_page, server, "/why/one")
+        assert begun.wait(20)
+        status, text, _ = fetch_page(server, "/why/two")
+        assert status == 503 and "try again" in text
+        done.set()
+        status, text, _ = first.result()
+    assert status == 200 and "because of one" in text
+    assert "because of two" in fetch_page(server, "/why/two")[1]
+
+
+def test_without_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the extra is missing the page says how to install it."""
+    for module in [name for name in sys.modules if name.startswith("ttft_otel.explain")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    answer = cli.answer_question(
+        SourceChoice(db=tmp_path / "spans.db"), ExplainQuestion(request_id="r1")
     )
-    assert "Show the legs' stages in the router's sum" in done.stdout
-    assert re.search(r'class="row w-stage copy hide"', done.stdout)
+    assert "pip install 'ttft-otel[explain]'" in answer.sentences[0]
+    assert not answer.document["answered"]
+
+
+@pytest.fixture
+def tempo() -> FakeTempo:
+    """A Tempo with those requests."""
+    made = FakeTempo()
+    made.add(make_spans(make_late_records(BEGIN_S, f"r{COUNT - 1}")))
+    return made
+
+
+@pytest.fixture
+def server(
+    start_report_server: Callable[..., RunningServer], tempo: FakeTempo, tmp_path: Path
+) -> RunningServer:
+    """A server over that Tempo."""
+    return start_report_server(
+        path=tmp_path / "unused.db",
+        explain=cli.answer_question,
+        tempo=SourceChoice(tempo=tempo.url),
+        grafana_url=GRAFANA,
+    )
+
+
+def test_links(server: RunningServer, tempo: FakeTempo, tmp_path: Path) -> None:
+    """A panel's link leads to the explanation of its time range, that to a trace, and both to Grafana."""
+    with tempo:
+        window = {"from": BEGIN_S * 1000, "to": (BEGIN_S + COUNT) * 1000}
+        asked = "&".join(f"{name}={value}" for name, value in window.items())
+        # As Grafana writes it with All chosen.
+        status, why, _ = fetch_page(server, f"/why?{asked}&model=.*&slo_ms=")
+        assert status == 200 and "the slowest 5 of 30 requests" in why, why
+        dashboard = re.search(rf'href="({GRAFANA}/d/[^"]+)"', why)
+        assert dashboard and f"/d/{DASHBOARD}?" in dashboard[1]
+        shown = parse_qs(urlsplit(dashboard[1].replace("&amp;", "&")).query)
+        assert shown == {name: [str(value)] for name, value in window.items()}
+        begin = datetime.fromtimestamp(BEGIN_S, timezone.utc).isoformat(timespec="milliseconds")
+        assert f"ttft-otel explain --since {begin}.." in why
+
+        link = re.search(r'href="(/trace/([0-9a-f]{32}))">r29<', why)
+        assert link
+        status, page, _ = fetch_page(server, link[1])
+        assert status == 200 and "Why did it take so long?" in page
+        assert f"{GRAFANA}/d/{DASHBOARD}?from=" in page and f"var-trace={link[2]}" in page
+        for single in (f"/why?trace={link[2]}", "/why/r29"):
+            status, why, _ = fetch_page(server, single)
+            assert status == 200 and "against 29 requests" in why, why
+        assert "r29" in fetch_page(server, "/")[1]
+        # One model as Grafana writes it, and several.
+        for model, found in (("{tiny-vl}", 30), ("{other}", 0), ("{tiny-vl,other}", 30)):
+            answered = f"the slowest 5 of {found} requests" if found else "0 requests with"
+            assert answered in fetch_page(server, f"/why?{asked}&model={model}")[1]
+    assert not (tmp_path / "unused.db").exists()
+
+
+def test_nothing_is_received(server: RunningServer, tempo: FakeTempo) -> None:
+    """There is no route for spans, and a Tempo that is away is said."""
+    assert server.grpc.endswith(":-1")
+    assert fetch_page(server, "/v1/traces")[0] == 404
+    assert fetch_page(server, "/healthz")[0] == 200
+    tempo.server.close()
+    status, text, _ = fetch_page(server, "/why")
+    assert status == 503 and "is not reachable" in text
+
+
+def test_odd_questions(server: RunningServer, tempo: FakeTempo) -> None:
+    """What is no number restricts nothing; whatever a link asks, the page answers."""
+    with tempo:
+        for query in (
+            *("", "from=x&to=y&slo_ms=nan", "from=1e300&to=-1", "trace=%00"),
+            "model={a,b}&from=5&to=1",
+        ):
+            assert fetch_page(server, f"/why?{query}")[0] == 200, query

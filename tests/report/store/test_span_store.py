@@ -5,102 +5,68 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import sample_records
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from sample_records import (
+    make_routed_records,
+    make_short_record,
+    make_spans,
+    make_stored_spans,
+    read_request,
+    store_records,
+)
 
-from ttft_otel.report.store import database_schema, span_rows
+from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.report.store import database_schema, span_chunks, span_rows
 from ttft_otel.report.store import span_store as module
-from ttft_otel.report.store.database_reader import RequestFilter, open_reader
+from ttft_otel.report.store.database_reader import open_reader
 from ttft_otel.report.store.span_store import SpanStore, StoreUnavailableError
-
-
-def test_count(tmp_path: Path) -> None:
-    """No more than keep traces stay, the newest ones, with nothing of the others left behind."""
-    store = SpanStore(tmp_path / "spans.db", max_traces=5)
-    for number in range(12):
-        sample_records.store_records(
-            store, [sample_records.make_short_record(request_id=f"r{number}")]
-        )
-    store.close()
-    with open_reader(store.path) as db:
-        request_ids = [request.request_id for request in db.list_latest(RequestFilter())]
-        sizes = db.count_rows()
-    assert request_ids == ["r11", "r10", "r9", "r8", "r7"]
-    assert sizes == {"traces": 5, "spans": 15, "requests": 5}
-    assert store.counts["evicted_traces"] == 7
-
-
-def test_age(tmp_path: Path) -> None:
-    """What arrived too long ago goes with the next commit."""
-    store = SpanStore(tmp_path / "spans.db", max_age_hours=0.5 / 3600)
-    sample_records.store_records(store, [sample_records.make_short_record(request_id="old")])
-    time.sleep(0.6)
-    sample_records.store_records(store, [sample_records.make_short_record(request_id="new")])
-    store.close()
-    with open_reader(store.path) as db:
-        assert [request.request_id for request in db.list_latest(RequestFilter())] == ["new"]
-
-
-def test_size(tmp_path: Path) -> None:
-    """At the file's limit the oldest traces make room; nothing new is refused."""
-    limit = 1 << 20
-    store = SpanStore(tmp_path / "spans.db", max_bytes=limit)
-    for number in range(120):
-        sample_records.store_records(store, sample_records.make_routed_records(f"r{number}"))
-    store.close()
-    with open_reader(store.path) as db:
-        requests = db.list_latest(RequestFilter())
-    assert requests[0].request_id == "r119"
-    assert 0 < len(requests) < 120
-    assert store.counts["evicted_traces"] == 120 - len(requests)
-    assert store.path.stat().st_size <= limit
 
 
 def test_endless_trace(store: SpanStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace beyond its bound is refused span by span, counted, and told to the sender."""
     monkeypatch.setattr(span_rows, "MAX_TRACE_SPANS", 10)
-    spans = sample_records.make_stored_spans(sample_records.make_routed_records("r1"))
+    spans = make_stored_spans(make_routed_records("r1"))
     assert store.add(spans).result(10) == len(spans) - 10
     assert store.counts["refused"] == len(spans) - 10
 
 
 def test_readers(store: SpanStore) -> None:
     """Two readers see whole commits while a writer writes, and never wait for it."""
+    batches = [make_stored_spans(make_routed_records(f"r{number}")) for number in range(40)]
     stop = threading.Event()
-    wrong: list[str] = []
 
-    def read() -> None:
+    def read() -> list[dict[str, int]]:
+        sizes = []
         while not stop.is_set():
             with open_reader(store.path) as db:
-                sizes = db.count_rows()
-                if sizes["spans"] != per * sizes["traces"]:
-                    wrong.append(str(sizes))
+                sizes.append(db.count_rows())
+        return sizes
 
-    batches = [
-        sample_records.make_stored_spans(sample_records.make_routed_records(f"r{number}"))
-        for number in range(40)
-    ]
-    per = len(batches[0])
-    threads = [threading.Thread(target=read) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for done in [store.add(batch) for batch in batches]:
-        done.result(20)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(read) for _ in range(2)]
+        try:
+            for done in [store.add(batch) for batch in batches]:
+                done.result(20)
+        finally:
+            stop.set()
+    sizes = [each for reader in readers for each in reader.result()]
+    assert sizes and all(each["spans"] == len(batches[0]) * each["traces"] for each in sizes)
 
 
 def test_overflow(store: SpanStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the disk is too slow a batch is refused at once instead of being queued without limit."""
     lock = sqlite3.connect(store.path, isolation_level=None)
     lock.execute("BEGIN IMMEDIATE")
-    span = sample_records.make_stored_spans([sample_records.make_short_record()])
+    span = make_stored_spans([make_short_record()])
     waiting = []
     with pytest.raises(StoreUnavailableError, match="wait"):
         waiting.extend(
@@ -116,7 +82,7 @@ def test_overflow(store: SpanStore, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_closed(store: SpanStore) -> None:
     """At the end what is queued is written; later batches are refused."""
-    done = store.add(sample_records.make_stored_spans(sample_records.make_routed_records("r1")))
+    done = store.add(make_stored_spans(make_routed_records("r1")))
     store.close()
     store.close()
     assert done.result(0) == 0
@@ -126,35 +92,29 @@ def test_closed(store: SpanStore) -> None:
 
 def test_schema(tmp_path: Path) -> None:
     """A file of another schema version, of no database, or none at all: each has its own remedy."""
+    StoreError = database_schema.StoreError
     for version in (1, 99):
         other = tmp_path / f"{version}.db"
-        with sqlite3.connect(other) as connection:
+        with closing(sqlite3.connect(other)) as connection:
             connection.execute(f"PRAGMA user_version={version}")
-        connection.close()
         refusal = f"schema {version}, .* delete the file {other}, or"
-        with pytest.raises(database_schema.StoreError, match=refusal):
+        with pytest.raises(StoreError, match=refusal):
             SpanStore(other)
-        with pytest.raises(database_schema.StoreError, match=refusal), open_reader(other):
+        with pytest.raises(StoreError, match=refusal), open_reader(other):
             pass
     text = tmp_path / "text.db"
     text.write_text("no database " * 1000)
-    with pytest.raises(database_schema.StoreError, match="--db"):
+    with pytest.raises(StoreError, match="--db"):
         SpanStore(text)
-    with (
-        pytest.raises(database_schema.StoreError, match="is it a ttft-otel database"),
-        open_reader(text),
-    ):
+    with pytest.raises(StoreError, match="is it a ttft-otel database"), open_reader(text):
         pass
-    with (
-        pytest.raises(database_schema.StoreError, match="ttft-otel serve"),
-        open_reader(tmp_path / "none.db"),
-    ):
+    with pytest.raises(StoreError, match="ttft-otel serve"), open_reader(tmp_path / "none.db"):
         pass
 
 
 def test_private(store: SpanStore) -> None:
     """Nobody else may read the file, nor what SQLite keeps beside it."""
-    sample_records.store_records(store, sample_records.make_routed_records("r1"))
+    store_records(store, make_routed_records("r1"))
     files = list(store.path.parent.glob("spans.db*"))
     assert len(files) == 3
     assert not [file for file in files if file.stat().st_mode & 0o077]
@@ -162,60 +122,16 @@ def test_private(store: SpanStore) -> None:
 
 def test_default() -> None:
     """The default path follows XDG."""
-    assert database_schema.get_default_path({"XDG_STATE_HOME": "/s"}) == Path(
-        "/s/ttft-otel/spans.db"
-    )
-    assert database_schema.get_default_path({}).parts[-4:] == (
-        ".local",
-        "state",
-        "ttft-otel",
-        "spans.db",
-    )
-
-
-def test_filters(store: SpanStore) -> None:
-    """Filters narrow by model, role, outcome and TTFT; the newest come first."""
-    now = time.time_ns()
-    records = [
-        sample_records.make_leg_record(
-            "mono", sample_records.DECODE_US, request_id="slow", model="a", start_ns=now
-        ),
-        sample_records.make_leg_record(
-            "mono", {"sample": 900}, request_id="quick", model="b", start_ns=now + 1000
-        ),
-        sample_records.make_leg_record(
-            *("mono", {"receive": 5}),
-            request_id="dead",
-            error="EngineDeadError",
-            died="ipc",
-            start_ns=now + 2000,
-        ),
-        *sample_records.make_routed_records("far", start_ns=now + 3000),
-    ]
-    sample_records.store_records(store, records)
-
-    def ids(wanted: RequestFilter) -> list[str]:
-        with open_reader(store.path) as db:
-            return [request.request_id for request in db.list_latest(wanted)]
-
-    assert ids(RequestFilter()) == ["far", "dead", "quick", "slow"]
-    assert ids(RequestFilter(last=1)) == ["far"]
-    assert ids(RequestFilter(model="a")) == ["slow"]
-    assert ids(RequestFilter(role="encode")) == ["far"]
-    assert (
-        ids(RequestFilter(error="any")) == ids(RequestFilter(error="EngineDeadError")) == ["dead"]
-    )
-    assert ids(RequestFilter(error="none", min_us=50_000)) == ["far", "slow"]
-    with open_reader(store.path) as db:
-        assert db.list_models() == ["a", "b", "tiny-vl"]
-        assert db.find_trace("0" * 32) is None
+    get_path, place = database_schema.get_default_path, Path("ttft-otel/spans.db")
+    assert get_path({"XDG_STATE_HOME": "/s"}) == Path("/s") / place
+    assert get_path({}) == Path.home() / ".local/state" / place
 
 
 def test_names(store: SpanStore) -> None:
     """A request is found by its id, by its answer's id, and without an id by its trace."""
-    named = sample_records.make_short_record(request_id="my_id")
-    nameless = sample_records.make_short_record(request_id="")
-    sample_records.store_records(store, [named, nameless])
+    named = make_short_record(request_id="my_id")
+    nameless = make_short_record(request_id="")
+    store_records(store, [named, nameless])
     store.close()
     with open_reader(store.path) as db:
         for name in ("my_id", "chatcmpl-my_id", "cmpl-my_id"):
@@ -229,8 +145,102 @@ def test_names(store: SpanStore) -> None:
 
 def test_duplicate_trunk_numbers(store: SpanStore) -> None:
     """Numbers that no duration can have do not reach the database."""
-    (server, trunk, *_) = sample_records.make_stored_spans([sample_records.make_short_record()])
+    (server, trunk, *_) = make_stored_spans([make_short_record()])
     wild = replace(trunk, attributes={**trunk.attributes, "ttft.total_us": 1 << 62})
     store.add([server, wild]).result(10)
-    request = sample_records.read_request(store.path)
+    request = read_request(store.path)
     assert request.ttft_us == 0 and not request.closed
+
+
+def build_foreign_export(values: int) -> ExportTraceServiceRequest:
+    """Spans of somebody else, with links, events and values of all kinds; `values` attributes each."""
+    message = ExportTraceServiceRequest()
+    group = message.resource_spans.add()
+    pair = group.resource.attributes.add()
+    pair.key, pair.value.string_value = "service.name", "other"
+    for number in range(1, 4):
+        span = group.scope_spans.add().spans.add()
+        span.trace_id, span.span_id = b"t" * 16, bytes([number]) * 8
+        # All zeros are no parent that is missing: some senders write them.
+        span.parent_span_id = (b"", bytes(8), b"\x01" * 8)[number - 1]
+        span.start_time_unix_nano, span.end_time_unix_nano = number, number - 1
+        span.kind, span.status.code, span.status.message = 5, 2, "no"
+        span.events.add().name = "event"
+        span.links.add().trace_id = b"l" * 16
+        for place in range(values):
+            add_value(span, place)
+    return message
+
+
+def add_value(span: Span, place: int) -> None:
+    value = span.attributes.add(key=f"key{place}").value
+    match place % 6:
+        case 0:
+            value.string_value = "text" * 10
+        case 1:
+            value.int_value = -place
+        case 2:
+            value.double_value = float("nan")
+        case 3:
+            value.bool_value = True
+        case 4:
+            value.array_value.values.add().string_value = "\x01"
+        case 5:
+            value.bytes_value = b"bytes"
+
+
+def check_stored(path: Path, data: bytes) -> list[StoredSpan]:
+    """The spans of an export; the database gives the same ones."""
+    expected = sorted(otlp_decoder.decode_export(data).spans, key=lambda span: span.span_id)
+    with open_reader(path) as db:
+        trace = db.find_trace(expected[0].trace_id)
+    assert trace and sorted(trace.spans, key=lambda span: span.span_id) == expected
+    return expected
+
+
+@pytest.mark.parametrize("values", [0, 12, 300], ids=["bare", "usual", "too many"])
+def test_foreign_spans(store: SpanStore, values: int) -> None:
+    """Spans of others read alike, small ones that are kept as they came and large ones that are cut."""
+    data = build_foreign_export(values).SerializeToString()
+    assert (len(data) > 3 * span_chunks.MAX_RAW_BYTES) is (values == 300)
+    chunks = otlp_decoder.chunk_export(data).chunks
+    # What nothing shows is not kept either.
+    content = b"".join(chunk.content for chunk in chunks)
+    assert b"event" not in content and b"l" * 16 not in content
+    store.add_chunks(chunks).result(10)
+    assert {span.dropped for span in check_stored(store.path, data)} == {max(0, values - 256)}
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_own_spans(tmp_path: Path, size: int) -> None:
+    """A request through router and servers reads alike, in however many exports and order its spans come."""
+    made = make_spans(make_routed_records("r1", encoders=2))
+    store = SpanStore(tmp_path / "spans.db")
+    for start in reversed(range(0, len(made), size)):
+        data = encode_spans(made[start : start + size]).SerializeToString()
+        for _ in range(2):  # the second time as after a lost answer
+            store.add_chunks(otlp_decoder.chunk_export(data).chunks).result(10)
+    store.close()
+    assert store.counts["stored"] == store.counts["duplicate"] == len(made)
+    check_stored(store.path, encode_spans(made).SerializeToString())
+    request = read_request(store.path)
+    assert [leg.role for leg in request.legs] == ["encode", "encode", "prefill_decode"]
+    assert request.closed and not request.pending
+    with open_reader(store.path) as db:
+        assert db.count_rows() == {"traces": 1, "spans": len(made), "requests": 1}
+
+
+def test_partly_known(store: SpanStore) -> None:
+    """Of an export with new and known spans, and one that is in it twice, each is stored once."""
+    message = encode_spans(make_spans([make_short_record()]))
+    spans = message.resource_spans[0].scope_spans[0].spans
+    data = message.SerializeToString()
+    first = ExportTraceServiceRequest.FromString(data)
+    del first.resource_spans[0].scope_spans[0].spans[1:]
+    spans.append(spans[1])
+    for export in (first, message):
+        chunks = otlp_decoder.chunk_export(export.SerializeToString()).chunks
+        assert store.add_chunks(chunks).result(10) == 0
+    assert store.counts == {"stored": 3, "duplicate": 2, "evicted_traces": 0}
+    check_stored(store.path, data)
+    read_request(store.path)

@@ -179,6 +179,7 @@ def test_number_holds_always(tmp_path: Path) -> None:
     store.close()
     with open_reader(store.path) as db:
         assert db.count_rows() == {"traces": 100, "spans": 100, "requests": 0}
+        assert db.find_trace(make_id(len(spans), 16).hex()), "the newest are left"
     assert max(sizes) <= 100
     assert store.counts["evicted_traces"] == len(spans) - 100
 

@@ -13,21 +13,19 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from sample_records import DECODE_US, make_leg_record, make_routed_records, make_spans
 
 from lab.certificates import make_certificate
+from tests.explain.stored_records import store_spans
 from tests.fake_tempo import FakeTempo, TempoFault
 from ttft_otel.commands import main as cli
 from ttft_otel.commands.source_options import parse_headers
 from ttft_otel.model.names import env_names
 from ttft_otel.model.record import Record
 from ttft_otel.report.breakdown_source import open_source
-from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
-from ttft_otel.report.store.span_store import SpanStore
 from ttft_otel.report.tempo import tempo_source
 from ttft_otel.report.tempo.tempo_client import TempoClient, TempoError, parse_go_duration
 from ttft_otel.report.tempo.tempo_source import TempoSource
@@ -70,12 +68,10 @@ def both(
     tmp_path_factory: pytest.TempPathFactory, spans: list[ReadableSpan]
 ) -> Iterator[tuple[Path, FakeTempo]]:
     """The same spans in a database and in a Tempo."""
-    store = SpanStore(tmp_path_factory.mktemp("tempo") / "spans.db")
-    store.add(otlp_decoder.decode_export(encode_spans(spans).SerializeToString()).spans).result(20)
-    store.close()
+    path = store_spans(tmp_path_factory.mktemp("tempo") / "spans.db", spans)
     with FakeTempo() as tempo:
         tempo.add(spans)
-        yield store.path, tempo
+        yield path, tempo
 
 
 @pytest.fixture
@@ -92,6 +88,7 @@ FILTERS = (
     RequestFilter(last=7),
     RequestFilter(model="other"),
     RequestFilter(role="router"),
+    RequestFilter(role="prefill"),  # and not prefill_decode
     RequestFilter(role="encode", last=3),
     RequestFilter(error="any"),
     RequestFilter(error="none"),
@@ -128,6 +125,7 @@ def test_same_traces(both: tuple[Path, FakeTempo]) -> None:
         for name in (*ids, f"chatcmpl-{ids[0]}", "f" * 32, "nobody", ""):
             assert searched.find_request(name) == stored.find_request(name)
         assert searched.find_trace("f" * 32) is None
+        assert searched.list_models() == stored.list_models() == ["other", "tiny-vl"]
         assert searched.find_trace("../../api/echo") is None
 
 
