@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from pathlib import Path
 
 import msgspec
@@ -103,16 +102,6 @@ def test_nothing(database: Path) -> None:
 def test_remedies(database: Path, words: list[str], reported: str) -> None:
     """What cannot be compared is refused with what to do, in words and as JSON."""
     DIFF.check_refusal(database, words, reported)
-
-
-def test_without_numpy(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pip command is named, as for every subcommand."""
-    loaded = ("ttft_otel.explain", "ttft_otel.commands.diff")
-    for module in [name for name in sys.modules if name.startswith(loaded)]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "numpy", None)
-    result = DIFF.run(database, "--a", "2h..1h", "--b", "1h..")
-    assert result.exit_code != 0 and "pip install 'ttft-otel[explain]'" in result.output
 
 
 def make_given_up(number: int, wait_us: int) -> Record:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,65 +27,58 @@ from ttft_otel.tracing import settings
 TIMING = timing.format_server_timing({"receive": 1000, "prefill.compute": 9000}, 100, 10100)
 
 
-class FakeHost:
-    """An OTLP receiver and a vLLM server in one; the test says what it answers."""
-
-    def __init__(self) -> None:
-        self.traces = self.chat = self.models = 200
-        self.timing = TIMING
-        self.metrics: bytes | None = None
-        self.asked: list[tuple[str, dict[str, str], Any]] = []
-        outer = self
-
-        class Handler(SilentHandler):
-            protocol_version = "HTTP/1.0"
-
-            def do_GET(self) -> None:
-                if self.path == "/metrics" and outer.metrics is not None:
-                    self.send_json(200, outer.metrics)
-                else:
-                    self.send_json(outer.models, {"data": [{"id": "tiny"}]})
-
-            def do_POST(self) -> None:
-                data = self.read_body()
-                plain = self.headers["content-type"] == "application/json"
-                said = json.loads(data) if plain else data
-                outer.asked.append((self.path, self.list_headers(), said))
-                chat = self.path.endswith("/chat/completions")
-                status = outer.traces if "traces" in self.path else outer.chat if chat else 200
-                self.send_json(status, {})
-
-            def send_json(self, status: int, body: Any) -> None:
-                data = body if isinstance(body, bytes) else json.dumps(body).encode()
-                data = b"" if "traces" in self.path else data
-                asked = outer.timing and self.headers.get(header_names.ASK_TIMING)
-                timing_header = {header_names.SERVER_TIMING: outer.timing} if asked else {}
-                self.send_answer(status, data, **timing_header)
-
-        self.server = HttpServerThread(Handler)
-        self.url = self.server.url
-
-
 @pytest.fixture
-def fake_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHost]:
-    """A fake host in the environment's variables; restores the SDK's loggers."""
+def fake_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An OTLP receiver and a vLLM server in one, in the environment's variables; `asked`: what it got.
+
+    The test says what it answers: the statuses `traces`, `chat`, `models`, its `timing` and `metrics`.
+    """
+    made = SimpleNamespace(
+        traces=200, chat=200, models=200, timing=TIMING, metrics=None, asked=[], url=""
+    )
+
+    class Handler(SilentHandler):
+        protocol_version = "HTTP/1.0"
+
+        def do_GET(self) -> None:
+            if self.path == "/metrics" and made.metrics is not None:
+                self.send_answer(200, made.metrics)
+            else:
+                self.send_timed(made.models, json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+        def do_POST(self) -> None:
+            data = self.read_body()
+            is_plain = self.headers["content-type"] == "application/json"
+            made.asked.append(
+                (self.path, self.list_headers(), json.loads(data) if is_plain else data)
+            )
+            is_chat = self.path.endswith("/chat/completions")
+            is_export = "traces" in self.path
+            status = made.traces if is_export else made.chat if is_chat else 200
+            self.send_timed(status, b"" if is_export else b"{}")
+
+        def send_timed(self, status: int, body: bytes) -> None:
+            asked = made.timing and self.headers.get(header_names.ASK_TIMING)
+            header = {header_names.SERVER_TIMING: made.timing} if asked else {}
+            self.send_answer(status, body, **header)
+
     for name in (
         env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT,
         env_names.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL,
         env_names.OTEL_EXPORTER_OTLP_PROTOCOL,
     ):
         monkeypatch.delenv(name, raising=False)
-    made = FakeHost()
     monkeypatch.setenv(env_names.TTFT_OTEL, "1")
-    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, made.url)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    loggers = [logging.getLogger(name) for name in ("opentelemetry", "urllib3", "requests", "grpc")]
-    before = [(each, each.handlers[:], each.propagate) for each in loggers]
-    yield made
-    for logger, handlers, propagate in before:
-        logger.handlers[:] = handlers
-        logger.propagate = propagate
-    made.server.close()
+    # The SDK's loggers, which the exporter changes.
+    for name in ("opentelemetry", "urllib3", "requests", "grpc"):
+        logger = logging.getLogger(name)
+        monkeypatch.setattr(logger, "handlers", logger.handlers[:])
+        monkeypatch.setattr(logger, "propagate", logger.propagate)
+    with HttpServerThread(Handler) as server:
+        made.url = server.url
+        monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, made.url)
+        yield made
 
 
 def run_doctor(*arguments: str) -> Result:
@@ -100,34 +94,21 @@ def read_states(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
     return result.exit_code, {check["name"]: check for check in document["checks"]}
 
 
-def test_well(fake_host: FakeHost) -> None:
+def test_well(fake_host: Any) -> None:
     """All is well: exit code 0; one test span was accepted, one request of one token was sent."""
     code, found = read_states("--url", fake_host.url)
 
     assert code == 0, found
     found.pop("others", None)  # of what is installed beside
     assert {name: check["state"] for name, check in found.items()} == {
-        "settings": "ok",
-        "metrics": "ok",
-        "plugin": "ok",
+        **dict.fromkeys(("settings", "metrics", "plugin", "endpoint", fake_host.url), "ok"),
         "vllm": "ok" if target_check.find_vllm_folder() else "note",
-        "endpoint": "ok",
-        fake_host.url: "ok",
     }
     (span_path, _, span), (path, headers, body) = fake_host.asked
     assert (span_path, path) == ("/v1/traces", "/v1/chat/completions")
     assert b"ttft-otel doctor" in span
     assert headers[header_names.ASK_TIMING] == "1"
     assert (body["model"], body["max_tokens"]) == ("tiny", 1)
-
-
-def test_page(fake_host: FakeHost) -> None:
-    """People get lines; what fails carries its remedy."""
-    fake_host.timing = ""
-    result = run_doctor("--url", f"{fake_host.url}/v1/")
-
-    assert result.exit_code == 1
-    assert "not traced" in result.output and "-> start it with TTFT_OTEL=1" in result.output
 
 
 AWAY = "http://127.0.0.1:9"
@@ -161,7 +142,7 @@ FAULTS: tuple[tuple[dict[str, Any], str, str, str, str], ...] = (
 
 @pytest.mark.parametrize(("fault", "name", "state", "says", "remedy"), FAULTS)
 def test_faults(
-    fake_host: FakeHost,
+    fake_host: Any,
     monkeypatch: pytest.MonkeyPatch,
     fault: dict[str, Any],
     name: str,
@@ -183,7 +164,7 @@ def test_faults(
     assert says in found[name]["says"] and remedy in found[name]["remedy"]
 
 
-def test_completion(fake_host: FakeHost) -> None:
+def test_completion(fake_host: Any) -> None:
     """A model without a chat template is asked for a completion."""
     fake_host.chat = 400
     code, found = read_states("--url", fake_host.url)
@@ -202,7 +183,7 @@ def test_completion(fake_host: FakeHost) -> None:
         (timing.ClockNote("none", 0), "note", "no clock"),
     ],
 )
-def test_clock(fake_host: FakeHost, note: timing.ClockNote, state: str, says: str) -> None:
+def test_clock(fake_host: Any, note: timing.ClockNote, state: str, says: str) -> None:
     """It names the clock that the server uses for its worker's marks, and why."""
     fake_host.timing = timing.format_server_timing({"receive": 1000}, 0, 1000, clock=note)
     check = read_states("--url", fake_host.url)[1][f"{fake_host.url} worker"]
@@ -211,47 +192,54 @@ def test_clock(fake_host: FakeHost, note: timing.ClockNote, state: str, says: st
     assert bool(check["remedy"]) == (state == "note")
 
 
-def write_router_page(**items: int) -> bytes:
-    """A /metrics page as a router writes it, with these counts of items encoded twice by instance."""
-    counted = CounterMetricFamily(
-        metric_names.ROUTER_RECOMPUTED_ITEMS, "Items.", labels=["leg", "instance"]
-    )
-    for instance, count in items.items():
+def write_page(*items: int) -> bytes:
+    """A /metrics page as a router writes it, with the items that its instances a, b, c encoded again."""
+    name = metric_names.ROUTER_RECOMPUTED_ITEMS
+    counted = CounterMetricFamily(name, "Items.", labels=["leg", "instance"])
+    for instance, count in zip("abc", items, strict=False):
         counted.add_metric(["prefill_decode", f"http://{instance}:8002"], count)
     registry = CollectorRegistry()
     registry.register(type("Own", (), {"collect": lambda self: [counted]})())
     return generate_latest(registry)
 
 
-def test_media_encoded_twice(fake_host: FakeHost) -> None:
-    """What a router counted is noted with the instance and the remedy, though text shows none of it."""
-    fake_host.metrics = write_router_page(a=2, b=0, c=1)
-    code, found = read_states("--url", fake_host.url)
+def test_people_get_lines(fake_host: Any) -> None:
+    """What fails carries its remedy; the help says what a --url costs."""
+    fake_host.timing = ""
+    result = run_doctor("--url", f"{fake_host.url}/v1/")
 
-    check = found[f"{fake_host.url}/metrics"]
-    assert (code, check["state"]) == (0, "note")
-    assert check["says"] == (
-        "3 media items were encoded twice since this router started, by http://a:8002 (2), http://c:8002 (1)"
-    )
-    assert "docs/router.md#encoder-cache-parameters" in check["remedy"]
+    assert result.exit_code == 1
+    assert "not traced" in result.output and "-> start it with TTFT_OTEL=1" in result.output
+    assert "ONE REQUEST OF ONE TOKEN" in " ".join(run_doctor("--help").output.split())
 
 
 @pytest.mark.parametrize(
-    ("page", "says"),
+    ("page", "state", "says"),
     [
-        (write_router_page(a=0, b=0), "no media item was encoded twice since this router started"),
-        (write_router_page(), None),
-        (b"vllm:num_requests_running 0.0\n", None),
-        (b"\xff\x00" * 1000, None),
+        (
+            write_page(2, 0, 1),
+            "note",
+            "3 media items were encoded twice since this router started, by http://a:8002 (2), "
+            "http://c:8002 (1)",
+        ),
+        (write_page(0, 0), "ok", "no media item was encoded twice since this router started"),
+        # A server, or a router without encoders, says nothing.
+        (write_page(), None, None),
+        (b"vllm:num_requests_running 0.0\n", None, None),
+        (b"\xff\x00" * 1000, None, None),
     ],
 )
-def test_no_media_encoded_twice(fake_host: FakeHost, page: bytes, says: str | None) -> None:
-    """A router with encoders that encode once is well; a server, or a router without, says nothing."""
+def test_media_encoded_twice(
+    fake_host: Any, page: bytes, state: str | None, says: str | None
+) -> None:
+    """What a router counted is noted with instance and remedy, though a request of text shows none of it."""
     fake_host.metrics = page
     code, found = read_states("--url", fake_host.url)
 
     check = found.get(f"{fake_host.url}/metrics", {})
-    assert (code, check.get("state"), check.get("says")) == (0, "ok" if says else None, says)
+    assert (code, check.get("state"), check.get("says")) == (0, state, says)
+    remedy = "docs/router.md#encoder-cache-parameters"
+    assert (remedy in check.get("remedy", "")) is (state == "note")
 
 
 @pytest.mark.parametrize(
@@ -370,13 +358,6 @@ def test_rust_frontend(monkeypatch: pytest.MonkeyPatch, value: str, is_told: boo
 
     assert bool(told) is is_told
     assert all(each.state == "note" and "unattributed" in each.says for each in told)
-
-
-def test_help() -> None:
-    """The help says what a --url costs."""
-    result = run_doctor("--help")
-
-    assert "ONE REQUEST OF ONE TOKEN" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import re
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from lab.http_servers import HttpServerThread, SilentHandler
 from ttft_otel.commands.stack import stack
 from ttft_otel.stack import docker_compose, stack_files, stack_queries
 
@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command with a stub of `docker`.
+    """Run a command with a stub of `docker`, whose last command line is in `notes`.
 
     refused: the word at which the stub exits with an error. services: what it says is running.
     """
@@ -55,39 +55,18 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     docker.chmod(0o755)
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     monkeypatch.setenv("SERVICES", str(tmp_path / "services"))
+    monkeypatch.setenv("PATH", f"{docker.parent}:/usr/bin:/bin")
     # Not the ports of whatever runs beside this test.
     monkeypatch.setattr(docker_compose, "PORTS", {})
 
     def run_stack(
-        *words: str | Path,
-        refused: str = "-",
-        path: str = "",
-        services: tuple[dict[str, str], ...] = (),
+        *words: str | Path, refused: str = "-", services: tuple[dict[str, str], ...] = ()
     ) -> Result:
         (tmp_path / "services").write_text("\n".join(json.dumps(each) for each in services))
-        monkeypatch.setenv("PATH", path or f"{docker.parent}:/usr/bin:/bin")
         monkeypatch.setenv("REFUSED", refused)
         return CliRunner().invoke(stack, [str(word) for word in words])
 
     return run_stack
-
-
-def read_docker_call(tmp_path: Path) -> str:
-    """The last command line that the stub got."""
-    return (tmp_path / "notes").read_text("utf-8").splitlines()[-1]
-
-
-def test_up(run: Run, folder: Path, tmp_path: Path) -> None:
-    """Up starts the folder's containers, with profiles and overlays asked for, and waits for them."""
-    done = run("up", folder, "--profile", "sampling", "--with", "alerts")
-
-    assert 0 == done.exit_code, done.output
-    assert read_docker_call(tmp_path) == (
-        f"compose --file {folder}/docker-compose.yml --file {folder}/deploy/docker-compose.alerts.yml"
-        " --profile sampling up --detach --wait"
-    )
-    assert (folder / "deploy" / "docker-compose.alerts.yml").is_file()
-    assert "http://127.0.0.1:3000" in done.output
 
 
 def test_up_ports(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,15 +81,6 @@ def test_up_ports(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     assert 1 == taken.exit_code and f"ports in use: {port}" in taken.output
     assert 0 == again.exit_code
-
-
-def test_down(run: Run, folder: Path, tmp_path: Path) -> None:
-    """Down stops the containers of every profile and overlay, and keeps their volumes."""
-    assert 0 == run("down", folder).exit_code
-    assert (
-        f"compose --file {folder}/docker-compose.yml --profile * down --remove-orphans"
-        == read_docker_call(tmp_path)
-    )
 
 
 def test_status(run: Run, folder: Path) -> None:
@@ -206,35 +176,39 @@ def test_smoke(run: Run) -> None:
     assert isinstance(done.exception, SystemExit)
 
 
-class Redirecting(BaseHTTPRequestHandler):
-    """Sends whoever asks /first on to /second of another name of this host, and notes credentials."""
+def test_up_and_down(run: Run, folder: Path, tmp_path: Path) -> None:
+    """Up starts containers with the profiles and overlays asked for; down stops all, and keeps volumes."""
+    notes, compose = tmp_path / "notes", f"compose --file {folder}/docker-compose.yml"
+    done = run("up", folder, "--profile", "sampling", "--with", "alerts")
 
-    def do_GET(self) -> None:
-        """An empty list, or a redirect."""
-        self.server.seen[self.path] = self.headers.get("authorization", "")  # type: ignore[attr-defined]
-        is_first = self.path == "/first"
-        self.send_response(302 if is_first else 200)
-        if is_first:
-            self.send_header("location", f"http://localhost:{self.server.server_address[1]}/second")
-        self.send_header("content-length", "0" if is_first else "2")
-        self.end_headers()
-        if not is_first:
-            self.wfile.write(b"[]")
-
-    do_POST = do_GET
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+    assert 0 == done.exit_code, done.output
+    overlay = folder / "deploy" / "docker-compose.alerts.yml"
+    words = f"{compose} --file {overlay} --profile sampling up --detach --wait"
+    assert notes.read_text("utf-8").splitlines()[-1] == words and overlay.is_file()
+    assert "http://127.0.0.1:3000" in done.output
+    assert 0 == run("down", folder).exit_code
+    words = f"{compose} --profile * down --remove-orphans"
+    assert notes.read_text("utf-8").splitlines()[-1] == words
 
 
 @pytest.fixture
-def redirecting() -> Iterator[ThreadingHTTPServer]:
-    """A server of it; `seen` has the Authorization of each path."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Redirecting) as server:
-        server.seen = {}  # type: ignore[attr-defined]
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
+def redirecting() -> Iterator[SimpleNamespace]:
+    """A server that sends who asks /first on to another name of this host; `seen`: credentials by path."""
+    made = SimpleNamespace(seen={}, place="")
+
+    class Redirecting(SilentHandler):
+        def do_GET(self) -> None:
+            made.seen[self.path] = self.headers.get("authorization", "")
+            if self.path == "/first":
+                self.send_answer(302, location=f"http://localhost:{server.server_port}/second")
+            else:
+                self.send_answer(200, b"[]")
+
+        do_POST = do_GET
+
+    with HttpServerThread(Redirecting) as server:
+        made.place = server.url.removeprefix("http://")
+        yield made
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -243,10 +217,8 @@ def redirecting() -> Iterator[ThreadingHTTPServer]:
 )
 def test_credentials_stay(redirecting: Any, user: str, token: str, method: str) -> None:
     """A Grafana that leads elsewhere does not lead the token or password there."""
-    base = f"http://{user}127.0.0.1:{redirecting.server_address[1]}"
+    url = f"http://{user}{redirecting.place}/first"
     body = b"{}" if method == "POST" else None
-    assert (
-        stack_queries.send_body(f"{base}/first", body, "application/json", method, token) == b"[]"
-    )
+    found = stack_queries.send_body(url, body, "application/json", method, token)
 
-    assert redirecting.seen["/first"] and not redirecting.seen["/second"]
+    assert found == b"[]" and redirecting.seen["/first"] and not redirecting.seen["/second"]

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import io
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from lab.http_servers import HttpServerThread, SilentHandler
 from ttft_otel.commands import top
 from ttft_otel.model import endpoints
 
@@ -60,6 +59,9 @@ def test_last_minute() -> None:
     assert (view.server, view.pending, view.oldest_s, view.running) == ("http://a", 4, 2.5, 3)
     assert (view.waiting, view.age_s, view.queued) == ({"kv_blocks": 3}, 0.0, {"capacity": 4})
     assert view.ttft == {"count": 10, "mean": 0.5, "p99": 1.0} and view.window_s == 50.0
+    # Of a server whose engine cores cannot be asked vLLM's own count is shown.
+    view = top.ServerView("http://a", pending=2, queued={"capacity": 4})
+    assert top.describe_queue(view, hangs=False).plain == "4 capacity"
 
 
 @pytest.mark.parametrize(("pending", "hangs"), [(3, True), (0, False)])
@@ -81,36 +83,22 @@ KEY = "a key"
 HOLDERS = [{"request_id": "cmpl-1", "kind": "decode", "held_s": 6.25, "tokens": 9}]
 
 
-class MetricsHandler(BaseHTTPRequestHandler):
-    """A server whose engine core has not answered for 6 seconds; who holds up is told to those with KEY."""
-
-    def do_GET(self) -> None:
-        """The page, or the holders."""
-        numbers = {"pending": 1, "oldest": 7.5, "age": 6.0, "count": 4, "fast": 2, "total": 2.0}
-        body = PAGE.format(**numbers).encode()
-        if self.path == endpoints.WAITING_PATH:
-            if self.headers["authorization"] != f"Bearer {KEY}":
-                self.send_error(401)
-                return
-            body = json.dumps([{"holders": HOLDERS}]).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
-
-
 @pytest.fixture
 def server() -> Iterator[str]:
-    """The URL of a server with a page of metrics."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), MetricsHandler) as http:
-        thread = threading.Thread(target=http.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{http.server_port}"
-        http.shutdown()
-        thread.join()
+    """A server whose engine core has not answered for 6 seconds; who holds up is told to those with KEY."""
+
+    class MetricsHandler(SilentHandler):
+        def do_GET(self) -> None:
+            numbers = {"pending": 1, "oldest": 7.5, "age": 6.0, "count": 4, "fast": 2, "total": 2.0}
+            if self.path != endpoints.WAITING_PATH:
+                self.send_answer(200, PAGE.format(**numbers).encode())
+            elif self.headers["authorization"] == f"Bearer {KEY}":
+                self.send_answer(200, json.dumps([{"holders": HOLDERS}]).encode())
+            else:
+                self.send_answer(401)
+
+    with HttpServerThread(MetricsHandler) as http:
+        yield http.url
 
 
 def test_json(server: str) -> None:
@@ -136,10 +124,3 @@ def test_once(server: str, key: str) -> None:
     assert "7.5 s" in done.output and "3 kv_blocks" in done.output and "500 ms" in done.output
     assert "as of 6 s ago" in done.output
     assert ("cmpl-1 decode 6.2 s" in done.output) is (key == KEY)
-
-
-def test_without_our_gauge() -> None:
-    """Of a server whose engine cores cannot be asked vLLM's own count is shown."""
-    view = top.ServerView("http://a", pending=2, queued={"capacity": 4})
-
-    assert top.describe_queue(view, hangs=False).plain == "4 capacity"
