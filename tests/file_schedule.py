@@ -26,7 +26,6 @@ VLLM_FILES: Final = (
 WHEEL_FILES: Final = (
     "tests/test_wheel.py",
     "tests/test_inject.py",
-    "tests/test_wheel_commands.py",
 )
 # Starting a stack and sending it 2 000 requests takes a minute and a half. The last one sends more.
 FILLED_STACK_FILES: Final = (

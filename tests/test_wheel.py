@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wheel as users get it: what is in it, and that it works in an environment with nothing else.
 
-uv builds it and installs it twice, with all extras of users and without any. Needs uv and, until
-uv's cache is warm, the package index; a skip says which of them is missing.
+uv builds it and installs it twice, with all extras of users and without any. Commands of README and
+guides run from it outside the checkout, in a network namespace in which nothing but their own server
+listens; those that need a vLLM, Docker, a cluster or a checkout are named in NOT_HERE. Needs uv and,
+until uv's cache is warm, the package index; a skip says which of them is missing.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ import functools
 import json
 import os
 import re
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -24,6 +30,7 @@ from router import small_tokenizer
 
 from lab import uv_command
 from lab.release_files import copy_files, list_tracked_files
+from tests.test_docs_commands import list_commands
 from ttft_otel.bench.request_factory import draw_data_url
 from ttft_otel.commands import main as cli
 from ttft_otel.stack import stack_files
@@ -273,3 +280,138 @@ def test_plugin(environment: Path) -> None:
     done = run_program(environment, "python", "-I", "-c", LOAD_PLUGIN)
 
     assert done.returncode == 0, done.stderr
+
+
+# Command, or its first words -> what it needs beside the wheel.
+NOT_HERE: Final = {
+    "scripts/": "a checkout",
+    "docker build": "a checkout and Docker",
+    "vllm serve": "vLLM",
+    "pip install": "done: the wheel with the extras",
+    "curl": "vLLM or the router's admin port",
+    "ttft-otel stack up": "Docker",
+    "ttft-otel stack smoke": "a running stack",
+    "ttft-otel dashboards": "a Grafana",
+    "ttft-otel bench --": "a vLLM server",
+    "ttft-otel bench compare": "two results of a vLLM server",
+    "ttft-otel router --discover": "a cluster",
+    "ttft-otel router --config": "a file that the guide shows",
+    "ttft-otel router --shared-state": "a Valkey",
+    "ttft-otel router --backend https": "certificates",
+    "ttft-otel router --routing-logic ttft --prefix-index": "KV events of vLLM",
+}
+# They run until they are interrupted.
+SERVERS: Final = ("ttft-otel serve", "ttft-otel router", "ttft-otel demo --recorded")
+# What only a server or a store has that is not here: refused with a sentence and a remedy.
+REFUSED: Final = (
+    *("doctor", "--tempo", "--join", "top --server", "--since 14:00", "--by service", "mcp"),
+    *("--trace 4bf92f", "explain --request ID", "--a 2h..1h", "whatif", "--last 1 --server"),
+)
+START_S: Final = 60.0
+
+
+def list_shown() -> list[str]:
+    """Each of our commands that README and guides show, once, without variables and pipes."""
+    found = dict[str, None]()
+    for words in list_commands():
+        while "=" in words[0]:
+            words = words[1:]
+        words = words[: words.index("|")] if "|" in words else words
+        found[shlex.join(words)] = None
+    return [each for each in found if not each.startswith(tuple(NOT_HERE))]
+
+
+@pytest.mark.full
+def test_uvx(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    """`uvx` runs what needs no vLLM, without an environment of the user's."""
+    wheel = build_wheel(tmp_path_factory.getbasetemp())
+    words = ("tool", "run", "--quiet", "--from", f"{wheel}[serve,explain]", "ttft-otel")
+    env = {"HOME": os.environ["HOME"], "PATH": os.environ["PATH"]}
+    demo = "demo --recorded --db spans.db"
+    for command in (demo, "report --db spans.db", "explain --db spans.db", "stack init stack"):
+        assert uv_command.run_uv(*words, *command.split(), env=env, cwd=tmp_path), command
+    assert (tmp_path / "stack" / "docker-compose.yml").is_file()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[tuple[str, ...]]:
+    """Words before a command that run it where the ports of the guides are free."""
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("a network namespace needs root and iproute2: apt-get install iproute2")
+    name = f"ttft-docs-{os.getpid()}"
+    for words in (("netns", "add", name), ("-n", name, "link", "set", "lo", "up")):
+        done = subprocess.run(("ip", *words), capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no network namespace: {done.stderr.strip()}")
+    yield ("ip", "netns", "exec", name)
+    subprocess.run(("ip", "netns", "del", name), check=True)
+
+
+class Shell:
+    """Runs commands of the environment in a user's folder."""
+
+    def __init__(self, environment: Path, alone: tuple[str, ...], home: Path) -> None:
+        self.alone = alone
+        self.start = functools.partial(
+            subprocess.Popen[str],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            cwd=home,
+            env={
+                "HOME": str(home),
+                "PATH": f"{environment / 'bin'}:/usr/bin:/bin",
+                "PYTHONUNBUFFERED": "1",
+            },
+        )
+
+    def listens(self) -> bool:
+        """Whether anything listens in the namespace."""
+        found = subprocess.run(
+            (*self.alone, "cat", "/proc/net/tcp"), capture_output=True, text=True, check=True
+        )
+        return any(line.split()[3] == "0A" for line in found.stdout.splitlines()[1:])
+
+    def run(self, command: str) -> tuple[int, str]:
+        """Its exit code and what it prints; a server is interrupted once it listens, which is no error."""
+        is_server = command.startswith(SERVERS)
+        process = self.start((*self.alone, *shlex.split(command)))
+        try:
+            deadline = time.monotonic() + START_S
+            while is_server and not self.listens():
+                assert process.poll() is None, process.communicate()[0]
+                assert time.monotonic() < deadline, f"{command} does not listen"
+                time.sleep(0.2)
+            if is_server:
+                time.sleep(2)  # until it handles Ctrl-C; a user reads first
+                process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()
+        assert not is_server or process.returncode == 0 or said.endswith("Aborted!\n"), said
+        return 0 if is_server else process.returncode, said
+
+
+@pytest.mark.parametrize("environment", [WITH_EXTRAS], ids=["extras"], indirect=True)
+@pytest.mark.timeout(1200)
+def test_commands(environment: Path, alone: tuple[str, ...], tmp_path: Path) -> None:
+    """Each runs: answers, or refuses in a sentence what only a server or a store could tell."""
+    shell = Shell(environment, alone, tmp_path)
+    # The requests that later commands ask for, in the store that they ask by default.
+    store = tmp_path / ".local" / "state" / "ttft-otel" / "spans.db"
+    store.parent.mkdir(parents=True)
+    code, said = shell.run(f"ttft-otel demo --recorded --db {store}")
+    assert code == 0, said
+    answered, wrong = [], []
+    for command in list_shown():
+        code, said = shell.run(command)
+        refused = code != 0 and said.strip() and any(part in command for part in REFUSED)
+        if "Traceback" in said or "Usage:" in said or not (code == 0 or refused):
+            wrong.append(f"{command}: {code}: {said[-600:]}")
+        answered += [command] if code == 0 else []
+
+    sys.stdout.write(f"{len(list_shown())} commands, {len(answered)} answered: {answered}\n")
+    assert wrong == []
+    needed = {"serve", "router", "report", "explain", "stack"}
+    assert {each.split()[1] for each in answered} >= needed
