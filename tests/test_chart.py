@@ -22,6 +22,8 @@ KUBERNETES = CHECKOUT / "deploy" / "kubernetes"
 VALUES = [
     pytest.param(path, id=str(path.relative_to(chart.CHART))) for path in chart.find_values_files()
 ]
+EXISTING, SCALE_OUT = "examples/existing-monitoring", "examples/scale-out"
+ROUTER = "ttft-ttft-otel-router"
 SCHEMA_VERSION = "1.35"
 CUSTOM = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}  # of prometheus-operator
 FOREIGN = {"LLMInferenceService", "Instrumentation"}  # of KServe and the OpenTelemetry operator
@@ -39,11 +41,14 @@ def validate_documents(documents: list[dict[str, Any]]) -> None:
             kubernetes_validate.validate(document, SCHEMA_VERSION, strict=True)
 
 
-def index_documents(values: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """What a file of values renders, by kind and name."""
+def index_documents(values: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """What an example (or a file NAME-values.yaml of ci/) renders, by kind and name."""
+    path = chart.CHART / (
+        f"{values}/values.yaml" if "examples" in values else f"ci/{values}-values.yaml"
+    )
     return {
         (each["kind"], each["metadata"]["name"]): each
-        for each in read_documents(chart.render_chart(values))
+        for each in read_documents(chart.render_chart(path))
     }
 
 
@@ -85,6 +90,13 @@ def test_every_value_is_documented() -> None:
     check(values, schema, "")
 
 
+def read_router(values: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """The router's pod in an example, its container, and its flags with their values."""
+    pod = index_documents(values)["Deployment", ROUTER]["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    return pod, container, dict(each.partition("=")[::2] for each in container["args"])
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -100,116 +112,91 @@ def test_every_value_is_documented() -> None:
         ("router.sharedState.url=valkey:6379", "router/sharedState/url"),
         ("router.upstreamTls.serverName=vllm", "router.upstreamTls needs existingSecret"),
         ("monitors.vllm.enabled=true", "monitors.vllm.matchLabels is empty"),
+        ("", "set router.discover"),  # of the default values, where nothing can be guessed
     ],
 )
 def test_wrong_values_are_refused(setting: str, message: str) -> None:
     """With a sentence that names the value."""
     values = chart.CHART / "examples" / "trial" / "values.yaml"
     flag = "--set-json" if setting.endswith("=null") else "--set"
-    done = run_helm("template", "x", str(chart.CHART), "-f", str(values), flag, setting)
+    words = ("-f", str(values), flag, setting) if setting else ()
+    done = run_helm("template", "x", str(chart.CHART), *words)
 
     assert done.returncode != 0
     assert message in done.stderr
-
-
-def test_the_default_values_ask_for_instances() -> None:
-    """Nothing can be guessed there."""
-    done = run_helm("template", "x", str(chart.CHART))
-
-    assert done.returncode != 0 and "set router.discover" in done.stderr
 
 
 def test_names_are_those_of_the_repository() -> None:
     """Versions, images and the metric for scaling are written in one more place each."""
     values = yaml.safe_load((chart.CHART / "values.yaml").read_text("utf-8"))
     compose = yaml.safe_load((CHECKOUT / "docker-compose.yml").read_text("utf-8"))
-    image = values["router"]["image"]
-    collector = values["collector"]["image"]
-
-    assert f"{image['repository']}:{image['tag']}" == compose["services"]["router"]["image"]
-    assert f"{collector['repository']}:{collector['tag']}" == compose["x-collector"]["image"]
+    services = compose["services"]
+    for part, image in (
+        ("router", services["router"]["image"]),
+        ("collector", compose["x-collector"]["image"]),
+    ):
+        own = values[part]["image"]
+        assert f"{own['repository']}:{own['tag']}" == image
     for part in ("tempo", "prometheus", "grafana"):
-        assert values["trial"][part]["image"] == compose["services"][part]["image"]
+        assert values["trial"][part]["image"] == services[part]["image"]
     metadata = yaml.safe_load((chart.CHART / "Chart.yaml").read_text("utf-8"))
     assert metadata["appVersion"] == __version__
     assert f"## {metadata['version']}" in (chart.CHART / "UPGRADING.md").read_text("utf-8")
-    scaled = index_documents(chart.CHART / "examples" / "scale-out" / "values.yaml")
-    (scaler,) = (
-        each
-        for (kind, name), each in scaled.items()
-        if kind == "HorizontalPodAutoscaler" and name.endswith("router")
-    )
-    assert (
-        scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
-        == metric_names.ROUTER_REQUESTS_IN_FLIGHT
-    )
+    scaler = index_documents(SCALE_OUT)["HorizontalPodAutoscaler", ROUTER]
+    metric = scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
+    assert metric == metric_names.ROUTER_REQUESTS_IN_FLIGHT
 
 
 def test_the_router_drains_before_it_is_killed() -> None:
     """The grace period is longer than all that happens in it, and one replica of several stays."""
-    documents = index_documents(chart.CHART / "examples" / "existing-monitoring" / "values.yaml")
-    pod = documents["Deployment", "ttft-ttft-otel-router"]["spec"]["template"]["spec"]
-    flags = dict(each.split("=", 1) for each in pod["containers"][0]["args"] if "=" in each)
+    pod, container, flags = read_router(EXISTING)
 
     drain_s = int(flags["--drain-delay"]) + int(flags["--drain-timeout"])
     assert pod["terminationGracePeriodSeconds"] > drain_s
-    readiness = pod["containers"][0]["readinessProbe"]
+    readiness = container["readinessProbe"]
     assert int(flags["--drain-delay"]) > readiness["periodSeconds"] * readiness["failureThreshold"]
-    assert "--insecure" not in pod["containers"][0]["args"]
-    assert ("PodDisruptionBudget", "ttft-ttft-otel-router") in documents
+    assert "--insecure" not in flags
+    assert ("PodDisruptionBudget", ROUTER) in index_documents(EXISTING)
 
 
 def test_discovery_may_read_slices_and_nothing_else() -> None:
     """A Role in each namespace that a source names, bound to the router's account there."""
-    documents = index_documents(chart.CHART / "examples" / "existing-monitoring" / "values.yaml")
-    role = documents["Role", f"ttft-ttft-otel-router-discovery-{chart.NAMESPACE}"]
-    binding = documents["RoleBinding", f"ttft-ttft-otel-router-discovery-{chart.NAMESPACE}"]
+    documents = index_documents(EXISTING)
+    name = f"{ROUTER}-discovery-{chart.NAMESPACE}"
+    role, binding = documents["Role", name], documents["RoleBinding", name]
 
     assert role["metadata"]["namespace"] == binding["metadata"]["namespace"] == "inference"
-    assert role["rules"] == [
-        {
-            "apiGroups": ["discovery.k8s.io"],
-            "resources": ["endpointslices"],
-            "verbs": ["list", "watch"],
-        }
-    ]
+    (rule,) = role["rules"]
+    assert (rule["apiGroups"], rule["resources"]) == (["discovery.k8s.io"], ["endpointslices"])
+    assert rule.keys() == {"apiGroups", "resources", "verbs"} and rule["verbs"] == ["list", "watch"]
     assert binding["subjects"][0]["namespace"] == chart.NAMESPACE
-    dns_only = index_documents(chart.CHART / "examples" / "scale-out" / "values.yaml")
-    assert not [name for kind, name in dns_only if kind == "Role"]
-    router = dns_only["Deployment", "ttft-ttft-otel-router"]["spec"]["template"]["spec"]
-    assert router["automountServiceAccountToken"] is False
+    # Where instances are found by DNS alone there is none.
+    assert not [name for kind, name in index_documents(SCALE_OUT) if kind == "Role"]
+    assert read_router(SCALE_OUT)[0]["automountServiceAccountToken"] is False
 
 
 def test_replicas_share_through_the_store() -> None:
     """One URL and one prefix for all replicas; password and authority come from their Secrets."""
-    documents = index_documents(chart.CHART / "ci" / "shared-state-values.yaml")
-    name = "ttft-ttft-otel-router"
-    pod = documents["Deployment", name]["spec"]["template"]["spec"]
-    container = pod["containers"][0]
-    flags = dict(each.split("=", 1) for each in container["args"] if "=" in each)
+    pod, container, flags = read_router("shared-state")
     mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
     secrets = {each["name"]: each["secret"] for each in pod["volumes"] if "secret" in each}
-
-    def find_path(volume: str) -> str:
-        return f"{mounts[volume]}/{secrets[volume]['items'][0]['path']}"
+    password, ca = (
+        f"{mounts[volume]}/{secrets[volume]['items'][0]['path']}"
+        for volume in ("store", "store-ca")
+    )
 
     url = "rediss://router@valkey.cache.svc:6379"
-    assert flags["--shared-state"] == f"{url}?ssl_ca_certs={find_path('store-ca')}"
-    assert flags["--shared-state-password-file"] == find_path("store")
-    assert flags["--shared-state-prefix"] == f"{chart.NAMESPACE}.{name}"
-    assert secrets["store"]["secretName"] == "valkey-router"
-    assert secrets["store-ca"]["secretName"] == "valkey-ca"
-    without = index_documents(chart.CHART / "ci" / "router-only-values.yaml")
-    alone = without["Deployment", name]["spec"]["template"]["spec"]["containers"][0]
-    assert not any("shared-state" in each for each in alone["args"])
+    assert flags["--shared-state"] == f"{url}?ssl_ca_certs={ca}"
+    assert flags["--shared-state-password-file"] == password
+    assert flags["--shared-state-prefix"] == f"{chart.NAMESPACE}.{ROUTER}"
+    names = (secrets["store"]["secretName"], secrets["store-ca"]["secretName"])
+    assert names == ("valkey-router", "valkey-ca")
+    assert not any("shared-state" in each for each in read_router("router-only")[2])
 
 
 def test_instances_behind_tls() -> None:
     """The flags name files of the Secret, which kubelet replaces; an image may be named by its digest."""
-    name, values = "ttft-ttft-otel-router", chart.CHART / "ci" / "upstream-tls-values.yaml"
-    pod = index_documents(values)["Deployment", name]["spec"]["template"]["spec"]
-    container = pod["containers"][0]
-    flags = dict(each.split("=", 1) for each in container["args"] if "=" in each)
+    pod, container, flags = read_router("upstream-tls")
     (mount,) = (each for each in container["volumeMounts"] if each["name"] == "upstream-tls")
     (volume,) = (each for each in pod["volumes"] if each["name"] == "upstream-tls")
     folder = mount["mountPath"]
@@ -231,54 +218,9 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     )
 
 
-def test_network_policies_fit() -> None:
-    """Each selects pods of the release, and names ports that they have."""
-    found = 0
-    for each in chart.find_values_files():
-        documents = read_documents(chart.render_chart(each))
-        pods = [
-            document["spec"]["template"]
-            for document in documents
-            if document["kind"] in ("Deployment", "StatefulSet")
-        ]
-        for policy in (one["spec"] for one in documents if one["kind"] == "NetworkPolicy"):
-            chosen = [
-                pod for pod in pods if selects(policy["podSelector"], pod["metadata"]["labels"])
-            ]
-            assert chosen and policy["policyTypes"] == ["Ingress"]
-            ports = {
-                key
-                for pod in chosen
-                for container in pod["spec"]["containers"]
-                for port in container["ports"]
-                for key in (port.get("name"), port["containerPort"])
-            }
-            assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} <= ports
-            found += 1
-    assert found > 6
-
-
-def test_every_container_is_contained() -> None:
-    """No root, no writable root file system, no capability, and memory has a limit."""
-    for each in chart.find_values_files():
-        for document in read_documents(chart.render_chart(each)):
-            if document["kind"] not in ("Deployment", "StatefulSet"):
-                continue
-            pod = document["spec"]["template"]["spec"]
-            assert pod["securityContext"]["runAsNonRoot"] is True
-            for container in pod["containers"]:
-                assert container["securityContext"] == {
-                    "allowPrivilegeEscalation": False,
-                    "readOnlyRootFilesystem": True,
-                    "capabilities": {"drop": ["ALL"]},
-                }
-                assert "memory" in container["resources"]["limits"]
-                assert "readinessProbe" in container
-
-
 def test_dashboards_and_rules_are_those_of_the_repository() -> None:
     """Byte for byte, but for the objective."""
-    documents = index_documents(chart.CHART / "examples" / "existing-monitoring" / "values.yaml")
+    documents = index_documents(EXISTING)
     for name in ("ttft", "ttft-health"):
         config_map = documents["ConfigMap", f"ttft-ttft-otel-dashboard-{name}"]
         path = CHECKOUT / "grafana" / "dashboards" / f"{name}.json"
@@ -305,7 +247,7 @@ def test_dashboards_and_rules_are_those_of_the_repository() -> None:
 
 def test_the_second_tier_is_named_pod_by_pod() -> None:
     """The first tier's list has exactly the pods of the StatefulSet."""
-    documents = index_documents(chart.CHART / "examples" / "scale-out" / "values.yaml")
+    documents = index_documents(SCALE_OUT)
     second = documents["StatefulSet", "ttft-ttft-otel-collector-tier2"]["spec"]
     first = documents["Deployment", "ttft-ttft-otel-collector-tier1"]["spec"]["template"]["spec"]
     variables = {each["name"]: each.get("value") for each in first["containers"][0]["env"]}
@@ -402,3 +344,40 @@ def test_told(path: Path) -> None:
     ours = yaml.safe_load(OUR_CHART.read_text("utf-8"))["collector"]
     named = re.findall(r"collector\.(\w+)=", text)
     assert named and set(named) <= set(ours)
+
+
+def test_every_pod_is_contained() -> None:
+    """No root, no writable files, no capability, limited memory; policies select pods and ports of theirs."""
+    found = 0
+    for each in chart.find_values_files():
+        documents = read_documents(chart.render_chart(each))
+        kinds = ("Deployment", "StatefulSet")
+        pods = [one["spec"]["template"] for one in documents if one["kind"] in kinds]
+        for pod in pods:
+            assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+            for container in pod["spec"]["containers"]:
+                assert container["securityContext"] == {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                }
+                assert "memory" in container["resources"]["limits"]
+                assert "readinessProbe" in container
+        for policy in (one["spec"] for one in documents if one["kind"] == "NetworkPolicy"):
+            labels = [pod["metadata"]["labels"] for pod in pods]
+            chosen = [
+                pod
+                for pod, own in zip(pods, labels, strict=True)
+                if selects(policy["podSelector"], own)
+            ]
+            assert chosen and policy["policyTypes"] == ["Ingress"]
+            ports = {
+                key
+                for pod in chosen
+                for container in pod["spec"]["containers"]
+                for port in container["ports"]
+                for key in (port.get("name"), port["containerPort"])
+            }
+            assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} <= ports
+            found += 1
+    assert found > 6

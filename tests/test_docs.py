@@ -103,11 +103,10 @@ def test_decisions() -> None:
     """ADRs are numbered without a gap, dated, in one form, and their index finds them by their names."""
     folder = ROOT / "docs" / "adr"
     pages = sorted(folder.glob("[0-9]*.md"))
-    index = (folder / "index.md").read_text("utf-8")
 
-    assert ":glob:\n\n[0-9]*\n" in index
+    # The site lists what the pattern finds.
+    assert ":glob:\n\n[0-9]*\n" in (folder / "index.md").read_text("utf-8")
     assert [int(page.name[:3]) for page in pages] == list(range(1, len(pages) + 1))
-    assert ":glob:\n\n[0-9]*\n" in index  # the site lists what the pattern finds
     for page in pages:
         text = page.read_text("utf-8")
         assert text.startswith(f"# {page.name[:3]} ")
@@ -117,7 +116,7 @@ def test_decisions() -> None:
 
 
 def test_stages() -> None:
-    """The table of stages is stages.py: names, order, kinds, processes, roles, sentences."""
+    """The tables of stages and parts are those of stages.py: names, order, kinds, roles, sentences."""
     words = {
         stages.STAGES_BY_NAME["ipc"].roles: "all",
         stages.STAGES_BY_NAME["receive"].roles: "all, render",
@@ -133,32 +132,22 @@ def test_stages() -> None:
         for stage in stages.STAGES
     ]
     found = [row for row in read_rows(read_section(STAGES, "Stages of a server")) if len(row) == 6]
+    parts = read_rows(read_section(STAGES, "Parts of a stage"))
+    routers = read_rows(read_section(STAGES, "Stages of the router"))
 
     assert expected == [row[:5] for row in found]
     assert all(row[5].rstrip("| ") for row in found)
-
-
-def test_parts() -> None:
-    """The table of parts is stages.py's."""
-    found = [row for row in read_rows(read_section(STAGES, "Parts of a stage"))]
-
     assert {
-        strip_code(name): tuple(WORD.findall(parts)) for name, parts in found
+        strip_code(name): tuple(WORD.findall(text)) for name, text in parts
     } == stages.STAGE_PARTS
-
-
-def test_router_stages() -> None:
-    """The router's stages are those of stages.py, in its words."""
-    found = read_rows(read_section(STAGES, "Stages of the router"))
-
-    assert {strip_code(name): says.rstrip(" |") for name, says in found} == {
+    assert {strip_code(name): says.rstrip(" |") for name, says in routers} == {
         name: stage.says for name, stage in stages.ROUTER_STAGES.items()
     }
 
 
 def test_services() -> None:
     """Each role's service name is the one that spans get."""
-    found = [row for row in read_rows(read_section(REFERENCE["attributes"], "Resource"))]
+    found = read_rows(read_section(REFERENCE["attributes"], "Resource"))
 
     assert {strip_code(role): strip_code(name) for role, name in found} == stages.SERVICE_NAMES
 
@@ -337,29 +326,15 @@ def test_spans() -> None:
     assert {name for name in list_first_cells(REFERENCE["trace"]) if "<" not in name} == SPANS
 
 
-def test_timing_entries() -> None:
-    """The table of Server-Timing has every entry that is no stage."""
-    entries = {stages.UNATTRIBUTED, *list_constants("header_names.TIMING_").values()}
-
-    assert {
-        row[0].split("`")[1]
-        for row in read_rows(read_section(REFERENCE["headers"], "Server-Timing"))
-    } == entries
-
-
-def test_readme_is_short() -> None:
-    """A stranger reads it in three minutes; everything else is a page of its own."""
-    assert len(README.split()) <= MAX_README_WORDS
-
-
 def test_picture() -> None:
-    """The README's waterfall adds up, and all its stages are ours."""
+    """A stranger reads the README in three minutes; its waterfall adds up, and all its stages are ours."""
     picture = next(text for kind, text in BLOCK.findall(README) if not kind)
     found = {
         line.split()[0]: round(float(line.split()[-1]) * 1000) for line in picture.splitlines()
     }
     whole = found.pop(header_names.TIMING_TTFT)
 
+    assert len(README.split()) <= MAX_README_WORDS
     assert all(stages.is_known_stage(name) for name in found)
     assert sum(found.values()) == whole
 
@@ -374,11 +349,14 @@ def test_pictures() -> None:
 
 
 def test_timing() -> None:
-    """The Server-Timing shown is one that a server writes: it reads back, and it closes."""
+    """The Server-Timing shown is one that a server writes, and its table has every entry that is no stage."""
     text = re.search(r"^    (receive;.*?)\n\n", REFERENCE["headers"], re.MULTILINE | re.DOTALL)
     assert text
     line = " ".join(text[1].split())
     found = timing.parse_server_timing(line)
+    rows = read_rows(read_section(REFERENCE["headers"], "Server-Timing"))
 
     assert found is not None
     assert timing.format_server_timing(found.stages, found.unattributed, found.ttft) == line
+    entries = {stages.UNATTRIBUTED, *list_constants("header_names.TIMING_").values()}
+    assert {row[0].split("`")[1] for row in rows} == entries

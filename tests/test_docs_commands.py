@@ -59,13 +59,18 @@ def check_pip(arguments: list[str]) -> None:
         assert not extra or f"\n{extra} = [" in project
 
 
-def check_vllm(arguments: list[str]) -> None:
-    """`vllm serve` with flags of the installed vLLM; values that are JSON are JSON."""
+def read_vllm(*patterns: str) -> str:
+    """Files of the installed vLLM, one after another."""
     package = target_check.find_vllm_folder()
     if package is None:
         pytest.skip("no vLLM here; run scripts/install")
-    files = [package / "engine" / "arg_utils.py", *package.rglob("cli_args.py")]
-    source = "\n".join(path.read_text("utf-8") for path in files)
+    paths = [path for pattern in patterns for path in package.glob(pattern)]
+    return "\n".join(path.read_text("utf-8") for path in paths)
+
+
+def check_vllm(arguments: list[str]) -> None:
+    """`vllm serve` with flags of the installed vLLM; values that are JSON are JSON."""
+    source = read_vllm("engine/arg_utils.py", "**/cli_args.py")
     assert arguments[0] == "serve"
     for word in arguments:
         if word.startswith("--"):
@@ -73,18 +78,8 @@ def check_vllm(arguments: list[str]) -> None:
             assert re.search(rf"\b{field}\b", source), word
         if word.startswith("{"):
             more = json.loads(word).get("ec_connector_extra_config", {})
-            connectors = "\n".join(
-                path.read_text("utf-8") for path in (package / "distributed").rglob("*.py")
-            )
+            connectors = read_vllm("distributed/**/*.py")
             assert all(f'"{key}"' in connectors for key in more), more
-
-
-def vllm_variables() -> str:
-    """Where vLLM declares its own variables."""
-    package = target_check.find_vllm_folder()
-    if package is None:
-        pytest.skip("no vLLM here; run scripts/install")
-    return (package / "envs.py").read_text("utf-8")
 
 
 def check_curl(arguments: list[str]) -> None:
@@ -104,18 +99,10 @@ def check_docker(arguments: list[str]) -> None:
         assert (flag, tag, folder) == ("-f", "-t", ".") and (ROOT / file).is_file()
         return
     text = (ROOT / "docker-compose.yml").read_text("utf-8")
-    profiles = {
-        each for found in re.findall(r"profiles: \[(.*)]", text) for each in found.split(", ")
-    }
-    words = iter(arguments)
-    assert next(words) == "compose"
-    rest = []
-    for word in words:
-        if word == "--profile":
-            assert next(words) in profiles
-        else:
-            rest.append(word)
-    assert rest == ["up", "-d"]
+    known = {each for found in re.findall(r"profiles: \[(.*)]", text) for each in found.split(", ")}
+    compose, *chosen, up, detached = arguments
+    assert (compose, up, detached) == ("compose", "up", "-d")
+    assert set(chosen[::2]) <= {"--profile"} and set(chosen[1::2]) <= known
 
 
 def check_stack(arguments: list[str]) -> None:
@@ -142,10 +129,9 @@ def test_commands(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Every command that README and guides show exists, with its flags, variables and files."""
     monkeypatch.chdir(tmp_path)
     for page in GUIDES:
-        for text in (
-            text for kind, text in BLOCK.findall(page.read_text("utf-8")) if kind == "yaml"
-        ):
-            Path(text.splitlines()[0].removeprefix("# ")).write_text(text, "utf-8")
+        for kind, text in BLOCK.findall(page.read_text("utf-8")):
+            if kind == "yaml":
+                Path(text.splitlines()[0].removeprefix("# ")).write_text(text, "utf-8")
 
     words = words[: words.index("|")] if "|" in words else words
     for name in words:
@@ -153,7 +139,7 @@ def test_commands(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
             Path(name).touch()
     while "=" in words[0]:
         name = words[0].partition("=")[0]
-        assert name in list_constants("env_names.").values() or f'"{name}"' in vllm_variables()
+        assert name in list_constants("env_names.").values() or f'"{name}"' in read_vllm("envs.py")
         words = words[1:]
 
     CHECKS[words[0]](words[1:])
