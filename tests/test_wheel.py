@@ -33,7 +33,7 @@ from lab.release_files import copy_files, list_tracked_files
 from tests.test_docs_commands import list_commands
 from ttft_otel.bench.request_factory import draw_data_url
 from ttft_otel.commands import main as cli
-from ttft_otel.stack import stack_files
+from ttft_otel.stack import stack_folder
 
 ROOT = Path(__file__).parents[1]
 EXTRAS: Final = ("router", "tokenize", "serve", "bench", "explain", "mcp")
@@ -170,7 +170,7 @@ def test_contents(wheel: Path, record_property: Callable[[str, object], None]) -
     record_property("wheel_bytes", size)
     sys.stdout.write(f"{wheel.name}: {size} bytes, {len(names)} files\n")
 
-    stack = [f"{name}/" if (ROOT / name).is_dir() else name for name in stack_files.STACK_FILES]
+    stack = [f"{name}/" if (ROOT / name).is_dir() else name for name in stack_folder.STACK_FILES]
     assert {name for name in names if name.startswith("ttft_otel/")} == {
         path if path.startswith("ttft_otel/") else f"ttft_otel/_stack/{path}"
         for path in list_tracked_files(ROOT)

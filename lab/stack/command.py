@@ -29,7 +29,7 @@ from lab.stack import (
 from lab.stack.go_builds import GoBuildError
 from lab.stack.stack_parts import StackAddresses
 from ttft_otel.commands.stack import JSON_OPTION, SMOKE_TIMEOUT_OPTION
-from ttft_otel.stack import smoke_check
+from ttft_otel.stack import stack_queries
 from ttft_otel.stack.stack_queries import BackendQueryError
 
 CONTEXT_SETTINGS: Final = {"help_option_names": ["-h", "--help"]}
@@ -203,10 +203,10 @@ def run_smoke_check(timeout: float, as_json: bool, data: Path) -> None:
         raise click.ClickException("no stack on these data; scripts/stack up starts one")
     at = running_stack.addresses
     # Without containers everything can be asked directly.
-    endpoints = smoke_check.StackEndpoints(
+    endpoints = stack_queries.StackEndpoints(
         stack_parts.format_loopback_url(at.collector_http),
         stack_parts.format_loopback_url(at.tempo),
         stack_parts.format_loopback_url(at.prometheus),
         running_stack.grafana,
     )
-    sys.exit(0 if smoke_check.print_hops(endpoints, timeout, as_json) else 1)
+    sys.exit(0 if stack_queries.print_hops(endpoints, timeout, as_json) else 1)

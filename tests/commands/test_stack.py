@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from lab.http_servers import HttpServerThread, SilentHandler
 from ttft_otel.commands.stack import stack
-from ttft_otel.stack import docker_compose, stack_files, stack_queries
+from ttft_otel.stack import stack_folder, stack_queries
 
 RUNNING = (
     {"Service": "collector", "State": "running", "Health": "", "Status": "Up 2 minutes"},
@@ -39,7 +39,7 @@ Run = Callable[..., Result]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder that `init` has written."""
-    stack_files.write_folder(tmp_path / "stack")
+    stack_folder.write_folder(tmp_path / "stack")
     return tmp_path / "stack"
 
 
@@ -57,7 +57,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("SERVICES", str(tmp_path / "services"))
     monkeypatch.setenv("PATH", f"{docker.parent}:/usr/bin:/bin")
     # Not the ports of whatever runs beside this test.
-    monkeypatch.setattr(docker_compose, "PORTS", {})
+    monkeypatch.setattr(stack_folder, "PORTS", {})
 
     def run_stack(
         *words: str | Path, refused: str = "-", services: tuple[dict[str, str], ...] = ()
@@ -74,7 +74,7 @@ def test_up_ports(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         monkeypatch.setattr(
-            docker_compose.require_free_ports, "__defaults__", ((port,),), raising=True
+            stack_folder.require_free_ports, "__defaults__", ((port,),), raising=True
         )
         taken = run("up", folder)
         again = run("up", folder, services=RUNNING)
@@ -124,14 +124,14 @@ def test_versions(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """Another version of the package is told by `status`; `init` replaces its files, not those edited."""
     edited, renewed = folder / ".env", folder / "docker-compose.yml"
     edited.write_text("TTFT_SLO_MS=200\n", "utf-8")
-    stamp = json.loads((folder / stack_files.STAMP_FILE).read_text("utf-8"))
+    stamp = json.loads((folder / stack_folder.STAMP_FILE).read_text("utf-8"))
     renewed.write_text("# of another version\n", "utf-8")
-    stamp["files"]["docker-compose.yml"] = stack_files.compute_digest(renewed)
+    stamp["files"]["docker-compose.yml"] = stack_folder.compute_digest(renewed)
     gone = folder / "grafana" / "prometheus" / "rules" / "gone.yml"
     gone.write_text("groups: []\n", "utf-8")
-    stamp["files"]["grafana/prometheus/rules/gone.yml"] = stack_files.compute_digest(gone)
+    stamp["files"]["grafana/prometheus/rules/gone.yml"] = stack_folder.compute_digest(gone)
     stamp["version"] = "0.0.9"
-    (folder / stack_files.STAMP_FILE).write_text(json.dumps(stamp), "utf-8")
+    (folder / stack_folder.STAMP_FILE).write_text(json.dumps(stamp), "utf-8")
 
     before = run("status", folder)
     written = run("init", folder)
@@ -140,7 +140,7 @@ def test_versions(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "files are of ttft-otel 0.0.9, and 2 differ" in before.output
     assert "kept, because it was edited: .env" in written.output
     assert edited.read_text("utf-8") == "TTFT_SLO_MS=200\n" and not gone.exists()
-    assert renewed.read_bytes() == (stack_files.find_root() / "docker-compose.yml").read_bytes()
+    assert renewed.read_bytes() == (stack_folder.find_root() / "docker-compose.yml").read_bytes()
     assert "differ" not in after.output
     assert 0 == run("init", folder, "--force").exit_code
     assert "TTFT_SLO_MS=200" not in edited.read_text("utf-8")

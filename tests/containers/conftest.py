@@ -28,8 +28,8 @@ ARRIVAL_S = 90.0  # seconds for what a busy machine has to bring about
 
 SEND_TRACE = """
 import sys
-from ttft_otel.stack import smoke_check
-smoke_check.send_smoke_trace(smoke_check.get_container_endpoints(), sys.argv[1])
+from ttft_otel.stack import stack_queries
+stack_queries.send_smoke_trace(stack_queries.get_container_endpoints(), sys.argv[1])
 """
 
 

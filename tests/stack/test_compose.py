@@ -23,7 +23,7 @@ from lab.stack.program_pins import CHECKOUT
 from tests.stack.test_tools import COMBINATIONS, run_program
 from ttft_otel.commands import main as cli
 from ttft_otel.commands.router.command import command as router
-from ttft_otel.stack import docker_compose, stack_files
+from ttft_otel.stack import stack_folder
 
 Config = Callable[..., dict[str, Any]]
 
@@ -84,13 +84,13 @@ def test_who_runs(config: Config, profiles: tuple[str, ...]) -> None:
 
 def test_written_folder(binaries: StackBinaries, tmp_path: Path, config: Config) -> None:
     """Compose reads the folder of `ttft-otel stack init` as it reads the checkout, with every overlay."""
-    stack_files.write_folder(tmp_path)
+    stack_folder.write_folder(tmp_path)
     env = dict.fromkeys(
         ("TTFT_OTLP_CERT", "TTFT_OTLP_KEY", "TTFT_OTLP_TOKEN", "TTFT_GRAFANA_PASSWORD"), "/file"
     )
     files = (
         "docker-compose.yml",
-        *(f"deploy/docker-compose.{name}.yml" for name in docker_compose.OVERLAYS),
+        *(f"deploy/docker-compose.{name}.yml" for name in stack_folder.OVERLAYS),
     )
     text = run_program(binaries.compose, *(tmp_path / name for name in files), "+*", env=env)
 
@@ -109,7 +109,7 @@ def test_hardened(config: Config) -> None:
         assert int(service["deploy"]["resources"]["limits"]["memory"]) <= 2**30, name
         assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
         # Root for one chown, with no network and nothing but that power.
-        if name == docker_compose.ONE_SHOT_SERVICE:
+        if name == stack_folder.ONE_SHOT_SERVICE:
             assert (service["cap_add"], service["network_mode"]) == (["CHOWN"], "none")
         else:
             assert "cap_add" not in service
@@ -139,7 +139,7 @@ def test_alerts_overlay(config: Config) -> None:
 
 def test_health(config: Config) -> None:
     """Who can be asked is asked; Grafana waits for its sources, collectors for their volume's owner."""
-    services, one_shot = config("*")["services"], docker_compose.ONE_SHOT_SERVICE
+    services, one_shot = config("*")["services"], stack_folder.ONE_SHOT_SERVICE
     for name, service in services.items():
         collector = name.startswith("collector")  # its image has no shell and no other program
         assert ("healthcheck" in service) is not (collector or name == one_shot), name
@@ -277,7 +277,7 @@ def test_images() -> None:
     ignored = (CHECKOUT / ".dockerignore").read_text("utf-8").splitlines()
     passed = {line.removeprefix("!") for line in ignored if line.startswith("!")}
     # The wheel that they build has the stack's files in it.
-    stack = {name for name in stack_files.STACK_FILES if "/" not in name} | {"grafana"}
+    stack = {name for name in stack_folder.STACK_FILES if "/" not in name} | {"grafana"}
     overlays = {"deploy/alerts", "deploy/docker-compose.*.yml", "deploy/targets"}
     package = {"ttft_otel", *stack, *overlays, "deploy/router.Dockerfile"}
     assert "*" in ignored and passed == package | {"deploy/inject"}

@@ -16,12 +16,7 @@ from typing import Final
 import click
 
 from ttft_otel import __version__
-from ttft_otel.stack import (
-    docker_compose,
-    smoke_check,
-    stack_files,
-    stack_queries,
-)
+from ttft_otel.stack import stack_folder, stack_queries
 
 FOLDER_ARGUMENT = click.argument(
     "folder", default="ttft-otel-stack", type=click.Path(path_type=Path, file_okay=False)
@@ -29,7 +24,7 @@ FOLDER_ARGUMENT = click.argument(
 JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
 SMOKE_TIMEOUT_OPTION = click.option(
     "--timeout",
-    default=smoke_check.ARRIVAL_TIMEOUT_S,
+    default=stack_queries.ARRIVAL_TIMEOUT_S,
     help="Seconds to wait for each hop.",
     show_default=True,
 )
@@ -42,11 +37,7 @@ def report_errors() -> Iterator[None]:
     """Print errors as one message with a remedy, instead of a traceback."""
     try:
         yield
-    except (
-        docker_compose.DockerError,
-        stack_files.StackFilesError,
-        stack_queries.BackendQueryError,
-    ) as error:
+    except (stack_folder.StackError, stack_queries.BackendQueryError) as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:
         raise click.ClickException(f"{error.filename}: {error.strerror}") from error
@@ -72,7 +63,7 @@ def stack() -> None:
 def init(folder: Path, force: bool) -> None:
     """Write compose file and configurations, or bring them to this version; edited files are kept."""
     with report_errors():
-        kept = stack_files.write_folder(folder, force)
+        kept = stack_folder.write_folder(folder, force)
     click.echo(f"{folder} has the stack of ttft-otel {__version__}. Settings: {folder / '.env'}")
     for name in kept:
         click.echo(f"kept, because it was edited: {name}", err=True)
@@ -85,18 +76,18 @@ def init(folder: Path, force: bool) -> None:
     "--with",
     "overlays",
     multiple=True,
-    type=click.Choice(docker_compose.OVERLAYS),
+    type=click.Choice(stack_folder.OVERLAYS),
     help="Add deploy/docker-compose.NAME.yml.",
 )
 def up(folder: Path, profiles: tuple[str, ...], overlays: tuple[str, ...]) -> None:
     """Start the containers, and wait until they are ready."""
     with report_errors():
-        stack_files.read_stamp(folder)
+        stack_folder.read_stamp(folder)
         # Running already, it has the ports itself.
-        if not any(map(docker_compose.is_ready, docker_compose.list_services(folder))):
-            docker_compose.require_free_ports()
+        if not any(map(stack_folder.is_ready, stack_folder.list_services(folder))):
+            stack_folder.require_free_ports()
         words = ("up", "--detach", "--wait")
-        docker_compose.run_compose(folder, *words, profiles=profiles, overlays=overlays)
+        stack_folder.run_compose(folder, *words, profiles=profiles, overlays=overlays)
     click.echo(
         f"Dashboards: {GRAFANA_URL}   servers send to {OTLP_URL}   next: ttft-otel stack smoke"
     )
@@ -107,9 +98,9 @@ def up(folder: Path, profiles: tuple[str, ...], overlays: tuple[str, ...]) -> No
 def down(folder: Path) -> None:
     """Stop and remove the containers; data are kept."""
     with report_errors():
-        stack_files.read_stamp(folder)
+        stack_folder.read_stamp(folder)
         # All profiles and overlays: compose leaves alone what belongs to one that is not named.
-        docker_compose.run_compose(folder, "down", "--remove-orphans", profiles=("*",))
+        stack_folder.run_compose(folder, "down", "--remove-orphans", profiles=("*",))
 
 
 @stack.command()
@@ -118,29 +109,29 @@ def down(folder: Path) -> None:
 def status(folder: Path, as_json: bool) -> None:
     """Say which containers are ready, and whether the files are of this version; exit code 1 if not."""
     with report_errors():
-        files = stack_files.compare_folder(folder)
-        services = docker_compose.list_services(folder)
-    ready = bool(services) and all(map(docker_compose.is_ready, services))
+        version, outdated, edited = stack_folder.compare_folder(folder)
+        services = stack_folder.list_services(folder)
+    ready = bool(services) and all(map(stack_folder.is_ready, services))
     # Not only that it runs: that a server's spans would be taken.
     takes_otlp = ready and stack_queries.takes_traces(OTLP_URL)
     if as_json:
-        parts = {each["Service"]: docker_compose.is_ready(each) for each in services}
-        document = {"ready": ready and takes_otlp, "parts": parts, "version": files.version}
-        click.echo(json.dumps({**document, "outdated": files.outdated, "edited": files.edited}))
+        parts = {each["Service"]: stack_folder.is_ready(each) for each in services}
+        document = {"ready": ready and takes_otlp, "parts": parts, "version": version}
+        click.echo(json.dumps({**document, "outdated": outdated, "edited": edited}))
     else:
         for each in services:
-            mark = "ready  " if docker_compose.is_ready(each) else "not yet"
+            mark = "ready  " if stack_folder.is_ready(each) else "not yet"
             click.echo(f"{mark}  {each['Service']:<20} {each.get('Status', '')}")
         if not services:
             click.echo(f"Nothing runs. Start it: ttft-otel stack up {folder}")
         elif not takes_otlp:
             click.echo(f"not yet  {OTLP_URL} takes no traces")
-        if files.outdated:
+        if outdated:
             click.echo(
-                f"The files are of ttft-otel {files.version}, and {len(files.outdated)} differ in "
+                f"The files are of ttft-otel {version}, and {len(outdated)} differ in "
                 f"{__version__}: ttft-otel stack init {folder}, then up"
             )
-    sys.exit(0 if ready and takes_otlp and not files.outdated else 1)
+    sys.exit(0 if ready and takes_otlp and not outdated else 1)
 
 
 @stack.command()
@@ -156,8 +147,8 @@ def status(folder: Path, as_json: bool) -> None:
 @JSON_OPTION
 def smoke(otlp: str, grafana: str, timeout: float, as_json: bool) -> None:
     """Send one trace through the collector; find it in Tempo, and its metric in Prometheus."""
-    endpoints = smoke_check.get_container_endpoints(otlp.rstrip("/"), grafana.rstrip("/"))
-    sys.exit(0 if smoke_check.print_hops(endpoints, timeout, as_json) else 1)
+    endpoints = stack_queries.get_container_endpoints(otlp.rstrip("/"), grafana.rstrip("/"))
+    sys.exit(0 if stack_queries.print_hops(endpoints, timeout, as_json) else 1)
 
 
 @click.command(
