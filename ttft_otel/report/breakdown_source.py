@@ -12,47 +12,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 
-from ttft_otel.report.report_types import Request, SourceChoice
+from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.store import database_schema
 from ttft_otel.report.store.database_reader import (
     MAX_REQUESTS,
+    DatabaseReader,
     RequestFilter,
-    StoredTrace,
     open_reader,
 )
-from ttft_otel.report.window_sample import WindowSample
+
+if TYPE_CHECKING:
+    from ttft_otel.report.tempo.tempo_source import TempoSource
 
 NEEDED_EXTRA: Final = "explain"  # the pip extra that reading from Tempo needs
 
 
-class BreakdownSource(Protocol):
-    """What the embedded store and Tempo both answer. Every call may raise database_schema.StoreError."""
-
-    def list_latest(self, wanted: RequestFilter) -> list[Request]:
-        """The newest requests that match `wanted`, newest first."""
-
-    def sample_window(
-        self, wanted: RequestFilter, slo_us: int = 0, limits: Mapping[str, int] | None = None
-    ) -> WindowSample:
-        """The requests that match `wanted`: all late ones, and a sample of the others.
-
-        slo_us: longer TTFTs are late; 0: the slowest LATE_SHARE. limits: as in SamplePlan.
-        """
-
-    def find_request(self, request_id: str) -> Request | None:
-        """The newest request with this ID; None when there is none."""
-
-    def find_trace(self, trace_id: str) -> StoredTrace | None:
-        """All spans and requests of a trace; None when there is none."""
-
-    def list_models(self) -> list[str]:
-        """Names of models, for the page's filter."""
+# What the embedded store and Tempo both answer. Every call may raise database_schema.StoreError.
+BreakdownSource: TypeAlias = "DatabaseReader | TempoSource"
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,8 @@ from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Record
 from ttft_otel.model.stages import INTERMEDIATE_ROLES
 from ttft_otel.report.assemble import request_assembly, waterfall_rows
+from ttft_otel.report.assemble.request_assembly import measure_before
 from ttft_otel.report.assemble.summary import summarize
-from ttft_otel.report.assemble.time_before import measure_before
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import Request, StoredSpan, TimeBefore
 from ttft_otel.report.show import json_answers, terminal

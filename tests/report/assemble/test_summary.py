@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from ttft_otel.model.names import keys
 from ttft_otel.model.record import Record
 from ttft_otel.report.assemble.summary import (
     NOTABLE_ERROR_US,
-    RecomputedCount,
     collect_recomputed,
     describe_recomputed,
     summarize,
@@ -217,12 +217,12 @@ def test_the_sentence_names_what_to_check() -> None:
         assemble_trace(make_recomputed(number, items)).requests[0]
         for number, items in enumerate((2, 0, None, 1))
     ]
-    many = [RecomputedCount("prefill", f"gpu-{number}:1", 1) for number in range(6)]
+    many = Counter({("prefill", f"gpu-{number}:1"): 1 for number in range(6)})
 
-    assert summarize(requests).recomputed == (RecomputedCount("prefill_decode", "gpu-1:77", 3),)
+    assert summarize(requests).recomputed == {("prefill_decode", "gpu-1:77"): 3}
     assert describe_recomputed(collect_recomputed(requests[1:3])) == ""
     assert describe_recomputed(collect_recomputed(requests[:1])) == SENTENCE
-    one = describe_recomputed([RecomputedCount("prefill", "", 1)])
+    one = describe_recomputed(Counter({("prefill", ""): 1}))
     assert one.startswith(
         "1 media item was encoded again on prefill although an encoder had encoded it:"
     )

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
 
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
@@ -25,6 +25,8 @@ from ttft_otel.report.report_types import Request
 NOTABLE_ERROR_US: Final = 200
 REMEDY_PAGE: Final = "docs/router.md#encoder-cache-parameters"
 MAX_NAMED_INSTANCES: Final = 4  # instances named in the sentence, those with the most items
+# Media items that an instance encoded although an encoder had done so, by its role and service.instance.id.
+Recomputed: TypeAlias = Counter[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Summary:
     stages: tuple[SummaryLine, ...]
     #: Over the requests behind a foreign router that sends spans; not in any sum.
     before: SummaryLine | None = None
-    recomputed: tuple[RecomputedCount, ...] = ()  #: also those of failed requests
+    recomputed: Recomputed = field(default_factory=Counter)  #: also those of failed requests
     clock_error_us: int = 0  #: the greatest error of a mark's place; 0 when it is not worth a word
     foreign: str = ""  #: describe_foreign()
 
@@ -130,39 +132,27 @@ def describe_foreign(requests: Sequence[Request]) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RecomputedCount:
-    """Number of media items that one instance encoded although an encoder had encoded them."""
-
-    role: str
-    instance: str  #: its service.instance.id, "" when unknown
-    items: int
-
-
-def collect_recomputed(requests: Iterable[Request]) -> tuple[RecomputedCount, ...]:
-    """Add up the items of `requests` by instance, the most items first; () without any."""
-    items: Counter[tuple[str, str]] = Counter()
-    for request in requests:
-        for leg in request.legs:
-            if leg.recomputed_items:
-                items[leg.role, leg.instance] += leg.recomputed_items
-    return tuple(RecomputedCount(*place, count) for place, count in items.most_common())
+def collect_recomputed(requests: Iterable[Request]) -> Recomputed:
+    """Add up the items of `requests` by instance."""
+    items = Recomputed()
+    for leg in (leg for request in requests for leg in request.legs if leg.recomputed_items):
+        items[leg.role, leg.instance] += leg.recomputed_items
+    return items
 
 
-def describe_recomputed(counts: Sequence[RecomputedCount]) -> str:
-    """`counts` in one sentence, with the page that has the remedy; "" when there are none."""
-    if not counts:
+def describe_recomputed(items: Recomputed) -> str:
+    """`items` in one sentence, with the page that has the remedy; "" when there are none."""
+    if not items:
         return ""
-    total = sum(each.items for each in counts)
+    total = items.total()
     instances = [
-        f"{each.role} ({each.instance})" if each.instance else each.role
-        for each in counts[:MAX_NAMED_INSTANCES]
+        f"{role} ({instance})" if instance else role
+        for (role, instance), _ in items.most_common(MAX_NAMED_INSTANCES)
     ]
-    if len(counts) > MAX_NAMED_INSTANCES:
-        instances.append(f"{len(counts) - MAX_NAMED_INSTANCES} more")
-    items = "media item was" if total == 1 else "media items were"
-    them = "it" if total == 1 else "them"
+    if len(items) > MAX_NAMED_INSTANCES:
+        instances.append(f"{len(items) - MAX_NAMED_INSTANCES} more")
+    what, them = ("media item was", "it") if total == 1 else ("media items were", "them")
     return (
-        f"{total} {items} encoded again on {', '.join(instances)} although an encoder had encoded {them}: "
+        f"{total} {what} encoded again on {', '.join(instances)} although an encoder had encoded {them}: "
         f"see {REMEDY_PAGE}"
     )

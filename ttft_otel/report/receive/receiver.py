@@ -148,16 +148,9 @@ class Receiver:
             try:
                 self.budget.extend_body(body, await self._read_message(messages))
                 return (await self._store_body(body, "", False)).SerializeToString()
-            except BodyTooLargeError as error:
-                self.counts["large"] += 1
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-            except otlp_decoder.OtlpDecodeError as error:
-                self.counts["bad"] += 1
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            except UNAVAILABLE as error:
-                self.counts["retry"] += 1
-                text = f"not stored, try again: {error}"
-                await context.abort(grpc.StatusCode.UNAVAILABLE, text)
+            except (BodyTooLargeError, otlp_decoder.OtlpDecodeError, *UNAVAILABLE) as error:
+                code, _, text = self._count_refusal(error)
+                await context.abort(code, text)
         raise AssertionError  # abort() has raised
 
     async def handle_post(self, request: Request) -> Response:
@@ -186,14 +179,19 @@ class Receiver:
             return Response(_serialize_message(answer, kind), media_type=kind)
 
     def _refuse(self, error: Exception, kind: str) -> Response:
+        code, status, text = self._count_refusal(error)
+        return _build_error(status, code.value[0], text, kind)
+
+    def _count_refusal(self, error: Exception) -> tuple[grpc.StatusCode, int, str]:
+        """The statuses of gRPC, which are those of google.rpc, and of HTTP, and the text for the sender."""
         if isinstance(error, BodyTooLargeError):
             self.counts["large"] += 1
-            return _build_error(413, code_pb2.RESOURCE_EXHAUSTED, str(error), kind)
+            return grpc.StatusCode.RESOURCE_EXHAUSTED, 413, str(error)
         if isinstance(error, UNAVAILABLE):
             self.counts["retry"] += 1
-            return _build_error(503, code_pb2.UNAVAILABLE, f"not stored, try again: {error}", kind)
+            return grpc.StatusCode.UNAVAILABLE, 503, f"not stored, try again: {error}"
         self.counts["bad"] += 1
-        return _build_error(400, code_pb2.INVALID_ARGUMENT, str(error), kind)
+        return grpc.StatusCode.INVALID_ARGUMENT, 400, str(error)
 
     async def _read_message(self, messages: AsyncIterator[bytes]) -> bytes:
         """The message of a gRPC call. Raises TimeoutError, StoreUnavailableError and OtlpDecodeError."""

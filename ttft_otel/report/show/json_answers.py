@@ -6,7 +6,6 @@ Times are in milliseconds, except those named _ns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +13,7 @@ from ttft_otel.model.timing import ServerTiming
 from ttft_otel.model.ttft_report import build_ttft_report, to_ms
 from ttft_otel.report.assemble import waterfall_rows
 from ttft_otel.report.assemble.summary import (
-    RecomputedCount,
+    Recomputed,
     Summary,
     SummaryLine,
     collect_recomputed,
@@ -77,9 +76,12 @@ def describe_before(assembled: Request) -> dict[str, Any] | None:
     }
 
 
-def list_recomputed(counts: Sequence[RecomputedCount]) -> list[dict[str, Any]]:
-    """The instances that encoded media items again, with their `counts`; [] if there are none."""
-    return [asdict(each) for each in counts]
+def list_recomputed(items: Recomputed) -> list[dict[str, Any]]:
+    """The instances that encoded media items again, those with most of them first; [] if there are none."""
+    return [
+        {"role": role, "instance": instance, "items": count}
+        for (role, instance), count in items.most_common()
+    ]
 
 
 def describe_leg(server_leg: Leg) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from ttft_otel.report.store import span_conversion
 from ttft_otel.report.store.database_reader import StoredTrace
 
 Event = dict[str, Any]
+Place = tuple[int, int]  # the number of a process, and of a track in it
 # Processes from top to bottom, as a request passes them; others come before them: they call us.
 ROLE_ORDER: Final = ("router", "encode", "prefill", "prefill_decode", "decode")
 
@@ -39,18 +40,10 @@ class Process:
     number: int
     name: str
     role: str = ""
-    tracks: list[Track] = field(default_factory=list)
+    #: Slices on one track nest, those that overlap need another one: of each, numbered from 1, the spans that
+    #: contain the place reached so far, outermost first.
+    tracks: list[list[StoredSpan]] = field(default_factory=list)
     step_words: set[str] = field(default_factory=set)  #: kinds of engine steps that it has
-
-
-@dataclass(slots=True)
-class Track:
-    """A row of slices in a process. Slices on one track nest; those that overlap need another track."""
-
-    process: Process
-    number: int
-    #: The spans that contain the place reached so far, outermost first.
-    open: list[StoredSpan] = field(default_factory=list)
 
 
 class TraceBuilder:
@@ -60,7 +53,7 @@ class TraceBuilder:
         self.start_ns = start_ns
         self.events: list[Event] = []
         self.processes: dict[str, Process] = {}
-        self.tracks: dict[tuple[str, str], Track] = {}  # of each span that is drawn
+        self.places: dict[tuple[str, str], Place] = {}  # of each span that is drawn
 
     def add_row(self, trace_id: str, row: WaterfallRow, parent: StoredSpan | None) -> None:
         """Draw the span of `row`; rows come in the order of their start.
@@ -69,13 +62,13 @@ class TraceBuilder:
         """
         span = row.span
         process = self.find_process(span, row.role)
-        above = self.tracks.get((trace_id, parent.span_id)) if parent else None
-        track = _place_span(process, span, parent, above)
-        self.tracks[trace_id, span.span_id] = track
+        above = self.places.get((trace_id, parent.span_id)) if parent else None
+        place = process.number, _find_track(process, span, parent, above)
+        self.places[trace_id, span.span_id] = place
         args = {"trace_id": trace_id, "span_id": span.span_id, **span.attributes}
-        self.add_slice(row.stage or span.name, row.what, span, process.number, track.number, args)
-        if parent and above and above is not track:
-            self.add_arrow(parent, above, span, track)
+        self.add_slice(row.stage or span.name, row.what, span, place, args)
+        if parent and above and above != place:
+            self.add_arrow(parent, above, span, place)
 
     def add_holders(self, spans: Mapping[tuple[str, str], StoredSpan]) -> None:
         """Arrows from the requests that held a queue to the end of its slice, where both are drawn.
@@ -85,8 +78,8 @@ class TraceBuilder:
         for (trace_id, span_id), span in spans.items():
             for holder in span_conversion.read_holders(span.attributes):
                 cause = (holder.trace_id, holder.span_id)
-                if cause in self.tracks:
-                    start, end = self.tracks[cause], self.tracks[trace_id, span_id]
+                if cause in self.places:
+                    start, end = self.places[cause], self.places[trace_id, span_id]
                     self.add_arrow(spans[cause], start, span, end, word="held", at_end=True)
 
     def add_steps(self, steps: Iterable[StoredStep]) -> None:
@@ -99,35 +92,29 @@ class TraceBuilder:
                 "traced prompt tokens": step.prompt_tokens,
                 "tokens of the step": step.step_tokens,
             }
-            track = STEP_TRACKS[step.word]
-            self.add_slice(step.word, "engine step", step, process.number, track, args)
+            place = process.number, STEP_TRACKS[step.word]
+            self.add_slice(step.word, "engine step", step, place, args)
             process.step_words.add(step.word)
 
     def add_slice(
-        self,
-        name: str,
-        kind: str,
-        shown: StoredSpan | StoredStep,
-        process: int,
-        track: int,
-        args: Event,
+        self, name: str, kind: str, shown: StoredSpan | StoredStep, place: Place, args: Event
     ) -> None:
-        """A slice as long as `shown`, on a track of a process."""
+        """A slice as long as `shown`."""
         self.events.append(
             {
                 "ph": "X", "name": name, "cat": kind,
                 "ts": self.to_us(shown.start_ns),
                 "dur": max(shown.end_ns - shown.start_ns, 0) / 1000,
-                "pid": process, "tid": track, "args": args,
+                "pid": place[0], "tid": place[1], "args": args,
             }
         )  # fmt: skip
 
     def add_arrow(
         self,
         cause: StoredSpan,
-        start: Track,
+        start: Place,
         effect: StoredSpan,
-        end: Track,
+        end: Place,
         word: str = "call",
         at_end: bool = False,
     ) -> None:
@@ -140,11 +127,11 @@ class TraceBuilder:
         until_ns = max(effect.start_ns, effect.end_ns - 1) if at_end else effect.start_ns
         # An arrow must begin inside of its slice, also where two hosts' clocks disagree.
         begin_ns = min(max(effect.start_ns, cause.start_ns), cause.end_ns)
-        for kind, at_ns, track in (("s", begin_ns, start), ("f", until_ns, end)):
+        for kind, at_ns, (process, track) in (("s", begin_ns, start), ("f", until_ns, end)):
             self.events.append(
                 {
                     "ph": kind, "id": number, "name": word, "cat": word, "ts": self.to_us(at_ns),
-                    "pid": track.process.number, "tid": track.number,
+                    "pid": process, "tid": track,
                     **({"bp": "e"} if kind == "f" else {}),
                 }
             )  # fmt: skip
@@ -169,9 +156,9 @@ class TraceBuilder:
                 _make_label(process, 0, "process_name", {"name": title}),
                 _make_label(process, 0, "process_sort_index", {"sort_index": _rank_role(process)}),
             ]
-            for track in process.tracks:
-                name = {"name": f"requests {track.number}"}
-                events.append(_make_label(process, track.number, "thread_name", name))
+            for number in range(1, len(process.tracks) + 1):
+                name = {"name": f"requests {number}"}
+                events.append(_make_label(process, number, "thread_name", name))
             for word in sorted(process.step_words):
                 name = {"name": f"engine steps: {word}"}
                 events.append(_make_label(process, STEP_TRACKS[word], "thread_name", name))
@@ -207,31 +194,26 @@ def list_rows(spans: Sequence[StoredSpan]) -> list[WaterfallRow]:
     return waterfall_rows.build_rows(spans) if spans else []
 
 
-def _place_span(
-    process: Process, span: StoredSpan, parent: StoredSpan | None, above: Track | None
-) -> Track:
+def _find_track(
+    process: Process, span: StoredSpan, parent: StoredSpan | None, above: Place | None
+) -> int:
     """The track of `span`: its parent's where it nests there, else the first that is free."""
-    if parent and above and above.process is process:
-        _close_ended(above, span.start_ns)
+    for open_spans in process.tracks:
+        while open_spans and open_spans[-1].end_ns <= span.start_ns:
+            open_spans.pop()
+    number = 0
+    if parent and above and above[0] == process.number and span.end_ns <= parent.end_ns:
         # A sibling that runs at the same time would contain it in the drawing: then not on this track.
-        innermost = above.open[-1] if above.open else None
-        if innermost is parent and span.end_ns <= parent.end_ns:
-            above.open.append(span)
-            return above
-    for track in process.tracks:
-        _close_ended(track, span.start_ns)
-        if not track.open:
-            break
-    else:
-        track = Track(process, len(process.tracks) + 1)
-        process.tracks.append(track)
-    track.open.append(span)
-    return track
-
-
-def _close_ended(track: Track, at_ns: int) -> None:
-    while track.open and track.open[-1].end_ns <= at_ns:
-        track.open.pop()
+        nested = process.tracks[above[1] - 1]
+        if nested and nested[-1] is parent:
+            number = above[1]
+    if not number:
+        free = (number for number, spans in enumerate(process.tracks, 1) if not spans)
+        number = next(free, len(process.tracks) + 1)
+        if number > len(process.tracks):
+            process.tracks.append([])
+    process.tracks[number - 1].append(span)
+    return number
 
 
 def _rank_role(process: Process) -> int:

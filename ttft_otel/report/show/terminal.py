@@ -21,7 +21,7 @@ from rich.text import Text
 from ttft_otel.model import palette, stages
 from ttft_otel.report.assemble import waterfall_rows
 from ttft_otel.report.assemble.summary import (
-    RecomputedCount,
+    Recomputed,
     Summary,
     SummaryLine,
     collect_recomputed,
@@ -109,9 +109,7 @@ def print_waterfall(
     _print_notes(collect_recomputed(requests), find_clock_error(requests), foreign, out)
 
 
-def _print_notes(
-    recomputed: Sequence[RecomputedCount], error_us: int, foreign: str, out: Console
-) -> None:
+def _print_notes(recomputed: Recomputed, error_us: int, foreign: str, out: Console) -> None:
     for mark, said, style in (
         ("!", describe_recomputed(recomputed), "yellow"),
         ("±", describe_clock_error(error_us), "dim"),

@@ -16,7 +16,7 @@ from typing import Final
 
 from ttft_otel.model import stages
 from ttft_otel.report import window_sample
-from ttft_otel.report.assemble import request_assembly, time_before
+from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.foreign import foreign_spans
 from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.report.store import database_schema, retention
@@ -60,13 +60,17 @@ class DatabaseReader:
         self._connection = connection
 
     def list_latest(self, wanted: RequestFilter) -> list[Request]:
+        """The newest requests that match `wanted`, newest first."""
         where, values = _build_where(wanted)
         return self._load_requests(where, values, min(max(wanted.last, 1), MAX_REQUESTS))
 
     def sample_window(
         self, wanted: RequestFilter, slo_us: int = 0, limits: Mapping[str, int] | None = None
     ) -> WindowSample:
-        """As BreakdownSource has it."""
+        """The requests that match `wanted`: all late ones, and a sample of the others.
+
+        slo_us: longer TTFTs are late; 0: the slowest LATE_SHARE. limits: as in SamplePlan.
+        """
         where, values = _build_where(wanted)
         where = where or "WHERE 1"
         run = self._connection.execute
@@ -194,7 +198,7 @@ class DatabaseReader:
         """A trace's requests, and its `ttft` and `encode` spans with all that are above these."""
         reader = TraceReader(self._connection, trace, trace_id)
         trunks, parents = reader.read_trunks()
-        ancestors = time_before.collect_ancestors([trunk.span_id for trunk in trunks], parents)
+        ancestors = request_assembly.collect_ancestors([trunk.span_id for trunk in trunks], parents)
         requests = request_assembly.assemble_requests(trace_id, trunks, parents)
         if any(each.stages.get(stages.RETRY) for each in requests):
             # Attempts that failed: nothing hangs below them, the router's span is above.
@@ -204,7 +208,7 @@ class DatabaseReader:
         spans = reader.list_spans({bytes.fromhex(span_id) for span_id in ancestors})
         above = {span.span_id: span for span in spans}
         every = above | {trunk.span_id: trunk for trunk in trunks}
-        return time_before.add_before(requests, parents, above), list(every.values())
+        return request_assembly.add_before(requests, parents, above), list(every.values())
 
 
 @contextmanager
@@ -239,13 +243,13 @@ def build_stored_trace(trace_id: str, spans: Sequence[StoredSpan]) -> StoredTrac
     parents = {span.span_id: span.parent_id for span in spans}
     # The same limit as when rows are written, so that numbers of requests agree.
     trunks = [span for span in spans if span.is_ttft_span][:MAX_TRACE_TRUNKS]
-    requests = time_before.add_before(
+    requests = request_assembly.add_before(
         request_assembly.assemble_requests(trace_id, trunks, parents),
         parents,
         {span.span_id: span for span in spans},
     )
     return StoredTrace(
-        trace_id, tuple(time_before.annotate_spans(spans, requests)), tuple(requests)
+        trace_id, tuple(request_assembly.annotate_spans(spans, requests)), tuple(requests)
     )
 
 
