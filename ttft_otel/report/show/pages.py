@@ -9,7 +9,7 @@ server's Content-Security-Policy forbids.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -68,16 +68,6 @@ class Segment:
         word = stages.strip_leg(self.name)
         # SVG does not clip text to its bar: it would run into the next one.
         return word if self.width >= max(MIN_LABEL_PERCENT, PERCENT_PER_LETTER * len(word)) else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Dot:
-    """One request in the picture of TTFTs over time; x and y in percent from the upper left corner."""
-
-    request: Request
-    x: float
-    y: float
-    is_late: bool
 
 
 def render_index(
@@ -221,24 +211,26 @@ def build_mean_bar(summary: Summary) -> list[Segment]:
     return list(_lay_out(parts, summary.ttft.mean * 1000))
 
 
-def build_scatter(requests: Sequence[Request], late_us: float) -> list[Dot]:
-    """Each request with a first token as a dot; late are those above `late_us`, and drawn on top."""
+def build_scatter(requests: Sequence[Request], late_us: float) -> list[dict[str, Any]]:
+    """Each request with a first token as a dot; late are those above `late_us`.
+
+    x, y: percent from the upper left corner of the picture of TTFTs over time.
+    """
     shown = [each for each in requests if not each.error and not each.pending]
     if len(shown) < MIN_DOTS:
         return []
     begin = min(each.start_ns for each in shown)
     length = max(each.start_ns for each in shown) - begin
     longest = max(each.ttft_us for each in shown)
-    dots = [
-        Dot(
-            each,
-            compute_share(each.start_ns - begin, length),
-            100.0 - compute_share(each.ttft_us, longest),
-            each.ttft_us > late_us,
-        )
+    return [
+        {
+            "request": each,
+            "x": compute_share(each.start_ns - begin, length),
+            "y": 100.0 - compute_share(each.ttft_us, longest),
+            "is_late": each.ttft_us > late_us,
+        }
         for each in shown
     ]
-    return sorted(dots, key=lambda dot: dot.is_late)
 
 
 def build_waterfall(stored_trace: StoredTrace) -> dict[str, Any]:
@@ -366,33 +358,22 @@ def _create_environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    functions: tuple[Callable[..., Any], ...] = (
+        format_duration, format_exact_ms, compute_share, build_segments, build_mean_bar, build_waterfall,
+        list_legend, collect_recomputed, describe_recomputed, find_clock_error, describe_clock_error,
+        describe_foreign, read_holders,
+    )  # fmt: skip
     environment.globals.update(
-        format_duration=format_duration,
-        format_exact_ms=format_exact_ms,
-        compute_share=compute_share,
-        build_segments=build_segments,
-        build_mean_bar=build_mean_bar,
-        build_waterfall=build_waterfall,
-        list_legend=list_legend,
-        collect_recomputed=collect_recomputed,
-        describe_recomputed=describe_recomputed,
-        find_clock_error=find_clock_error,
-        describe_clock_error=describe_clock_error,
-        describe_foreign=describe_foreign,
+        {each.__name__: each for each in functions},
         palette=palette,
         stages=stages,
+        keys=keys,
         version=__version__,
         iso=format_iso,
         clock=_format_clock,
         kinds=SPAN_KINDS,
         failed=STATUS_ERROR,
         deep=MAX_INDENT,
-        UNATTRIBUTED=stages.UNATTRIBUTED,
-        read_holders=read_holders,
-        HELD_BY=keys.HELD_BY,
-        QUEUE_REASON=keys.QUEUE_REASON,
-        WAIT_REASONS=stages.WAIT_REASONS,
-        HOLDING_KINDS=stages.HOLDING_KINDS,
     )
     return environment
 

@@ -20,8 +20,8 @@ from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.foreign import foreign_spans
 from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.report.store import database_schema, retention
+from ttft_otel.report.store.span_chunks import MAX_TRACE_TRUNKS, TraceReader
 from ttft_otel.report.store.span_rows import MAX_SEARCHED_CHARS
-from ttft_otel.report.store.trace_reader import MAX_TRACE_TRUNKS, TraceReader
 from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED, SamplePlan, WindowSample
 
 ANSWER_ID_PREFIXES: Final = ("chatcmpl-", "cmpl-")  # vLLM puts them before the request ID

@@ -19,8 +19,7 @@ from typing import Final
 from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.foreign import foreign_spans
 from ttft_otel.report.report_types import Request, StoredSpan
-from ttft_otel.report.store.span_chunks import SpanChunk, select_places, split_ids
-from ttft_otel.report.store.trace_reader import TraceReader
+from ttft_otel.report.store.span_chunks import SpanChunk, TraceReader, select_places, split_ids
 
 MAX_TRACE_SPANS: Final = 20_000  # spans of one trace; more are refused and counted
 MAX_SQL_VARIABLES: Final = 500  # of one SQL statement; all SQLite versions allow 999

@@ -32,8 +32,8 @@ from ttft_otel.report.store.database_reader import (
     build_stored_trace,
     list_possible_ids,
 )
+from ttft_otel.report.store.span_chunks import get_time_order
 from ttft_otel.report.store.span_rows import MAX_TRACE_SPANS
-from ttft_otel.report.store.trace_reader import get_time_order
 from ttft_otel.report.tempo.tempo_client import (
     FoundTrace,
     SearchTooLargeError,
