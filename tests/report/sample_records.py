@@ -140,66 +140,38 @@ def make_routed_records(
     start_ns = start_ns or time.time_ns()
     records: list[Record] = []
     calls: list[Call] = []
-    pieces = [Piece("stage", "router.receive", 0, 350), Piece("stage", "router.route", 350, 470)]
     parts = {"router.receive": 350, "router.route": 120}
-    at, lost = 470, 0
+    at, lost = sum(parts.values()), 0
     for role, base, many in (("encode", ENCODE_US, encoders), ("prefill_decode", DECODE_US, 1)):
-        slowest = 0
         for number in range(many):
-            lengths = scale_stages(base, factor * (1 - 0.2 * number))
-            call = Call(make_random_id(16), f"POST {role}", role, at, 0, 200)
+            call_id = make_random_id(16)
             record = make_leg_record(
                 role,  # type: ignore[arg-type]
-                lengths,
+                scale_stages(base, factor * (1 - 0.2 * number)),
                 trace_id,
-                call.span_id,
+                call_id,
                 start_ns + (at + HOP_US // 2) * 1000,
                 request_id,
                 outermost=False,
                 tail=0 if role == "encode" else 240_000,
                 model=model,
             )
-            assert record.ttft is not None and record.server is not None
-            length = record.ttft.end + HOP_US
-            calls.append(
-                Call(call.span_id, call.name, role, at, at + record.server.end + HOP_US, 200)
-            )
+            assert record.server is not None
+            end = at + record.server.end + HOP_US
+            calls.append(Call(call_id, f"POST {role}", role, at, end, 200))
             records.append(record)
-            if length > slowest:
-                slowest = length
-                hop = f"router.hop.{role}"
-                own_stages = {f"{role}.{name}": us for name, us in lengths.items()} | {hop: HOP_US}
-                own_unattributed = record.ttft.unattributed
-        parts |= own_stages
-        lost += own_unattributed
-        step = at
-        for name, us in ({hop: HOP_US} | own_stages).items():
-            pieces.append(Piece("stage", name, step, step + us))
-            step += us
-        at += slowest
+        # The first one is the slowest.
+        slowest = records[-many].ttft
+        assert slowest is not None
+        parts[f"router.hop.{role}"] = HOP_US
+        parts |= {f"{role}.{name}": us for name, us in slowest.stages.items()}
+        lost += slowest.unattributed
+        at += slowest.end + HOP_US
     parts["router.egress"] = 90
-    pieces.append(Piece("stage", "router.egress", at, at + 90))
-    at += 90
-    records.append(
-        Record(
-            version=1,
-            trace_id=trace_id,
-            span_id=make_random_id(16),
-            parent_id="",
-            flags=1,
-            state="",
-            start_ns=start_ns,
-            role="router",
-            outermost=True,
-            service=stages.SERVICE_NAMES["router"],
-            request_id=request_id,
-            attributes={keys.MODEL: model, keys.STREAMING: True},
-            ttft=Ttft(make_random_id(16), span_names.TTFT, 0, at, parts, lost, 0, tuple(pieces)),
-            server=Server("POST /v1/chat/completions", at + 245_000, 200),
-            calls=tuple(calls),
-        )
+    router = make_leg_record(
+        "router", parts, trace_id, "", start_ns, request_id, lost=lost, tail=245_000, model=model
     )
-    return records
+    return [*records, structs.replace(router, calls=tuple(calls))]
 
 
 def make_held_records() -> tuple[Record, Record]:

@@ -6,14 +6,13 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
-import sample_records
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span
+from sample_records import make_short_record, store_records
 
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.receive import otlp_decoder
@@ -32,102 +31,86 @@ def make_id(number: int, size: int) -> bytes:
     return (number * 0x9E3779B97F4A7C15 % (1 << 8 * size) or 1).to_bytes(size, "big")
 
 
-def add_span(scope: ScopeSpans, number: int, trace: int) -> Span:
-    """The smallest span that is stored."""
-    span = scope.spans.add()
-    span.trace_id, span.span_id = make_id(trace + 1, 16), make_id(number + 1, 8)
-    return span
+# Attributes for which a table by its primary key alone takes two pages each.
+PAGE_BREAKERS = {"is_one_trace": True, "k": "v" * 1000}
 
 
-def make_one_span_traces(message: ExportTraceServiceRequest, start: int) -> None:
-    """Each span a trace of its own: the largest share of what is not in the span."""
-    scope = message.resource_spans.add().scope_spans.add()
-    for number in range(start, start + SPANS):
-        add_span(scope, number, number)
+TTFT = {"scope": span_names.SCOPE, "name": span_names.TTFT, keys.TOTAL_US: 1}
 
 
-def make_repeated_resource(message: ExportTraceServiceRequest, start: int) -> None:
-    """One large resource and scope name above many small spans."""
+def make_export(
+    start: int = 0,
+    count: int = SPANS,
+    is_one_trace: bool = False,
+    resource: dict[str, Any] | None = None,
+    scope: str = "",
+    name: str = "",
+    **attributes: Any,
+) -> bytes:
+    """The smallest spans from number `start` on, each a trace of its own or all in one.
+
+    scope: with {} in it each span has its own.
+    """
+    message = ExportTraceServiceRequest()
     group = message.resource_spans.add()
-    for number in range(12):
-        pair = group.resource.attributes.add()
-        pair.key, pair.value.string_value = f"text{number}", "r" * 4096
-    scope = group.scope_spans.add()
-    scope.scope.name = "s" * 4096
-    for number in range(start, start + SPANS):
-        add_span(scope, number, start)
+    set_values(group.resource.attributes, resource or {}, start)
+    for number in range(start, start + count):
+        if number == start or "{}" in scope:
+            spans = group.scope_spans.add()
+            spans.scope.name = scope.format(number)
+        trace = start if is_one_trace else number
+        span = spans.spans.add(
+            trace_id=make_id(trace + 1, 16), span_id=make_id(number + 1, 8), name=name
+        )
+        set_values(span.attributes, attributes, number)
+    return message.SerializeToString()
 
 
-def make_many_scopes(message: ExportTraceServiceRequest, start: int) -> None:
-    """One large resource above many scopes of one span."""
-    group = message.resource_spans.add()
-    pair = group.resource.attributes.add()
-    pair.key, pair.value.string_value = "service.name", "r" * 4096
-    for number in range(start, start + SPANS):
-        scope = group.scope_spans.add()
-        scope.scope.name = f"scope {number}"
-        add_span(scope, number, start)
+def set_values(pairs: Any, values: dict[str, Any], number: int) -> None:
+    """Attributes; in a text {} becomes the number of the span."""
+    for key, value in values.items():
+        place = pairs.add(key=key).value
+        if isinstance(value, int):
+            place.int_value = value
+        elif isinstance(value, list):
+            place.array_value.values.add().string_value = value[0]
+        else:
+            place.string_value = value.format(number)
 
 
-def make_ttft_spans(message: ExportTraceServiceRequest, start: int) -> None:
-    """Spans that are requests, the shortest ones."""
-    scope = message.resource_spans.add().scope_spans.add()
-    scope.scope.name = span_names.SCOPE
-    for number in range(start, start + SPANS):
-        span = add_span(scope, number, number)
-        span.name = span_names.TTFT
-        pair = span.attributes.add()
-        pair.key, pair.value.int_value = keys.TOTAL_US, 1
+HOSTILE: dict[str, dict[str, Any]] = {
+    "the largest share of what is not in the span": {},
+    "one large resource and scope name": {
+        "is_one_trace": True,
+        "resource": {f"text{number}": "r" * 4096 for number in range(12)},
+        "scope": "s" * 4096,
+    },
+    "many scopes of one span": {
+        "is_one_trace": True,
+        "resource": {"service.name": "r" * 4096},
+        "scope": "scope {}",
+    },
+    "the shortest requests": TTFT,
+    "request IDs just too long for a page of an index": {
+        **TTFT,
+        keys.REQUEST_ID: "{:08}" + "i" * 1000,
+    },
+    "page breakers": PAGE_BREAKERS,
+    "texts that JSON would store six times as long": {
+        "is_one_trace": True,
+        "plain": "\x01" * 400,
+        "list": ["\x01" * 400],
+    },
+}
 
 
-def make_long_request_ids(message: ExportTraceServiceRequest, start: int) -> None:
-    """Requests whose ID is just too long for a page of an index."""
-    make_ttft_spans(message, start)
-    for number, span in enumerate(message.resource_spans[0].scope_spans[0].spans):
-        pair = span.attributes.add()
-        pair.key, pair.value.string_value = keys.REQUEST_ID, f"{start + number:08}" + "i" * 1000
-
-
-def make_page_breakers(message: ExportTraceServiceRequest, start: int) -> None:
-    """Attributes for which a table by its primary key alone takes two pages each."""
-    scope = message.resource_spans.add().scope_spans.add()
-    for number in range(start, start + SPANS):
-        pair = add_span(scope, number, start).attributes.add()
-        pair.key, pair.value.string_value = "k", "v" * 1000
-
-
-def make_control_characters(message: ExportTraceServiceRequest, start: int) -> None:
-    """Texts that JSON would store six times as long, plain and within a list."""
-    scope = message.resource_spans.add().scope_spans.add()
-    for number in range(start, start + SPANS):
-        span = add_span(scope, number, start)
-        pair = span.attributes.add()
-        pair.key, pair.value.string_value = "plain", "\x01" * 400
-        pair = span.attributes.add()
-        pair.key = "list"
-        pair.value.array_value.values.add().string_value = "\x01" * 400
-
-
-HOSTILE = (
-    make_one_span_traces,
-    make_repeated_resource,
-    make_many_scopes,
-    make_ttft_spans,
-    make_long_request_ids,
-    make_page_breakers,
-    make_control_characters,
-)
-
-
-@pytest.mark.parametrize("fill", HOSTILE)
-def test_growth(tmp_path: Path, fill: Callable[[ExportTraceServiceRequest, int], None]) -> None:
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_growth(tmp_path: Path, kind: str) -> None:
     """The file grows by no more than five bytes for each byte received, whatever the spans look like."""
     store = SpanStore(tmp_path / "spans.db", max_traces=1_000_000)
     received = 0
     for export in range(EXPORTS):
-        message = ExportTraceServiceRequest()
-        fill(message, export * SPANS)
-        data = message.SerializeToString()
+        data = make_export(export * SPANS, **HOSTILE[kind])
         received += len(data)
         store.add_chunks(otlp_decoder.chunk_export(data).chunks).result(60)
     store.close()
@@ -140,8 +123,8 @@ def test_shared_rows_end(tmp_path: Path) -> None:
     """A resource is stored once, and goes with the last of its spans."""
     store = SpanStore(tmp_path / "spans.db", max_traces=3)
     for number in range(6):
-        record = sample_records.make_short_record(request_id=f"r{number}")
-        sample_records.store_records(store, [record])
+        record = make_short_record(request_id=f"r{number}")
+        store_records(store, [record])
     deadline = time.monotonic() + 20
     with closing(sqlite3.connect(store.path)) as db:
 
@@ -155,23 +138,19 @@ def test_shared_rows_end(tmp_path: Path) -> None:
     store.close()
 
 
-def watch_traces(path: Path, stop: threading.Event, sizes: list[int]) -> None:
-    """Note how many traces a reader sees."""
-    while not stop.is_set():
-        with open_reader(path) as db:
-            sizes.append(db.count_rows()["traces"])
-
-
 def test_number_holds_always(tmp_path: Path) -> None:
     """No reader ever sees more than the traces to keep, though one export brings many times as many."""
     store = SpanStore(tmp_path / "spans.db", max_traces=100)
-    message = ExportTraceServiceRequest()
-    for part in range(3):
-        make_one_span_traces(message, part * SPANS)
-    spans = otlp_decoder.decode_export(message.SerializeToString()).spans
+    spans = otlp_decoder.decode_export(make_export(count=3 * SPANS)).spans
     assert len(spans) > span_store.MAX_TRANSACTION_SPANS
     stop, sizes = threading.Event(), list[int]()
-    watcher = threading.Thread(target=watch_traces, args=(store.path, stop, sizes))
+
+    def watch() -> None:
+        while not stop.is_set():
+            with open_reader(store.path) as db:
+                sizes.append(db.count_rows()["traces"])
+
+    watcher = threading.Thread(target=watch)
     watcher.start()
     assert store.add(spans).result(60) == 0
     stop.set()
@@ -189,18 +168,14 @@ def test_age_holds_while_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(span_store, "RETENTION_INTERVAL_S", 0.05)
     monkeypatch.setattr(retention, "MAX_PURGED_SPANS", 500)
     store = SpanStore(tmp_path / "spans.db", max_age_hours=1.5 / 3600)
-    message = ExportTraceServiceRequest()
-    make_page_breakers(message, 0)
-    store.add(otlp_decoder.decode_export(message.SerializeToString()).spans).result(60)
+    store.add_chunks(otlp_decoder.chunk_export(make_export(**PAGE_BREAKERS)).chunks).result(60)
     deadline = time.monotonic() + 30
-    pages = 1
+    left = pages = SPANS
     with closing(sqlite3.connect(store.path)) as db:
-        while time.monotonic() < deadline:
+        while (left or pages >= 50) and time.monotonic() < deadline:
+            time.sleep(0.05)
             left = db.execute("SELECT count(*) FROM chunks").fetchone()[0]
             pages = db.execute("PRAGMA page_count").fetchone()[0]
-            if not left and pages < 50:
-                break
-            time.sleep(0.05)
     assert not left and pages < 50
     with open_reader(store.path) as reader:
         assert reader.count_rows() == {"traces": 0, "spans": 0, "requests": 0}
@@ -210,31 +185,25 @@ def test_age_holds_while_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_lower_limit(tmp_path: Path) -> None:
     """A start with a lower limit of bytes removes the oldest traces, and the file never grows beyond it."""
-    path = tmp_path / "spans.db"
-    store = SpanStore(path)
-    message = ExportTraceServiceRequest()
-    for part in range(EXPORTS):
-        make_one_span_traces(message, part * SPANS)
-    chunks = otlp_decoder.chunk_export(message.SerializeToString()).chunks
-    for start in range(0, EXPORTS * SPANS, 50):
-        store.add_chunks(chunks[start : start + 50]).result(60)
-    store.close()
-    limit = path.stat().st_size // 2
+    path, count = tmp_path / "spans.db", EXPORTS * SPANS
+    chunks = otlp_decoder.chunk_export(make_export(count=count)).chunks
 
+    def write(store: SpanStore) -> int:
+        for start in range(0, count, 50):
+            store.add_chunks(chunks[start : start + 50]).result(60)
+        store.close()
+        return path.stat().st_size
+
+    limit = write(SpanStore(path)) // 2
     store = SpanStore(path, max_bytes=limit)
     assert path.stat().st_size <= limit
     removed = store.counts["evicted_traces"]
-    assert 0 < removed < EXPORTS * SPANS
+    assert 0 < removed < count
     with open_reader(path) as db:
-        assert db.count_rows()["traces"] == EXPORTS * SPANS - removed
+        assert db.count_rows()["traces"] == count - removed
         # The newest are left.
-        assert [
-            bool(db.find_trace(make_id(number, 16).hex())) for number in (1, EXPORTS * SPANS)
-        ] == [0, 1]
-    for start in range(0, EXPORTS * SPANS, 50):
-        store.add_chunks(chunks[start : start + 50]).result(60)
-    store.close()
-    assert path.stat().st_size <= limit
+        assert [bool(db.find_trace(make_id(each, 16).hex())) for each in (1, count)] == [0, 1]
+    assert write(store) <= limit
     assert store.counts["evicted_traces"] > removed
 
 
@@ -252,15 +221,10 @@ def test_pages_freed(tmp_path: Path) -> None:
     assert len(free) == 2 and free[0] >= 900 - retention.MAX_FREED_PAGES - 1 and free[1] == 0
 
 
-def test_many_requests_in_a_trace(tmp_path: Path) -> None:
+def test_many_requests_in_a_trace(store: SpanStore) -> None:
     """A trace of thousands of requests takes no longer to assemble than its bound, and stays readable."""
-    store = SpanStore(tmp_path / "spans.db")
-    message = ExportTraceServiceRequest()
-    make_ttft_spans(message, 0)
-    for span in message.resource_spans[0].scope_spans[0].spans:
-        span.trace_id = make_id(1, 16)
-    store.add(otlp_decoder.decode_export(message.SerializeToString()).spans).result(60)
-    store.close()
+    data = make_export(is_one_trace=True, **TTFT)
+    store.add_chunks(otlp_decoder.chunk_export(data).chunks).result(60)
     with open_reader(store.path) as db:
         assert len(db.list_latest(RequestFilter(last=2000))) <= 1000
         trace = db.find_trace(make_id(1, 16).hex())
