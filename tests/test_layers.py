@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 import ttft_otel
-from lab.room_imports import PACKAGE_ROOMS, ROUTER_ROOMS, list_imported_names
+from lab.room_imports import (
+    PACKAGE_ROOMS,
+    ROUTER_ROOMS,
+    count_imports,
+    count_package_imports,
+    find_unit,
+    list_imported_names,
+)
 
 ROOT = Path(ttft_otel.__file__).parent
 OUTSIDE = ("lab", "benchmarks", "grafana", "tests")  # in no wheel
@@ -32,12 +39,6 @@ BESIDE = [
 ]
 
 
-def find_package_room(path: Path) -> str:
-    """The folder or single file directly below the package that `path` is or lies in; "" for its __init__."""
-    first = path.relative_to(ROOT).parts[0]
-    return "" if first == "__init__.py" else first.removesuffix(".py")
-
-
 @functools.cache
 def list_imports(path: Path) -> frozenset[str]:
     """Every module that a file imports anywhere, as a dotted name; `from a import b` gives a.b too."""
@@ -47,17 +48,9 @@ def list_imports(path: Path) -> frozenset[str]:
 
 def test_one_way() -> None:
     """A file lies in a room, and imports only from that and from those that its room may use."""
-    wrong = {}
-    for path in FILES:
-        own = find_package_room(path)
-        assert own in {*PACKAGE_ROOMS, ""}, path
-        names = (name.split(".") for name in list_imports(path))
-        used = {parts[1] for parts in names if parts[0] == "ttft_otel" and len(parts) > 1}
-        wrong[path] = used & PACKAGE_ROOMS.keys() - {own, *PACKAGE_ROOMS.get(own, ())}
-
-    assert not {path: used for path, used in wrong.items() if used}, (
-        "lab/room_imports.py: the order"
-    )
+    assert {find_unit(path, ROOT) for path in FILES} <= {*PACKAGE_ROOMS, ""}
+    wrong = [(own, used) for own, used in count_package_imports() if used not in PACKAGE_ROOMS[own]]
+    assert not wrong, "lab/room_imports.py: the order"
 
 
 def test_order() -> None:
@@ -72,34 +65,13 @@ def test_order() -> None:
     ]
 
 
-def find_room(module: str) -> str | None:
-    """The room of a module of the router; None for every other module."""
-    parts = module.split(".")
-    if parts[:2] != ["ttft_otel", "router"]:
-        return None
-    return parts[2] if len(parts) > 2 and (ROOT / "router" / parts[2]).is_dir() else ""
-
-
-def list_room_arrows() -> set[tuple[str, str]]:
-    """Which room imports from which other one."""
-    arrows = set()
-    for path in FILES:
-        own = find_room(get_module_name(path))
-        if own is None or path.name == "__init__.py":
-            continue
-        targets = {
-            room
-            for module in list_imported_modules(path)
-            if (room := find_room(module)) is not None
-        }
-        arrows |= {(own, target) for target in targets - {own}}
-    return arrows
-
-
 def test_router_rooms() -> None:
     """The router's rooms import downwards only, so that there is no cycle of rooms either."""
-    order = [*ROUTER_ROOMS, ""]
-    arrows = list_room_arrows()
+    files = {path.stem for path in (ROOT / "router").glob("*.py")} - {"__init__"}
+    arrows = count_imports(
+        ROOT / "router", {room: (room,) for room in ROUTER_ROOMS} | {"files": tuple(files)}
+    )
+    order = [*ROUTER_ROOMS, "files"]
 
     assert {room for arrow in arrows for room in arrow} == set(order)
     assert not [arrow for arrow in arrows if order.index(arrow[0]) > order.index(arrow[1])]
@@ -148,7 +120,7 @@ def test_foreign() -> None:
     """
     for path in FILES:
         allowed = {"transformers"} if path.relative_to(ROOT) in CHILD else set()
-        allowed |= FOREIGN if find_package_room(path) == "hooks" else set()
+        allowed |= FOREIGN if find_unit(path, ROOT) == "hooks" else set()
         used = {name.partition(".")[0] for name in list_imports(path)}
         assert not used & {*FOREIGN, *OUTSIDE} - allowed, path
 
