@@ -16,6 +16,7 @@ from mcp.client.stdio import StdioServerParameters
 from tests.commands.test_explain import COUNT, make_record
 from tests.explain.stored_records import build_spans, name_window, store_spans
 from ttft_otel.commands import mcp_server
+from ttft_otel.commands.report import report
 
 ROOT = Path(__file__).parents[2]
 WINDOW = name_window(0, COUNT)
@@ -91,6 +92,7 @@ async def test_refusals(database: Path, tmp_path: Path) -> None:
 
 def test_values_are_no_flags() -> None:
     """A value that begins with a dash stays the value of its flag."""
-    assert mcp_server.list_arguments("report", {"request": "--perfetto=x"}) == [
+    commands = {"report": report}
+    assert mcp_server.list_arguments(commands, "report", {"request": "--perfetto=x"}) == [
         *("report", "--json", "--request=--perfetto=x"),
     ]

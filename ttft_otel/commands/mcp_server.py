@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from asyncio.subprocess import PIPE
+from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -22,7 +23,6 @@ from mcp.server.stdio import stdio_server
 
 from ttft_otel import __version__
 from ttft_otel.commands import source_options
-from ttft_otel.commands.main import SUBCOMMANDS, load_subcommand
 from ttft_otel.model.names import env_names
 from ttft_otel.report.report_types import SourceChoice
 
@@ -33,9 +33,7 @@ MAX_CALLS_AT_ONCE: Final = 2  # what-if takes a CPU core for some seconds
 # Of the commands' options: where requests come from is chosen at the start, files are not written, and an
 # answer is JSON.
 _NOT_OFFERED: Final = {"as_json", "markdown", "verbose", "watch", "db", "help"}
-_REPORT_LAST: Final = (
-    20  # requests, where the caller does not say; 200 make more than MAX_ANSWER_BYTES
-)
+_REPORT_LAST: Final = 20  # where the caller does not say; 200 make more than MAX_ANSWER_BYTES
 
 
 @click.command(
@@ -50,19 +48,22 @@ A client's configuration: {"mcpServers": {"ttft": {"command": "ttft-otel", "args
 @source_options.add_source_options
 def command(source: SourceChoice) -> None:
     """Offer report, explain, diff and whatif as read-only tools to a client of the Model Context Protocol."""
-    asyncio.run(_serve_tools(source))
+    context = click.get_current_context().find_root()
+    assert isinstance(context.command, click.Group)
+    found = {name: context.command.get_command(context, name) for name in TOOLS}
+    asyncio.run(_serve_tools({name: each for name, each in found.items() if each}, source))
 
 
-async def _serve_tools(source: SourceChoice) -> None:
-    """Answer one client until it closes stdin."""
+async def _serve_tools(commands: Mapping[str, click.Command], source: SourceChoice) -> None:
+    """Answer one client until it closes stdin. commands: those of TOOLS."""
     limit = asyncio.Semaphore(MAX_CALLS_AT_ONCE)
 
     async def list_tools(_context: Any, _page: Any) -> types.ListToolsResult:
-        return types.ListToolsResult(tools=[describe_tool(name) for name in TOOLS])
+        return types.ListToolsResult(tools=[describe_tool(*each) for each in commands.items()])
 
     async def call_tool(_context: Any, call: Any) -> types.CallToolResult:
         try:
-            arguments = list_arguments(call.name, call.arguments or {})
+            arguments = list_arguments(commands, call.name, call.arguments or {})
             async with limit:
                 answer, is_error = await _run_command(arguments, source), False
         except ValueError as error:
@@ -77,9 +78,8 @@ async def _serve_tools(source: SourceChoice) -> None:
         await server.run(received, sent, server.create_initialization_options())
 
 
-def _list_options(name: str) -> dict[str, click.Option]:
+def _list_options(command: click.Command) -> dict[str, click.Option]:
     """The options of a command that its tool has, by their flags without dashes."""
-    command = load_subcommand(name, SUBCOMMANDS[name])
     return {
         each.opts[0].lstrip("-"): each
         for each in command.params
@@ -90,18 +90,16 @@ def _list_options(name: str) -> dict[str, click.Option]:
     }
 
 
-def describe_tool(name: str) -> types.Tool:
+def describe_tool(name: str, command: click.Command) -> types.Tool:
     """The tool of the command `name`: its help, and its options as a JSON schema."""
-    properties = {flag: _describe_option(each) for flag, each in _list_options(name).items()}
-    required = [flag for flag, each in _list_options(name).items() if each.required]
-    text = load_subcommand(name, SUBCOMMANDS[name]).help or SUBCOMMANDS[name].help_text
+    options = _list_options(command)
     return types.Tool(
         name=name,
-        description=f"{text} Answers with JSON: docs/{name}.schema.json.",
+        description=f"{command.help} Answers with JSON: docs/{name}.schema.json.",
         input_schema={
             "type": "object",
-            "properties": properties,
-            "required": required,
+            "properties": {flag: _describe_option(each) for flag, each in options.items()},
+            "required": [flag for flag, each in options.items() if each.required],
             "additionalProperties": False,
         },
         annotations=types.ToolAnnotations(read_only_hint=True),
@@ -124,11 +122,13 @@ def _describe_option(option: click.Option) -> dict[str, Any]:
     return {**kind, "description": option.help or ""}
 
 
-def list_arguments(name: str, values: dict[str, Any]) -> list[str]:
+def list_arguments(
+    commands: Mapping[str, click.Command], name: str, values: dict[str, Any]
+) -> list[str]:
     """The command line of a tool's call. Raises ValueError for a tool or an option that there is not."""
-    if name not in TOOLS:
-        raise ValueError(f"there is no tool {name!r}; there are {', '.join(TOOLS)}")
-    options = _list_options(name)
+    if name not in commands:
+        raise ValueError(f"there is no tool {name!r}; there are {', '.join(commands)}")
+    options = _list_options(commands[name])
     if unknown := [each for each in values if each not in options]:
         raise ValueError(f"{name} has no {', '.join(unknown)}; it has {', '.join(options)}")
     if name == "report" and not {"last", "request", "trace"} & values.keys():
@@ -145,25 +145,17 @@ def list_arguments(name: str, values: dict[str, Any]) -> list[str]:
     return arguments
 
 
-def _list_source_flags(source: SourceChoice) -> list[str]:
-    flags = [f"--db={source.db}"] if source.db else []
-    if source.tempo:
-        flags += [f"--tempo={source.tempo}", f"--tempo-timeout={source.timeout_s}"]
-    return flags + ([f"--tempo-ca={source.ca_file}"] if source.ca_file else [])
-
-
-def _list_source_variables(source: SourceChoice) -> dict[str, str]:
-    """Headers may be credentials, and others see a command line."""
-    pairs = ",".join(f"{name}={quote(value)}" for name, value in source.headers.items())
-    return {env_names.TTFT_OTEL_TEMPO_HEADERS: pairs} if pairs else {}
-
-
 async def _run_command(arguments: list[str], source: SourceChoice) -> str:
     """The JSON that the command prints. Raises ValueError with what it says when it prints none."""
+    flags: dict[str, object] = {"db": source.db, "tempo": source.tempo, "tempo-ca": source.ca_file}
+    if source.tempo:
+        flags["tempo-timeout"] = source.timeout_s
+    # Headers may be credentials, and others see a command line.
+    pairs = ",".join(f"{name}={quote(value)}" for name, value in source.headers.items())
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "ttft_otel.commands.main", *arguments),
-        *_list_source_flags(source),
-        env=os.environ | _list_source_variables(source),
+        *(f"--{name}={value}" for name, value in flags.items() if value),
+        env=os.environ | ({env_names.TTFT_OTEL_TEMPO_HEADERS: pairs} if pairs else {}),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=PIPE,
         stderr=PIPE,
