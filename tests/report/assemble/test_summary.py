@@ -33,6 +33,7 @@ from ttft_otel.report.assemble.summary import (
     NOTABLE_ERROR_US,
     collect_recomputed,
     describe_recomputed,
+    find_clock_error,
     summarize,
 )
 from ttft_otel.report.report_types import Request, StoredSpan
@@ -201,7 +202,7 @@ def test_clock_error(error_us: int, said: bool) -> None:
     trace = assemble_trace(change_spans(make_routed_records(), "prefill_decode", error))
 
     assert [text.count(CLOCK_SENTENCE) for text in show_trace(trace)] == [said] * 4
-    assert summarize(trace.requests).clock_error_us == error_us * said
+    assert find_clock_error(trace.requests) == error_us * said
 
 
 def make_recomputed(number: int, items: int | None) -> list[StoredSpan]:

@@ -27,6 +27,8 @@ REMEDY_PAGE: Final = "docs/router.md#encoder-cache-parameters"
 MAX_NAMED_INSTANCES: Final = 4  # instances named in the sentence, those with the most items
 # Media items that an instance encoded although an encoder had done so, by its role and service.instance.id.
 Recomputed: TypeAlias = Counter[tuple[str, str]]
+# Sentences of describe_notes(): media encoded again, clock errors, who has told the requests; "" for none.
+Notes: TypeAlias = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,7 @@ class Summary:
     #: Over the requests behind a foreign router that sends spans; not in any sum.
     before: SummaryLine | None = None
     recomputed: Recomputed = field(default_factory=Counter)  #: also those of failed requests
-    clock_error_us: int = 0  #: the greatest error of a mark's place; 0 when it is not worth a word
-    foreign: str = ""  #: describe_foreign()
+    notes: Notes = ("", "", "")
 
 
 def summarize(requests: Sequence[Request]) -> Summary:
@@ -90,8 +91,7 @@ def summarize(requests: Sequence[Request]) -> Summary:
         stages=tuple(lines),
         before=summarize_values("before", before) if before else None,
         recomputed=collect_recomputed(requests),
-        clock_error_us=find_clock_error(complete),
-        foreign=describe_foreign(complete),
+        notes=describe_notes(requests, complete),
     )
 
 
@@ -112,24 +112,21 @@ def find_clock_error(requests: Iterable[Request]) -> int:
     return error_us if error_us > NOTABLE_ERROR_US else 0
 
 
-def describe_clock_error(error_us: int) -> str:
-    """The error in one sentence; "" for 0."""
-    if not error_us:
-        return ""
-    return (
-        f"boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off "
-        "(ttft.clock_error_us): see docs/reference/device-clock.md"
-    )
-
-
-def describe_foreign(requests: Sequence[Request]) -> str:
-    """Which of `requests` other products have told, in one sentence; "" for none."""
-    told = Counter(leg.foreign for each in requests for leg in each.legs[-1:] if leg.foreign)
-    names = ", ".join(f"{count} by {name}" for name, count in told.most_common())
-    return names and (
-        f"{told.total()} of {len(requests)} requests are told by others' spans ({names}): times of a host, "
-        "waits without reasons, what they do not say is unattributed: see docs/reference/vocabulary.md"
-    )
+def describe_notes(requests: Sequence[Request], shown: Sequence[Request]) -> Notes:
+    """What stands below the figures of `shown`, those of `requests` that have them."""
+    clock = foreign = ""
+    if error_us := find_clock_error(shown):
+        clock = (
+            f"boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off "
+            "(ttft.clock_error_us): see docs/reference/device-clock.md"
+        )
+    if told := Counter(leg.foreign for each in shown for leg in each.legs[-1:] if leg.foreign):
+        names = ", ".join(f"{count} by {name}" for name, count in told.most_common())
+        foreign = (
+            f"{told.total()} of {len(shown)} requests are told by others' spans ({names}): times of a host, "
+            "waits without reasons, what they do not say is unattributed: see docs/reference/vocabulary.md"
+        )
+    return describe_recomputed(collect_recomputed(requests)), clock, foreign
 
 
 def collect_recomputed(requests: Iterable[Request]) -> Recomputed:

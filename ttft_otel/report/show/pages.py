@@ -22,15 +22,7 @@ from ttft_otel import __version__
 from ttft_otel.model import palette, stages
 from ttft_otel.model.names import keys
 from ttft_otel.report.assemble import waterfall_rows
-from ttft_otel.report.assemble.summary import (
-    Summary,
-    collect_recomputed,
-    describe_clock_error,
-    describe_foreign,
-    describe_recomputed,
-    find_clock_error,
-    summarize,
-)
+from ttft_otel.report.assemble.summary import Summary, describe_notes, summarize
 from ttft_otel.report.breakdown_source import ComparedWindows, ExplainAnswer, ExplainQuestion
 from ttft_otel.report.report_types import SPAN_KINDS, STATUS_ERROR, Request
 from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace
@@ -360,8 +352,7 @@ def _create_environment() -> Environment:
     )
     functions: tuple[Callable[..., Any], ...] = (
         format_duration, format_exact_ms, compute_share, build_segments, build_mean_bar, build_waterfall,
-        list_legend, collect_recomputed, describe_recomputed, find_clock_error, describe_clock_error,
-        describe_foreign, read_holders,
+        list_legend, describe_notes, read_holders,
     )  # fmt: skip
     environment.globals.update(
         {each.__name__: each for each in functions},

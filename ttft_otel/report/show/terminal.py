@@ -20,17 +20,7 @@ from rich.text import Text
 
 from ttft_otel.model import palette, stages
 from ttft_otel.report.assemble import waterfall_rows
-from ttft_otel.report.assemble.summary import (
-    Recomputed,
-    Summary,
-    SummaryLine,
-    collect_recomputed,
-    describe_clock_error,
-    describe_foreign,
-    describe_recomputed,
-    find_clock_error,
-    summarize,
-)
+from ttft_otel.report.assemble.summary import Notes, Summary, SummaryLine, describe_notes, summarize
 from ttft_otel.report.report_types import Request, TimeBefore
 from ttft_otel.report.store.database_reader import StoredTrace
 
@@ -52,7 +42,7 @@ def print_summary(requests: Sequence[Request], console: Console | None = None) -
     out.print(_draw_bar([(line.name, line.mean) for line in summary.stages], out.width))
     out.print()
     out.print(_build_percentile_table(summary))
-    _print_notes(summary.recomputed, summary.clock_error_us, summary.foreign, out)
+    _print_notes(summary.notes, out)
     if summary.closed:
         out.print(Text("✓ Σ stages + unattributed = ttft, in every request", style="green"))
     else:
@@ -105,16 +95,11 @@ def print_waterfall(
         )
     for request in requests:
         out.print(_build_sum_panel(request, out.width))
-    foreign = describe_foreign(requests)
-    _print_notes(collect_recomputed(requests), find_clock_error(requests), foreign, out)
+    _print_notes(describe_notes(requests, requests), out)
 
 
-def _print_notes(recomputed: Recomputed, error_us: int, foreign: str, out: Console) -> None:
-    for mark, said, style in (
-        ("!", describe_recomputed(recomputed), "yellow"),
-        ("±", describe_clock_error(error_us), "dim"),
-        ("!", foreign, "yellow"),
-    ):
+def _print_notes(notes: Notes, out: Console) -> None:
+    for mark, said, style in zip("!±!", notes, ("yellow", "dim", "yellow"), strict=True):
         if said:
             out.print(Text(f"{mark} {remove_controls(said)}", style=style))
 
