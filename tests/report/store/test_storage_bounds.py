@@ -16,7 +16,7 @@ from sample_records import make_short_record, store_records
 
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.receive import otlp_decoder
-from ttft_otel.report.store import database_schema, retention, span_store
+from ttft_otel.report.store import database_schema, span_store
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 from ttft_otel.report.store.span_store import SpanStore
 
@@ -166,7 +166,7 @@ def test_number_holds_always(tmp_path: Path) -> None:
 def test_age_holds_while_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is too old goes although nothing else arrives, and its pages go back to the file system."""
     monkeypatch.setattr(span_store, "RETENTION_INTERVAL_S", 0.05)
-    monkeypatch.setattr(retention, "MAX_PURGED_SPANS", 500)
+    monkeypatch.setattr(database_schema, "MAX_PURGED_SPANS", 500)
     store = SpanStore(tmp_path / "spans.db", max_age_hours=1.5 / 3600)
     store.add_chunks(otlp_decoder.chunk_export(make_export(**PAGE_BREAKERS)).chunks).result(60)
     deadline = time.monotonic() + 30
@@ -216,9 +216,9 @@ def test_pages_freed(tmp_path: Path) -> None:
         connection.executemany("INSERT INTO filler VALUES (?)", [(bytes(4000),)] * 900)
         connection.execute("DROP TABLE filler")
         free = []
-        while retention.shrink_file(connection):
+        while database_schema.shrink_file(connection):
             free.append(connection.execute("PRAGMA freelist_count").fetchone()[0])
-    assert len(free) == 2 and free[0] >= 900 - retention.MAX_FREED_PAGES - 1 and free[1] == 0
+    assert len(free) == 2 and free[0] >= 900 - database_schema.MAX_FREED_PAGES - 1 and free[1] == 0
 
 
 def test_many_requests_in_a_trace(store: SpanStore) -> None:

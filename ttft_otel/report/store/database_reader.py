@@ -19,7 +19,7 @@ from ttft_otel.report import window_sample
 from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.foreign import foreign_spans
 from ttft_otel.report.report_types import Request, StoredSpan
-from ttft_otel.report.store import database_schema, retention
+from ttft_otel.report.store import database_schema
 from ttft_otel.report.store.span_chunks import MAX_TRACE_TRUNKS, TraceReader
 from ttft_otel.report.store.span_rows import MAX_SEARCHED_CHARS
 from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED, SamplePlan, WindowSample
@@ -177,7 +177,7 @@ class DatabaseReader:
         return [row[0] for row in rows]
 
     def count_rows(self) -> dict[str, int]:
-        return retention.count_kept(self._connection)
+        return database_schema.count_kept(self._connection)
 
     def _load_requests(self, where: str, values: Sequence[object], limit: int) -> list[Request]:
         """Assemble the newest requests that match a condition on the table `requests`, newest first."""

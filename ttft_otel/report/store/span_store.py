@@ -20,8 +20,8 @@ from queue import Empty, Full, Queue
 from typing import Final
 
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.store import database_schema, retention, span_rows
-from ttft_otel.report.store.retention import run_transaction
+from ttft_otel.report.store import database_schema, span_rows
+from ttft_otel.report.store.database_schema import run_transaction
 from ttft_otel.report.store.span_chunks import SpanChunk, chunk_spans
 from ttft_otel.report.store.span_rows import ChunkInserter
 from ttft_otel.tracing.guard import Guard
@@ -205,7 +205,7 @@ class SpanStore:
             if not self._is_full():
                 raise
             with run_transaction(self._connection):
-                evicted = retention.evict_share(self._connection)
+                evicted = database_schema.evict_share(self._connection)
             self.counts["evicted_traces"] += evicted
             return self._write_chunks(chunks)
 
@@ -224,13 +224,15 @@ class SpanStore:
     def _remove_old(self) -> bool:
         """While idle, enforce the limits and shrink the file a little; whether more is left to do."""
         try:
-            if retention.has_old(self._connection, self.max_traces, self._compute_oldest_ms()):
+            if database_schema.has_old(
+                self._connection, self.max_traces, self._compute_oldest_ms()
+            ):
                 with run_transaction(self._connection):
                     evicted = self._evict_and_purge()
                 self.counts["evicted_traces"] += evicted
                 is_left = True
             else:
-                is_left = retention.shrink_file(self._connection)
+                is_left = database_schema.shrink_file(self._connection)
         except sqlite3.Error as error:  # the spans are safe; the next turn tries again
             self.last_error = f"{RETENTION_TROUBLE}{error}"
             return False
@@ -249,10 +251,10 @@ class SpanStore:
         return (time.clock_gettime_ns(time.CLOCK_BOOTTIME) + self._clock_offset_ns) // 1_000_000
 
     def _evict_and_purge(self) -> int:
-        evicted = retention.evict_traces(
+        evicted = database_schema.evict_traces(
             self._connection, self.max_traces, self._compute_oldest_ms()
         )
-        retention.purge_spans(self._connection)
+        database_schema.purge_spans(self._connection)
         return evicted
 
     def _is_full(self) -> bool:
