@@ -9,6 +9,7 @@ import ssl
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from ttft_otel.commands import main as cli
 from ttft_otel.commands.source_options import parse_headers
 from ttft_otel.model.names import env_names
 from ttft_otel.model.record import Record
-from ttft_otel.report.breakdown_source import open_source
+from ttft_otel.report.breakdown_source import BreakdownSource, open_source
 from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 from ttft_otel.report.tempo import tempo_source
@@ -113,10 +114,8 @@ def test_same_requests(both: tuple[Path, FakeTempo]) -> None:
 def test_same_traces(both: tuple[Path, FakeTempo]) -> None:
     """A trace's spans and requests, and a request by any form of its ID, are the same from either."""
     path, tempo = both
-    with (
-        open_reader(path) as stored,
-        open_source(SourceChoice(tempo=tempo.url)) as searched,
-    ):
+    choice = SourceChoice(tempo=tempo.url)
+    with open_reader(path) as stored, open_source(choice) as searched:
         requests = stored.list_latest(RequestFilter())
         for request in requests:
             trace = stored.find_trace(request.trace_id)
@@ -124,34 +123,39 @@ def test_same_traces(both: tuple[Path, FakeTempo]) -> None:
         ids = [request.request_id for request in requests[:4]]
         for name in (*ids, f"chatcmpl-{ids[0]}", "f" * 32, "nobody", ""):
             assert searched.find_request(name) == stored.find_request(name)
-        assert searched.find_trace("f" * 32) is None
+        for trace_id in ("f" * 32, "../../api/echo"):
+            assert searched.find_trace(trace_id) is None
         assert searched.list_models() == stored.list_models() == ["other", "tiny-vl"]
-        assert searched.find_trace("../../api/echo") is None
 
 
-def test_paging(tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def searched(tempo: FakeTempo) -> Iterator[BreakdownSource]:
+    """A source over that Tempo."""
+    with open_source(SourceChoice(tempo=tempo.url)) as source:
+        yield source
+
+
+def test_paging(
+    searched: BreakdownSource, tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Windows are halved until no search reaches its limit: all are found however small it is."""
     monkeypatch.setattr(tempo_source, "SEARCH_LIMIT", 2)
-    with open_source(SourceChoice(tempo=tempo.url)) as searched:
-        found = searched.list_latest(RequestFilter(since_ns=BEGIN_S * 10**9))
-    assert len(found) == 30
+    assert len(searched.list_latest(RequestFilter(since_ns=BEGIN_S * 10**9))) == 30
     assert any(int(asked["limit"]) == 2 for asked in tempo.list_searches())
 
 
-def test_one_second(tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_second(
+    searched: BreakdownSource, tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What cannot be divided is asked for at once; more than a search can give is refused, not cut."""
     monkeypatch.setattr(tempo_source, "SEARCH_LIMIT", 2)
     start_ns = (BEGIN_S - 100) * 10**9 + 1000
     for number in range(6):
         tempo.add(make_spans([make_leg_record("mono", DECODE_US, start_ns=start_ns + number)]))
     wanted = RequestFilter(since_ns=start_ns, until_ns=start_ns + 10**9)
-    with open_source(SourceChoice(tempo=tempo.url)) as searched:
-        assert len(searched.list_latest(wanted)) == 6
+    assert len(searched.list_latest(wanted)) == 6
     tempo.max_limit = 6
-    with (
-        open_source(SourceChoice(tempo=tempo.url)) as searched,
-        pytest.raises(TempoError, match="6 traces or more in one second"),
-    ):
+    with pytest.raises(TempoError, match="6 traces or more in one second"):
         searched.list_latest(wanted)
 
 
@@ -183,46 +187,34 @@ def test_sampled_window(both: tuple[Path, FakeTempo]) -> None:
 
 
 @pytest.mark.full
-def test_limits_of_tempo(tempo: FakeTempo) -> None:
+def test_limits_of_tempo(searched: BreakdownSource, tempo: FakeTempo) -> None:
     """A Tempo that takes only short windows and small limits is asked in such."""
     tempo.max_limit, tempo.max_range_s = 10, 600
-    with open_source(SourceChoice(tempo=tempo.url)) as searched:
-        found = searched.list_latest(RequestFilter(since_ns=BEGIN_S * 10**9))
-    assert len(found) == 30
+    assert len(searched.list_latest(RequestFilter(since_ns=BEGIN_S * 10**9))) == 30
 
 
-def test_only_what_is_needed(tempo: FakeTempo) -> None:
-    """For the newest one, not all traces are fetched."""
-    with open_source(SourceChoice(tempo=tempo.url)) as searched:
-        assert len(searched.list_latest(RequestFilter(last=1))) == 1
-        assert tempo.count_fetched() <= 2 * tempo_source.MAX_PARALLEL
-
-
-def test_bounded_memory(tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more requests are read than an answer may have, and no answer is read beyond its bound."""
+def test_bounds(
+    searched: BreakdownSource, tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the newest one not all traces are fetched, and nothing is read beyond an answer's bounds."""
+    assert len(searched.list_latest(RequestFilter(last=1))) == 1
+    assert tempo.count_fetched() <= 2 * tempo_source.MAX_PARALLEL
     monkeypatch.setattr(tempo_source, "MAX_REQUESTS", 5)
-    source = TempoSource(SourceChoice(tempo=tempo.url))
-    try:
-        assert len(source.list_latest(RequestFilter())) == 5
-        monkeypatch.setattr("ttft_otel.report.tempo.tempo_client.MAX_TRACE_BYTES", 100)
-        with pytest.raises(TempoError, match="ask for a shorter window"):
-            source.find_trace(next(iter(tempo.traces)))
-    finally:
-        source.close()
+    assert len(searched.list_latest(RequestFilter())) == 5
+    monkeypatch.setattr("ttft_otel.report.tempo.tempo_client.MAX_TRACE_BYTES", 100)
+    monkeypatch.setattr(searched, "_kept", {})
+    with pytest.raises(TempoError, match="ask for a shorter window"):
+        searched.find_trace(next(iter(tempo.traces)))
 
 
 def test_progress_and_notes(tempo: FakeTempo) -> None:
     """Searching and reading are told; so is a window that begins before what Tempo keeps."""
     steps: list[tuple[str, int, int]] = []
     notes: list[str] = []
-    source = TempoSource(
-        SourceChoice(tempo=tempo.url), lambda *step: steps.append(step), notes.append
-    )
-    try:
-        tempo.retention = "30m0s"
+    tempo.retention = "30m0s"
+    report = (lambda *step: steps.append(step)), notes.append
+    with closing(TempoSource(SourceChoice(tempo=tempo.url), *report)) as source:
         source.list_latest(RequestFilter(since_ns=BEGIN_S * 10**9))
-    finally:
-        source.close()
     assert {text for text, *_ in steps} == {"searching Tempo", "reading traces from Tempo", ""}
     assert ("reading traces from Tempo", 8, 30) in steps
     assert len(notes) == 1 and "before what Tempo keeps" in notes[0]
