@@ -147,15 +147,13 @@ def answer_question(
     The page is below explain/ in the layers, and works without its packages.
     """
     try:
-        answers = importlib.import_module("ttft_otel.explain.explain.window_answer")
+        from ttft_otel.explain.explain import window_answer
     except ModuleNotFoundError as error:
+        from ttft_otel.report.breakdown_source import ExplainAnswer
+
         text = _describe_missing_package("explain", "explain", error.name or "")
-        refusal: ExplainAnswer = importlib.import_module(
-            type(question).__module__
-        ).ExplainAnswer.refuse(text)
-        return refusal
-    answer: ExplainAnswer = answers.answer_question(source, question)
-    return answer
+        return ExplainAnswer.refuse(text)
+    return window_answer.answer_question(source, question)
 
 
 @click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
