@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 from urllib.parse import parse_qsl, urlsplit
@@ -628,17 +628,13 @@ def reread_options(ctx: click.Context) -> RouterOptions:
 
 def list_fixed_changes(old_options: RouterOptions, new_options: RouterOptions) -> list[str]:
     """Flags whose values differ between `old_options` and `new_options` but need a restart."""
-    changed = [
-        (each.name, old, new)
-        # `limits` is compared by its own fields, so that the flag is named and not the group.
-        for old, new in ((old_options.limits, new_options.limits), (old_options, new_options))
-        for each in fields(old)
-        if each.name not in (*RELOADABLE_FIELDS, "limits")
-    ]
+    before, after = asdict(old_options), asdict(new_options)
+    # Limits by their own names, so that the flag is named and not the group.
+    before, after = before.pop("limits") | before, after.pop("limits") | after
     return [
         f"--{name.replace('_', '-')}"
-        for name, old, new in changed
-        if getattr(old, name) != getattr(new, name)
+        for name, value in before.items()
+        if name not in RELOADABLE_FIELDS and after[name] != value
     ]
 
 

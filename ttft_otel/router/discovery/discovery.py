@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -72,61 +72,42 @@ def parse_source_address(text: str) -> SourceAddress:
     known = OPTIONS_BY_SCHEME[parts.scheme]
     if unknown := sorted(options.keys() - set(known)):
         raise ValueError(f"{text!r}: {unknown[0]!r} is not one of {', '.join(known)}")
-    role = _parse_role(text, options)
-    scheme = options.get("scheme", "http")
-    if scheme not in ("http", "https"):
+    role = options.get("role")
+    if role is not None and role not in ROLES_BY_WORD:
+        raise ValueError(f"{text!r}: {role!r} is not a role: {', '.join(sorted(ROLES_BY_WORD))}")
+    instance_scheme = options.get("scheme", "http")
+    if instance_scheme not in ("http", "https"):
         raise ValueError(f"{text!r}: the scheme of instances is http or https")
-    if parts.scheme == DNS_SCHEME:
-        nameserver = options.get("nameserver", "")
-        made = _parse_dns(text, parts.netloc, parts.path, role, nameserver)
-        return replace(made, instance_scheme=scheme)
     # A selector may need escapes, for `?` and blanks.
-    selector = unquote(parts.path.removeprefix("/"))
-    if not selector:
+    place, selector = parts.netloc, unquote(parts.path.removeprefix("/"))
+    port, nameserver = options.get("port", ""), options.get("nameserver", "")
+    # The name of a port can only be found in the slices, a number is checked here.
+    numbers = [port] if port.isdigit() else []
+    if parts.scheme == DNS_SCHEME:
+        place, _, port = place.partition(":")
+        # SRV records say the port, addresses do not: it has to be written for these only.
+        if parts.path.strip("/") or not place or bool(port) == place.startswith("_"):
+            raise ValueError(
+                f"{text!r}: write dns://SERVICE:PORT, or dns://_PORT._tcp.SERVICE for SRV records, "
+                "which say the port"
+            )
+        selector, numbers = "", [port] if port else []
+        if nameserver:
+            # After the last colon, as the nameserver may be IPv6.
+            numbers.append(nameserver.rpartition(":")[2])
+    elif not selector:
         raise ValueError(
             f"{text!r} selects nothing: write the label selector of the Service's EndpointSlices, "
             "like k8s://default/kubernetes.io/service-name=vllm"
         )
-    port = options.get("port", "")
-    # The name of a port can only be found in the slices, a number is checked here.
-    if port.isdigit():
-        _check_port(text, port)
+    for each in numbers:
+        # isdigit() and int() take digits of any script.
+        if not (each.isascii() and each.isdigit() and 0 < int(each) < 65536):
+            raise ValueError(f"{text!r}: {each!r} is not a port")
+    role = "" if role is None else ROLES_BY_WORD[role]
     return SourceAddress(
-        text, KUBERNETES_SCHEME, parts.netloc, selector, port, role, instance_scheme=scheme
+        text, parts.scheme, place, selector, port, role, nameserver, instance_scheme
     )
-
-
-def _parse_role(text: str, options: dict[str, str]) -> str:
-    if "role" not in options:
-        return ""
-    if options["role"] not in ROLES_BY_WORD:
-        raise ValueError(
-            f"{text!r}: {options['role']!r} is not a role: {', '.join(sorted(ROLES_BY_WORD))}"
-        )
-    return ROLES_BY_WORD[options["role"]]
-
-
-def _parse_dns(text: str, netloc: str, path: str, role: str, nameserver: str) -> SourceAddress:
-    name, _, port = netloc.partition(":")
-    is_srv = name.startswith("_")
-    # SRV records say the port, addresses do not: it has to be written for these only.
-    if path.strip("/") or not name or bool(port) == is_srv:
-        raise ValueError(
-            f"{text!r}: write dns://SERVICE:PORT, or dns://_PORT._tcp.SERVICE for SRV records, "
-            "which say the port"
-        )
-    if port:
-        _check_port(text, port)
-    if nameserver:
-        # After the last colon, as the nameserver may be IPv6.
-        _check_port(text, nameserver.rpartition(":")[2])
-    return SourceAddress(text, DNS_SCHEME, name, "", port, role, nameserver)
-
-
-def _check_port(text: str, port: str) -> None:
-    # isdigit() and int() take digits of any script.
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise ValueError(f"{text!r}: {port!r} is not a port")
 
 
 @dataclass(frozen=True, slots=True)
