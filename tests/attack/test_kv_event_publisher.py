@@ -24,6 +24,7 @@ from router.routing.prefixes.test_kv_subscription import (
     wait_until,
 )
 
+from attack.watched_process import LoopStallWatch
 from lab.fake_vllm.kv_publisher import FakePublisher, run_publisher
 from lab.fake_vllm.prefix_cache import FakeEngine, build_stored_event, encode_batch
 from ttft_otel.router.routing import prefixes
@@ -39,27 +40,13 @@ from ttft_otel.router.routing.prefixes.kv_events_source import (
 MAX_TURN_S = 0.15
 
 
-@dataclass
-class LoopWatch:
-    """longest_s: CPU seconds of the longest turn. Not wall time, which other processes lengthen."""
-
-    longest_s: float = 0.0
-
-    async def watch_turns(self) -> None:
-        """Measure every turn, until cancelled."""
-        while True:
-            start_s = time.thread_time()
-            await asyncio.sleep(0.0005)
-            self.longest_s = max(self.longest_s, time.thread_time() - start_s)
-
-
 @asynccontextmanager
-async def watch_loop() -> AsyncIterator[LoopWatch]:
+async def watch_loop() -> AsyncIterator[None]:
     """Watch the running loop, and fail at the end if a turn was too long."""
-    watch = LoopWatch()
+    watch = LoopStallWatch(time.thread_time)
     task = asyncio.create_task(watch.watch_turns())
     try:
-        yield watch
+        yield
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -17,8 +17,7 @@ from router import fake_instances, raw_http
 from router.control.test_admin import open_admin
 from router.fake_instances import InstancePlan
 
-from attack.serve_thread import run_serve
-from attack.test_senders import encode_export
+from attack.test_senders import encode_export, run_serve
 from ttft_otel.report.receive.receiver import OTLP_TRACE_SERVICE
 from ttft_otel.report.report_server import ReportServer
 from ttft_otel.router.control import app

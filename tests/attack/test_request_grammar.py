@@ -25,7 +25,7 @@ MARK: Final = re.compile(rb"mark-[0-9]+")
 MAX_ANSWER_S: Final = 20.0  # of a busy machine
 CONCURRENT_CONNECTIONS: Final = 8  # of one example; so many clients the router keeps apart
 EXAMPLES: Final = (
-    pytest.param(300, id="some"),
+    pytest.param(200, id="some"),
     pytest.param(50_000, id="50000", marks=(pytest.mark.full, pytest.mark.timeout(7200))),
 )
 
@@ -95,13 +95,11 @@ def draw_request(draw: some.DrawFn, number: int) -> Request:
     return Request(end.join([*lines, "", ""]).encode("latin-1") + body, mark)
 
 
+# What the strategy above does not draw.
 MALFORMED = (
     b"\r\n\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20,  # TLS
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"GET\r\n\r\n",
-    b"POST /v1/completions\r\n\r\n",
-    b"POST /v1/completions HTTP/9.9\r\nhost: localhost\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1e3\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999999999999\r\n\r\n",
@@ -109,13 +107,10 @@ MALFORMED = (
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n"
     b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx: a\r\n folded\r\ncontent-length: 2\r\n\r\n{}",
     b"POST /v1/completions HTTP/1.1\r\nho st: x\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 200_000 + b"\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\n" + b"x: a\r\n" * 20_000 + b"\r\n",
     b"POST /" + b"a" * 200_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
-    b"POST /v1/completions HTTP/1.0\r\ncontent-length: 2\r\n\r\n{}",
     b"POST http://[/v1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
 )
 

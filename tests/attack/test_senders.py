@@ -8,7 +8,9 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -19,12 +21,29 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from attack.serve_thread import run_serve
 from lab.http_servers import HttpServerThread, SilentHandler
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys, span_names
-from ttft_otel.report.breakdown_source import ExplainAnswer
+from ttft_otel.report.breakdown_source import ExplainAnswer, ServeOptions
 from ttft_otel.report.receive import alert_webhook, otlp_decoder, receiver
+from ttft_otel.report.report_server import ReportServer, run_server
+
+
+@contextmanager
+def run_serve(folder: Path, grpc_port: int = -1, **more: Any) -> Iterator[ReportServer]:
+    """Serve a database in `folder` on a free port. more: fields of ServeOptions."""
+    servers: list[ReportServer] = []
+    ready = Event()
+    options = ServeOptions(folder / "spans.db", http_port=0, grpc_port=grpc_port, **more)
+    thread = Thread(target=run_server, args=(options, lambda it: (servers.append(it), ready.set())))
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield servers[0]
+    finally:
+        servers[0].close()
+        thread.join(30)
+
 
 ELEMENTS = 2_000_000  # of two bytes each: 4 MB, the most that one export may have
 # Of the time that protobuf's C code takes for the same bytes: 0.7 to 3 times were seen, and 10 to 40 before.

@@ -15,8 +15,7 @@ import pytest
 from router import fake_instances, raw_http
 from router.fake_instances import InstancePlan
 
-from attack.serve_thread import run_serve
-from attack.test_senders import encode_export, encode_field, encode_span
+from attack.test_senders import encode_export, encode_field, encode_span, run_serve
 from ttft_otel.commands.command_options import write_whole
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.store.database_reader import open_reader

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 from router import fake_instances, raw_http
 from router.fake_instances import InstancePlan, wait_until
@@ -60,44 +61,17 @@ async def test_who_never_reads() -> None:
         slow_reader._transport.abort()
 
 
-@pytest.mark.parametrize("mood", ["stall", "slow"])
-async def test_an_instance_that_falls_silent(mood: str) -> None:
-    """Its stream is cut after --idle-timeout and counts against it; one that pauses shortly goes on."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                if head.startswith(b"GET"):
-                    writer.write(raw_http.encode_head(200, len(raw_http.MODELS_BODY)))
-                    writer.write(raw_http.MODELS_BODY)
-                    continue
-                await reader.readexactly(len(STREAM_BODY))
-                writer.write(raw_http.encode_head(200, None))
-                for _ in range(6):
-                    writer.write(raw_http.encode_chunk(raw_http.EVENT_BYTES))
-                    await asyncio.sleep(0.2)
-                if mood == "stall":
-                    await reader.read()
-                writer.write(b"0\r\n\r\n")
-        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-
-    async with (
-        raw_http.listen(answer) as url,
-        fake_instances.run_router([url], limits=RouterLimits(idle_timeout=0.6)) as router,
-        connect(router.url) as (reader, writer),
-    ):
-        writer.write(raw_http.encode_request("", STREAM_BODY))
-        text = b""
-        while not text.endswith(b"0\r\n\r\n") and (
-            part := await asyncio.wait_for(reader.read(4096), 20)
-        ):
-            text += part
-        assert text.count(b"Hel") == 6
-        assert text.endswith(b"0\r\n\r\n") == (mood == "slow")
+@pytest.mark.parametrize("permits", [asyncio.Semaphore(1), None], ids=["stall", "slow"])
+async def test_an_instance_that_falls_silent(permits: asyncio.Semaphore | None) -> None:
+    """Its stream is cut after --idle-timeout; one that pauses shortly goes on, however long it takes."""
+    plan, limits = InstancePlan({}, gap_s=0.4, permits=permits), RouterLimits(idle_timeout=0.6)
+    async with fake_instances.run_routed_instances([plan], limits=limits) as (router, _):
+        answer = asyncio.wait_for(router.post_chat(), 20)
+        if permits is None:
+            assert (await answer)[2] == b"".join(fake_instances.STREAM_EVENTS)
+        else:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await answer
 
 
 async def test_memory_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,23 @@ START_S = 60
 
 
 class LoopStallWatch:
-    """longest_s: what this process computed between two turns of the loop, in CPU seconds at most.
+    """longest_s: what was computed between two turns of the loop, in CPU seconds at most.
 
-    Of all threads: one that holds the interpreter keeps the loop from its turn as well. Not the wall's
-    seconds, which also count what other processes of a busy machine take.
+    By this process: a thread that holds the interpreter keeps the loop from its turn as well; or, with
+    time.thread_time as `clock`, by the loop's own thread. Not the wall's seconds, which also count what other
+    processes of a busy machine take.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
+        self.clock = clock
         self.longest_s = 0.0
 
     async def watch_turns(self) -> None:
         """Measure until cancelled."""
-        before_s = time.process_time()
+        before_s = self.clock()
         while True:
             await asyncio.sleep(0.0005)
-            now_s = time.process_time()
+            now_s = self.clock()
             self.longest_s = max(self.longest_s, now_s - before_s)
             before_s = now_s
 

@@ -13,8 +13,12 @@ from urllib.parse import urlsplit
 
 import pytest
 from router import fake_instances
-from router.discovery.discovery_site import DiscoverySite, run_discovery_site
-from router.discovery.slice_server import build_endpoint, build_slice
+from router.discovery.discovery_site import (
+    DiscoverySite,
+    build_endpoint,
+    build_slice,
+    run_discovery_site,
+)
 from router.fake_instances import FakeInstance, InstancePlan
 
 from lab import chart

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from router import fake_instances
 from router.fake_instances import InstancePlan
-from router.shared_state.store_server import run_store
+from router.shared_state.test_store_link import run_store
 
 from commands.router.test_router_process import CommandProcess, run_command
 from commands.router.test_worker_processes import (

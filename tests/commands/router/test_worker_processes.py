@@ -60,7 +60,10 @@ async def post_alone(it: CommandProcess, request_id: str = "") -> int:
 
 @pytest.mark.slow
 async def test_one_router(tmp_path: Path) -> None:
-    """Reports and metrics are those of all workers; SIGHUP reloads and SIGTERM drains all of them."""
+    """Reports and metrics are those of all workers; SIGHUP reloads and SIGTERM drains all of them.
+
+    Their open streams are completed.
+    """
     file = tmp_path / "router.yaml"
     plan = InstancePlan(permits=asyncio.Semaphore(1000))
     async with fake_instances.run_instance(plan) as a, fake_instances.run_instance() as b:
@@ -85,37 +88,17 @@ async def test_one_router(tmp_path: Path) -> None:
             assert (len(a.received), len(b.received)) == (12, 6)
             await wait_for_metric(it, f'{metric_names.ROUTER_RELOADS}_total{{result="ok"}}', 1)
 
+            held = asyncio.Semaphore(0)
+            b.plan = InstancePlan(permits=held)
+            streams = [asyncio.create_task(post_alone(it)) for _ in range(FEW_CLIENTS)]
+            while len(b.received) < 6 + FEW_CLIENTS:
+                await asyncio.sleep(0.01)
             it.send_signal(signal.SIGTERM)
+            await it.wait_for_log("shutting down", 3)
+            for _ in range(2 * FEW_CLIENTS):
+                held.release()
+            assert await asyncio.gather(*streams) == [200] * FEW_CLIENTS
             assert await it.process.wait() == 0
-            assert it.log.read_text().count("shutting down") == 3
-
-
-@asynccontextmanager
-async def run_two_workers(
-    folder: Path, permits: asyncio.Semaphore
-) -> AsyncIterator[tuple[FakeInstance, CommandProcess]]:
-    """An instance, each chunk of which needs one of `permits`, and a router with two workers that serve."""
-    async with (
-        fake_instances.run_instance(InstancePlan(permits=permits)) as one,
-        run_command(folder, "--backend", one.url, "--workers", "2") as it,
-    ):
-        await wait_for_workers(it, 2)
-        yield one, it
-
-
-async def test_drain(tmp_path: Path) -> None:
-    """After SIGTERM the open streams of all workers are completed, then all processes end with status 0."""
-    permits = asyncio.Semaphore(0)
-    async with run_two_workers(tmp_path, permits) as (one, it):
-        streams = [asyncio.create_task(post_alone(it)) for _ in range(FEW_CLIENTS)]
-        while len(one.received) < FEW_CLIENTS:
-            await asyncio.sleep(0.01)
-        it.send_signal(signal.SIGTERM)
-        await it.wait_for_log("shutting down", 2)
-        for _ in range(2 * FEW_CLIENTS):
-            permits.release()
-        assert await asyncio.gather(*streams) == [200] * FEW_CLIENTS
-        assert await it.process.wait() == 0
 
 
 async def give(it: CommandProcess, action: str, instance: FakeInstance) -> None:
@@ -222,7 +205,11 @@ def count_requests(instance: FakeInstance) -> Counter[str]:
 async def test_workers_end_with_their_supervisor(tmp_path: Path) -> None:
     """When the supervisor is killed, workers finish their streams, end, and free the port."""
     permits = asyncio.Semaphore(0)
-    async with run_two_workers(tmp_path, permits) as (one, it):
+    async with (
+        fake_instances.run_instance(InstancePlan(permits=permits)) as one,
+        run_command(tmp_path, "--backend", one.url, "--workers", "2") as it,
+    ):
+        await wait_for_workers(it, 2)
         pids = it.list_workers()
         stream = asyncio.create_task(post_alone(it))
         while not one.received:

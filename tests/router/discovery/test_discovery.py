@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from functools import partial
 
 import pytest
@@ -20,6 +20,8 @@ from ttft_otel.router.discovery.found_instances import FoundInstances
 from ttft_otel.router.errors import SourceUnreachable
 from ttft_otel.router.upstream.instance_pool import InstancePool
 
+A, B, C = "http://10.0.0.1:8001", "http://10.0.0.2:8001", "http://10.0.0.3:8001"
+
 
 async def play_script(script: list[Findings | Exception]) -> AsyncGenerator[Findings, None]:
     """Give what a test has put into it, then wait."""
@@ -31,109 +33,71 @@ async def play_script(script: list[Findings | Exception]) -> AsyncGenerator[Find
     await asyncio.Event().wait()
 
 
-class RecordingInstances(FoundInstances):
-    """Takes instances in, except those of a role that it refuses; `calls` are its calls in order."""
-
-    def __init__(self, refused_role: str = "") -> None:
-        super().__init__(InstancePool({}), {})
-        self.refused_role = refused_role
-        self.roles: dict[str, str] = {}
-        self.calls: list[str] = []
-
-    def add_instance(self, role: str, url: str) -> None:
-        """Take it in."""
-        if role == self.refused_role:
-            raise ValueError("no")
-        self.calls.append(f"+{url}")
-        self.roles[url] = role
-
-    def drop_instance(self, url: str) -> None:
-        """Take it out."""
-        self.calls.append(f"-{url}")
-        del self.roles[url]
-
-
-def build_discovery(
-    instances: RecordingInstances, *scripts: list[Findings | Exception] | None
-) -> Discovery:
-    """A discovery with a source for each script."""
+def build_discovery(*scripts: list[Findings | Exception]) -> Discovery:
+    """A discovery with a source for each script, which has found nothing yet."""
     sources = [
         WatchedSource(
-            parse_source_address(f"k8s://default/app=s{number}"), partial(play_script, script or [])
+            parse_source_address(f"k8s://default/app=s{number}"), partial(play_script, script)
         )
         for number, script in enumerate(scripts)
     ]
-    return Discovery(sources, instances, 0.001)
+    return Discovery(sources, FoundInstances(InstancePool({}), {}), 0.001)
 
 
-def find(roles_by_url: Mapping[str, str] | None = None) -> Findings:
-    """What a source says."""
-    return Findings(roles_by_url or {})
+def list_places(discovery: Discovery) -> list[tuple[str, str]]:
+    """Leg and URL of each instance that there is."""
+    return [(each.leg, each.url) for each in discovery.found.pool]
 
 
 def test_new_ones_come_before_old_ones_go() -> None:
-    """A rollout that replaces all pods at once leaves no moment without an instance."""
-    instances = RecordingInstances()
-    discovery = build_discovery(instances, None)
+    """A rollout that replaces all pods at once leaves no moment without; the same again changes nothing."""
+    discovery = build_discovery([])
     (source,) = discovery.watched
+    counts: list[int] = []
+    discovery.found.pool.change_listeners.add(lambda: counts.append(len(list_places(discovery))))
 
-    discovery.apply_findings(source, find({"a": "decode"}))
-    discovery.apply_findings(source, find({"b": "decode"}))
+    for url in (A, B, B):
+        discovery.apply_findings(source, Findings({url: "decode"}))
 
-    assert instances.calls == ["+a", "+b", "-a"]
+    assert list_places(discovery) == [("decode", B)]
+    assert counts == [1, 2, 1]
 
 
 def test_what_another_source_still_names_stays() -> None:
     """An instance that two sources name stays until both have dropped it."""
-    instances = RecordingInstances()
-    discovery = build_discovery(instances, None, None)
+    discovery = build_discovery([], [])
     first, second = discovery.watched
 
-    discovery.apply_findings(first, find({"a": "decode", "b": "decode"}))
-    discovery.apply_findings(second, find({"b": "decode"}))
-    discovery.apply_findings(first, find())
-    assert instances.roles == {"b": "decode"}
-    discovery.apply_findings(second, find())
-    assert not instances.roles
-
-
-def test_who_is_there_is_not_added_again() -> None:
-    """A source that names the same instances again changes nothing."""
-    instances = RecordingInstances()
-    discovery = build_discovery(instances, None)
-    (source,) = discovery.watched
-
-    for _ in range(2):
-        discovery.apply_findings(source, find({"a": "decode", "b": "decode"}))
-
-    assert instances.calls == ["+a", "+b"]
+    discovery.apply_findings(first, Findings({A: "decode", B: "decode"}))
+    discovery.apply_findings(second, Findings({B: "decode"}))
+    discovery.apply_findings(first, Findings())
+    assert list_places(discovery) == [("decode", B)]
+    discovery.apply_findings(second, Findings())
+    assert not list_places(discovery)
 
 
 def test_one_refusal_keeps_nobody_else_out() -> None:
-    """An instance that cannot be added is logged and tried again; the others are added."""
-    instances = RecordingInstances(refused_role="prefill")
-    discovery = build_discovery(instances, None)
+    """An instance that cannot be mixed with others is told, and tried again; the others are added."""
+    discovery = build_discovery([])
     (source,) = discovery.watched
 
-    discovery.apply_findings(source, find({"p": "prefill", "d": "decode"}))
-    assert instances.roles == {"d": "decode"}
-    assert source.problem == "p was refused: no"
-    instances.refused_role = ""
-    discovery.apply_findings(source, find({"p": "prefill", "d": "decode"}))
-    assert (instances.roles, source.problem) == ({"d": "decode", "p": "prefill"}, "")
+    discovery.apply_findings(source, Findings({A: "decode", B: "prefill_decode", C: "prefill"}))
+    assert list_places(discovery) == [("decode", A), ("prefill", C)]
+    assert source.problem.startswith(f"{B} was refused: ") and "cannot be mixed" in source.problem
+    for findings in ({B: "prefill_decode"}, {B: "prefill_decode"}):
+        discovery.apply_findings(source, Findings(findings))
+    assert (list_places(discovery), source.problem) == ([("prefill_decode", B)], "")
 
 
 @pytest.mark.parametrize("error", [SourceUnreachable("gone"), KeyError("odd")])
 async def test_a_source_that_fails_is_asked_again(error: Exception) -> None:
     """Any exception of a source is logged, and the source is asked again."""
-    instances = RecordingInstances()
-    discovery = build_discovery(instances, [find({"a": "decode"}), error, find({"b": "decode"})])
+    discovery = build_discovery([Findings({A: "decode"}), error, Findings({B: "decode"})])
 
     async with discovery.run():
-        while set(instances.roles) != {"b"}:
+        while list_places(discovery) != [("decode", B)]:
             await asyncio.sleep(0.001)
     assert discovery.watched[0].failures == 1
-    assert instances.calls == ["+a", "+b", "-a"]
 
 
 async def test_a_task_that_swallows_a_cancellation_ends_all_the_same() -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from router import fake_instances
-from router.discovery.discovery_site import DiscoverySite, run_discovery_site
-from router.discovery.slice_server import (
+from router.discovery.discovery_site import (
+    DiscoverySite,
     SliceServer,
     build_endpoint,
     build_slice,
+    run_discovery_site,
     run_slice_server,
 )
 from router.fake_instances import FakeInstance, InstancePlan
@@ -39,18 +40,20 @@ def serve_from(instance: FakeInstance, name: str = "a", **labels: str) -> dict[s
     return build_slice(name, [build_endpoint("127.0.0.1")], [("http", port)], **labels)
 
 
+def watch(cluster: SliceServer) -> tuple[str, ...]:
+    """Flags of a router that asks this API server."""
+    return ("--discover", SOURCE, "--kubernetes-api", cluster.url)
+
+
 @asynccontextmanager
-async def run_cluster(
-    *flags: str, source: str = SOURCE
-) -> AsyncIterator[tuple[SliceServer, FakeInstance, DiscoverySite]]:
+async def run_cluster() -> AsyncIterator[tuple[SliceServer, FakeInstance, DiscoverySite]]:
     """An API server that names one instance, and a router that found it."""
     async with (
         run_slice_server() as cluster,
         fake_instances.run_instance(InstancePlan({})) as one,
     ):
         cluster.put(serve_from(one))
-        discover = ["--discover", source, "--kubernetes-api", cluster.url]
-        async with run_discovery_site(*discover, *flags) as site:
+        async with run_discovery_site(*watch(cluster)) as site:
             await site.wait_for_states({f"prefill_decode {one.url}": "healthy"})
             yield cluster, one, site
 
@@ -133,23 +136,10 @@ async def test_missing_rights_are_named(status: int) -> None:
     """When the API refuses, the log says which Role is needed."""
     async with run_slice_server() as cluster:
         cluster.status = status
-        flags = ["--discover", SOURCE, "--kubernetes-api", cluster.url]
-        async with run_discovery_site(*flags) as site:
+        async with run_discovery_site(*watch(cluster)) as site:
             line = await site.wait_for_source(lambda said: str(status) in said["problem"])
             assert "list and watch of endpointslices" in line["problem"]
             assert (await site.router.get_json("/readyz"))[0] == 503
-
-
-async def test_a_selector_that_finds_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    """A selector without any EndpointSlice is named in the log, and /readyz is not ready."""
-    async with run_slice_server() as cluster:
-        flags = ["--discover", SOURCE, "--kubernetes-api", cluster.url]
-        async with run_discovery_site(*flags) as site:
-            line = await site.wait_for_source(lambda said: "selector" in said["problem"])
-            assert line["problem"] == (
-                "the selector finds no EndpointSlice: has the Service these labels?"
-            )
-            assert any("finds no EndpointSlice" in each for each in caplog.messages)
 
 
 async def test_labels_say_roles() -> None:
@@ -163,38 +153,24 @@ async def test_labels_say_roles() -> None:
         of_llm_d = serve_from(p, "p")
         of_llm_d["metadata"]["labels"]["llm-d.ai/role"] = "prefill"
         cluster.put(of_llm_d)
-        flags = ["--discover", SOURCE, "--kubernetes-api", cluster.url]
-        async with run_discovery_site(*flags) as site:
+        async with run_discovery_site(*watch(cluster)) as site:
             await site.wait_for_states(
                 {f"prefill {p.url}": "healthy", f"decode {d.url}": "healthy"}
             )
 
 
-async def test_a_role_that_cannot_be_mixed_is_refused_and_said() -> None:
-    """A prefill instance beside ones that serve whole requests stays out."""
-    async with (
-        run_cluster() as (cluster, one, site),
-        fake_instances.run_instance() as p,
-    ):
-        cluster.put(serve_from(p, "p", ttft_otel__role="prefill"))
-        line = await site.wait_for_source(lambda said: "problem" in said)
-        assert line["instances"] == 1
-        assert "was refused" in line["problem"] and "cannot be mixed" in line["problem"]
-        assert site.map_states() == {f"prefill_decode {one.url}": "healthy"}
-
-
-async def test_events_may_be_longer_than_buffers() -> None:
-    """A slice with a thousand endpoints is one line of some 100 kB."""
-    async with run_slice_server() as cluster:
-        flags = ["--discover", SOURCE, "--kubernetes-api", cluster.url]
-        async with run_discovery_site(*flags) as site:
-            await site.wait_for_source(lambda said: "selector" in said["problem"])
-            endpoints = [
-                {**build_endpoint(f"127.0.2.{number % 200}"), "nodeName": "n" * 200}
-                for number in range(1000)
-            ]
-            cluster.put(build_slice("large", endpoints))
-            await site.wait_for_source(lambda said: said["instances"] == 200)
+async def test_events_may_be_longer_than_buffers(caplog: pytest.LogCaptureFixture) -> None:
+    """A slice with a thousand endpoints is one line of some 100 kB; that there is none yet is told."""
+    async with run_slice_server() as cluster, run_discovery_site(*watch(cluster)) as site:
+        line = await site.wait_for_source(lambda said: "selector" in said["problem"])
+        problem = "the selector finds no EndpointSlice: has the Service these labels?"
+        assert line["problem"] == problem and problem in caplog.text
+        endpoints = [
+            {**build_endpoint(f"127.0.2.{number % 200}"), "nodeName": "n" * 200}
+            for number in range(1000)
+        ]
+        cluster.put(build_slice("large", endpoints))
+        await site.wait_for_source(lambda said: said["instances"] == 200)
 
 
 async def test_a_token_is_read_anew_for_each_request(tmp_path: Path) -> None:
