@@ -225,6 +225,18 @@ async def test_unsampled_requests_are_measured_not_told() -> None:
         assert not router.records
 
 
+async def test_of_what_another_router_counts_nothing_is_sent() -> None:
+    """An unsampled request behind a traced router has neither spans nor metrics here: no empty record."""
+    settings = Settings(trust_sampled=True, metrics=True)
+    async with fake_instances.run_routed_instances(settings=settings) as (router, one):
+        for stream in (True, False):
+            await router.post_chat(
+                stream=stream, traceparent=TRACEPARENT[:-1] + "0", x_ttft_leg="mono"
+            )
+        await router.post_chat()
+        assert [each.outermost for each in await router.wait_for_records(2)] == [True] * 2
+
+
 async def test_off_it_is_a_plain_proxy() -> None:
     """With tracing off the caller's trace headers go on as they came, and so does Server-Timing."""
     async with fake_instances.run_routed_instances(traced=False) as (router, one):

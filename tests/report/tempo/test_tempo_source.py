@@ -203,6 +203,12 @@ def test_bounds(
     """For the newest one not all traces are fetched, and nothing is read beyond an answer's bounds."""
     assert len(searched.list_latest(RequestFilter(last=1))) == 1
     assert tempo.count_fetched() <= 2 * tempo_source.MAX_PARALLEL
+    # Requests without an outermost span refuse no window; beyond their bound they stay as they are told.
+    monkeypatch.setattr(tempo_source, "MAX_WHOLE_TRACES", 0)
+    monkeypatch.setattr(tempo_source, "MAX_PARTIAL_TRACES", 1)
+    before = tempo.count_fetched()
+    assert searched.sample_window(RequestFilter(last=0), 100_000).coverage.requests
+    assert tempo.count_fetched() == before + 1
     monkeypatch.setattr(tempo_source, "MAX_REQUESTS", 5)
     assert len(searched.list_latest(RequestFilter())) == 5
     monkeypatch.setattr("ttft_otel.report.tempo.tempo_client.MAX_TRACE_BYTES", 100)

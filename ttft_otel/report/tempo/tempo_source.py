@@ -47,6 +47,8 @@ SEARCH_LIMIT: Final = 1000  # traces of one search
 MAX_SECOND_LIMIT: Final = 20_000  # of a search in one second, which cannot be divided
 MAX_PARALLEL: Final = 8  # traces that are fetched at the same time
 MAX_WHOLE_TRACES: Final = 5000  # fetched for a window, where a search does not tell their requests
+# Of those that it tells without an outermost span; behind some routers all are so, and stay as they are told.
+MAX_PARTIAL_TRACES: Final = 500
 MAX_KEPT_BYTES: Final = 64 << 20  # compressed, of traces that were fetched; one has about 3 kB
 # How far back a search without a window goes; Tempo's own retention is two weeks by default.
 MAX_LOOKBACK_S: Final = 14 * 86_400
@@ -232,7 +234,7 @@ class TempoSource:
         selected = ", ".join(["status", *(f"span.{name}" for name in OUTLINE_KEYS)])
         query = f"{_build_query(wanted)} | select({selected})"
         found: list[RequestOutline] = []
-        fetched = 0
+        fetched = read_again = 0
         async for begin_s, fresh in self._search_traces(query, wanted, OUTLINE_SPANS):
             untold = [each.trace_id for each in fresh if not _is_told(each)]
             fetched += len(untold)
@@ -245,13 +247,16 @@ class TempoSource:
             partial = [
                 each.trace_id for each in fresh if _is_told(each) and not _has_outermost(each)
             ]
-            untold += partial[: MAX_WHOLE_TRACES - fetched]
-            fetched = min(fetched + len(partial), MAX_WHOLE_TRACES)
+            untold += partial[: MAX_PARTIAL_TRACES - read_again]
+            read_again = min(read_again + len(partial), MAX_PARTIAL_TRACES)
             trunks: dict[str, Sequence[StoredSpan]] = {each.trace_id: each.spans for each in fresh}
             for start in range(0, len(untold), MAX_PARALLEL):
                 self._report_progress("reading traces from Tempo", start, len(untold))
                 some = untold[start : start + MAX_PARALLEL]
                 for name, whole in zip(some, await self._fetch_all(some), strict=True):
+                    # What the search told stays where Tempo has dropped the trace meanwhile.
+                    if not whole and name in partial:
+                        continue
                     above = {span.span_id: span.parent_id for span in whole}
                     trunks[name], _ = foreign_spans.make_trunks(whole, above)
             for name, spans in trunks.items():

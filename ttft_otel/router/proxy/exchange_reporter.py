@@ -151,8 +151,9 @@ class ExchangeReporter:
                     continue
                 # Of one that is not sampled metrics get its numbers alone.
                 if exchange.trace_context.sampled or self.counts_all:
-                    record = build_record(exchange, breakdown, ended_us)
-                    self.send_record(encode_for_exporter(record))
+                    data = encode_for_exporter(build_record(exchange, breakdown, ended_us))
+                    if data:  # else nothing to export or to count
+                        self.send_record(data)
 
 
 def build_record(exchange: Exchange, breakdown: Breakdown | None, ended_us: int = 0) -> Record:
