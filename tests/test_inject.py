@@ -155,7 +155,7 @@ def test_traced(injected: Path, tmp_path: Path) -> None:
         collector.close()
 
     assert reported["counts"]["exported"] == 1 and reported["counts"]["failed"] == 0
-    assert len(collector.spans()) == 1
+    assert len(collector.spans) == 1
     assert not reported["opentelemetry"]  # only in the exporter's process
 
 

@@ -106,18 +106,18 @@ async def test_shared_storage_needs_no_parameters() -> None:
 
 
 async def test_the_first_token_does_not_wait_for_decode() -> None:
-    """300 ms of decode add nothing to the client's TTFT in strip, all of it in off."""
+    """800 ms of decode add nothing to the client's TTFT in strip, all of it in off."""
     for mode, early in (("off", False), ("strip", True)):
-        async with fake_pair.run_fleet(mode, late=0.3) as fleet:
+        async with fake_pair.run_fleet(mode, late=0.8) as fleet:
             begun = clock.now_us()
             url = f"{fleet.router.url}{CHAT}"
             body = {"model": "tiny", "messages": [], "stream": True, "max_tokens": 4}
             async with fleet.router.client.post(url, json=body) as response:
                 first = await response.content.readany()
-                assert (clock.now_us() - begun < 200_000) == early and b"Hel" in first
+                assert (clock.now_us() - begun < 600_000) == early and b"Hel" in first
                 await response.read()
             ttft, last = await wait_for_ttft(fleet.router)
-            assert (ttft.end < 200_000) == early
+            assert (ttft.end < 600_000) == early
             assert ("decode.kv.transfer" in ttft.stages) == (not early)
             assert ttft.stages["prefill.prefill.compute"] >= 20_000
             assert [call.leg for call in last.calls] == ["prefill", "decode"]
