@@ -112,7 +112,10 @@ RATES = (2, 7, 35)
 @pytest.mark.parametrize(
     ("name", "stage", "plan"),
     [
-        ("few_places", "prefill.queue", "1 instance with --max-num-seqs 4"),
+        pytest.param(
+            *("few_places", "prefill.queue", "1 instance with --max-num-seqs 4"),
+            marks=pytest.mark.full,  # 20 s of simulated servers
+        ),
         ("slow_tokens", "prefill.compute", "2 instances"),
     ],
 )

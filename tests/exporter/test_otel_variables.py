@@ -39,7 +39,7 @@ NOT_FOLLOWED: Final = [
     for pattern in patterns
     for name in otel_variables.expand_names(pattern)
 ]
-# tests/test_distro.py sets these, in processes that opentelemetry-instrument starts; and
+# tests/test_plugin.py sets these, in processes that opentelemetry-instrument starts; and
 # tests/tracing/test_settings.py.
 IN_OTHER_TESTS: Final = {name for name in FOLLOWED if name.startswith("OTEL_PYTHON_")} | {
     env_names.OTEL_CONFIG_FILE

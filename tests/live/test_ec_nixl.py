@@ -177,7 +177,8 @@ def test_an_image_closes_through_all_three(nixl3: LiveDeployment, kind: str) -> 
     pictures = tuple(fresh[number] for number in numbers)
 
     answer, trace = nixl3.send_traced(pictures=pictures, **fields)
-    spans = nixl3.wait_for_roles(trace, "router", "prefill", "decode", *["encode"] * new)
+    roles = ("router", "prefill", "decode", *["encode"] * new)
+    spans = nixl3.wait_for_roles(trace, *roles, also=span_names.KV_KEPT)
 
     assert answer.status == 200
     check_closed(spans)

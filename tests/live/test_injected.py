@@ -176,6 +176,13 @@ def test_delays_show_in_their_stage_on_all_three(epd3: LiveDeployment, place: st
     check_stage(epd3, place, LEGS[place], once)
 
 
+@pytest.mark.full
+def test_late_blocks_show_in_kv_transfer_with_the_v2_runner(nixl3: LiveDeployment) -> None:
+    """Where a connector works after the sampler, a delay of prefill's blocks shows in their transfer, too."""
+    once = partial(nixl3.read_one, image=True, words=200, max_tokens=2, stream=False)
+    check_stage(nixl3, "kv_wait", LEGS["kv_wait"], once)
+
+
 def load_from_files(bench: LiveDeployment) -> Sample:
     """Send a new prompt twice; the second one's breakdown, whose blocks come from files."""
     asked = {"prompt": bench.new_prompt(), "words": 300, "max_tokens": 1}

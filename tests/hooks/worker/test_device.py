@@ -241,6 +241,16 @@ def test_choice(platform: SimpleNamespace, has: list[str], kind: int) -> None:
     assert device.choose_clock().kind == kind
 
 
+@pytest.mark.parametrize("missing", ["vllm.platforms", "torch"])
+def test_choice_without_vllm(
+    platform: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """Where no platform is known, the host's clock is used."""
+    monkeypatch.setitem(sys.modules, missing, None)
+
+    assert device.choose_clock().kind == clocks.CLOCK_HOST
+
+
 SLEWED_CASES = [case for case in CASES if "slewed" in case.name]
 NTP_PPM = 500.0
 # Until two anchors have ended nothing tells that the clocks drift faster than they should.
