@@ -89,12 +89,12 @@ class LoadPlan:
 
     def check_context(self, factory: RequestFactory) -> None:
         """Raise BenchInputError when requests may exceed the server's context."""
-        lengths = (
-            math.ceil(each * (1 + self.spread)) for each in (self.input_len, self.output_len)
-        )
-        most = self.prefix_len + self.turns * sum(lengths)
         if self.file:
             most = self.file.most_tokens
+        else:
+            lengths = (self.input_len, self.output_len)
+            longest = sum(math.ceil(each * (1 + self.spread)) for each in lengths)
+            most = self.prefix_len + self.turns * longest
         # 0: the server did not tell its context; then it refuses by itself.
         context_tokens = factory.context_tokens
         if context_tokens and most > context_tokens:

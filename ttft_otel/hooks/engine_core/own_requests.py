@@ -45,8 +45,8 @@ def begin_report(patcher: Patcher, core: Any, request: Any) -> EngineReport | No
     found = context.start_context(parent, headers.get(header_names.TRACESTATE, ""), chosen)
     if not (found.sampled or chosen.metrics):
         return None
-    if not identity.is_known and core.vllm_config is not None:
-        identify_server(patcher, core.vllm_config)
+    if not identity.is_known and (config := getattr(core, "vllm_config", None)) is not None:
+        identify_server(patcher, config)
     _begin_sending()
     added = clock.now_us()
     # As an API server's, so that this request can be named as the holder of another one.
