@@ -26,7 +26,7 @@ from lab.fake_vllm.kv_publisher import FakePublisher
 from lab.fake_vllm.prefix_cache import FakeEngine
 from ttft_otel.commands.router.command import command
 from ttft_otel.model.names import env_names, header_names, metric_names
-from ttft_otel.router.workers import worker_socket
+from ttft_otel.router.workers import messages
 
 FEW_CLIENTS = 4
 
@@ -342,7 +342,7 @@ async def test_orders_reach_a_frozen_worker(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when questions, or more orders than are kept, pushed out what it missed: all agree at last."""
-    change = f"import {worker_socket.__name__} as it; it.MAX_QUEUED_BYTES"
+    change = f"import {messages.__name__} as it; it.MAX_QUEUED_BYTES"
     code = f"{change} = {KERNEL_BYTES}\n{test_router_process.COMMAND_CODE}"
     monkeypatch.setattr(test_router_process, "COMMAND_CODE", code)
     async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:

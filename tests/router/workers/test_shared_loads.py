@@ -16,7 +16,7 @@ from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.workers import messages, process_loads, worker_socket
+from ttft_otel.router.workers import messages, process_loads
 from ttft_otel.router.workers.process_loads import LoadLink, OwnLoads, RemoteLoads
 from ttft_otel.tracing import clock
 
@@ -229,7 +229,7 @@ def test_all_anew_is_bounded() -> None:
     # Of a very long prompt only the first blocks are told, so that a message fits into a datagram.
     assert [len(sent.block_keys) for sent in told[:2]] == [messages.MAX_BLOCK_KEYS] * 2
     assert sum(len(sent.block_keys) for sent in told) == process_loads.MAX_RESENT_KEYS
-    assert len(messages.encode_frame(0, told[:1])) < worker_socket.MAX_JOINED_BYTES
+    assert len(messages.encode_frame(0, told[:1])) < messages.MAX_JOINED_BYTES
 
 
 async def test_a_burst_is_one_datagram(monkeypatch: pytest.MonkeyPatch) -> None:

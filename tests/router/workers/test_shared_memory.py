@@ -12,8 +12,8 @@ import pytest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ttft_otel.model.names import metric_names
-from ttft_otel.router.workers import shared_memory
-from ttft_otel.router.workers.shared_memory import SILENCE_US, SharedMemory
+from ttft_otel.router.workers import worker
+from ttft_otel.router.workers.supervisor import SILENCE_US, SharedMemory
 from ttft_otel.tracing import clock
 
 URL = "http://127.0.0.1:1"
@@ -36,20 +36,20 @@ def shared() -> SharedMemory:
     """That of two workers whose event loops run."""
     memory = SharedMemory(2)
     for slot in range(2):
-        memory.record_heartbeat(slot, clock.now_us())
+        memory.numbers[slot].heartbeat = clock.now_us()
     return memory
 
 
 def read_values(shared: SharedMemory, slot: int = 0) -> dict[str, float]:
     """All that the worker on a slot shows, without labels."""
-    metrics = shared_memory.collect_all(shared, slot)
+    metrics = worker.collect_all(shared, slot)
     return {each.name: each.value for metric in metrics for each in metric.samples}
 
 
 def write(shared: SharedMemory, slot: int, *values: float, inherited: Any = ()) -> None:
     """Write metrics of these values."""
     metrics = build_metrics(*values) if values else ()
-    shared_memory.write_metrics(shared, slot, metrics, inherited, {URL} if values else ())
+    worker.write_metrics(shared, slot, metrics, inherited, {URL} if values else ())
 
 
 def test_workers_are_one(shared: SharedMemory) -> None:
@@ -72,7 +72,7 @@ def test_a_successor_goes_on_counting(shared: SharedMemory) -> None:
     Nor does what was counted of an instance that is gone: these would fill /metrics for ever.
     """
     write(shared, 0, 5, 3, 1.0, 0)
-    inherited = shared_memory.read_counters(shared, 0)
+    inherited = worker.read_counters(shared, 0)
     assert read_values(shared)[f"{metric_names.ROUTER_ATTEMPTS}_total"] == 5
 
     for requests in (0, 1, 2):
@@ -89,7 +89,7 @@ def test_gauges_of_a_silent_worker_are_left_out(shared: SharedMemory) -> None:
     """Nothing is under way at a worker that has been dead for long; what it counted stays."""
     write(shared, 0, 5, 1, 0.0, 0)
     write(shared, 1, 7, 2, 1.0, 0)
-    shared.record_heartbeat(1, clock.now_us() - SILENCE_US - 1)
+    shared.numbers[1].heartbeat = clock.now_us() - SILENCE_US - 1
 
     values = read_values(shared)
 

@@ -19,10 +19,11 @@ from ttft_otel.router.workers.messages import (
     Ended,
     Message,
     Question,
+    WorkerSocket,
     decode_frame,
     encode_frame,
+    make_socket_pairs,
 )
-from ttft_otel.router.workers.worker_socket import WorkerSocket, make_socket_pairs
 
 FAILING_START = """
 import sys
@@ -37,7 +38,7 @@ from ttft_otel.router.workers import supervisor
 supervisor.CHECK_INTERVAL_S, supervisor.MAX_SILENT_CHECKS = 0.2, 3
 def work(slot):
     for beat in range(1, 1000):
-        slot.shared.record_heartbeat(slot.number, beat)
+        slot.shared.numbers[slot.number].heartbeat = beat
         if slot.number == 0 and beat == 20:
             if slot.is_successor:
                 os.kill(os.getppid(), signal.SIGTERM)

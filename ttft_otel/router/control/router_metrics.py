@@ -214,10 +214,10 @@ class RouterMetrics(Collector):
     def _collect_discovery(self, discovery: Discovery) -> Iterator[Metric]:
         help_text = "Instances that a source names."
         # What was refused is not in `roles_by_url`.
-        found = {each.name: len(each.roles_by_url) for each in discovery.watched}
+        found = {each.address.text: len(each.roles_by_url) for each in discovery.watched}
         yield build_gauge(metric_names.ROUTER_DISCOVERED_INSTANCES, help_text, found, "source")
         help_text = "Times that a source of instances could not be asked."
-        failures = {each.name: each.failures for each in discovery.watched}
+        failures = {each.address.text: each.failures for each in discovery.watched}
         yield build_counter(metric_names.ROUTER_DISCOVERY_FAILURES, help_text, failures, "source")
 
     def _collect_instances(self) -> Iterator[Metric]:
@@ -232,7 +232,7 @@ class RouterMetrics(Collector):
         labels = INSTANCE_LABELS
         help_text = "1 for the state it is in."
         yield build_gauge(metric_names.ROUTER_INSTANCE, help_text, states, *labels, "state")
-        # Of this worker; with several, shared_memory.py adds them up.
+        # Of this worker; with several, workers/worker.py adds them up.
         in_flight = {key: each.in_flight for key, each in instances.items()}
         yield build_gauge(metric_names.ROUTER_IN_FLIGHT, "Attempts under way.", in_flight, *labels)
         help_text = "1 while it gets nothing, 0.5 while it is tried."

@@ -2,13 +2,15 @@
 """The parent of the workers: starts them, replaces those that die, passes signals on; serves nothing.
 
 commands/router/command.py gives it the function that a worker runs. It forks before there is an
-event loop or a thread, so that a successor needs milliseconds, not the seconds that imports take.
+event loop or a thread, so that a successor needs milliseconds, not the seconds that imports take. What
+workers share, memory and sockets, is made before that; worker.py uses it.
 """
 
 from __future__ import annotations
 
-import functools
+import ctypes
 import logging
+import mmap
 import multiprocessing
 import os
 import secrets
@@ -17,11 +19,11 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.context import ForkContext, ForkProcess
+from multiprocessing.context import ForkProcess
 from typing import Any, Final
 
-from ttft_otel.router.workers.shared_memory import SharedMemory
-from ttft_otel.router.workers.worker_socket import SocketPair, make_socket_pairs
+from ttft_otel.router.workers.messages import SocketPair, make_socket_pairs
+from ttft_otel.tracing import clock
 
 WATCHED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 # Beyond the drain timeout: for cancelled responses to end and the last records to leave.
@@ -34,8 +36,69 @@ MAX_SILENT_CHECKS: Final = 30
 STEADY_S: Final = 10.0  # seconds after which a process that dies is replaced at once
 FIRST_PAUSE_S: Final = 0.5  # before one that died sooner is replaced; doubled while it goes on
 MAX_PAUSE_S: Final = 30.0
+SILENCE_US: Final = 5_000_000  # microseconds after which nothing counts as under way at a worker
 
 log: Final = logging.getLogger("ttft_otel")
+
+
+class SlotNumbers(ctypes.Structure):
+    """What one worker shows the others in numbers, on a cache line of its own, so that none slows another.
+
+    heartbeat: when its event loop ran last, in microseconds; 0 while it does not serve yet. orders: that it
+    and its predecessors have given to the others. version: of its metrics. lengths: bytes of these on either
+    page.
+    """
+
+    heartbeat: int
+    orders: int
+    version: int
+    lengths: list[int]
+    _fields_ = (
+        ("heartbeat", ctypes.c_int64),
+        ("orders", ctypes.c_int64),
+        ("version", ctypes.c_int64),
+        ("lengths", ctypes.c_int64 * 2),
+        ("_rest", ctypes.c_int64 * 3),
+    )
+
+
+class SharedMemory:
+    """What each worker shows the others, in memory that forked processes share: numbers and its metrics.
+
+    Nothing is locked: each slot has one writer, no number is seen in halves, and metrics are written where
+    nobody reads, as a whole before they are shown, so that no total ever falls: a counter that falls is a
+    restart to Prometheus.
+    """
+
+    def __init__(self, slots: int) -> None:
+        numbers = SlotNumbers * slots
+        self.numbers = numbers.from_buffer(mmap.mmap(-1, ctypes.sizeof(numbers)))  # by slot
+        # Files without a name, in memory: two for each slot, written in turn.
+        self._pages = [
+            [os.memfd_create("ttft-otel-metrics") for _ in range(2)] for _ in range(slots)
+        ]
+
+    def write_metrics(self, slot: int, data: bytes) -> None:
+        """Replace a slot's metrics, which outlive its worker. Raises OSError if there is no memory."""
+        numbers = self.numbers[slot]
+        version = numbers.version + 1
+        os.pwrite(self._pages[slot][version % 2], data, 0)
+        numbers.lengths[version % 2] = len(data)
+        numbers.version = version
+
+    def read_metrics(self, slot: int) -> bytes:
+        """What a slot's worker, or a predecessor, has written last; empty before that."""
+        numbers = self.numbers[slot]
+        while True:
+            version = numbers.version
+            data = os.pread(self._pages[slot][version % 2], numbers.lengths[version % 2], 0)
+            # Else this page may be the one that is being written by now.
+            if version == numbers.version:
+                return data
+
+    def is_silent(self, slot: int) -> bool:
+        """Whether the worker's event loop has not run for SILENCE_US, or it does not serve yet."""
+        return clock.now_us() - self.numbers[slot].heartbeat > SILENCE_US
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +109,8 @@ class WorkerSlot:
     sockets: tuple[SocketPair, ...]  # of all workers
     shared: SharedMemory
     lifeline_fd: int  # at its end of file the supervisor is gone
-    is_successor: bool = False  # another worker died on this slot
-    replica: str = ""  # names this router among its replicas
+    is_successor: bool  # another worker died on this slot
+    replica: str  # names this router among its replicas
 
 
 @dataclass(slots=True)
@@ -61,19 +124,6 @@ class ChildProcess:
     heartbeat: int = 0  # that was seen last, 0 before the worker serves
     silent_checks: int = 0  # looks at which it was the same
     has_served: bool = False  # this process, or one before it
-
-    def start(self, context: ForkContext, enter: Callable[[], None], name: str) -> None:
-        self.process = context.Process(target=enter, name=name)
-        self.started_s, self.restart_at_s = time.monotonic(), 0.0
-        self.heartbeat = self.silent_checks = 0
-        self.process.start()
-
-    def plan_restart(self) -> str:
-        """Have an ended one replaced; returns when that is, in words."""
-        self.process, moment = None, time.monotonic()
-        self.pause_s = choose_pause_s(self.pause_s, moment - self.started_s)
-        self.restart_at_s = moment + self.pause_s
-        return f"in {self.pause_s:g} s" if self.pause_s else "at once"
 
 
 class WorkerSupervisor:
@@ -118,8 +168,12 @@ class WorkerSupervisor:
                 self._start_worker(number)
             while not self._kill_at_s or self._list_running():
                 arrived = signal.sigtimedwait(WATCHED_SIGNALS, self._choose_wait_s())
-                if arrived is not None:
-                    self._handle_signal(signal.Signals(arrived.si_signo))
+                if arrived is not None and arrived.si_signo == signal.SIGHUP:
+                    self.reload()
+                    self._signal_workers(signal.SIGHUP)
+                # That of a child is only to end the wait: _reap_workers() looks at every process.
+                elif arrived is not None and arrived.si_signo != signal.SIGCHLD:
+                    self._begin_stop()
                 self._reap_workers()
                 self._kill_hung()
                 self._restart_due()
@@ -130,31 +184,29 @@ class WorkerSupervisor:
         return self._exit_code
 
     def _start_worker(self, number: int) -> None:
-        is_successor = self._has_served(number)
-        self._shared.record_heartbeat(number, 0)
-        slot = WorkerSlot(
-            number,
-            self._sockets,
-            self._shared,
-            self._lifeline[0],
-            is_successor=is_successor,
-            replica=self._replica,
+        state, is_successor = self._states[number], self._has_served(number)
+        self._shared.numbers[number].heartbeat = 0
+        lifeline_fd, replica = self._lifeline[0], self._replica
+        slot = WorkerSlot(number, self._sockets, self._shared, lifeline_fd, is_successor, replica)
+        state.process = self._context.Process(
+            target=self._enter_worker, args=(slot,), name=f"ttft-otel-worker-{number}"
         )
-        enter = functools.partial(self._enter_child, functools.partial(self.run_worker, slot))
-        self._states[number].start(self._context, enter, f"ttft-otel-worker-{number}")
+        state.started_s, state.restart_at_s = time.monotonic(), 0.0
+        state.heartbeat = state.silent_checks = 0
+        state.process.start()
 
-    def _enter_child(self, run: Callable[[], None]) -> None:
+    def _enter_worker(self, slot: WorkerSlot) -> None:
         """In the new process: leave what is the supervisor's, and do its work."""
         # Or a worker would itself keep the lifeline from ending.
         os.close(self._lifeline[1])
         # Ctrl-C signals the terminal's process group: one signal, the supervisor's, is to arrive.
         os.setpgrp()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED_SIGNALS)
-        run()
+        self.run_worker(slot)
 
     def _has_served(self, number: int) -> bool:
         state = self._states[number]
-        state.has_served = state.has_served or self._shared.get_heartbeat(number) > 0
+        state.has_served = state.has_served or self._shared.numbers[number].heartbeat > 0
         return state.has_served
 
     def _list_running(self) -> list[ForkProcess]:
@@ -167,16 +219,6 @@ class WorkerSupervisor:
         if self._kill_at_s:
             due_s = [self._kill_at_s]
         return max(0.0, min((*due_s, moment + CHECK_INTERVAL_S)) - moment)
-
-    def _handle_signal(self, number: signal.Signals) -> None:
-        if number == signal.SIGCHLD:
-            # Only to end the wait: _reap_workers() looks at every process.
-            return
-        if number == signal.SIGHUP:
-            self.reload()
-            self._signal_workers(signal.SIGHUP)
-            return
-        self._begin_stop()
 
     def _begin_stop(self) -> None:
         """Drain all workers; at a second signal each of them ends at once."""
@@ -215,13 +257,16 @@ class WorkerSupervisor:
             self._exit_code = abs(process.exitcode or 0) or 1
             self._begin_stop()
             return
+        state.process, moment = None, time.monotonic()
+        state.pause_s = choose_pause_s(state.pause_s, moment - state.started_s)
+        state.restart_at_s = moment + state.pause_s
         log.error(
             "ttft-otel: worker %d (process %s) %s: its requests are lost, those of the others are not; "
             "it is replaced %s",
             number,
             process.pid,
             describe_end(process.exitcode or 0),
-            state.plan_restart(),
+            f"in {state.pause_s:g} s" if state.pause_s else "at once",
         )
 
     def _kill_hung(self) -> None:
@@ -231,7 +276,7 @@ class WorkerSupervisor:
             return
         self._checked_s = moment
         for number, state in enumerate(self._states):
-            heartbeat = self._shared.get_heartbeat(number)
+            heartbeat = self._shared.numbers[number].heartbeat
             is_silent = heartbeat and heartbeat == state.heartbeat
             state.silent_checks = state.silent_checks + 1 if is_silent else 0
             state.heartbeat = heartbeat

@@ -2,7 +2,8 @@
 """One worker: its server on the shared port, joined to the other workers; command.py runs it.
 
 process_loads.py has the load. That, reports, operators' orders and the instances of a successor go through
-worker_socket.py, metrics through memory that all share.
+messages.py, metrics through memory that all share: who is scraped adds them up. The successor of a dead
+worker goes on from its counters.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import contextlib
 import functools
 import itertools
 import logging
+import operator
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Final, TypeAlias
 
@@ -26,14 +28,14 @@ from ttft_otel.model.names import metric_names
 from ttft_otel.router.control.admin import apply_order
 from ttft_otel.router.control.app import RouterApp
 from ttft_otel.router.control.uvicorn_server import DrainingServer, ServerPlan, run_router_server
+from ttft_otel.router.discovery.discovery import end_tasks
 from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.proxy.exchange_reporter import DatedReport
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import parse_instance_url
-from ttft_otel.router.workers import messages, shared_memory
+from ttft_otel.router.workers import messages
 from ttft_otel.router.workers.process_loads import LoadLink
-from ttft_otel.router.workers.supervisor import WorkerSlot, bind_shared_port
-from ttft_otel.router.workers.worker_socket import WorkerSocket
+from ttft_otel.router.workers.supervisor import SharedMemory, WorkerSlot, bind_shared_port
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.guard import Guard
 from ttft_otel.tracing.meter import build_counter, build_gauge
@@ -42,10 +44,25 @@ from ttft_otel.tracing.meter import build_counter, build_gauge
 TOTALS_INTERVAL_S: Final = 1.0
 ANSWER_TIMEOUT_S: Final = 1.0  # seconds for the others to answer a question
 MAX_ORDERS: Final = 1024  # that a worker keeps for others that have missed some
+# Gauges of which each worker has a part; of the others each has the whole, or its own opinion.
+SUMMED_GAUGES: Final = {
+    metric_names.ROUTER_REQUESTS_IN_FLIGHT,
+    metric_names.ROUTER_IN_FLIGHT,
+    metric_names.ROUTER_RETRY_BUDGET,
+    metric_names.ROUTER_WORKERS,
+}
+# Counters of what happens to each of them at once: the largest is right, the sum is not.
+COMMON_COUNTERS: Final = {metric_names.ROUTER_RELOADS, metric_names.ROUTER_KV_EVENTS}
 
 # A worker's instances for a successor: leg, URL and whether it drains; and roles by URL of those that
 # sources named.
 InstanceSet: TypeAlias = tuple[list[tuple[str, str, bool]], dict[str, str]]
+SampleKey: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]  # name, labels in order
+# Name, help text and kind of a metric, and its samples.
+Family: TypeAlias = tuple[str, str, str, list[tuple[SampleKey, float]]]
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final = msgspec.msgpack.Decoder(list[Family])
 
 log: Final = logging.getLogger("ttft_otel")
 
@@ -59,23 +76,23 @@ class WorkerLink:
     def __init__(self, slot: WorkerSlot, app: RouterApp) -> None:
         self.companion: AbstractAsyncContextManager[None] | None = None
         self.slot = slot
+        self._own = slot.shared.numbers[slot.number]
         self.app = app
         self.pool = app.endpoint.upstream.pool
-        self.socket = WorkerSocket(slot.sockets, slot.number, self.receive_messages)
+        self.socket = messages.WorkerSocket(slot.sockets, slot.number, self.receive_messages)
         self.loads = LoadLink(self.pool, app.endpoint.routing, self.socket.others, self.socket.send)
-        self._inherited = shared_memory.read_counters(slot.shared, slot.number)
+        self._inherited = read_counters(slot.shared, slot.number)
         # Not from 1: an answer to a predecessor may come late.
         self._numbers = itertools.count(clock.now_us())
         self._orders: deque[messages.Order] = deque(maxlen=MAX_ORDERS)  # that this worker has given
         # The latest order of each other worker up to which none is missing here. A successor gets what came
         # of earlier ones with the instances.
         self._orders_taken = {
-            number: slot.shared.count_orders(number) if slot.is_successor else 0
+            number: slot.shared.numbers[number].orders if slot.is_successor else 0
             for number in self.socket.others
         }
         self._missed_orders: set[int] = set()  # workers of which some were missing a moment ago
         self._answers: dict[int, asyncio.Queue[bytes]] = {}
-        self._tasks: list[asyncio.Task[None]] = []
         self._stack = AsyncExitStack()
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             messages.Order: self._take_order,
@@ -99,15 +116,13 @@ class WorkerLink:
             await self._stack.enter_async_context(self.companion)
         self._write_metrics(self.app.metrics.collect_own())
         # Last, as it is also the sign for the supervisor that this worker has started.
-        self.slot.shared.record_heartbeat(self.slot.number, clock.now_us())
-        self._tasks.append(asyncio.create_task(self._compare_forever()))
+        self._own.heartbeat = clock.now_us()
+        comparing = asyncio.create_task(self._compare_forever())
+        self._stack.push_async_callback(end_tasks, [comparing])
 
     async def close(self) -> None:
         """Leave; the others forget what was under way here."""
         await self._stack.aclose()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         # For the sum of the others, and for a successor.
         self._write_metrics(self.app.metrics.collect_own())
         self.loads.close()
@@ -121,7 +136,7 @@ class WorkerLink:
 
     async def _compare_forever(self) -> None:
         while True:
-            self.slot.shared.record_heartbeat(self.slot.number, clock.now_us())
+            self._own.heartbeat = clock.now_us()
             await asyncio.sleep(TOTALS_INTERVAL_S)
             with Guard("router.workers"):
                 self._ask_for_orders()
@@ -131,8 +146,8 @@ class WorkerLink:
                     self.loads.forget_worker(number)
 
     def _relay_order(self, action: str, leg: str, url: str) -> None:
-        number = self.slot.shared.add_order(self.slot.number)
-        order = messages.Order(action, leg, url, number)
+        self._own.orders += 1
+        order = messages.Order(action, leg, url, self._own.orders)
         self._orders.append(order)
         # Before the operator has the answer: the next order may go to another worker.
         self.socket.send([order], self.socket.others)
@@ -159,7 +174,7 @@ class WorkerLink:
         """Ask workers that have given orders which have not come here, though there was time for it."""
         missed = set()
         for number, taken in self._orders_taken.items():
-            if self.slot.shared.count_orders(number) == taken:
+            if self.slot.shared.numbers[number].orders == taken:
                 continue
             missed.add(number)
             if number in self._missed_orders:
@@ -173,8 +188,7 @@ class WorkerLink:
             self.socket.send(orders, [number])
             return
         # They were a predecessor's, or too many: nobody has them any more but as their results.
-        own = self.slot.shared.count_orders(self.slot.number)
-        instances = messages.Answer(-own, encode_instances(self.app))
+        instances = messages.Answer(-self._own.orders, encode_instances(self.app))
         self.socket.send([instances], [number])
 
     def _answer_question(self, number: int, question: messages.Question) -> None:
@@ -232,13 +246,11 @@ class WorkerLink:
 
     def _merge_metrics(self, own: Iterator[Metric]) -> Iterator[Metric]:
         self._write_metrics(own)
-        return shared_memory.collect_all(self.slot.shared, self.slot.number)
+        return collect_all(self.slot.shared, self.slot.number)
 
     def _write_metrics(self, own: Iterator[Metric]) -> None:
         metrics, urls = [*own, *self._collect_workers()], {each.url for each in self.pool}
-        shared_memory.write_metrics(
-            self.slot.shared, self.slot.number, metrics, self._inherited, urls
-        )
+        write_metrics(self.slot.shared, self.slot.number, metrics, self._inherited, urls)
 
     def _collect_workers(self) -> Iterator[Metric]:
         yield build_gauge(metric_names.ROUTER_WORKERS, "Workers that serve the port.", 1)
@@ -332,3 +344,75 @@ def apply_instances(app: RouterApp, data: bytes) -> None:
     for instance in list(pool):
         if (instance.leg, instance.url) not in staying:
             pool.remove_instance(instance)
+
+
+def read_counters(shared: SharedMemory, slot: int) -> list[Family]:
+    """What was counted on a slot. Gauges ended with their worker; what it counted belongs to the router."""
+    return [each for each in _read_families(shared, slot) if each[2] == "counter"]
+
+
+def write_metrics(
+    shared: SharedMemory,
+    slot: int,
+    metrics: Iterable[Metric],
+    inherited: Iterable[Family],
+    urls: Collection[str],
+) -> None:
+    """Write a worker's `metrics` together with the counters that it `inherited`.
+
+    urls: of the instances that there are: inherited samples of others would stay for ever.
+    """
+    present = {None, *urls}
+    kept = [
+        (*family[:3], [each for each in family[3] if dict(each[0][1]).get("instance") in present])
+        for family in inherited
+    ]
+    own = [
+        (
+            each.name,
+            each.documentation,
+            each.type,
+            # Sorted, or one sample could have two keys.
+            [((it.name, tuple(sorted(it.labels.items()))), float(it.value)) for it in each.samples],
+        )
+        for each in metrics
+    ]
+    # What one process counted, its predecessor had not.
+    merged = _merge_families([*kept, *own], is_sum=lambda _: True)
+    shared.write_metrics(slot, _ENCODER.encode(merged))
+
+
+def collect_all(shared: SharedMemory, slot: int) -> Iterator[Metric]:
+    """The metrics of all workers as one, for the worker on `slot`."""
+    families: list[Family] = []
+    for each in range(len(shared.numbers)):
+        # Counters stay also of a worker that hangs, or the sum would fall.
+        is_gone = each != slot and shared.is_silent(each)
+        families += read_counters(shared, each) if is_gone else _read_families(shared, each)
+    for name, help_text, kind, samples in _merge_families(families, _is_sum):
+        metric = Metric(name, help_text, kind)
+        for (sample_name, labels), value in samples:
+            metric.add_sample(sample_name, dict(labels), value)
+        yield metric
+
+
+def _read_families(shared: SharedMemory, slot: int) -> list[Family]:
+    data = shared.read_metrics(slot)
+    return _DECODER.decode(data) if data else []
+
+
+def _is_sum(family: Family) -> bool:
+    """Whether the workers' values of a metric are parts of one."""
+    name, _, kind, _ = family
+    return name in SUMMED_GAUGES if kind == "gauge" else name not in COMMON_COUNTERS
+
+
+def _merge_families(families: Iterable[Family], is_sum: Callable[[Family], bool]) -> list[Family]:
+    """Merge metrics of the same name, sample by sample: their sum, or the largest."""
+    merged: dict[str, tuple[Family, dict[SampleKey, float]]] = {}
+    for family in families:
+        _, values = merged.setdefault(family[0], (family, {}))
+        join = operator.add if is_sum(family) else max
+        for key, value in family[3]:
+            values[key] = join(values[key], value) if key in values else value
+    return [(*family[:3], list(values.items())) for family, values in merged.values()]
