@@ -39,21 +39,8 @@ from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.store.database_reader import build_stored_trace
 from ttft_otel.router.disagg.stream_splice import StreamSplicer, render_first_events
-from ttft_otel.router.discovery import kubernetes_source
-from ttft_otel.router.discovery.discovery import (
-    Discovery,
-    WatchedSource,
-    parse_source_address,
-)
-from ttft_otel.router.discovery.found_instances import (
-    MAX_FOUND_INSTANCES,
-    ROLES,
-    FoundInstances,
-    check_url,
-)
-from ttft_otel.router.discovery.kubernetes_source import (
-    KubernetesSource,
-)
+from ttft_otel.router.discovery import discovery as found_by
+from ttft_otel.router.discovery import sources
 from ttft_otel.router.routing.prefixes.kv_event_parser import (
     BlocksStored,
     MalformedEvents,
@@ -259,11 +246,11 @@ class WatchAnswer:
 
 async def follow_watch(parts: Sequence[bytes]) -> tuple[list[tuple[str, str]], str]:
     """Instances after these events, and the class of what ended the watch, which has no successor."""
-    address = parse_source_address("k8s://default/app=vllm")
-    source = KubernetesSource(address, "http://127.0.0.1")
+    address = found_by.parse_source_address("k8s://default/app=vllm")
+    source = sources.KubernetesSource(address, "http://127.0.0.1")
     pool = InstancePool({PREFILL_DECODE: ()})
-    watched = WatchedSource(address, source.watch_findings)
-    discovery = Discovery([watched], FoundInstances(pool, {}), 1.0)
+    watched = found_by.WatchedSource(address, source.watch_findings)
+    discovery = found_by.Discovery([watched], found_by.FoundInstances(pool, {}), 1.0)
 
     answers = [WatchAnswer(parts)]
 
@@ -281,17 +268,17 @@ async def follow_watch(parts: Sequence[bytes]) -> tuple[list[tuple[str, str]], s
     except Exception as error:  # noqa: BLE001
         end = type(error).__name__
     for each in pool:
-        assert check_url(each.url) == each.url and each.leg in ROLES
+        assert found_by.check_url(each.url) == each.url and each.leg in found_by.CONFLICTING_ROLES
     return sorted((each.url, each.leg) for each in pool), end
 
 
 def check_discovery(parts: Sequence[bytes]) -> None:
     """Events of EndpointSlices: whatever they say, instances are URLs with roles, and no more than 256."""
     logger = logging.getLogger("ttft_otel")
-    with patch.object(kubernetes_source, "PAUSE_S", 0), patch.object(logger, "disabled", True):
+    with patch.object(sources, "PAUSE_S", 0), patch.object(logger, "disabled", True):
         run = load_server()[1].run
         found = run(follow_watch(parts))
-        assert len(found[0]) <= MAX_FOUND_INSTANCES
+        assert len(found[0]) <= found_by.MAX_FOUND_INSTANCES
         assert found == run(follow_watch([b"".join(parts)]))
 
 

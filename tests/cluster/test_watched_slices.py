@@ -23,7 +23,7 @@ from router.fake_instances import FakeInstance, InstancePlan
 
 from lab import chart
 from lab.kube_cluster import KubeCluster
-from ttft_otel.router.discovery import kubernetes_source
+from ttft_otel.router.discovery import sources
 
 pytestmark = pytest.mark.full
 
@@ -51,10 +51,8 @@ def account(
     folder = cluster.write_account_folder(namespace, ACCOUNT, tmp_path / "account")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT_HTTPS", str(cluster.port))
-    find_cluster = kubernetes_source.find_cluster
-    monkeypatch.setattr(
-        kubernetes_source, "find_cluster", lambda api_url="": find_cluster(api_url, folder)
-    )
+    find_cluster = sources.find_cluster
+    monkeypatch.setattr(sources, "find_cluster", lambda api_url="": find_cluster(api_url, folder))
     return folder
 
 

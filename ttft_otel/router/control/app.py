@@ -27,8 +27,7 @@ from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend
 
 if TYPE_CHECKING:
-    from ttft_otel.router.discovery.discovery import Discovery
-    from ttft_otel.router.discovery.found_instances import FoundInstances
+    from ttft_otel.router.discovery.discovery import Discovery, FoundInstances
 
 DATA_PATH_PREFIX: Final = "/v1/"
 CLOSE_HEADER: Final = (b"connection", b"close")

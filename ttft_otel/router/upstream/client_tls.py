@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TLS to instances and to the API server, by PEM files that may be replaced while the router runs.
 
-command.py and kubernetes_source.py name the files; connection_pool.py asks before it opens a connection.
+command.py and sources.py name the files; connection_pool.py asks before it opens a connection.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The instances of every leg with their health and circuit breakers; upstream_client.py chooses from it.
 
-health_monitor.py, admin.py and found_instances.py change it. The candidates of a request are computed
+health_monitor.py, admin.py and discovery.py change it. The candidates of a request are computed
 when something changes, not for each request.
 """
 

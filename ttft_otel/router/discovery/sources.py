@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances behind Services of Kubernetes, from a watch of their EndpointSlices; discovery.py asks it.
+"""The two kinds of sources that discovery.py asks: names of DNS, and Services of Kubernetes.
 
-The control plane copies a Service's labels to its slices, so a label of the Service can say the role.
+A name has the addresses of a headless Service, or its SRV records, and is asked again and again. dnspython
+asks the nameservers of /etc/resolv.conf with its search domains, as the C library would, but tells a name
+that does not exist from a server that does not answer: only the first may remove instances.
+
+Of a Service its EndpointSlices are watched. The control plane copies a Service's labels to them, so a label
+of the Service can say the role.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
+import dns.asyncresolver
+import dns.exception
+import dns.rdatatype
+import dns.resolver
 import msgspec
 
 from ttft_otel.model.stages import PREFILL_DECODE
@@ -25,6 +35,10 @@ from ttft_otel.router.upstream.client_tls import ClientTls
 from ttft_otel.router.upstream.instance_connection import InstanceAnswer
 from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient, read_at_most
 
+QUERY_TIMEOUT_S: Final = 5.0  # seconds for one name, all nameservers and search domains together
+# Answers without an address in a row until instances are removed: a Service that is made anew, or a
+# nameserver that has just started, says for a moment that there is nothing.
+EMPTY_ANSWERS_NEEDED: Final = 2
 # Where kubelet mounts a pod's token and the cluster's CA.
 ACCOUNT_FOLDER: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 WATCH_S: Final = 60  # seconds for which one watch runs; then it goes on from where it was
@@ -32,6 +46,89 @@ SILENCE_S: Final = 15.0  # seconds beyond that until a connection that says noth
 LIST_TIMEOUT_S: Final = 30.0  # seconds for a list
 MAX_LIST_BYTES: Final = 33_554_432  # bytes of a list; 10,000 endpoints have about 5 MB
 MAX_EVENT_BYTES: Final = 4_194_304  # bytes of one slice; etcd takes 1.5 MiB
+PAUSE_S: Final = 0.5  # seconds between two watches, for a server that ends each at once
+ROLE_LABELS: Final = ("ttft-otel/role", "llm-d.ai/role")  # the first that a slice has decides
+SERVICE_LABEL: Final = "kubernetes.io/service-name"
+HTTP_PORT: Final = "http"  # of several ports the one of this name
+
+EndpointSlice = Mapping[str, Any]
+
+
+async def watch_name(address: SourceAddress, interval_s: float) -> AsyncGenerator[Findings, None]:
+    """Give the addresses of a name each time that it was resolved. Raises SourceUnreachable.
+
+    interval_s: seconds between two questions.
+    """
+    empty_answers = 0
+    try:
+        resolver = build_resolver(address.nameserver)
+        while True:
+            urls = await _resolve_urls(resolver, address)
+            empty_answers = 0 if urls else empty_answers + 1
+            if urls:
+                yield Findings(dict.fromkeys(urls, address.role or PREFILL_DECODE))
+            elif empty_answers >= EMPTY_ANSWERS_NEEDED:
+                yield Findings(problem="the name has no address: is the Service headless?")
+            # jitter, so that the replicas of a router do not ask at the same moment
+            await asyncio.sleep(interval_s * random.uniform(0.8, 1.2))
+    except dns.exception.Timeout as error:  # its own text has the seconds, new ones each time
+        raise SourceUnreachable(
+            f"DNS: no answer for {address.place} in {QUERY_TIMEOUT_S:g} s"
+        ) from error
+    except (dns.exception.DNSException, OSError) as error:
+        raise SourceUnreachable(f"DNS does not answer for {address.place}: {error}") from error
+
+
+async def _resolve_urls(resolver: dns.asyncresolver.Resolver, address: SourceAddress) -> list[str]:
+    # Sorted: nameservers change the order from answer to answer.
+    targets = (
+        [(address.place, address.port)]
+        if address.port
+        else sorted(
+            {
+                (record.target.to_text(), record.port)
+                for record in await _ask(resolver, address.place, "SRV")
+            }
+        )
+    )
+    return [
+        write_url(address.instance_scheme, host, port)
+        for target, port in targets
+        for host in await _resolve_hosts(resolver, target)
+    ]
+
+
+async def _resolve_hosts(resolver: dns.asyncresolver.Resolver, name: str) -> list[str]:
+    """The addresses of a name: IPv4, else IPv6; both would be every instance twice."""
+    for kind in ("A", "AAAA"):
+        if hosts := {record.address for record in await _ask(resolver, name, kind)}:
+            return sorted(hosts)
+    return []
+
+
+async def _ask(resolver: dns.asyncresolver.Resolver, name: str, kind: str) -> list[Any]:
+    try:
+        # No record of one kind is no error: the name may have the other kind.
+        answer = await resolver.resolve(
+            name, kind, search=True, raise_on_no_answer=False, lifetime=QUERY_TIMEOUT_S
+        )
+    except dns.resolver.NXDOMAIN:
+        return []
+    return list(answer.rrset or ())
+
+
+def build_resolver(nameserver: str) -> dns.asyncresolver.Resolver:
+    """A resolver that asks `nameserver` (IP:PORT), or those of /etc/resolv.conf where it is empty.
+
+    Raises NoResolverConfiguration, a DNSException, without that file.
+    """
+    if not nameserver:
+        return dns.asyncresolver.Resolver()
+    host, _, port = nameserver.rpartition(":")
+    resolver = dns.asyncresolver.Resolver(configure=False)
+    resolver.nameservers = [host.strip("[]")]
+    resolver.port = int(port)
+    return resolver
 
 
 def find_cluster(api_url: str = "", folder: Path = ACCOUNT_FOLDER) -> tuple[str, Path | None]:
@@ -49,9 +146,6 @@ def find_cluster(api_url: str = "", folder: Path = ACCOUNT_FOLDER) -> tuple[str,
             "k8s:// needs a pod with a service account, or --kubernetes-api URL, as `kubectl proxy` gives it"
         )
     return write_url("https", host, port), folder
-
-
-PAUSE_S: Final = 0.5  # seconds between two watches, for a server that ends each at once
 
 
 class KubernetesSource:
@@ -205,13 +299,6 @@ async def split_lines(answer: InstanceAnswer, silence_s: float) -> AsyncIterator
                     yield line
         if len(rest) > MAX_EVENT_BYTES:
             raise SourceUnreachable(f"an event of more than {MAX_EVENT_BYTES} bytes")
-
-
-ROLE_LABELS: Final = ("ttft-otel/role", "llm-d.ai/role")  # the first that a slice has decides
-SERVICE_LABEL: Final = "kubernetes.io/service-name"
-HTTP_PORT: Final = "http"  # of several ports the one of this name
-
-EndpointSlice = Mapping[str, Any]
 
 
 def read_slices(slices: Iterable[EndpointSlice], address: SourceAddress) -> Findings:
