@@ -20,8 +20,7 @@ from ttft_otel.model.names import env_names
 from ttft_otel.router.control import admin
 from ttft_otel.router.control import app as control
 from ttft_otel.router.control.uvicorn_server import ServerPlan, run_router_server
-from ttft_otel.router.discovery.discovery import Discovery
-from ttft_otel.router.discovery.found_instances import FoundInstances
+from ttft_otel.router.discovery.discovery import Discovery, FoundInstances
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.proxy.exchange_reporter import RecentReports
@@ -161,14 +160,13 @@ def build_router(
     configured = options.build_instances()
     # Before objects with tasks exist: a refused configuration ends at once, with its remedy.
     options.check_exposure()
-    options.check_admin()
     pool = instance_pool.InstancePool(
         configured,
         options.breaker_failures,
         max_trial_s=options.limits.breaker_trial,
         first_byte_timeout_s=options.limits.first_byte_timeout,
     )
-    routing = options.build_routing(pool, options.takes_newcomers)
+    routing = options.build_routing(pool)
     upstream = UpstreamClient(
         pool,
         routing,

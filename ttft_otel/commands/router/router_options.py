@@ -30,25 +30,26 @@ from ttft_otel.router.control.admin import DEFAULT_ADMIN_HOST
 from ttft_otel.router.discovery.discovery import (
     DNS_SCHEME,
     Discovery,
+    FoundInstances,
     SourceAddress,
     WatchedSource,
     WatchFindings,
     parse_source_address,
 )
-from ttft_otel.router.discovery.found_instances import FoundInstances
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy.exchange_reporter import MAX_REPORTS
 from ttft_otel.router.routing import routing_service
 from ttft_otel.router.routing.policies import policy_state as states
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
-from ttft_otel.router.routing.prefixes import PrefixIndexName, PrefixSource, build_source
+from ttft_otel.router.routing.prefixes import PrefixIndexName, build_source
 from ttft_otel.router.types import Instance, parse_instance_url
 from ttft_otel.router.upstream import failures, health_monitor
 from ttft_otel.router.upstream.client_tls import ClientTls
 from ttft_otel.router.upstream.instance_pool import MAX_CONSECUTIVE_FAILURES, InstancePool
 
 if TYPE_CHECKING:
-    from ttft_otel.router.shared_state.store_link import StoreLink, StoreSettings
+    from ttft_otel.router.shared_state.store_link import StoreLink
+    from ttft_otel.router.workers.process_loads import OwnLoads, RemoteLoads
     from ttft_otel.router.workers.worker import WorkerLink
 
 ENV_PREFIX: Final = "TTFT_OTEL_ROUTER_"
@@ -399,11 +400,6 @@ class RouterOptions:
         limits = RouterLimits(**{name: given[name] for name in names})
         return cls(limits=limits, **{name: given[name] for name in given.keys() - names})
 
-    @property
-    def takes_newcomers(self) -> bool:
-        """Whether instances may come and go while the router runs, so that there may be none yet."""
-        return bool(self.discover)
-
     def build_instances(self) -> dict[str, tuple[Instance, ...]]:
         """The configured instances by leg. Raises UsageError, with the remedy.
 
@@ -412,7 +408,7 @@ class RouterOptions:
         """
         is_disaggregated = self.prefill or self.decode
         # One that prefills may be found before one that decodes: half a pair is allowed.
-        if self.takes_newcomers:
+        if self.discover:
             is_contradictory = bool(self.backend and is_disaggregated)
         else:
             # Exactly one of both forms, and a pair only complete: P alone could never answer.
@@ -422,7 +418,7 @@ class RouterOptions:
         if is_contradictory:
             raise click.UsageError("Give either --backend, or --prefill and --decode together.")
         # Spans and stages are named after the leg, which must not change when an encoder joins.
-        backend_leg = PREFILL_DECODE if self.encoder or self.takes_newcomers else MONO
+        backend_leg = PREFILL_DECODE if self.encoder or self.discover else MONO
         urls_by_leg = {
             ENCODE: self.encoder,
             PREFILL: self.prefill,
@@ -444,12 +440,12 @@ class RouterOptions:
             leg: tuple(several.values()) for leg, several in unique_by_url.items() if several
         }
         # The empty leg tells the pool which one prefills before any instance is found.
-        if self.takes_newcomers and not is_disaggregated:
+        if self.discover and not is_disaggregated:
             filled_legs.setdefault(backend_leg, ())
         return filled_legs
 
     def check_exposure(self) -> None:
-        """Raise UsageError for a port that other machines reach and that asks nobody for a key."""
+        """Raise UsageError for a port that other machines reach and that asks nobody for a key or a token."""
         # Names are not resolved: what they point to may change after the check.
         if not (self.api_key or self.insecure or is_loopback(self.host)):
             raise click.UsageError(
@@ -457,26 +453,19 @@ class RouterOptions:
                 "--insecure if something else decides who reaches the router."
             )
 
-    def check_admin(self) -> None:
-        """Raise UsageError for an admin API that is reachable from outside without a token."""
-        # There is no --insecure for this port: its requests add and drain instances.
+        # There is no --insecure for the admin port: its requests add and drain instances.
         if not (self.admin_token or is_loopback(self.admin_host)):
             raise click.UsageError(
                 f"--admin-host {self.admin_host} can be reached from other machines: "
                 "it needs --admin-token TOKEN."
             )
 
-    def build_routing(
-        self, pool: InstancePool, may_encoders_join: bool = False
-    ) -> routing_service.RoutingService:
+    def build_routing(self, pool: InstancePool) -> routing_service.RoutingService:
         """Build the routing service with its prompt reader and prefix index. Raises UsageError.
 
         pool: the instances to choose from.
-        may_encoders_join: encoders may be found later, so --encoder-routing-logic needs no --encoder.
         """
         self._check_combinations()
-        # Judged against the pool and not the flags: with --discover encoders may come later.
-        encoders_policy = self._choose_encoder_policy(may_encoders_join or pool.has_encoders)
         options = states.PolicyOptions(
             session_key=self.session_key,
             kv_aware_threshold=self.kv_aware_threshold,
@@ -486,38 +475,24 @@ class RouterOptions:
             slo_s=(self.slo_ttft_ms or 0) / 1000,
             max_queue_s=(self.max_queue_ms or 0) / 1000,
         )
-        policy_name = self.routing_logic
-        # Nothing below is built for the others: no child process, no index, no subscription.
-        if not POLICIES[policy_name].reads_prompts:
-            return routing_service.RoutingService(
-                pool, policy_name, options, encoders_policy=encoders_policy
-            )
-        # Imported here: other policies need no tokenizer.
-        from ttft_otel.router.routing.prompts.prompt_reader import build_reader
+        knowledge: dict[str, Any] = {}
+        # Not for the others: no child process, no index, no subscription.
+        if POLICIES[self.routing_logic].reads_prompts:
+            # Imported here: other policies need no tokenizer.
+            from ttft_otel.router.routing.prompts.prompt_reader import build_reader
 
-        # The reader needs the pool: instances name their models' tokenizers, or render themselves.
-        prompt_reader = build_reader(self.tokenizer or None, self.tokenize, pool)
-        knowledge = (prompt_reader, self._build_prefix_source())
+            # The reader needs the pool: instances name their models' tokenizers, or render themselves.
+            knowledge["prompt_reader"] = build_reader(self.tokenizer or None, self.tokenize, pool)
+            try:
+                knowledge["prefix_source"] = build_source(
+                    self.prefix_index, kv_endpoints=self.kv_events_endpoint
+                )
+            except ValueError as error:
+                raise click.UsageError(str(error)) from error
+        encoders_policy = self.encoder_routing_logic
         return routing_service.RoutingService(
-            pool, policy_name, options, *knowledge, encoders_policy=encoders_policy
+            pool, self.routing_logic, options, encoders_policy=encoders_policy, **knowledge
         )
-
-    def _choose_encoder_policy(self, has_encoders: bool) -> str:
-        """The policy of the encode leg; `ttft` needs item sizes, which only prompt readers count."""
-        policy_name, flag = self.encoder_routing_logic, "--encoder-routing-logic ttft"
-        if policy_name == TTFT_POLICY and not has_encoders:
-            raise click.UsageError(f"{flag} needs --encoder URL.")
-        if policy_name == TTFT_POLICY and not POLICIES[self.routing_logic].reads_prompts:
-            raise click.UsageError(
-                f"{flag} needs prompts: --routing-logic {' or '.join(PROMPT_POLICIES)}."
-            )
-        return policy_name
-
-    def _build_prefix_source(self) -> PrefixSource:
-        try:
-            return build_source(self.prefix_index, kv_endpoints=self.kv_events_endpoint)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
 
     def _check_combinations(self) -> None:
         """Raise UsageError for flags that need another flag or exclude each other."""
@@ -535,6 +510,23 @@ class RouterOptions:
             raise click.UsageError("--trust-priority needs --max-queue-ms MILLISECONDS.")
         if self.kv_events_endpoint and self.prefix_index != "kv-events":
             raise click.UsageError("--kv-events-endpoint needs --prefix-index kv-events.")
+        # `ttft` needs the sizes of items, which only readers of prompts count.
+        if self.encoder_routing_logic == TTFT_POLICY:
+            flag = "--encoder-routing-logic ttft"
+            if not (self.encoder or self.discover):
+                raise click.UsageError(f"{flag} needs --encoder URL.")
+            if not POLICIES[policy_name].reads_prompts:
+                raise click.UsageError(
+                    f"{flag} needs prompts: --routing-logic {' or '.join(PROMPT_POLICIES)}."
+                )
+        if self.shared_state:
+            file = self.shared_state_password_file
+            if file and not os.access(file, os.R_OK):
+                raise click.UsageError(f"--shared-state-password-file: {file} cannot be read.")
+        elif self.shared_state_password_file or self.shared_state_prefix != DEFAULT_PREFIX:
+            raise click.UsageError(
+                "--shared-state-password-file and --shared-state-prefix need --shared-state."
+            )
 
 
 class RouterCommand(click.Command):
@@ -622,7 +614,6 @@ def reread_options(ctx: click.Context) -> RouterOptions:
         # Called for what they raise, since a reload must not pass what a start would refuse.
         options.build_instances()
         options.check_exposure()
-        options.check_admin()
         return options
 
 
@@ -706,42 +697,22 @@ def build_discovery(options: RouterOptions, found: FoundInstances) -> Discovery:
 
 
 def _choose_watch(address: SourceAddress, options: RouterOptions) -> WatchFindings:
-    # Each kind is imported where it is used: dnspython costs a router without it 50 ms.
+    # Imported where it is used: dnspython costs a router without sources 50 ms.
+    from ttft_otel.router.discovery import sources
+
     if address.scheme == DNS_SCHEME:
-        from ttft_otel.router.discovery.dns_source import watch_name
-
-        return functools.partial(watch_name, address, options.discover_interval)
-    from ttft_otel.router.discovery.kubernetes_source import KubernetesSource, find_cluster
-
-    return KubernetesSource(address, *find_cluster(options.kubernetes_api)).watch_findings
-
-
-def build_store_settings(options: RouterOptions) -> StoreSettings | None:
-    """What the flags say, None without --shared-state. Raises UsageError, with the remedy."""
-    password_file, prefix = options.shared_state_password_file, options.shared_state_prefix
-    if not options.shared_state:
-        if password_file or prefix != DEFAULT_PREFIX:
-            raise click.UsageError(
-                "--shared-state-password-file and --shared-state-prefix need --shared-state."
-            )
-        return None
-    if password_file and not os.access(password_file, os.R_OK):
-        raise click.UsageError(f"--shared-state-password-file: {password_file} cannot be read.")
-    # The client costs a router without it 100 ms.
-    from ttft_otel.router.shared_state.store_link import StoreSettings
-
-    return StoreSettings(options.shared_state, password_file, prefix)
+        return functools.partial(sources.watch_name, address, options.discover_interval)
+    cluster = sources.find_cluster(options.kubernetes_api)
+    return sources.KubernetesSource(address, *cluster).watch_findings
 
 
 def build_lone_link(
     options: RouterOptions, pool: InstancePool, routing: routing_service.RoutingService
 ) -> StoreLink | None:
-    """What joins a router without --workers to the store; None without it. Raises UsageError."""
-    settings = build_store_settings(options)
-    # Workers have one each (build_worker_link); here it is only checked.
-    if settings is None or options.workers > 1:
+    """What joins a router without --workers to the store; None without it."""
+    # Workers have one each (build_worker_link).
+    if not options.shared_state or options.workers > 1:
         return None
-    from ttft_otel.router.shared_state.store_link import StoreLink
     from ttft_otel.router.workers.process_loads import OwnLoads, RemoteLoads
 
     # Nobody else keeps account of the load.
@@ -749,17 +720,26 @@ def build_lone_link(
     loads = RemoteLoads(pool.find_instance, lambda leg: routing.get_policy(leg).state)
     own.start()
     pool.change_listeners.add(loads.sync_instances)
-    return StoreLink(settings, pool, own, loads, secrets.token_hex(8))
+    return _build_link(options, pool, own, loads, secrets.token_hex(8))
 
 
 def build_worker_link(options: RouterOptions, link: WorkerLink) -> StoreLink | None:
-    """What joins one of several workers to the store; None without it. Raises UsageError."""
-    settings = build_store_settings(options)
-    if settings is None:
+    """What joins one of several workers to the store; None without it."""
+    if not options.shared_state:
         return None
-    from ttft_otel.router.shared_state.store_link import StoreLink
-
     loads = link.loads
-    made = StoreLink(settings, link.pool, loads.own, loads.remote, link.slot.replica)
+    made = _build_link(options, link.pool, loads.own, loads.remote, link.slot.replica)
     link.app.metrics.collect_shared_state = made.collect_metrics
     return made
+
+
+def _build_link(
+    options: RouterOptions, pool: InstancePool, own: OwnLoads, loads: RemoteLoads, replica: str
+) -> StoreLink:
+    # The client costs a router without it 100 ms.
+    from ttft_otel.router.shared_state.store_link import StoreLink, StoreSettings
+
+    settings = StoreSettings(
+        options.shared_state, options.shared_state_password_file, options.shared_state_prefix
+    )
+    return StoreLink(settings, pool, own, loads, replica)
