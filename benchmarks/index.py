@@ -29,8 +29,7 @@ import msgspec
 
 from benchmarks.figures import Figure, build_figure, build_figure_parser, report_figures
 from ttft_otel.router.routing.policies.block_index import compute_block_keys
-from ttft_otel.router.routing.prefixes.block_ledger import BlockLedger, ReportedIndex
-from ttft_otel.router.routing.prefixes.event_feed import EventFeed
+from ttft_otel.router.routing.prefixes.kv_events import BlockLedger, EventFeed, ReportedIndex
 
 CHECKOUT: Final = Path(__file__).parents[1]
 TOTAL_BLOCKS: Final = 1_000_000

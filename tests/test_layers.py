@@ -25,8 +25,7 @@ FOREIGN = {"vllm", "torch", "transformers"}
 # Tokenizers and chat templates, in a process of their own and without torch.
 CHILD = {
     Path("router/routing/prompts/tokenizer_child.py"),
-    Path("router/routing/prompts/chat_messages.py"),
-    Path("router/routing/prompts/placeholders.py"),
+    Path("router/routing/prompts/prompt_parts.py"),
 }
 
 FILES = sorted(path for path in ROOT.rglob("*.py") if "__pycache__" not in path.parts)

@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.figures import Figure, build_figure, report_figures
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.router.routing.policies.block_index import BlockHolders
-from ttft_otel.router.routing.policies.least_ttft import LeastTtftPolicy
+from ttft_otel.router.routing.policies.policy_registry import LeastTtftPolicy
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
 from ttft_otel.router.routing.policies.prefill_model import PrefillLine, PrefillModels
 from ttft_otel.router.routing.prompts.prompt_reader import LocalPromptReader

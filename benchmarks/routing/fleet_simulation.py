@@ -28,9 +28,8 @@ from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.model.statistics import compute_quantile
 from ttft_otel.router import types
 from ttft_otel.router.routing.policies.block_index import BlockHolders, RecentBlocks, SentHistory
-from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
-from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
+from ttft_otel.router.routing.policies.policy_state import US_PER_SECOND, PolicyOptions, PolicyState
 from ttft_otel.router.routing.policies.prefill_model import compute_work
 
 MODEL_NAME = "model"

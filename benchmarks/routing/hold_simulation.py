@@ -23,7 +23,7 @@ from ttft_otel.model.statistics import compute_quantile
 from ttft_otel.router import types
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy.hold_queue import HoldQueue
-from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
+from ttft_otel.router.routing.policies.policy_state import US_PER_SECOND
 from ttft_otel.router.timeline import Hold
 
 SHORT_TOKENS: Final = 1000

@@ -14,9 +14,8 @@ from typing import Final
 
 from benchmarks.routing.mooncake_traces import PREFILL_COST
 from ttft_otel.router.routing.policies.block_index import SentHistory
-from ttft_otel.router.routing.policies.pending_load import InstanceLoad
 from ttft_otel.router.routing.policies.policy_registry import HashRing, LeastRequestsPolicy
-from ttft_otel.router.routing.policies.policy_state import PolicyState, RoutingPolicy
+from ttft_otel.router.routing.policies.policy_state import InstanceLoad, PolicyState, RoutingPolicy
 from ttft_otel.router.routing.policies.prefill_model import compute_work
 from ttft_otel.router.types import Decision, Instance, RoutingRequest, find_base_model
 

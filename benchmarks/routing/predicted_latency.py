@@ -18,8 +18,7 @@ import numpy
 from numpy.typing import NDArray
 
 from benchmarks.routing.simulated_instance import SimulatedInstance
-from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
-from ttft_otel.router.routing.policies.policy_state import PolicyState, RoutingPolicy
+from ttft_otel.router.routing.policies.policy_state import US_PER_SECOND, PolicyState, RoutingPolicy
 from ttft_otel.router.types import Decision, Instance, RoutingRequest
 
 Array = NDArray[Any]

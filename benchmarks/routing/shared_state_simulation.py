@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Any, Final
 
 from benchmarks.routing.worker_simulation import LEG, SimulatedWorker, WorkerSimulation, deliver
-from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
+from ttft_otel.router.routing.policies.policy_state import US_PER_SECOND
 from ttft_otel.router.shared_state.store_link import EXCHANGE_INTERVAL_S
 from ttft_otel.router.workers import messages
 

@@ -18,7 +18,7 @@ from ttft_otel.explain.whatif.engine_model import (
 )
 from ttft_otel.router import types
 from ttft_otel.router.routing.policies.block_index import RecentBlocks
-from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
+from ttft_otel.router.routing.policies.policy_state import US_PER_SECOND
 from ttft_otel.router.routing.policies.prefill_model import compute_work
 
 # Of vLLM on an H100: places, and tokens of a step.

@@ -24,9 +24,9 @@ from ttft_otel.explain.whatif.engine_model import QueuedPrompt
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.router import types
 from ttft_otel.router.routing.policies.block_index import SentHistory
-from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import (
+    US_PER_SECOND,
     PolicyState,
     PrefillSample,
     RoutingPolicy,

@@ -41,7 +41,7 @@ from ttft_otel.report.store.database_reader import build_stored_trace
 from ttft_otel.router.disagg.stream_splice import StreamSplicer, render_first_events
 from ttft_otel.router.discovery import discovery as found_by
 from ttft_otel.router.discovery import sources
-from ttft_otel.router.routing.prefixes.kv_event_parser import (
+from ttft_otel.router.routing.prefixes.kv_events import (
     BlocksStored,
     MalformedEvents,
     decode_extra_keys,

@@ -29,8 +29,7 @@ from lab.fake_vllm.kv_publisher import FakePublisher, run_publisher
 from lab.fake_vllm.prefix_cache import FakeEngine, build_stored_event, encode_batch
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.prefixes import PrefixSource, kv_events_source
-from ttft_otel.router.routing.prefixes.block_ledger import ReportedIndex
-from ttft_otel.router.routing.prefixes.kv_event_parser import MAX_EVENT_TOKENS
+from ttft_otel.router.routing.prefixes.kv_events import MAX_EVENT_TOKENS, ReportedIndex
 from ttft_otel.router.routing.prefixes.kv_events_source import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_MESSAGES,

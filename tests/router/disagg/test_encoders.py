@@ -25,7 +25,7 @@ from ttft_otel.router.disagg.request_body import RequestBody, parse_body
 from ttft_otel.router.errors import SloUnreachable
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.routing.policies.block_index import BlockHolders
-from ttft_otel.router.routing.policies.least_ttft import LeastTtftPolicy
+from ttft_otel.router.routing.policies.policy_registry import LeastTtftPolicy
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
 from ttft_otel.router.routing.policies.prefill_model import PrefillLine, PrefillModels, compute_work
 from ttft_otel.router.routing.routing_service import LoadEntry

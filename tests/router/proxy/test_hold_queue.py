@@ -34,7 +34,7 @@ from ttft_otel.router.errors import RouterError
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy.hold_queue import PATIENCE, HoldQueue
 from ttft_otel.router.routing.policies.block_index import BlockHolders
-from ttft_otel.router.routing.policies.least_ttft import LeastTtftPolicy
+from ttft_otel.router.routing.policies.policy_registry import LeastTtftPolicy
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
 from ttft_otel.router.routing.policies.prefill_model import (
     PrefillLine,

@@ -22,13 +22,18 @@ from msgspec import structs
 from ttft_otel.router.errors import SloUnreachable
 from ttft_otel.router.routing.policies import policy_registry
 from ttft_otel.router.routing.policies.block_index import SentHistory
-from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND, InstanceLoad, PendingLoads
 from ttft_otel.router.routing.policies.policy_registry import (
     POINTS_PER_INSTANCE,
     POLICIES,
     HashRing,
 )
-from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
+from ttft_otel.router.routing.policies.policy_state import (
+    US_PER_SECOND,
+    InstanceLoad,
+    PendingLoads,
+    PolicyOptions,
+    PolicyState,
+)
 from ttft_otel.router.routing.policies.prefill_model import (
     MAX_TRACKED,
     MIN_SAMPLES,

@@ -29,9 +29,12 @@ from ttft_otel.router.routing.policies.block_index import (
     compute_block_keys,
     encode_extra_keys,
 )
-from ttft_otel.router.routing.prefixes.block_ledger import BlockLedger, ReportedIndex
-from ttft_otel.router.routing.prefixes.event_feed import EventFeed
-from ttft_otel.router.routing.prefixes.kv_event_parser import BlocksStored
+from ttft_otel.router.routing.prefixes.kv_events import (
+    BlockLedger,
+    BlocksStored,
+    EventFeed,
+    ReportedIndex,
+)
 
 URLS = ("a", "b", "c")
 BLOCK_LISTS = st.lists(st.integers(0, 2 * PART_COUNT + 1), max_size=6)

@@ -20,9 +20,8 @@ from ttft_otel.explain.whatif.step_fit import StepTimes
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.router import types
 from ttft_otel.router.routing.policies.block_index import BlockHolders
-from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
-from ttft_otel.router.routing.policies.policy_state import PolicyState
+from ttft_otel.router.routing.policies.policy_state import US_PER_SECOND, PolicyState
 
 # They decide by what prompts share, or by sessions, which traces do not show.
 BLIND_POLICIES: Final = ("session", "prefix", "kvaware")

@@ -21,8 +21,7 @@ import msgspec
 from ttft_otel.model.stages import HELD_BY_PRIORITY
 from ttft_otel.router.errors import FirstByteTimeout, RequestRejected, RouterError
 from ttft_otel.router.limits import RouterLimits
-from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
-from ttft_otel.router.routing.policies.policy_state import RoutingPolicy
+from ttft_otel.router.routing.policies.policy_state import US_PER_SECOND, RoutingPolicy
 from ttft_otel.router.timeline import Hold, RequestTimeline
 from ttft_otel.router.types import Instance, RoutingRequest
 from ttft_otel.router.upstream.failures import build_unavailable_error

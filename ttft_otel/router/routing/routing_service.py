@@ -17,9 +17,9 @@ from ttft_otel.model.endpoints import RESPONSES_PATH
 from ttft_otel.model.stages import ENCODE, PREFILL, QUEUE_STAGES, STAGES
 from ttft_otel.model.timing import ServerTiming
 from ttft_otel.router.routing.policies.block_index import BlockHolders
-from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import (
+    US_PER_SECOND,
     FirstTokenListener,
     PolicyOptions,
     PolicyState,

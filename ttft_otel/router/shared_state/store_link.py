@@ -38,7 +38,7 @@ from redis.exceptions import RedisError
 
 from ttft_otel.model.names import metric_names
 from ttft_otel.router.discovery.discovery import end_tasks
-from ttft_otel.router.routing.policies.pending_load import MAX_PENDING_US
+from ttft_otel.router.routing.policies.policy_state import MAX_PENDING_US
 from ttft_otel.router.types import JSON_ERRORS, Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers.messages import Sent

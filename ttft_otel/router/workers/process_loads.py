@@ -13,8 +13,12 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from ttft_otel.router.routing.policies.pending_load import PendingRequest, RequestKey
-from ttft_otel.router.routing.policies.policy_state import PolicyState, PrefillSample
+from ttft_otel.router.routing.policies.policy_state import (
+    PendingRequest,
+    PolicyState,
+    PrefillSample,
+    RequestKey,
+)
 from ttft_otel.router.routing.policies.prefill_model import PrefillWork
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import Attempt

@@ -24,7 +24,7 @@ from ttft_otel.router.control.router_metrics import collect_cache_metrics
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_index import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource, kv_events_source
-from ttft_otel.router.routing.prefixes.block_ledger import ReportedIndex
+from ttft_otel.router.routing.prefixes.kv_events import ReportedIndex
 from ttft_otel.router.routing.prefixes.kv_events_source import (
     EventEndpoint,
     parse_announced,

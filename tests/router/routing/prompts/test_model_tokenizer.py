@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from router import small_tokenizer
 from ttft_otel.router.errors import UnreadablePrompt
 from ttft_otel.router.routing.policies.block_index import compute_block_keys, encode_extra_keys
-from ttft_otel.router.routing.prompts import chat_messages
-from ttft_otel.router.routing.prompts.chat_messages import MediaItem
-from ttft_otel.router.routing.prompts.placeholders import (
+from ttft_otel.router.routing.prompts import prompt_parts
+from ttft_otel.router.routing.prompts.prompt_parts import (
+    MediaItem,
     PlaceholderCounter,
     PlaceholderSpan,
     build_extra_keys,
@@ -74,7 +74,7 @@ def convert_messages(
     conversation: list[dict[str, Any]], wrap: bool = False
 ) -> list[dict[str, Any]]:
     """What the template gets."""
-    messages, _ = chat_messages.convert_messages(
+    messages, _ = prompt_parts.convert_messages(
         conversation, wrap, lambda modality: f"<{modality}>"
     )
     return messages
@@ -164,19 +164,19 @@ def test_tools() -> None:
     """Tools have their known keys, in the order of vLLM's types, and what was not given is null."""
     given = {"function": {"parameters": {}, "name": "f", "x": 1}, "type": "function", "y": 2}
 
-    (found,) = chat_messages.convert_tools({"tools": [given]}) or []
+    (found,) = prompt_parts.convert_tools({"tools": [given]}) or []
 
     assert json.dumps(found) == (
         '{"type": "function", "function": {"name": "f", "description": null, "parameters": {}}}'
     )
-    assert chat_messages.convert_tools({}) is None
+    assert prompt_parts.convert_tools({}) is None
     with pytest.raises(UnreadablePrompt, match="unsupported"):
-        chat_messages.convert_tools({"tools": [{"function": {"name": "f", "strict": True}}]})
+        prompt_parts.convert_tools({"tools": [{"function": {"name": "f", "strict": True}}]})
 
 
 def test_variables() -> None:
     """The request's own fields win over its chat_template_kwargs; what is unset is not there."""
-    found = chat_messages.collect_template_variables(
+    found = prompt_parts.collect_template_variables(
         {
             "chat_template_kwargs": {"add_generation_prompt": False, "a": 1},
             "reasoning_effort": "low",
@@ -207,7 +207,7 @@ FORMAT_BY_TEMPLATE = {
 @pytest.mark.parametrize(("template", "wanted"), FORMAT_BY_TEMPLATE.items())
 def test_format(template: str, wanted: bool) -> None:
     """A template that goes through the parts of a content gets parts, any other one text."""
-    assert chat_messages.iterates_parts(template) is wanted
+    assert prompt_parts.iterates_parts(template) is wanted
 
 
 def test_cache(plain_tokenizer: small_tokenizer.PlainTokenizer) -> None:

@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policies by their names in --routing-logic, for the router and for simulations.
 
-`ttft` is in least_ttft.py. `round_robin` is the router's default, `least_requests` that of encode and
-decode legs.
+`ttft` chooses the least expected time to first token, from queued work and this request's prefill.
+`round_robin` is the router's default, `least_requests` that of encode and decode legs.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Container, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from hashlib import blake2b
 from typing import Final
 
 import msgspec
 
-from ttft_otel.router.routing.policies.least_ttft import LeastTtftPolicy
-from ttft_otel.router.routing.policies.policy_state import PolicyState, RoutingPolicy
+from ttft_otel.router.errors import SloUnreachable
+from ttft_otel.router.routing.policies.policy_state import (
+    US_PER_SECOND,
+    BusyUntil,
+    InstanceLoad,
+    PolicyState,
+    RoutingPolicy,
+)
+from ttft_otel.router.routing.policies.prefill_model import PrefillLine, PrefillWork, count_pairs
 from ttft_otel.router.types import (
     DEFAULT_POLICY,
     JSON_ERRORS,
@@ -23,7 +30,234 @@ from ttft_otel.router.types import (
     Decision,
     Instance,
     RoutingRequest,
+    find_base_model,
 )
+
+# Relative difference below which scores count as equal: predictions are not more accurate than that.
+TIE_MARGIN: Final = 0.05
+# Share of its predicted time that a prefill is assumed to still need once it exceeds the prediction.
+OVERRUN_SHARE: Final = 0.1
+
+
+class LeastTtftPolicy(RoutingPolicy):
+    """Compares predicted seconds once a prefill model is fitted, before that attention pairs.
+
+    The number of (query, key) pairs left to compute is the trapezoid formula of `count_pairs`.
+    """
+
+    name = "ttft"
+    reads_prompts = True
+
+    @property
+    def uses_predictions(self) -> bool:
+        """Whether it learns prefill times; comparing pairs needs none."""
+        return self.state.options.ttft_model == "calibrated"
+
+    def choose_instance(
+        self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
+    ) -> Decision:
+        """Choose the least score, ties at random. Raises SloUnreachable."""
+        state = self.state
+        if (model := self._find_line(request, instances)) is not None:
+            return self._choose_soonest(request, instances, *model, now_us)
+        cached_tokens = state.estimate_cached(request, instances)
+        scores = [
+            # Pending and own work in the same unit; no time is needed to compare them.
+            load.pairs + count_pairs(request.prompt_tokens, cached)
+            for load, cached in zip(state.pending.list_loads(instances), cached_tokens, strict=True)
+        ]
+        position = state.choose_least(scores)
+        return Decision(
+            instances[position],
+            scores[position],
+            "trapezoid",
+            cached_tokens[position],
+            None,
+            scores,
+            cached_tokens,
+        )
+
+    def _find_line(
+        self, request: RoutingRequest, instances: Sequence[Instance]
+    ) -> tuple[PrefillLine, Mapping[str, float]] | None:
+        """None until MIN_SAMPLES prefills of its base model were measured, and without predictions."""
+        if not self.uses_predictions:
+            return None
+        return self.state.models.get_line(find_base_model(instances, request.model))
+
+    def predict_wait(
+        self, request: RoutingRequest, instances: Sequence[Instance], now_us: int
+    ) -> tuple[float, float]:
+        """Seconds of the shortest queue of `instances`, 0 if one is idle, and of the shortest prefill."""
+        model = self._find_line(request, instances)
+        loads = self.state.pending.list_loads(instances)
+        if model is None or not all(load.entries for load in loads):
+            return 0.0, 0.0
+        cached_tokens = self.state.estimate_cached(request, instances, loads)
+        _, waits, prefills = _score_instances(
+            request.prompt_tokens, cached_tokens, instances, loads, *model, 0.0, now_us
+        )
+        return min(waits), min(prefills)
+
+    def _choose_soonest(
+        self,
+        request: RoutingRequest,
+        instances: Sequence[Instance],
+        line: PrefillLine,
+        speed_factors: Mapping[str, float],
+        now_us: int,
+    ) -> Decision:
+        """Choose the least sum of this request's TTFT and the delay that it causes to later requests.
+
+        line: prefill model shared by all instances. speed_factors: by URL, 1.0 where absent.
+        """
+        pending = self.state.pending
+        loads = pending.list_loads(instances)
+        # With pending prompts: their blocks are there by the time this one is prefilled.
+        cached_tokens = self.state.estimate_cached(request, instances, loads)
+        delay_cost = pending.estimate_delay_cost(now_us, len(instances))
+        prompt_tokens = request.prompt_tokens
+        scores, waits, prefills = _score_instances(
+            prompt_tokens, cached_tokens, instances, loads, line, speed_factors, delay_cost, now_us
+        )
+        position = self._choose_freshest(loads, scores)
+        # Without a prompt length nothing is predicted.
+        slo_s = self.state.find_slo_s(request)
+        if slo_s and request.prompt_tokens:
+            spent_s = (now_us - request.arrived_us) / US_PER_SECOND if request.arrived_us else 0.0
+            # Encoding runs while the prompt would queue at the instance: only the longer wait counts.
+            times = [
+                spent_s
+                + max(wait, request.encode_wait_s)
+                + prefill
+                + self.state.overheads_s.get(instance.url, 0.0)
+                for wait, prefill, instance in zip(waits, prefills, instances, strict=True)
+            ]
+            position = self._choose_in_time(request, loads, waits, times, position, slo_s)
+        predicted_s = waits[position] + prefills[position]
+        return Decision(
+            instances[position],
+            scores[position],
+            "calibrated",
+            cached_tokens[position],
+            predicted_s,
+            scores,
+            cached_tokens,
+        )
+
+    def _choose_in_time(
+        self,
+        request: RoutingRequest,
+        loads: Sequence[InstanceLoad],
+        waits_s: Sequence[float],
+        ttfts_s: Sequence[float],
+        position: int,
+        slo_s: float,
+    ) -> int:
+        """Choose `position` if it meets the objective, else the soonest that does, else the soonest idle one.
+
+        waits_s, ttfts_s: predicted seconds of queue and TTFT, per instance. slo_s: the objective.
+        An idle instance that is predicted to be late is still tried: it will not become faster by waiting,
+        and a stale prediction is only corrected by new samples. If the request must queue for an encoder
+        first, or no instance is idle, it is rejected: raises SloUnreachable.
+        """
+        queue_s = request.encode_wait_s if request.encoders_busy else 0.0
+        # The policy's own choice first: it is better for the requests to come.
+        if ttfts_s[position] <= slo_s:
+            return position
+        position = self.state.choose_least(ttfts_s)
+        if ttfts_s[position] <= slo_s:
+            return position
+        idle = [index for index, load in enumerate(loads) if not load.entries]
+        if queue_s or not idle:
+            # Waiting shortens the queue by as much as it lasts, but by no more than the queue is long.
+            ends = zip(ttfts_s, waits_s, strict=True)
+            raise SloUnreachable(min(min(time - slo_s, max(wait, queue_s)) for time, wait in ends))
+        return min(idle, key=ttfts_s.__getitem__)
+
+    def _choose_freshest(self, loads: Sequence[InstanceLoad], scores: Sequence[float]) -> int:
+        """Among scores within TIE_MARGIN of the least, choose the least recently loaded instance.
+
+        It will evict the oldest blocks to make room for this prompt, those least likely to be reused.
+        """
+        # Relative, since prefills differ by a factor of a thousand.
+        highest = min(scores) * (1 + TIE_MARGIN)
+        positions = [at for at, score in enumerate(scores) if score <= highest]
+        if len(positions) == 1:
+            return positions[0]
+        return positions[self.state.choose_least([loads[at].recent_tokens for at in positions])]
+
+
+def _score_instances(
+    prompt_tokens: int,
+    cached_tokens: Iterable[int],
+    instances: Sequence[Instance],
+    loads: Sequence[InstanceLoad],
+    line: PrefillLine,
+    speed_factors: Mapping[str, float],
+    delay_cost: float,
+    now_us: int,
+) -> tuple[list[float], list[float], list[float]]:
+    """A score of each instance, seconds until it has finished its pending prefills, and of this prompt's own.
+
+    The prefill takes `prefill` seconds after `wait` seconds of queue. A request that arrives during the wait
+    is delayed by all of `prefill`, one that arrives during the prefill by half of it on average; `delay_cost`
+    is the number of such requests per second. The running prefill is partly done; one that is overdue, as
+    Instance has it, is expected to take as long again. The steps that compute prompts continue the answers
+    under way, which costs each prompt as much; where no prompt is, half a step of theirs is to be waited for.
+    """
+    # All in one loop, PrefillLine.predict_seconds, count_pairs and count_decodes() written out: calls would
+    # dominate the cost of a decision. (n² + n)/2 pairs for n tokens: d/2 goes into the linear and into the
+    # quadratic coefficient.
+    a, b, d, e = line
+    half = 0.5 * d
+    once = b + half
+    whole = a + prompt_tokens * (once + half * prompt_tokens)
+    scores, waits, prefills, factor, now_s = [], [], [], 1.0, now_us / US_PER_SECOND
+    for instance, load, cached in zip(instances, loads, cached_tokens, strict=True):
+        prompts = len(load.entries)
+        decodes = instance.in_flight + instance.in_flight_elsewhere - prompts
+        decodes_s = e * decodes if decodes > 0 else 0.0
+        # Usually empty: most instances do not differ significantly from the shared line.
+        if speed_factors:
+            factor = speed_factors.get(instance.url, 1.0)
+        # The time of the whole prompt minus that of its cached part.
+        prefill = factor * (whole - cached * (once + half * cached) + decodes_s)
+        wait = factor * decodes_s * (prompts or 0.5)
+        if prompts:
+            # Computed once per change of the entries or of the line; only the current time differs.
+            busy_until = load.busy_until
+            # By identity: each solution of the model is a new tuple.
+            if busy_until is None or busy_until[0] is not line:
+                busy_until = load.busy_until = _predict_end(load, line, factor, now_us)
+            _, end_s, min_wait_s = busy_until
+            # Never below the minimum: a prefill that overruns its prediction has not ended.
+            wait += end_s - now_s if end_s - now_s > min_wait_s else min_wait_s
+            if now_us > instance.overdue_from_us:
+                wait += instance.measure_overdue_s(now_us)
+        # Without the last term each would be served soonest, at the cost of those after it.
+        scores.append(wait + prefill + delay_cost * prefill * (wait + 0.5 * prefill))
+        waits.append(wait)
+        prefills.append(prefill)
+    return scores, waits, prefills
+
+
+def _predict_end(load: InstanceLoad, line: PrefillLine, factor: float, now_us: int) -> BusyUntil:
+    """When an instance will be idle, from all its pending work less what it has already run.
+
+    factor: how much slower than `line` the instance is.
+    """
+    total_s = factor * line.predict_seconds(
+        PrefillWork(load.tokens_to_compute, load.pairs), len(load.entries)
+    )
+    running = load.estimate_running(now_us)
+    # Cannot be with entries; the caller has looked.
+    if running is None:
+        return BusyUntil(line, 0.0, 0.0)
+    running_work, elapsed_s = running
+    min_wait_s = total_s - (1 - OVERRUN_SHARE) * factor * line.predict_seconds(running_work)
+    return BusyUntil(line, now_us / US_PER_SECOND - elapsed_s + total_s, min_wait_s)
+
 
 SECONDS_PER_REQUEST: Final = 5.0  # of overdue answers that weigh as much as one more request
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear model of prefill time, fitted to measured prefills; least_ttft.py predicts with it.
+"""A linear model of prefill time, fitted to measured prefills; policy `ttft` predicts with it.
 
 seconds = a + b * tokens + d * pairs + e * decodes, with the tokens and attention pairs that have to be
 computed (PrefillWork), and the answers under way that its steps continue as well. With a = b = 0 it orders

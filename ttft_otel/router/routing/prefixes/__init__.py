@@ -2,7 +2,7 @@
 """Sources of cached prefixes: `build_source` creates the one that --prefix-index names.
 
 prefix_source.py is their base, and estimates from the prompts sent. kv_events_source.py follows the KV events
-that vLLM publishes, by event_feed.py, kv_event_parser.py and block_ledger.py.
+that vLLM publishes, by kv_events.py.
 """
 
 from __future__ import annotations

@@ -32,13 +32,13 @@ except ImportError as error:
     ) from error
 
 from ttft_otel.router.errors import ReplayFailed
-from ttft_otel.router.routing.prefixes.block_ledger import (
+from ttft_otel.router.routing.prefixes.kv_events import (
     MAX_BLOCKS_PER_CACHE,
     MAX_REPORTED_BLOCKS,
     BlockLedger,
+    EventFeed,
     ReportedIndex,
 )
-from ttft_otel.router.routing.prefixes.event_feed import EventFeed
 from ttft_otel.router.routing.prefixes.prefix_source import (
     PrefixSource,
     list_prefilling,

@@ -2,6 +2,6 @@
 """Read a request's prompt as the engine will see it: token ids and block keys, for routing.
 
 prompt_reader.py tokenizes in a child process (tokenizer_worker.py, tokenizer_child.py), or asks an instance.
-The child reads prompts by means of transformers, and remembers tokenized prefixes; chat_messages.py changes
-chats before the template gets them, as vLLM does, and placeholders.py expands media placeholders.
+The child reads prompts by means of transformers, and remembers tokenized prefixes; prompt_parts.py changes
+chats before the template gets them, as vLLM does, and expands media placeholders.
 """

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH, RESPONSES_PATH
 from ttft_otel.router.errors import InvalidAnswer, UnreadablePrompt
 from ttft_otel.router.routing.policies.block_index import compute_block_keys
-from ttft_otel.router.routing.prompts.placeholders import PlaceholderSpan, build_extra_keys
+from ttft_otel.router.routing.prompts.prompt_parts import PlaceholderSpan, build_extra_keys
 from ttft_otel.router.routing.prompts.tokenizer_worker import (
     NO_TOKENIZER,
     REQUEST_WAIT_S,

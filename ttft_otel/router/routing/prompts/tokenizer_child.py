@@ -25,7 +25,7 @@ import msgspec
 
 from ttft_otel.router.errors import UnreadablePrompt
 from ttft_otel.router.routing.policies.block_index import compute_block_keys
-from ttft_otel.router.routing.prompts import chat_messages, placeholders
+from ttft_otel.router.routing.prompts import prompt_parts
 from ttft_otel.router.routing.prompts.tokenizer_worker import (
     LENGTH_BYTES,
     NO_TOKENIZER,
@@ -85,8 +85,8 @@ class ModelTokenizer:
         is_engine_only = str(config.get("model_type")).startswith(_ENGINE_ONLY_MODELS)
         # vLLM also renders chats of Mistral's tekken tokenizers by code of Mistral's.
         self._needs_engine = is_engine_only or tekken is not None
-        processor, self._template = placeholders.load_processor(source, self._tokenizer, config)
-        self._counter = placeholders.PlaceholderCounter(processor, config)
+        processor, self._template = prompt_parts.load_processor(source, self._tokenizer, config)
+        self._counter = prompt_parts.PlaceholderCounter(processor, config)
         self._encoder = TextEncoder(self._tokenizer, self._find_template(None) or "")
 
     def read_body(self, question: TokenizeQuestion) -> Prompt:
@@ -112,7 +112,7 @@ class ModelTokenizer:
         ]
         item_tokens = tuple(count for _, count, _ in counted_items)
         expanded = (
-            placeholders.expand_placeholders(ids, counted_items) if counted_items else (ids, [])
+            prompt_parts.expand_placeholders(ids, counted_items) if counted_items else (ids, [])
         )
         if expanded is None:  # placeholders not found: the length is known, block keys are not
             tokens = len(ids) + sum(item_tokens) - len(items)
@@ -147,21 +147,21 @@ class ModelTokenizer:
             cached_tokens=cached,
         )
 
-    def _render_chat(self, body: dict[str, Any]) -> tuple[str, list[chat_messages.MediaItem]]:
+    def _render_chat(self, body: dict[str, Any]) -> tuple[str, list[prompt_parts.MediaItem]]:
         if self._encoder is None:
             raise UnreadablePrompt("load")
         if self._needs_engine:
             raise UnreadablePrompt("unsupported")
-        tools = chat_messages.convert_tools(body)
-        variables = chat_messages.collect_template_variables(body)
+        tools = prompt_parts.convert_tools(body)
+        variables = prompt_parts.collect_template_variables(body)
         template = self._find_template(tools)
         # Templates of clients are untrusted; vLLM refuses them by default.
         is_own = body.get("chat_template") is not None or "chat_template" in variables
         if template is None or is_own:
             raise UnreadablePrompt("refused")
-        conversation, items = chat_messages.convert_messages(
+        conversation, items = prompt_parts.convert_messages(
             body["messages"],
-            chat_messages.iterates_parts(template),
+            prompt_parts.iterates_parts(template),
             self._counter.get_placeholder_text,
         )
         text = self._tokenizer.apply_chat_template(
@@ -213,13 +213,13 @@ class ModelTokenizer:
 
 def _compute_blocks(
     ids: array[int],
-    spans: list[placeholders.PlaceholderSpan],
+    spans: list[prompt_parts.PlaceholderSpan],
     body: dict[str, Any],
     question: TokenizeQuestion,
 ) -> tuple[int, ...]:
     """The block keys of a prompt; `spans` are the placeholders of its media items."""
     size, salt = question.block_size, body.get("cache_salt") or ""
-    extras = placeholders.build_extra_keys(spans, size, question.adapter, salt, len(ids) // size)
+    extras = prompt_parts.build_extra_keys(spans, size, question.adapter, salt, len(ids) // size)
     return compute_block_keys(ids, size, extras)
 
 
