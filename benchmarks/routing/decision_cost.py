@@ -30,8 +30,8 @@ from ttft_otel.router.routing.policies.policy_state import PolicyOptions, Policy
 from ttft_otel.router.routing.policies.prefill_model import PrefillLine, PrefillModels
 from ttft_otel.router.routing.prompts.prompt_reader import LocalPromptReader
 from ttft_otel.router.types import Decision, RoutingRequest, parse_instance_url
+from ttft_otel.router.upstream.connection_pool import QueryClient
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QueryClient
 
 PROMPT_TOKENS, BLOCK_TOKENS = 8192, 16
 # 1 000 is far beyond a usual fleet: it shows how the cost grows.

@@ -38,7 +38,7 @@ from ttft_otel.report.foreign.products import PRODUCTS
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.store.database_reader import build_stored_trace
-from ttft_otel.router.disagg.stream_splice import StreamSplicer, render_first_events
+from ttft_otel.router.disagg.request_plan import StreamSplicer, render_first_events
 from ttft_otel.router.discovery import discovery as found_by
 from ttft_otel.router.discovery import sources
 from ttft_otel.router.routing.prefixes.kv_events import (

@@ -22,7 +22,7 @@ from ttft_otel.router.routing.prefixes.prefix_source import parse_block_size
 from ttft_otel.router.upstream.instance_pool import InstancePool
 
 ROUTER: Final = Path(__file__).parents[2] / "ttft_otel" / "router"
-QUERY_CLIENT: Final = "upstream/query_client.py"
+QUERY_CLIENT: Final = "upstream/connection_pool.py"
 # Modules and names by which an answer could be asked for without the one client's bounds.
 CLIENT_MODULES: Final = ("http.client", "httpx", "requests", "urllib.request", "urllib3")
 CLIENT_NAMES: Final = ("ClientSession", "ClientResponse", "request")
@@ -268,7 +268,7 @@ async def test_prompts_go_to_nobody_else() -> None:
     """A render endpoint that redirects gets the prompt, the place to which it points does not."""
     from ttft_otel.router.routing.prompts.prompt_reader import EnginePromptReader
     from ttft_otel.router.types import parse_instance_url
-    from ttft_otel.router.upstream.query_client import QueryClient
+    from ttft_otel.router.upstream.connection_pool import QueryClient
 
     other = Asked(render=encode_answer(b"[]"))
     async with raw_http.listen(other.handle_connection) as url:

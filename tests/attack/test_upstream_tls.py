@@ -31,7 +31,7 @@ from ttft_otel.exporter.metrics.request_metrics import MetricPusher, RequestMetr
 from ttft_otel.exporter.otlp_exporter import build_metric_exporter, build_span_exporter
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
 from ttft_otel.router.upstream import connection_pool
-from ttft_otel.router.upstream.client_tls import ClientTls
+from ttft_otel.router.upstream.connection_pool import ClientTls
 
 REQUESTS: Final = 12
 REMEDY: Final = "see --upstream-ca"

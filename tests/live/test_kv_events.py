@@ -21,8 +21,8 @@ from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_index import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource
 from ttft_otel.router.types import parse_instance_url
+from ttft_otel.router.upstream.connection_pool import QueryClient
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QueryClient
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -25,9 +25,8 @@ from tests.live.bench import LiveDeployment
 from ttft_otel.router.routing.prompts.prompt_reader import LocalPromptReader, build_reader
 from ttft_otel.router.routing.prompts.tokenizer_worker import Prompt
 from ttft_otel.router.types import parse_instance_url
-from ttft_otel.router.upstream.health_monitor import HealthMonitor
-from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QueryClient
+from ttft_otel.router.upstream.connection_pool import QueryClient
+from ttft_otel.router.upstream.instance_pool import HealthMonitor, InstancePool
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 BLOCK_TOKENS = 16

@@ -32,9 +32,8 @@ from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.proxy.exchange_reporter import RecentReports
 from ttft_otel.router.routing.routing_service import RoutingService
-from ttft_otel.router.upstream.client_tls import ClientTls
-from ttft_otel.router.upstream.health_monitor import HealthMonitor
-from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.connection_pool import ClientTls
+from ttft_otel.router.upstream.instance_pool import HealthMonitor, InstancePool
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.settings import Settings

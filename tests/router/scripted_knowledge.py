@@ -14,8 +14,8 @@ from ttft_otel.router.routing.policies.policy_state import PolicyOptions, Policy
 from ttft_otel.router.routing.policies.prefill_model import compute_work
 from ttft_otel.router.routing.prompts.tokenizer_worker import Prompt
 from ttft_otel.router.routing.routing_service import RoutingService
+from ttft_otel.router.upstream.connection_pool import QueryClient
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QueryClient
 
 BLOCK_TOKENS = 16
 

@@ -17,9 +17,8 @@ from ttft_otel.model.record import (
     decode_record,
     encode_record,
 )
-from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.proxy.exchange_reporter import build_record
-from ttft_otel.router.timeline import Attempt, RequestTimeline
+from ttft_otel.router.timeline import Attempt, Exchange, RequestTimeline
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.tracing import measurement
 from ttft_otel.tracing.context import NO_CONTEXT

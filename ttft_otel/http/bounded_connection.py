@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client's connection: uvicorn's HTTP protocol, with bounds on what precedes a request's body.
 
-The HTTP ports of the router (control/client_connection.py) and of `ttft-otel serve` (report_server.py)
+The HTTP ports of the router (control/uvicorn_server.py) and of `ttft-otel serve` (report_server.py)
 make one per connection; their applications get the requests.
 """
 

@@ -13,6 +13,6 @@ routing/   policies, prompt readers and prefix sources that choose an instance
 discovery/ instances that DNS or a Kubernetes API names
 upstream/  pool of instances with health and circuit breakers, HTTP client with retries
 
-exchange.py records what happens to a request; timeline.py holds its times and makes stages of them;
-proxy/exchange_reporter.py tells both. types.py and errors.py are used by all.
+timeline.py records what happens to a request and makes stages of its times; proxy/exchange_reporter.py
+tells them. types.py and errors.py are used by all.
 """

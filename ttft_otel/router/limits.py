@@ -24,7 +24,7 @@ def declare_limit(default: float, text: str, answer: str, minimum: float = 1) ->
 class RouterLimits:
     """The values of all limits, one field per flag, named after it."""
 
-    # Of clients: control/client_connection.py and proxy/admission.py.
+    # Of clients: control/uvicorn_server.py and proxy/admission.py.
     max_connections: int = declare_limit(
         10_000,
         "Open connections of clients; fewer if the limit of file descriptors demands it.",

@@ -8,13 +8,22 @@ the awaited thing ends, and a loop that should have been cancelled goes on for e
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from operator import methodcaller
 from typing import Any, Final, Generic, TypeVar
 
 _EARLY_S: Final = 0.001  # an event loop's timer may fire that much early
-
+# Options of a TCP connection by their name in `socket`; Linux has all of them. A minute in both cases.
+TCP_OPTIONS: Final = {
+    "TCP_KEEPIDLE": 30,  # seconds without a packet until the first probe
+    "TCP_KEEPINTVL": 10,  # seconds until the next one
+    "TCP_KEEPCNT": 3,  # probes without an answer that end the connection
+    # Milliseconds for which what was sent stays unacknowledged; no probe is sent then.
+    "TCP_USER_TIMEOUT": 60_000,
+}
 
 WaiterType = TypeVar("WaiterType")
 
@@ -88,3 +97,15 @@ async def wait_at_most(awaitable: Awaitable[Result], timeout_s: float) -> Result
     if task.cancelled():
         raise asyncio.TimeoutError
     return task.result()
+
+
+def end_with_host(connection: socket.socket) -> None:
+    """End the TCP `connection` when the other host is silent, or takes nothing that is sent, for a minute.
+
+    By TCP keepalive (RFC 1122 4.2.3.6): the other host's kernel answers, however busy a process there is.
+    """
+    options = [(socket.IPPROTO_TCP, name, value) for name, value in TCP_OPTIONS.items()]
+    for level, name, value in [(socket.SOL_SOCKET, "SO_KEEPALIVE", 1), *options]:
+        # A system that lacks one or refuses it has times of its own; a request is not refused for that.
+        with contextlib.suppress(AttributeError, OSError):
+            connection.setsockopt(level, getattr(socket, name), value)

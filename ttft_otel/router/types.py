@@ -138,7 +138,7 @@ InstanceState = Literal["healthy", "failed", "draining"]
 # eq=False: dicts and sets hold it by identity, and its fields change.
 @dataclass(slots=True, eq=False)
 class Instance:
-    """One server of a leg and its state, which instance_pool.py and health_monitor.py update.
+    """One server of a leg and its state, which instance_pool.py updates.
 
     url: without a trailing slash. host, port: for spans. models: names it lists, None if not known yet.
     """

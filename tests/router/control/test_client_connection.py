@@ -16,7 +16,7 @@ import pytest
 
 from router.fake_instances import InstancePlan, RunningRouter, run_routed_instances, wait_until
 from ttft_otel.http.bounded_connection import MAX_PIPELINED_REQUESTS
-from ttft_otel.router.control import client_connection
+from ttft_otel.router.control import uvicorn_server
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.upstream.http_headers import split_headers
 
@@ -191,7 +191,7 @@ async def test_connections_that_are_silent_after_an_answer_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not before some seconds, and a long answer is no idle time; also where none of a refused body comes."""
-    monkeypatch.setattr(client_connection, "IDLE_S", 0.4)
+    monkeypatch.setattr(uvicorn_server, "IDLE_S", 0.4)
 
     async def check_closed(client: RawClient, least_s: float) -> None:
         since_s = time.monotonic()
@@ -412,7 +412,7 @@ async def test_whole_bodies_fill_the_budget() -> None:
 
 async def test_answered_before_the_body_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of a refused body is read for a while, so that the client sees the answer; then no more."""
-    monkeypatch.setattr(client_connection, "MAX_LINGER_S", 0.4)
+    monkeypatch.setattr(uvicorn_server, "MAX_LINGER_S", 0.4)
 
     async with run_limited(max_body=1000) as (router, _):
         async with connect(router) as polite:

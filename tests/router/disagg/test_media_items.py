@@ -25,8 +25,7 @@ from ttft_otel.router.disagg.encoders import (
     TransferParams,
     splice_params,
 )
-from ttft_otel.router.disagg.request_body import parse_body
-from ttft_otel.router.disagg.request_media import CONVERSATION_FIELDS
+from ttft_otel.router.disagg.request_body import CONVERSATION_FIELDS, parse_body
 from ttft_otel.router.errors import InvalidAnswer, UpstreamUnavailable
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import parse_instance_url

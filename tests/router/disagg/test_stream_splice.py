@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from ttft_otel.router.disagg.request_plan import LegPlan
-from ttft_otel.router.disagg.stream_splice import (
+from ttft_otel.router.disagg.request_plan import (
     DONE_EVENT,
+    LegPlan,
     PrefillAnswer,
     StreamSplicer,
     parse_kv_params,

@@ -31,7 +31,7 @@ from ttft_otel.model.names import metric_names
 from ttft_otel.router.discovery.discovery import parse_source_address
 from ttft_otel.router.discovery.sources import KubernetesSource, find_cluster, read_slices
 from ttft_otel.router.errors import SourceUnreachable
-from ttft_otel.router.upstream.query_client import QueryClient
+from ttft_otel.router.upstream.connection_pool import QueryClient
 
 MAX_UDP_BYTES = 512  # as a server without EDNS: longer answers are truncated, and asked for by TCP
 

@@ -12,9 +12,8 @@ import pytest
 
 from router import fake_instances, raw_http
 from router.control.test_client_connection import CHAT, encode_post
-from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.proxy.exchange_reporter import RecentReports
-from ttft_otel.router.timeline import Attempt
+from ttft_otel.router.timeline import Attempt, Exchange
 
 MAX_REPORTS = 200
 TIMEOUT_S = 60.0  # seconds for one answer, where vLLM servers of other tests take both cores

@@ -16,8 +16,7 @@ from lab.certificates import make_certificate
 from ttft_otel.model.stages import MONO
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import parse_instance_url
-from ttft_otel.router.upstream.client_tls import ClientTls
-from ttft_otel.router.upstream.connection_pool import ConnectionPool
+from ttft_otel.router.upstream.connection_pool import ClientTls, ConnectionPool
 from ttft_otel.router.upstream.instance_connection import (
     MAX_UNREAD_BYTES,
     PIECE_BYTES,

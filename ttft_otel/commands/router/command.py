@@ -24,7 +24,7 @@ from ttft_otel.router.discovery.discovery import Discovery, FoundInstances
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.proxy.exchange_reporter import RecentReports
-from ttft_otel.router.upstream import health_monitor, instance_pool
+from ttft_otel.router.upstream.instance_pool import HealthMonitor, InstancePool
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import handoff, settings
 
@@ -160,7 +160,7 @@ def build_router(
     configured = options.build_instances()
     # Before objects with tasks exist: a refused configuration ends at once, with its remedy.
     options.check_exposure()
-    pool = instance_pool.InstancePool(
+    pool = InstancePool(
         configured,
         options.breaker_failures,
         max_trial_s=options.limits.breaker_trial,
@@ -171,7 +171,7 @@ def build_router(
         pool,
         routing,
         max_retries=options.retries,
-        health_monitor=health_monitor.HealthMonitor(pool, options.health_interval),
+        health_monitor=HealthMonitor(pool, options.health_interval),
         limits=options.limits,
         tls=router_options.build_upstream_tls(options),
         api_key=options.upstream_key,

@@ -43,9 +43,13 @@ from ttft_otel.router.routing.policies import policy_state as states
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.prefixes import PrefixIndexName, build_source
 from ttft_otel.router.types import Instance, parse_instance_url
-from ttft_otel.router.upstream import failures, health_monitor
-from ttft_otel.router.upstream.client_tls import ClientTls
-from ttft_otel.router.upstream.instance_pool import MAX_CONSECUTIVE_FAILURES, InstancePool
+from ttft_otel.router.upstream import failures
+from ttft_otel.router.upstream.connection_pool import ClientTls
+from ttft_otel.router.upstream.instance_pool import (
+    MAX_CONSECUTIVE_FAILURES,
+    PROBE_INTERVAL_S,
+    InstancePool,
+)
 
 if TYPE_CHECKING:
     from ttft_otel.router.shared_state.store_link import StoreLink
@@ -244,7 +248,7 @@ class RouterOptions:
     )
     health_interval: float = declare_flag(
         "Seconds between two health probes of an instance.",
-        default=health_monitor.PROBE_INTERVAL_S,
+        default=PROBE_INTERVAL_S,
         type=click.FloatRange(0.05),
     )
     retries: int = declare_flag(

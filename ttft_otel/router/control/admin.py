@@ -23,8 +23,8 @@ from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.proxy.client_stream import render_error
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.types import JSON_ERRORS, Instance
+from ttft_otel.router.upstream.connection_pool import build_authorization
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import build_authorization
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 
 # Loopback: orders decide where clients' requests go, and need no token there by default.

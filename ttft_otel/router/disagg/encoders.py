@@ -25,11 +25,10 @@ from ttft_otel.router import types
 from ttft_otel.router.disagg import request_body
 from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.errors import InvalidAnswer, UpstreamRefused, UpstreamUnavailable
-from ttft_otel.router.exchange import Exchange
-from ttft_otel.router.timeline import Attempt
+from ttft_otel.router.timeline import Attempt, Exchange
 from ttft_otel.router.upstream import http_headers
+from ttft_otel.router.upstream.connection_pool import read_at_most
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
-from ttft_otel.router.upstream.query_client import read_at_most
 from ttft_otel.router.upstream.upstream_client import (
     FirstByteWait,
     UpstreamClient,

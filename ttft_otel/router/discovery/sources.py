@@ -31,9 +31,13 @@ from ttft_otel.router.discovery.discovery import ROLES_BY_WORD, Findings, Source
 from ttft_otel.router.errors import SourceUnreachable, WatchExpired
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import JSON_ERRORS
-from ttft_otel.router.upstream.client_tls import ClientTls
+from ttft_otel.router.upstream.connection_pool import (
+    QUERY_ERRORS,
+    ClientTls,
+    QueryClient,
+    read_at_most,
+)
 from ttft_otel.router.upstream.instance_connection import InstanceAnswer
-from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient, read_at_most
 
 QUERY_TIMEOUT_S: Final = 5.0  # seconds for one name, all nameservers and search domains together
 # Answers without an address in a row until instances are removed: a Service that is made anew, or a

@@ -11,21 +11,21 @@ import hmac
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, Final
 
 from ttft_otel.http.byte_budget import ByteBudget
 from ttft_otel.model.endpoints import KNOWN_ROUTES
-from ttft_otel.model.names import header_names
+from ttft_otel.model.names import header_names, keys
 from ttft_otel.router.disagg.request_body import RequestBody
 from ttft_otel.router.errors import RequestRejected
-from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.time_limits import DeadlineQueue
+from ttft_otel.router.timeline import Exchange
 from ttft_otel.router.types import AsgiReceive, AsgiScope
+from ttft_otel.router.upstream.connection_pool import build_authorization
 from ttft_otel.router.upstream.http_headers import ClientHeaders
-from ttft_otel.router.upstream.query_client import build_authorization
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import clock
 
@@ -130,7 +130,8 @@ class AdmissionGate:
         scheme, _, given_key = authorization.partition(" ")
         # As bytes: compare_digest takes text only if it is ASCII.
         data = given_key.strip().encode("utf-8", "surrogateescape")
-        is_known = matches_any_key(data, self.client_keys)
+        # A list: every key is compared, so that it takes as long whichever it is not.
+        is_known = any([hmac.compare_digest(data, key) for key in self.client_keys])
         # Schemes are case-insensitive (RFC 9110 section 11.1), keys are not.
         if scheme.lower() != "bearer" or not is_known:
             raise RequestRejected(401, "Send an API key: Authorization: Bearer KEY.")
@@ -212,14 +213,6 @@ def is_json_type(content_type: str) -> bool:
     return not media_type or (
         main_type == "application" and (subtype == "json" or subtype.endswith("+json"))
     )
-
-
-def matches_any_key(given: bytes, keys: Iterable[bytes]) -> bool:
-    """Whether `given` is one of `keys`; takes as long whichever it is not.
-
-    Every key is compared, and compare_digest does not stop at the first difference.
-    """
-    return any([hmac.compare_digest(given, key) for key in keys])
 
 
 class ClientBody:
@@ -337,7 +330,7 @@ async def read_body(
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                exchange.record_failure(CLIENT_DISCONNECTED)
+                exchange.record_failure(keys.ERROR_DISCONNECTED)
                 return False
             chunk = message.get("body", b"")
             budget.add_bytes(client_body, len(chunk))

@@ -2,7 +2,7 @@
 """The client's side of one request: relays headers, first token and the rest without buffering.
 
 endpoint.py and prefill_decode.py pass the legs' responses; a slow client slows its leg down, and a response
-that is cut short is closed. The client's connection (control/client_connection.py) makes a ClientOutput for
+that is cut short is closed. The client's connection (control/uvicorn_server.py) makes a ClientOutput for
 each request.
 """
 
@@ -20,9 +20,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from ttft_otel.model import timing
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.router.errors import RouterError, UpstreamRefused
-from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter
-from ttft_otel.router.timeline import Attempt, partition_timeline
+from ttft_otel.router.timeline import Attempt, Exchange, partition_timeline
 from ttft_otel.router.types import AsgiSend, AttemptLoad, HeaderList
 from ttft_otel.router.upstream import http_headers
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS

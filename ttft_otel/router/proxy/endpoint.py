@@ -18,10 +18,9 @@ from ttft_otel.model import endpoints, stages
 from ttft_otel.model.endpoints import OPERATION_BY_PATH
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.router import types
-from ttft_otel.router.disagg import encoders, request_body, request_media, request_plan
+from ttft_otel.router.disagg import encoders, request_body, request_plan
 from ttft_otel.router.disagg.request_body import BodyParser
 from ttft_otel.router.errors import RequestRejected, RouterError
-from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
 from ttft_otel.router.proxy.admission import (
     AdmissionGate,
     BodyBudget,
@@ -39,7 +38,7 @@ from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter, RecentRep
 from ttft_otel.router.proxy.hold_queue import HoldQueue
 from ttft_otel.router.proxy.prefill_decode import DisaggregatedRequest, PrefillDecodeFlow
 from ttft_otel.router.routing.routing_service import RoutingService
-from ttft_otel.router.timeline import RequestTimeline
+from ttft_otel.router.timeline import Exchange, RequestTimeline
 from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend
 from ttft_otel.router.upstream import failures, http_headers
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
@@ -119,7 +118,7 @@ class ProxyEndpoint:
             if not exchange.is_client_gone:
                 exchange.record_failure(keys.ERROR_STOPPED)  # nobody but the server's stop does
                 raise
-            exchange.record_failure(CLIENT_DISCONNECTED)
+            exchange.record_failure(keys.ERROR_DISCONNECTED)
         except RouterError as error:
             if isinstance(error, RequestRejected):
                 self.admission.refusal_counts[error.reason] += 1
@@ -272,7 +271,7 @@ class ProxyEndpoint:
         )
 
     def _has_media_legs(self, path: str) -> bool:
-        encodes = request_media.may_be_encoded_apart(path, self.answering_leg)
+        encodes = request_body.may_be_encoded_apart(path, self.answering_leg)
         return encodes and self.upstream.pool.has_encoders
 
     def _end_exchange(self, exchange: Exchange) -> None:

@@ -31,8 +31,7 @@ from ttft_otel.model.record import (
 from ttft_otel.model.stages import ENCODE
 from ttft_otel.model.timing import MAX_HEADER_CHARS, ServerTiming
 from ttft_otel.model.ttft_report import build_ttft_report
-from ttft_otel.router.exchange import Exchange
-from ttft_otel.router.timeline import Attempt, RequestTimeline, partition_timeline
+from ttft_otel.router.timeline import Attempt, Exchange, RequestTimeline, partition_timeline
 from ttft_otel.router.types import DEFAULT_POLICY, MODE_STRIP, Decision
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.context import new_span_id

@@ -20,24 +20,22 @@ from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.model.names import header_names
 from ttft_otel.model.stages import DECODE, PREFILL
 from ttft_otel.router import types
-from ttft_otel.router.disagg import stream_splice
+from ttft_otel.router.disagg import request_plan
 from ttft_otel.router.disagg.encoders import splice_params
-from ttft_otel.router.disagg.request_plan import LegPlan
-from ttft_otel.router.disagg.stream_splice import PrefillAnswer, StreamSplicer
+from ttft_otel.router.disagg.request_plan import LegPlan, PrefillAnswer, StreamSplicer
 from ttft_otel.router.errors import UpstreamRefused, UpstreamUnavailable
-from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.proxy.client_stream import (
     AnswerReading,
     ClientStream,
     finish_attempt,
     relay_response,
 )
-from ttft_otel.router.timeline import Attempt
+from ttft_otel.router.timeline import Attempt, Exchange
 from ttft_otel.router.types import MODE_OFF, HeaderList, Instance
 from ttft_otel.router.upstream import failures, http_headers
+from ttft_otel.router.upstream.connection_pool import QUERY_ERRORS
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
 from ttft_otel.router.upstream.instance_connection import InstanceAnswer
-from ttft_otel.router.upstream.query_client import QUERY_ERRORS
 from ttft_otel.router.upstream.upstream_client import (
     FirstByteWait,
     UpstreamClient,
@@ -103,7 +101,7 @@ class PrefillDecodeFlow:
                 return
             # From here on the client has a stream, whatever becomes of the decode instance.
             exchange.record_answer(is_streaming=True)
-            events = stream_splice.render_first_events(first_token, plan)
+            events = request_plan.render_first_events(first_token, plan)
             await client_stream.send_first_chunk(200, _build_stream_headers(answer), events, True)
             # The prefill token was the last one: nothing is left for the decode instance.
             if first_token.is_last:
@@ -175,15 +173,15 @@ class PrefillDecodeFlow:
         """
         plan = job.plan
         if plan.mode == MODE_OFF:
-            job.unfetched_kv_params = stream_splice.parse_kv_params(data)
+            job.unfetched_kv_params = request_plan.parse_kv_params(data)
             return None
-        first_token = stream_splice.parse_prefill_answer(data, plan.is_chat)
+        first_token = request_plan.parse_prefill_answer(data, plan.is_chat)
         # Not vLLM's form: the decode instance answers all of it, with the blocks if the answer names them.
         if first_token is None:
-            job.unfetched_kv_params = stream_splice.parse_kv_params(data)
+            job.unfetched_kv_params = request_plan.parse_kv_params(data)
             plan.turn_off("answer")
             return None
-        job.unfetched_kv_params = stream_splice.take_kv_params(first_token)
+        job.unfetched_kv_params = request_plan.take_kv_params(first_token)
         reason = first_token.explain_refusal(plan) or self._explain_too_long(plan, first_token)
         if reason:
             plan.turn_off(reason)
@@ -232,7 +230,7 @@ class PrefillDecodeFlow:
             finally:
                 finish_attempt(response, attempts[-1])
             await job.client_stream.send_end(
-                stream_splice.render_stream_error(data, exchange.error, response.status)
+                request_plan.render_stream_error(data, exchange.error, response.status)
             )
             return
         job.unfetched_kv_params = None
@@ -252,7 +250,7 @@ class PrefillDecodeFlow:
         """End the client's stream with an error event: no decode answer followed the prefill token."""
         job.exchange.record_failure(str(error.status))
         await job.client_stream.send_end(
-            stream_splice.render_stream_error(b"", str(error), error.status)
+            request_plan.render_stream_error(b"", str(error), error.status)
         )
 
     async def _send_decode(

@@ -34,8 +34,8 @@ from ttft_otel.router.types import (
     Instance,
     RoutingRequest,
 )
+from ttft_otel.router.upstream.connection_pool import QueryClient
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QueryClient
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.guard import Guard
 

@@ -1,30 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kept connections, and the heads of requests on them; upstream_client.py and query_client.py send by it.
+"""Connections to instances, kept and encrypted; the legs' requests and the router's own questions on them.
 
-aiohttp's connector opens them (names, both address families, TLS). Its session would cost a request as
-much as all the rest of the router.
+upstream_client.py sends requests by ConnectionPool, everybody else asks by QueryClient: health probes, lists
+of models, prompts to render, cached prefixes, discovery. aiohttp's connector opens connections (names, both
+address families, TLS); its session would cost a request as much as all the rest of the router. command.py and
+sources.py name the PEM files, which may be replaced while the router runs. Who is asked may be
+hostile: no redirect is followed, and an answer is bounded in bytes, also when it is compressed, and in time.
+tests/attack/test_outbound_calls.py fails on another HTTP client in the router.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import re
-from collections.abc import Mapping, Sequence
+import ssl
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from operator import methodcaller
-from typing import Final
+from types import TracebackType
+from typing import Final, NamedTuple
 
 import aiohttp
 from yarl import URL
 
-from ttft_otel.router import lost_hosts
-from ttft_otel.router.time_limits import DeadlineQueue
+from ttft_otel.http.body_decoding import BodyTooLargeError, unpack_body
+from ttft_otel.router.errors import InvalidAnswer
+from ttft_otel.router.time_limits import DeadlineQueue, end_with_host, wait_at_most
 from ttft_otel.router.timeline import Attempt
-from ttft_otel.router.upstream.client_tls import ClientTls
 from ttft_otel.router.upstream.instance_connection import (
     PIECE_BYTES,
     InstanceAnswer,
     InstanceConnection,
 )
+
+log: Final = logging.getLogger("ttft_otel")
+
+
+class ClientTls:
+    """What new connections trust and show. Raises OSError, as SSLError is one, for files that cannot be used.
+
+    Args:
+        ca: File of the authorities that are trusted, "" for the system's.
+        certificate: File of our own certificate, "" for none.
+        key: File of its key, "" where it stands in the same file.
+        name: What certificates must be for, "" for the host of the URL.
+    """
+
+    def __init__(self, ca: str = "", certificate: str = "", key: str = "", name: str = "") -> None:
+        self._ca, self._certificate, self._key, self._name = ca, certificate, key, name
+        self._files = [each for each in (ca, certificate, key) if each]
+        self._stamps = self._read_stamps()
+        self._context = self._load()
+
+    def prepare_request(self, request: aiohttp.ClientRequest) -> aiohttp.ClientRequest:
+        """What opens a connection for `request` with the files as they are now."""
+        if not request.is_ssl():
+            return request
+        self._follow_files()
+        if request.ssl is self._context:
+            return request
+        name = self._name or None
+        return aiohttp.ClientRequest(
+            request.method, request.url, loop=request.loop, ssl=self._context, server_hostname=name
+        )
+
+    def _follow_files(self) -> None:
+        stamps = self._read_stamps()
+        if stamps == self._stamps:
+            return
+        # Also where they cannot be used: once they can, they have changed again.
+        self._stamps = stamps
+        files = ", ".join(self._files)
+        try:
+            # A new one, as a context cannot forget an authority.
+            self._context = self._load()
+        except OSError as error:
+            log.error(
+                "ttft-otel: %s cannot be used (%s): connections go on with what was there before",
+                files,
+                error,
+            )
+        else:
+            log.warning("ttft-otel: new connections use %s, which was replaced", files)
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=self._ca or None)
+        if self._certificate:
+            # With a password, as OpenSSL would ask the terminal for one.
+            context.load_cert_chain(self._certificate, self._key or None, password="")
+        return context
+
+    def _read_stamps(self) -> list[tuple[int, ...]]:
+        return [_read_stamp(each) for each in self._files]
+
+
+def _read_stamp(path: str) -> tuple[int, ...]:
+    """What differs once the file at `path`, or a link on the way to it, was replaced."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
 
 ANY_TIME_S: Final = 1e8  # three years
 # Seconds; vLLM closes idle connections after 5, and must not win that race.
@@ -175,7 +254,7 @@ class ConnectionPool:
                 f"Connection timeout to host {origin.host}"
             ) from error
         if lease.transport is not None:
-            lost_hosts.end_with_host(lease.transport.get_extra_info("socket"))
+            end_with_host(lease.transport.get_extra_info("socket"))
 
         def keep(connection: InstanceConnection) -> None:
             origin.idle.append(connection)
@@ -199,3 +278,125 @@ def _encode_head(
         raise ValueError("control characters in the headers of a request")
     start = f"{method} {origin.path_prefix}{target} HTTP/1.1\r\nHost: {origin.host}\r\n"
     return (start + "\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+# Seconds for a question, from the connection to the answer's last byte.
+QUERY_TIMEOUT_S: Final = 5.0
+MAX_PAGE_BYTES: Final = 8 << 20  # bytes of an answer, unpacked: /metrics is the longest
+MAX_HEADER_BYTES: Final = 65_536  # bytes of one header of an answer, unless a flag says otherwise
+# Who cannot be asked now, or does not answer so that it can be read. TimeoutError is no OSError before
+# Python 3.11.
+QUERY_ERRORS: Final = (aiohttp.ClientError, InvalidAnswer, OSError, asyncio.TimeoutError)
+
+
+class QueryAnswer(NamedTuple):
+    """A whole answer; a redirect is one, too."""
+
+    status: int
+    body: bytes  # not compressed
+
+
+class QueryClient:
+    """Asks questions, on connections of its own; made and closed on the event loop.
+
+    Args:
+        max_header_bytes: Bytes of one header of an answer.
+        tls: For https:// URLs; None for the system's authorities.
+        api_key: What whoever is asked is shown, "" for none.
+
+    authorization: the header with that key, which one of the question itself replaces.
+    """
+
+    def __init__(
+        self,
+        max_header_bytes: int = MAX_HEADER_BYTES,
+        tls: ClientTls | None = None,
+        api_key: str = "",
+    ) -> None:
+        self.authorization = build_authorization(api_key)
+        self._pool = ConnectionPool(max_header_bytes, tls=tls)
+
+    async def __aenter__(self) -> QueryClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def ask(
+        self,
+        url: str,
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = QUERY_TIMEOUT_S,
+        max_bytes: int = MAX_PAGE_BYTES,
+    ) -> QueryAnswer:
+        """Ask `url`, by POST if there is a `body`, else by GET. Raises QUERY_ERRORS.
+
+        Args:
+            url: http:// or https://, with path and query.
+            body: JSON.
+            headers: More of them.
+            timeout_s: Seconds for everything.
+            max_bytes: Of the answer's body. 0: only its status is wanted, and its body is not read.
+        """
+        return await wait_at_most(self._ask(url, body, headers or {}, max_bytes), timeout_s)
+
+    async def _ask(
+        self, url: str, body: bytes | None, headers: Mapping[str, str], max_bytes: int
+    ) -> QueryAnswer:
+        async with self.open_answer(url, body, headers) as answer:
+            if not max_bytes:
+                return QueryAnswer(answer.status, b"")
+            data = await read_at_most(answer, max_bytes)
+        try:
+            encoding = ",".join(answer.list_values(b"content-encoding"))
+            return QueryAnswer(answer.status, unpack_body(data, encoding, max_bytes))
+        except BodyTooLargeError as error:
+            raise InvalidAnswer(str(error)) from error
+        except ValueError as error:
+            raise aiohttp.ClientPayloadError(f"the answer cannot be read: {error}") from error
+
+    @asynccontextmanager
+    async def open_answer(
+        self, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[InstanceAnswer]:
+        """Ask as `ask` does, and give the answer once its head is here; the caller bounds the rest."""
+        own = {"Authorization": self.authorization} if self.authorization else {}
+        sent = {"Accept-Encoding": "identity", **own, **(headers or {})}
+        if body is not None:
+            sent.setdefault("Content-Type", "application/json")
+        method = "GET" if body is None else "POST"
+        try:
+            # encoded: an operator's path is sent as it was written.
+            answer = await self._pool.send_query(method, URL(url, encoded=True), sent, body)
+        except ValueError as error:
+            raise aiohttp.InvalidURL(url, str(error)) from error
+        try:
+            yield answer
+        finally:
+            answer.close()
+
+
+async def read_at_most(answer: InstanceAnswer, max_bytes: int) -> bytes:
+    """The whole body of `answer`. Raises QUERY_ERRORS, also when it is longer than `max_bytes`."""
+    # The announced length saves reading; a chunked answer announces none.
+    body, is_longer = bytearray(), answer.content_length > max_bytes
+    while not is_longer and (chunk := await answer.readany()):
+        body += chunk
+        is_longer = len(body) > max_bytes
+    if is_longer:
+        raise InvalidAnswer(f"its answer is longer than {max_bytes} bytes")
+    return bytes(body)
+
+
+def build_authorization(api_key: str) -> str:
+    return f"Bearer {api_key}" if api_key else ""

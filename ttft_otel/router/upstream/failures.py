@@ -4,8 +4,7 @@
 A request that crashes an engine must not be sent to the next one. It is retried only if nothing of it was
 sent, if the server responded 502, 503 or 504, or if a kept-alive connection broke so soon that the server
 must have closed it before. Calls to encoders only fill a cache: any failure is retried once.
-upstream_client.py, client_stream.py and health_monitor.py ask about exceptions of aiohttp, and
-instance_pool.py logs how they are described.
+upstream_client.py, client_stream.py and instance_pool.py ask about exceptions of aiohttp.
 """
 
 from __future__ import annotations

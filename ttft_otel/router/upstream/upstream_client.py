@@ -15,12 +15,9 @@ from ttft_otel.router.errors import FirstByteTimeout, UpstreamUnavailable
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream import failures
-from ttft_otel.router.upstream.client_tls import ClientTls
-from ttft_otel.router.upstream.connection_pool import ConnectionPool
-from ttft_otel.router.upstream.health_monitor import HealthMonitor
+from ttft_otel.router.upstream.connection_pool import ClientTls, ConnectionPool, QueryClient
 from ttft_otel.router.upstream.instance_connection import InstanceAnswer
-from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QueryClient
+from ttft_otel.router.upstream.instance_pool import HealthMonitor, InstancePool
 from ttft_otel.tracing import clock, context
 
 _SERVER_TIMING: Final = header_names.SERVER_TIMING.lower().encode()

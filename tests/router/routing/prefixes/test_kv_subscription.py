@@ -20,7 +20,7 @@ from lab.fake_vllm.kv_publisher import FakePublisher, run_publisher
 from lab.fake_vllm.prefix_cache import FakeEngine
 from router.fake_instances import wait_until
 from ttft_otel.model.names import metric_names
-from ttft_otel.router.control.router_metrics import collect_cache_metrics
+from ttft_otel.router.control.app import collect_cache_metrics
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_index import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource, kv_events_source
@@ -33,8 +33,8 @@ from ttft_otel.router.routing.prefixes.kv_events_source import (
 )
 from ttft_otel.router.routing.prefixes.prefix_source import run_sliced
 from ttft_otel.router.types import parse_instance_url
+from ttft_otel.router.upstream.connection_pool import QueryClient
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QueryClient
 
 BLOCK_TOKENS = 4
 PROMPT_IDS = [*range(5 * BLOCK_TOKENS)]

@@ -35,8 +35,8 @@ from ttft_otel.router.routing.prompts.tokenizer_worker import (
     TokenizerWorker,
 )
 from ttft_otel.router.types import parse_instance_url
+from ttft_otel.router.upstream.connection_pool import QueryClient
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QueryClient
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 HELLO_BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hello"}]}).encode()

@@ -45,8 +45,8 @@ from ttft_otel.router.routing.prefixes.prefix_source import (
     run_sliced,
 )
 from ttft_otel.router.time_limits import wait_at_most
+from ttft_otel.router.upstream.connection_pool import QUERY_ERRORS, QueryClient
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient
 
 REFRESH_INTERVAL_S: Final = 10.0  # seconds between two requests for the endpoints
 RECONNECT_DELAY_S: Final = 1.0  # seconds before asking again after a publisher disconnected

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.types import Instance
+from ttft_otel.router.upstream.connection_pool import QUERY_ERRORS, QueryClient
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient
 
 MAX_TOTAL_BLOCKS: Final = 1_000_000  # blocks of all instances together: about 200 MB
 RETRY_INTERVAL_S: Final = 10.0  # seconds before asking for the block size again

@@ -33,8 +33,8 @@ from ttft_otel.router.routing.prompts.tokenizer_worker import (
 )
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import JSON_ERRORS, Instance
+from ttft_otel.router.upstream.connection_pool import QUERY_ERRORS, QueryClient
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QUERY_ERRORS, QueryClient
 
 PROMPT_KINDS: Final = {CHAT_PATH: "chat", COMPLETIONS_PATH: "completion"}
 LOAD_RETRY_DELAY_S: Final = 60.0  # seconds before a failed load is tried again
