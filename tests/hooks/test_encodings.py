@@ -21,8 +21,8 @@ from hooks.fakes import FakeEngineCore, decode_headers, make_request, media_item
 from hooks.process import CORE, PATCHER, WORKER, put_back_classes, wrap_ec_connector
 from hooks.vllm_import import import_from_vllm
 from lab.vllm_plugins import join_plugin_paths
-from ttft_otel.hooks import ec_fields
-from ttft_otel.hooks.engine_core import encodings, kv
+from ttft_otel.hooks import vllm_fields
+from ttft_otel.hooks.engine_core import transfers
 from ttft_otel.hooks.worker import model_runners
 from ttft_otel.hooks.worker.device import StepClock
 from ttft_otel.model.breakdown import CODE_EC_TRANSFER, LOST_ENCODER, LOST_SAVE
@@ -320,15 +320,16 @@ def test_hostile_params() -> None:
     many = {str(number): {} for number in range(5000)}
     odd = {"ec_items": [1, None, {}, {"mm_hash": 3}, {"mm_hash": "x"}], "a": 1, "b": {}}
 
-    assert len(ec_fields.list_announced_names(many)[0]) == ec_fields.MAX_ANNOUNCED
+    assert len(vllm_fields.list_announced_names(many)[0]) == vllm_fields.MAX_ANNOUNCED
     assert (
-        len(ec_fields.list_announced_names({"ec_items": [{}] * 5000})[1]) == ec_fields.MAX_ANNOUNCED
+        len(vllm_fields.list_announced_names({"ec_items": [{}] * 5000})[1])
+        == vllm_fields.MAX_ANNOUNCED
     )
-    assert ec_fields.list_announced_names(odd) == ({"3", "x", "b"}, [2])
+    assert vllm_fields.list_announced_names(odd) == ({"3", "x", "b"}, [2])
     timeline, vllm_request = EngineTimeline(added=1), make_request("a", items=1)
     vllm_request.sampling_params = SimpleNamespace(extra_args={"ec_transfer_params": odd})
-    assert ec_fields.find_item_bytes(None, vllm_request, "b") == 0
-    encodings.open_items(timeline, vllm_request, None, is_seen=True, available=True)
+    assert vllm_fields.find_item_bytes(None, vllm_request, "b") == 0
+    transfers.open_items(timeline, vllm_request, None, is_seen=True, available=True)
     assert timeline.read_details().media == [0, 0, 0, media_items.SOURCES_UNKNOWN, 0]
 
 
@@ -422,7 +423,7 @@ def test_evicted(pair: InstancePair) -> None:
 def test_nobody_came(pair: InstancePair) -> None:
     """Encodings that are not read within two minutes count as expired."""
     encode_and_keep(pair, "a", "cat")
-    pair.clock.tick(encodings.MAX_KEPT_US)
+    pair.clock.tick(transfers.MAX_KEPT_US)
     pair.encoder.run_step()
     assert "a" in CORE.encodings.leases
     pair.clock.tick(1)
@@ -430,7 +431,7 @@ def test_nobody_came(pair: InstancePair) -> None:
     kept = read_kept(query_kept(pair, "a"))
 
     assert kept.end_reason == "expired"
-    assert kept.until - kept.since == encodings.MAX_KEPT_US + 1
+    assert kept.until - kept.since == transfers.MAX_KEPT_US + 1
 
 
 def test_not_waited_for_again(pair: InstancePair) -> None:
@@ -501,8 +502,8 @@ def test_unseen(pair: InstancePair) -> None:
 def test_bounded(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many are kept, fetched or never asked for, the state has a bound, and drops are counted."""
     for name in ("MAX_LEASES", "MAX_FETCHED_HASHES", "MAX_WAITING_ENCODINGS"):
-        monkeypatch.setattr(encodings, name, 4)
-    monkeypatch.setattr(kv, "MAX_UNASKED_ANSWERS", 4)
+        monkeypatch.setattr(transfers, name, 4)
+    monkeypatch.setattr(transfers, "MAX_UNASKED_ANSWERS", 4)
     encode_and_keep(pair, "asked", "item")
     answer_future = query_kept(pair, "asked")
     params = [encode_and_keep(pair, f"r{number}", f"item-{number}") for number in range(9)]
@@ -519,7 +520,7 @@ def test_bounded(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bounded_items(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request of many items pushes out as many requests as that takes."""
-    monkeypatch.setattr(encodings, "MAX_WAITING_ENCODINGS", 4)
+    monkeypatch.setattr(transfers, "MAX_WAITING_ENCODINGS", 4)
     encode_and_keep(pair, "a", "cat")
     encode_and_keep(pair, "b", "dog", "cow")
     encode_and_keep(pair, "c", "ant", "bee", "fly")

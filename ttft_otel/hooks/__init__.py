@@ -12,13 +12,12 @@ targets                   all patched functions, as data
 wrap                      Patcher: the only code that patches
 api_server                arrival to first chunk
 engine_core/tracer        EngineCoreTracer: a request from the engine core's input to its first output
-engine_core/waiting       WaitingQueue: why requests wait
+engine_core/queue_reasons WaitingQueue: why requests wait
 engine_core/held_steps    HeldRequests: whose work held them up
-engine_core/kv            BlockTransfers: waits for KV blocks, blocks kept for others
-engine_core/encodings     sources of media items; EncodingLeases: encodings kept for others
+engine_core/transfers     waits for KV blocks, sources of media items, what is kept for others
 worker/model_runners      WorkerTracer: both model runners
 worker/device             host or device clock
-connectors                hooks around KV and encoder-cache connectors
-vllm_fields, ec_fields    differences between releases and connectors
+vllm_fields               differences between releases and connectors
+install                   makes all of them; hooks around KV and encoder-cache connectors
 target_check              which targets a vLLM has
 """

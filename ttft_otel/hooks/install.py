@@ -12,7 +12,7 @@ import multiprocessing
 import os
 from typing import Any, Final
 
-from ttft_otel.hooks import api_server, ec_fields, target_check
+from ttft_otel.hooks import api_server, target_check, vllm_fields
 from ttft_otel.hooks.engine_core.tracer import EngineCoreTracer
 from ttft_otel.hooks.worker.model_runners import WorkerTracer
 from ttft_otel.hooks.wrap import Patcher, find_patcher
@@ -139,6 +139,6 @@ def build_connector_hooks(
 
 def _is_worth_wrapping(kind: type[Any], target: str, name: str) -> bool:
     # A hook around vLLM's empty method would run in every step and see nothing.
-    return ec_fields.has_own_method(kind, name) or (
+    return vllm_fields.has_own_method(kind, name) or (
         target in _LOAD_AND_SAVE and hasattr(kind, name)
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the encodings of a request's media items came from: layout and sums of EngineTimeline.media.
 
-encodings.py fills the list in the engine core, carrier.py transports it, recorder.py puts the
+transfers.py fills the list in the engine core, carrier.py transports it, recorder.py puts the
 counts onto spans and into Server-Timing. The list is empty for a request without media items, which
 then costs nothing; else it has HEADER_LENGTH numbers and one code per item, in the prompt's order.
 """

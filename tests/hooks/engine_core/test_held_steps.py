@@ -22,10 +22,9 @@ from hooks.fakes import FakeEngineCore, make_request, with_any_events
 from hooks.process import CORE, drop_state, put_back_classes, wrap_methods
 from lab.fake_vllm.engine_objects import build_scheduler_output
 from ttft_otel.hooks import vllm_fields
-from ttft_otel.hooks.engine_core import held_steps, holders
+from ttft_otel.hooks.engine_core import held_steps, step_log
 from ttft_otel.hooks.engine_core.held_steps import HeldRequests
-from ttft_otel.hooks.engine_core.holders import HolderLog
-from ttft_otel.hooks.engine_core.step_work import StepWork, describe_step
+from ttft_otel.hooks.engine_core.step_log import HolderLog, StepWork, describe_step
 from ttft_otel.model.breakdown import Marks
 from ttft_otel.model.stages import HOLDING_KIND_NAMES, QUEUE_STAGES, STALL_STAGE
 from ttft_otel.tracing import carrier
@@ -199,7 +198,7 @@ def test_aborted(drive: MakeDriver) -> None:
 def test_many_holders(drive: MakeDriver) -> None:
     """Of more prompts than are kept, the largest three are still exact."""
     driver = drive(max_num_batched_tokens=96, max_num_seqs=2)
-    sizes = [20 + 17 * number % 70 for number in range(3 * holders.MAX_HOLDERS)]
+    sizes = [20 + 17 * number % 70 for number in range(3 * step_log.MAX_HOLDERS)]
     for number, size in enumerate(sizes):
         driver.add(f"r{number}", tokens=size, answer=1, traced=False)
     driver.add("last", tokens=8)
@@ -215,7 +214,7 @@ def test_memory(core: FakeEngineCore) -> None:
     others = [make_request(f"other{number}", 10**9, traced=False) for number in range(40)]
     core.add(*others)
     waiting = [make_request(f"w{number}") for number in range(2 * held_steps.MAX_FOLLOWED)]
-    files = ("held_steps", "holders", "step_log", "step_work")
+    files = ("held_steps", "step_log")
     tracemalloc.start()
     try:
         for number in range(2000):
@@ -229,7 +228,7 @@ def test_memory(core: FakeEngineCore) -> None:
     ours = snapshot.filter_traces([tracemalloc.Filter(True, f"*/{name}.py") for name in files])
 
     assert len(CORE.held.followed) == held_steps.MAX_FOLLOWED
-    assert len(CORE.held.log.holders.holders) <= holders.MAX_HOLDERS
+    assert len(CORE.held.log.holders.holders) <= step_log.MAX_HOLDERS
     assert sum(each.size for each in ours.statistics("filename")) <= 1 << 20
     for each in waiting:
         core.free(each.request_id)
@@ -259,7 +258,7 @@ def check_blame(driver: Any, name: str) -> None:
         return
     told = [each[0] for each in driver.timelines[name].read_details().holders]
     expected = list_holders(driver.steps, name, marks.added, marks.scheduled)
-    expected = [us for us in expected if us >= 2][: holders.MAX_NAMED]
+    expected = [us for us in expected if us >= 2][: step_log.MAX_NAMED]
     for us, right in zip(told, expected, strict=False):
         assert abs(us - right) <= 2, (name, driver.timelines[name].read_details().holders, expected)
     assert len(told) >= len(expected)

@@ -11,7 +11,7 @@ import pytest
 
 from hooks.fakes import decode_headers, make_request
 from hooks.process import CORE, HOOKS, PATCHER, wrap_kv_connector
-from ttft_otel.hooks.engine_core import kv
+from ttft_otel.hooks.engine_core import transfers
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.model.breakdown import CODE_FORWARD, find_failed_stage
 from ttft_otel.model.names import header_names, keys
@@ -308,8 +308,8 @@ def test_not_kept(kv_core: Any) -> None:
 
 def test_bounded(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many wait or were fetched unasked, the state has a bound."""
-    monkeypatch.setattr(kv, "MAX_TRACKED_REQUESTS", 10)
-    monkeypatch.setattr(kv, "MAX_UNASKED_ANSWERS", 5)
+    monkeypatch.setattr(transfers, "MAX_TRACKED_REQUESTS", 10)
+    monkeypatch.setattr(transfers, "MAX_UNASKED_ANSWERS", 5)
     for number in range(30):
         end_request(kv_core, f"r{number}", [1])
     assert len(CORE.blocks.tracked) == 10
@@ -320,7 +320,7 @@ def test_bounded(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bounded_asked(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asked for blocks that the bound pushed out is answered: nobody will know."""
-    monkeypatch.setattr(kv, "MAX_TRACKED_REQUESTS", 1)
+    monkeypatch.setattr(transfers, "MAX_TRACKED_REQUESTS", 1)
     end_request(kv_core, "a", [1])
     answer_future = CORE.blocks.answer_kept_blocks("a")
     end_request(kv_core, "b", [2])

@@ -14,15 +14,19 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any, Final
 
+import msgspec
+
 from ttft_otel.hooks import vllm_fields
-from ttft_otel.hooks.engine_core.holders import HolderShare
 from ttft_otel.hooks.engine_core.step_log import (
     NO_SUMS,
-    HeldRequest,
+    HolderShare,
     StepLog,
-    drop_arrival,
+    StepWork,
+    Sums,
+    WaitStart,
+    describe_step,
+    take_out_own,
 )
-from ttft_otel.hooks.engine_core.step_work import StepWork, describe_step, take_out_own
 from ttft_otel.model.held_waits import MAX_SEGMENTS, SEGMENT_SIZE, halve_segments, split_step
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.engine_timeline import EngineTimeline
@@ -31,6 +35,53 @@ MAX_FOLLOWED: Final = 512  # requests; more are not followed
 _NO_STEP: Final = SimpleNamespace(
     num_scheduled_tokens={}, total_num_scheduled_tokens=0, scheduled_new_reqs=()
 )
+NO_REASON: Final = -1  # of its own: a waiting request shares its queue's
+
+
+class HeldRequest(msgspec.Struct, eq=False, gc=False):
+    """A traced request that waits for its first step, or between its prompt's chunks."""
+
+    request_id: str
+    timeline: EngineTimeline
+    #: The time from which other requests' work counts as holding it up.
+    since: int
+    #: Steps since its arrival in which the scheduler did not know it.
+    misses: int = 0
+    start: WaitStart | None = None
+    #: When its first step was scheduled, 0 before.
+    ended: int = 0
+    #: The time up to which `timeline.held` is written, and the log's sums then; 0 while it waits.
+    last: int = 0
+    sums: Sums = NO_SUMS
+    #: The latest step that computed a part of it.
+    own: StepWork | None = None
+    #: False for one beyond MAX_FOLLOWED, or whose arrival was not seen.
+    is_followed: bool = True
+    #: vLLM's Request, while it is in the scheduler's queue.
+    request: Any = None
+    #: Its own reason to wait (queue_reasons), NO_REASON while it shares the queue's.
+    reason: int = NO_REASON
+    #: From then on the queue's reason is its own; 0 while it has a reason of its own.
+    shared_since: int = 0
+    #: ID of a request that came later and runs in its place; "" without one.
+    overtaker: str = ""
+
+    def add_segment(self, upto: int, sums: Sums) -> None:
+        """Write what ran from `last` up to the time `upto` (us), when the log's sums are these."""
+        before = self.sums
+        self.timeline.held += (
+            upto - self.last, sums[0] - before[0], sums[1] - before[1], sums[2] - before[2],
+            0, sums[3] - before[3],
+        )  # fmt: skip
+        self.last = upto
+        self.sums = sums
+
+
+def drop_arrival(arrivals: deque[HeldRequest], timeline: EngineTimeline) -> None:
+    """Take the request of `timeline` out of `arrivals`, to which the input thread may append meanwhile."""
+    for _ in range(len(arrivals)):
+        if (each := arrivals.popleft()).timeline is not timeline:
+            arrivals.append(each)
 
 
 class HeldRequests:

@@ -3,7 +3,7 @@
 
 A request gets an EngineTimeline when it arrives. The scheduler's and the connectors' hooks fill it, and put
 it as one string into the trace_headers of the request's first output (carrier.py), for the API server.
-Each part that needs a state of its own has an owner: waiting.py, held_steps.py, kv.py and encodings.py.
+Each part that needs a state of its own has an owner: queue_reasons.py, held_steps.py and transfers.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from collections import OrderedDict
 from typing import Any, Final
 
 from ttft_otel.hooks import vllm_fields
-from ttft_otel.hooks.engine_core import encodings, own_requests, queue_reasons
-from ttft_otel.hooks.engine_core.encodings import EncodingLeases
+from ttft_otel.hooks.engine_core import own_requests, queue_reasons, transfers
 from ttft_otel.hooks.engine_core.held_steps import HeldRequests
-from ttft_otel.hooks.engine_core.kv import BlockTransfers
-from ttft_otel.hooks.engine_core.waiting import WaitingQueue
+from ttft_otel.hooks.engine_core.queue_reasons import WaitingQueue
+from ttft_otel.hooks.engine_core.transfers import BlockTransfers, EncodingLeases
 from ttft_otel.hooks.vllm_fields import SchedulerFacts
 from ttft_otel.hooks.worker.model_runners import MAX_UNFINISHED_STEPS, WorkerTracer, stamp_time
 from ttft_otel.hooks.wrap import Patcher
@@ -145,7 +144,7 @@ class EngineCoreTracer:
             is_paused = False
         if is_paused:  # an engine core runs no step then that could note it
             timeline.open_details().reasons += (token, queue_reasons.PAUSED)
-        # Its trace_headers are replaced at the first output; holders.py reads the traceparent here.
+        # Its trace_headers are replaced at the first output; step_log.py reads the traceparent here.
         headers = request._ttft_headers = request.trace_headers
         if headers and headers.get(header_names.CARRIER_KEY) == carrier.LATER_INPUT:
             # vLLM keeps nothing else of this request for the session that it continues.
@@ -355,7 +354,7 @@ class EngineCoreTracer:
         if not timeline.read_details().media:
             self._open_media(timeline, request, facts.ec_connector)
         if timeline.cached:
-            encodings.skip_cached(timeline, request.mm_features, timeline.cached)
+            transfers.skip_cached(timeline, request.mm_features, timeline.cached)
         details = timeline.open_details()
         details.wait_lost |= facts.ec_may_wait and not self.patcher.is_active("transfer.wait")
 
@@ -363,7 +362,7 @@ class EngineCoreTracer:
         self, timeline: EngineTimeline, request: Any, connector: Any, available: bool = True
     ) -> list[int]:
         is_seen = self.patcher.is_active("transfer.place")
-        return encodings.open_items(timeline, request, connector, is_seen, available)
+        return transfers.open_items(timeline, request, connector, is_seen, available)
 
     # The encoder-cache connector, on the scheduler's side.
 
@@ -593,7 +592,7 @@ def _settle_items(
         encoding = output.scheduled_encoder_inputs
         own_items = encoding.get(request.request_id, ())
         step_items = sum(map(len, encoding.values()))
-        encodings.settle_items(timeline, request, facts.ec_connector, own_items, step_items)
+        transfers.settle_items(timeline, request, facts.ec_connector, own_items, step_items)
 
 
 def _carry_timeline(timeline: EngineTimeline, output: Any, scheduler: Any) -> dict[str, str]:

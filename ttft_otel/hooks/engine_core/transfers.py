@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine core: where the encodings of media items came from, and how long an encoder keeps them for others.
+"""Transfers between instances, as the engine core sees them: waits for them, and what is kept for others.
 
-tracer.py opens a request's list of items when the connector is first asked, or the first chunk scheduled, and
-passes the items that a step encodes. The result is EngineDetails.media (layout in media_items.py), which is
-empty for a request without media items.
+install.py puts these hooks around the scheduler's side of KV and encoder-cache connectors. tracer.py opens a
+request's list of media items when the connector is first asked, or the first chunk scheduled, and passes the
+items that a step encodes. Waits and items go to the request's EngineTimeline (EngineDetails.media, layout in
+media_items.py, is empty for a request without media items). How long something was kept the API server asks
+over vLLM's utility channel; KeptAnswers brings its questions and the answers together.
 
 EncodingLeases works only for connectors whose scheduler side serves the fetches (ECCPUConnector over NIXL:
 `ProducerSession`). ECMooncakeConnector pushes from threads of its worker, and its scheduler does not learn
-which item arrived. install.py wraps the connector's methods with its hooks; the API server calls
-answer_kept_items() over vLLM's utility channel.
+which item arrived.
 """
 
 from __future__ import annotations
@@ -16,15 +17,23 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from typing import Any, Final
 
 import msgspec
 
-from ttft_otel.hooks import ec_fields
-from ttft_otel.hooks.engine_core.kv import KeptAnswers
+from ttft_otel.hooks import vllm_fields
+from ttft_otel.hooks.vllm_fields import SchedulerFacts
 from ttft_otel.hooks.wrap import Patcher
+from ttft_otel.model import breakdown
 from ttft_otel.tracing import clock, media_items
-from ttft_otel.tracing.carrier import KEPT_ITEMS_BIT, KeptItems, encode_answer
+from ttft_otel.tracing.carrier import (
+    KEPT_BLOCKS_BIT,
+    KEPT_ITEMS_BIT,
+    KeptBlocks,
+    KeptItems,
+    encode_answer,
+)
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 from ttft_otel.tracing.guard import Hook
 from ttft_otel.tracing.media_items import (
@@ -42,6 +51,8 @@ from ttft_otel.tracing.media_items import (
 
 log = logging.getLogger("ttft_otel")
 
+MAX_TRACKED_REQUESTS: Final = 8192  # with blocks in transfer, or kept for another instance
+MAX_UNASKED_ANSWERS: Final = 256  # answers that the API server has not asked for yet
 MAX_LEASES: Final = 8192  # answered requests whose encodings are not fetched yet
 MAX_WAITING_ENCODINGS: Final = 65536  # encodings of those requests
 MAX_FETCHED_HASHES: Final = 8192  # encodings remembered as fetched
@@ -50,6 +61,165 @@ MAX_FETCHED_HASHES: Final = 8192  # encodings remembered as fetched
 MAX_KEPT_US: Final = 120_000_000
 REASON_EXPIRED: Final = "expired"
 REASON_EVICTED: Final = "evicted"
+
+
+class KeptAnswers:
+    """Answers about what was kept for another instance; the API server asks for each before or after its end.
+
+    Without a lock: hooks and utility calls run on the engine core's main thread.
+    """
+
+    def __init__(self) -> None:
+        #: The API server's queries about what is still kept.
+        self.asked: dict[str, Future[str]] = {}
+        #: Answers that came before the query.
+        self.unasked: OrderedDict[str, str] = OrderedDict()
+
+    def settle(self, request_id: str, answer: str) -> None:
+        """Nothing is kept any more: `answer` who has asked, or will; "" where it is not known."""
+        if request_id in self.asked:
+            self.asked.pop(request_id).set_result(answer)
+            return
+        self.unasked[request_id] = answer
+        if len(self.unasked) > MAX_UNASKED_ANSWERS:
+            self.unasked.popitem(last=False)
+
+    def ask(self, request_id: str, is_kept: bool) -> Any:
+        """The answer, "" when unknown; a Future while it is kept, which vLLM's utility channel awaits."""
+        if not is_kept:
+            return self.unasked.pop(request_id, "")
+        return self.asked.setdefault(request_id, Future())
+
+
+class BlockTransfers:
+    """KV blocks of one engine core's traced requests that are on their way here, or kept for others."""
+
+    def __init__(self, patcher: Patcher) -> None:
+        self.patcher = patcher
+        #: By engine request ID: the timeline while blocks are transferred here, KeptBlocks while they are
+        #: kept for another instance. While it is empty the hooks return at once.
+        self.tracked: dict[str, EngineTimeline | KeptBlocks] = {}
+        self.answers = KeptAnswers()
+
+    def record_match(
+        self, _: None, match: Any, connector: Any, request: Any, *args: Any, **kw: Any
+    ) -> None:
+        """After get_num_new_matched_tokens(), which is called until the request's blocks are allocated.
+
+        match: (tokens, loaded asynchronously); tokens None means that the connector is still looking.
+        """
+        timeline = getattr(request, "_ttft_timeline", None)
+        if timeline is None or timeline.scheduled:
+            return  # after a preemption further waits belong to `prefill.stall`
+        count, loads_later = match
+        if timeline.details is None and count == 0:
+            return  # nothing to fetch, and it has not waited
+        details = timeline.open_details()
+        if count is None:
+            details.looking = details.looking or clock.now_us()
+            return
+        if details.looking:
+            details.waits += (breakdown.CODE_KV_TRANSFER, details.looking, clock.now_us())
+            details.looking = 0
+        if details.moving:  # its blocks could not be allocated; this is another attempt
+            self.tracked.pop(request.request_id, None)
+            details.moving = 0
+        details.blocks = [count, 0, 0, 0] if count else []
+        if count and loads_later:
+            details.moving = clock.now_us()
+            self._track_request(request.request_id, timeline)
+
+    def _track_request(self, request_id: str, state: EngineTimeline | KeptBlocks) -> None:
+        if len(self.tracked) >= MAX_TRACKED_REQUESTS:
+            oldest = next(iter(self.tracked))
+            evicted = self.tracked.pop(oldest)
+            if isinstance(evicted, KeptBlocks) and oldest in self.answers.asked:
+                self.answers.settle(oldest, "")  # its caller must not wait any longer
+        self.tracked[request_id] = state
+
+    def close_wait(self, timeline: EngineTimeline, request: Any, facts: SchedulerFacts) -> bool:
+        """End the wait for blocks when the first chunk is scheduled.
+
+        True when the request may have waited for blocks without a hook that noticed it.
+        """
+        details = timeline.read_details()
+        if details.blocks:
+            # The connector offers; vLLM takes none where its own cache has as many.
+            tokens = vllm_fields.count_external_tokens(request, details.blocks[0])
+            details.blocks[0] = tokens
+            if facts.block_size:
+                details.blocks[1] = -(-tokens // facts.block_size)  # rounded up
+            if tokens:
+                found = vllm_fields.find_block_source(facts.kv_connector, request, tokens)
+                details.connector, details.source = found
+            else:
+                details.blocks = []
+        lost = bool(timeline.cached) and not self.patcher.is_active("kv.match")
+        if details.moving:
+            # Loaded inside the step after all, or the hook that sees arrivals is missing.
+            self.tracked.pop(request.request_id, None)
+            details.moving = 0
+            lost = lost or not self.patcher.is_active("kv.arrive")
+        return lost
+
+    def record_arrivals(self, scheduler: Any, kv_connector_output: Any) -> None:
+        """Before _update_from_kv_xfer_finished(): requests whose blocks have arrived, or were fetched."""
+        received_ids = kv_connector_output.finished_recving
+        for request_id in received_ids or ():
+            timeline = self.tracked.pop(request_id, None)
+            if isinstance(timeline, EngineTimeline) and (details := timeline.read_details()).moving:
+                details.waits += (breakdown.CODE_KV_TRANSFER, details.moving, clock.now_us())
+                details.moving = 0
+                # The connector's figures are per step.
+                if len(received_ids) == 1 and details.blocks:
+                    connector = getattr(scheduler, "connector", None)
+                    details.blocks[2:] = vllm_fields.read_transfer(
+                        kv_connector_output, connector, request_id
+                    )
+        for request_id in kv_connector_output.finished_sending or ():
+            lease = self.tracked.pop(request_id, None)
+            if isinstance(lease, KeptBlocks):
+                self._end_lease(request_id, lease, _has_expired(kv_connector_output))
+
+    def record_kept_blocks(
+        self,
+        _: None,
+        result: Any,
+        connector: Any,
+        request: Any,
+        block_ids: Any,
+        *args: Any,
+        **kw: Any,
+    ) -> None:
+        """After request_finished(): result[0] is true if the connector keeps the blocks for another."""
+        timeline = getattr(request, "_ttft_timeline", None)
+        if timeline is None or timeline.sent or not result[0]:
+            return
+        # With hybrid KV cache groups there is one list per group; the longest one counts.
+        groups = block_ids if isinstance(block_ids, tuple) else (block_ids,)
+        timeline.open_details().kept |= KEPT_BLOCKS_BIT
+        blocks = max(map(len, groups))
+        lease = KeptBlocks(clock.now_us(), 0, request.num_computed_tokens, blocks, False)
+        self._track_request(request.request_id, lease)
+
+    def _end_lease(self, request_id: str, lease: KeptBlocks, expired: bool) -> None:
+        lease.until = clock.now_us()
+        lease.expired = expired
+        self.answers.settle(request_id, encode_answer(lease))
+
+    def answer_kept_blocks(self, request_id: str) -> Any:
+        """Utility call: how long blocks were kept, as KeptBlocks JSON; see KeptAnswers.ask()."""
+        return self.answers.ask(request_id, isinstance(self.tracked.get(request_id), KeptBlocks))
+
+
+def _has_expired(output: Any) -> bool:
+    """Whether the leases in `output` expired before the blocks were fetched (NIXL reports that)."""
+    over = sum(
+        len(data.get("num_kv_expired_reqs", ()))
+        for data in vllm_fields.list_connector_stats(output).values()
+    )
+    # The figures are per step: only if all of its leases expired is it known of each.
+    return over >= len(output.finished_sending)
 
 
 def open_items(
@@ -70,18 +240,18 @@ def open_items(
     if connector is None or not (is_seen and timeline.added):
         media[media_items.INDEX_UNMATCHED] = media_items.SOURCES_UNKNOWN
         return media
-    params = ec_fields.get_announced_params(request)
+    params = vllm_fields.get_announced_params(request)
     if params:
         _mark_named(media, features, params)
     # A producer's cache says nothing: it holds what it encoded itself, for others.
-    is_cached = ec_fields.find_cache_test(connector)
-    if is_cached is not None and ec_fields.is_consumer(connector):
+    is_cached = vllm_fields.find_cache_test(connector)
+    if is_cached is not None and vllm_fields.is_consumer(connector):
         _mark_cached(media, features, is_cached, available)
     return media
 
 
 def _mark_named(media: list[int], features: Any, params: dict[str, Any]) -> None:
-    names, places = ec_fields.list_announced_names(params)
+    names, places = vllm_fields.list_announced_names(params)
     matched: set[str] = set()
     for at, feature in enumerate(features, HEADER_LENGTH):
         # The key of vLLM's encoder cache, by which both sides of a transfer name an item.
@@ -151,7 +321,7 @@ def settle_items(
         media[at] += source - SOURCE_ALLOCATED
         if source == SOURCE_REMOTE:
             name = request.mm_features[at - HEADER_LENGTH].identifier
-            media[media_items.INDEX_BYTES] += ec_fields.find_item_bytes(connector, request, name)
+            media[media_items.INDEX_BYTES] += vllm_fields.find_item_bytes(connector, request, name)
 
 
 class EncodingLease(msgspec.Struct, eq=False):
@@ -220,7 +390,7 @@ class EncodingLeases:
             for name, item in announced.items()
             if isinstance(item, dict) and "peer_host" in item
         }
-        is_cached = ec_fields.find_cache_test(connector)
+        is_cached = vllm_fields.find_cache_test(connector)
         unready = {name for name in sizes if is_cached is not None and not is_cached(name)}
         for name in unready:
             self.fetched_hashes.pop(name, None)  # saved again: this copy has not been fetched
