@@ -7,6 +7,8 @@ imported or run. The targets are those of hooks/targets.py.
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -193,7 +195,7 @@ class SourceTree:
         self, place: TargetPlace, reads: tuple[str, ...], siblings: tuple[TargetPlace, ...] = ()
     ) -> PlaceResult:
         """One address; `siblings` are checked themselves, so they are no new home of this one."""
-        found = target_check.read_module(self.package, place.module).functions.get(place.name)
+        found = _read_module(self.package, place.module).functions.get(place.name)
         if found is None:
             known = tuple(f"{sibling.address}(" for sibling in siblings)
             candidates = tuple(
@@ -226,7 +228,7 @@ class SourceTree:
             if self._has_field(module, row.owner, row.names):
                 return PlaceResult(row.address, PRESENT, f"the class is in {module} now")
         owners = tuple(f"{module}:{row.owner}" for module in homes[:MAX_CANDIDATES])
-        defined = target_check.read_module(self.package, row.module).fields
+        defined = _read_module(self.package, row.module).fields
         known = row.owner in defined or bool(homes)
         why = "the class has no such name" if known else "there is no such class"
         return PlaceResult(row.address, LOST, why, owners)
@@ -235,7 +237,7 @@ class SourceTree:
         self, module: str, owner: str, names: tuple[str, ...], seen: frozenset[str] = frozenset()
     ) -> bool:
         """Whether a class, or one of its bases in the tree, has one of the names."""
-        defined = target_check.read_module(self.package, module)
+        defined = _read_module(self.package, module)
         if not defined.fields.get(owner, set()).isdisjoint(names):
             return True
         # `seen` ends circles: classes are searched by name, and two modules may use the same one.
@@ -269,7 +271,7 @@ class SourceTree:
         if target_check.find_module_file(self.package, place.module) is None:
             return "the module is gone"
         owner = place.name.split(".")[0]
-        defined = target_check.read_module(self.package, place.module)
+        defined = _read_module(self.package, place.module)
         if owner != place.name and owner not in defined.fields:
             return f"the module has no class {owner}"
         return "the name is gone"
@@ -284,13 +286,86 @@ class SourceTree:
         return ".".join(("vllm", *(part for part in parts if part != "__init__")))
 
 
-def _read_definitions(path: Path) -> target_check.Definitions:
+@dataclass(frozen=True, slots=True)
+class Definitions:
+    """What one file defines at its top level.
+
+    functions: "function" or "Class.method" -> names of its parameters.
+    fields: class -> attributes that its own body gives an instance: declared, assigned to `self` in a
+        method, or methods and properties.
+    bases: class -> names of its base classes, without their modules.
+    """
+
+    functions: dict[str, tuple[str, ...]]
+    fields: dict[str, set[str]]
+    bases: dict[str, tuple[str, ...]]
+
+
+NO_DEFINITIONS: Final = Definitions({}, {}, {})
+
+
+def _read_module(vllm: Path, module: str) -> Definitions:
+    """The definitions of `module` below the package folder `vllm`; empty when it does not exist.
+
+    Raises SyntaxError for a file that this Python cannot parse.
+    """
+    path = target_check.find_module_file(vllm, module)
+    return _read_file(path) if path is not None else NO_DEFINITIONS
+
+
+def _read_file(path: Path) -> Definitions:
+    # Part of the cache's key, so that a file that has changed is read again.
+    state = path.stat()
+    return _parse_file(path, (state.st_mtime_ns, state.st_size))
+
+
+@functools.lru_cache(maxsize=128)
+def _parse_file(path: Path, _state: tuple[int, int]) -> Definitions:
+    tree = ast.parse(path.read_bytes(), str(path))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    fields: dict[str, set[str]] = {}
+    for node in classes:  # two of one name are alternatives, by platform
+        fields.setdefault(node.name, set()).update(_list_fields(node))
+    bases = {node.name: tuple(map(_get_base_name, node.bases)) for node in classes}
+    return Definitions(target_check.list_functions(tree), fields, bases)
+
+
+def _list_fields(node: ast.ClassDef) -> Iterator[str]:
+    for item in node.body:
+        if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield item.name
+            # In any method, not only __init__: a field may be set in a helper that it calls.
+            yield from _list_names_set_on_self(item)
+        elif isinstance(item, (ast.AnnAssign, ast.Assign)):
+            targets = item.targets if isinstance(item, ast.Assign) else [item.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def _list_names_set_on_self(function: ast.AST) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def _get_base_name(base: ast.expr) -> str:
+    while isinstance(base, ast.Subscript):  # Generic[T]
+        base = base.value
+    # Other expressions have no name: such a base is taken for one that gives no fields.
+    return base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
+
+
+def _read_definitions(path: Path) -> Definitions:
     """A file's definitions; none for a file that cannot be parsed."""
     try:
-        return target_check.read_definitions(path)
+        return _read_file(path)
     except (SyntaxError, ValueError):
         # One file that this Python cannot parse must not end the search through all others.
-        return target_check.Definitions()
+        return NO_DEFINITIONS
 
 
 def _count_shared_parts(module: str, other: str) -> int:

@@ -10,14 +10,13 @@ import ast
 import importlib.util
 import logging
 import os
-from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
 
 from ttft_otel import __version__
-from ttft_otel.hooks.targets import TARGETS, PatchTarget, TargetPlace
+from ttft_otel.hooks.targets import TARGETS, TargetPlace
 from ttft_otel.tracing import settings
 
 log = logging.getLogger("ttft_otel")
@@ -26,21 +25,6 @@ RUST_FRONTEND_LIMITS: Final = (
     "its stages are unattributed, and those of the engine core end with the first token that leaves it: "
     "docs/limits.md"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Definitions:
-    """What one file defines at its top level.
-
-    functions: "function" or "Class.method" -> names of its parameters.
-    fields: class -> attributes that its own body gives an instance: declared, assigned to `self` in a
-        method, or methods and properties.
-    bases: class -> names of its base classes, without their modules.
-    """
-
-    functions: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    fields: dict[str, set[str]] = field(default_factory=dict)
-    bases: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def find_module_file(vllm: Path, module: str) -> Path | None:
@@ -52,70 +36,24 @@ def find_module_file(vllm: Path, module: str) -> Path | None:
     return None
 
 
-def read_module(vllm: Path, module: str) -> Definitions:
-    """The definitions of `module` below the package folder `vllm`; empty when it does not exist.
-
-    Raises SyntaxError for a file that this Python cannot parse.
-    """
-    # By the file, not by importlib, which would import vLLM's packages, and torch with them.
-    path = find_module_file(vllm, module)
-    return read_definitions(path) if path is not None else Definitions()
-
-
-def read_definitions(path: Path) -> Definitions:
-    """The definitions of a file, cached until it changes. Raises SyntaxError as read_module()."""
-    # Part of the cache's key, so that an upgrade under a running process is seen.
-    state = path.stat()
-    return _parse_file(path, (state.st_mtime_ns, state.st_size))
+def list_functions(tree: ast.Module) -> dict[str, tuple[str, ...]]:
+    """ "function" or "Class.method" that a file defines at its top level -> names of its parameters."""
+    functions: dict[str, tuple[str, ...]] = {}
+    for node in tree.body:
+        owner = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        for item in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                args = item.args
+                functions[owner + item.name] = tuple(
+                    arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)
+                )
+    return functions
 
 
-@lru_cache(maxsize=128)
-def _parse_file(path: Path, _state: tuple[int, int]) -> Definitions:
-    definitions = Definitions()
+@lru_cache(maxsize=128)  # several targets are in one file
+def _read_functions(path: Path) -> dict[str, tuple[str, ...]]:
     # Bytes, so that the parser honours a file's own coding line.
-    for node in ast.parse(path.read_bytes(), str(path)).body:
-        if isinstance(node, ast.ClassDef):
-            _read_class(node, definitions)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            definitions.functions[node.name] = _read_parameters(node)
-    return definitions
-
-
-def _read_class(node: ast.ClassDef, definitions: Definitions) -> None:
-    names = definitions.fields.setdefault(node.name, set())
-    definitions.bases[node.name] = tuple(_get_base_name(base) for base in node.bases)
-    for item in node.body:
-        if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            definitions.functions[f"{node.name}.{item.name}"] = _read_parameters(item)
-            names.add(item.name)
-            # In any method, not only __init__: a field may be set in a helper that it calls.
-            names.update(_list_names_set_on_self(item))
-        elif isinstance(item, (ast.AnnAssign, ast.Assign)):
-            targets = item.targets if isinstance(item, ast.Assign) else [item.target]
-            names.update(target.id for target in targets if isinstance(target, ast.Name))
-
-
-def _list_names_set_on_self(function: ast.AST) -> set[str]:
-    return {
-        node.attr
-        for node in ast.walk(function)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    }
-
-
-def _get_base_name(base: ast.expr) -> str:
-    while isinstance(base, ast.Subscript):  # Generic[T]
-        base = base.value
-    # Other expressions have no name: such a base is taken for one that gives no fields.
-    return base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
-
-
-def _read_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, ...]:
-    args = node.args
-    return tuple(arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs))
+    return list_functions(ast.parse(path.read_bytes(), str(path)))
 
 
 def find_vllm_folder() -> Path | None:
@@ -130,31 +68,29 @@ def check_targets(vllm: Path) -> dict[str, str]:
 
     vllm: the package's folder. Targets without an address of their own are left out.
     """
-    # Connectors' methods have none: their class is known when vLLM's factory creates it.
-    return {target.name: _check_target(vllm, target) for target in TARGETS if target.places}
-
-
-def check_places(vllm: Path, target: PatchTarget) -> dict[str, str]:
-    """Address of each place of `target` -> "" when it exists, else what is missing."""
-    return {place.address: check_place(vllm, place, target.reads) for place in target.places}
-
-
-def _check_target(vllm: Path, target: PatchTarget) -> str:
-    answers = list(check_places(vllm, target).values())
-    # Releases and runners differ in where a function is: one place suffices.
-    return "" if "" in answers else answers[0]
+    found = {}
+    for target in TARGETS:
+        answers = [check_place(vllm, place, target.reads) for place in target.places]
+        # Connectors' methods have no place: their class is known when vLLM's factory creates it.
+        if answers:
+            # Releases and runners differ in where a function is: one place suffices.
+            found[target.name] = "" if "" in answers else answers[0]
+    return found
 
 
 def check_place(vllm: Path, place: TargetPlace, reads: tuple[str, ...]) -> str:
     """What is missing of a function or its parameters; "" when all is there.
 
-    vllm: the package's folder. reads: names of the parameters that our hook reads.
+    vllm: the package's folder. reads: names of the parameters that our hook reads. Raises SyntaxError for a
+    file that this Python cannot parse.
     """
     address = place.address
     # FastAPI's method is public, and not below the folder that is parsed here.
     if not place.module.startswith("vllm."):
         return ""
-    parameters = read_module(vllm, place.module).functions.get(place.name)
+    # By the file, not by importlib, which would import vLLM's packages, and torch with them.
+    path = find_module_file(vllm, place.module)
+    parameters = _read_functions(path).get(place.name) if path is not None else None
     if parameters is None:
         return address
     # Parameters as well: a hook that reads one by name would fail in every call.
