@@ -44,7 +44,7 @@ from ttft_otel.explain.window.request_facts import (
 )
 from ttft_otel.explain.window.window_reading import WindowReading
 from ttft_otel.model import statistics
-from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED, Coverage
+from ttft_otel.report.report_types import LATE, LOST, OTHER, REFUSED, Coverage
 
 Window = list[RequestFacts]
 

@@ -41,8 +41,7 @@ from ttft_otel.explain.whatif.replay_facts import (
 from ttft_otel.explain.whatif.step_fit import StepTimes
 from ttft_otel.explain.whatif.what_if import plan_cached
 from ttft_otel.model.names import keys, span_names
-from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.window_sample import ReadRequest
+from ttft_otel.report.report_types import ReadRequest, StoredSpan
 
 
 def measure_step(step: Step) -> StepLength:

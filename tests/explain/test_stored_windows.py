@@ -46,19 +46,19 @@ from ttft_otel.model.record import HeldBy, Record
 from ttft_otel.model.statistics import compute_quantile, compute_weighted_quantiles
 from ttft_otel.report.breakdown_source import open_source
 from ttft_otel.report.receive import otlp_decoder
-from ttft_otel.report.report_types import SourceChoice, StoredSpan
-from ttft_otel.report.store.database_reader import RequestFilter, open_reader
-from ttft_otel.report.store.span_chunks import chunk_spans
-from ttft_otel.report.store.span_conversion import StoredHolder
-from ttft_otel.report.store.span_store import SpanStore
-from ttft_otel.report.window_sample import (
+from ttft_otel.report.receive.otlp_decoder import StoredHolder, chunk_spans
+from ttft_otel.report.report_types import (
     LATE,
     LOST,
     OTHER,
     SamplePlan,
+    SourceChoice,
+    StoredSpan,
     count_late,
     read_adjusted_count,
 )
+from ttft_otel.report.store.database_reader import RequestFilter, open_reader
+from ttft_otel.report.store.span_store import SpanStore
 
 RESOURCE = {"service.name": "vllm", "service.instance.id": "chat-1"}
 CHUNK_COLUMNS = "chunks (trace, resource, scope, spans, trunks, span_ids, parent_ids, content)"

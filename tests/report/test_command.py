@@ -39,8 +39,8 @@ from tests.explain.stored_records import StoreCommand
 from ttft_otel.commands import serve
 from ttft_otel.commands.main import main
 from ttft_otel.model.names import env_names
+from ttft_otel.report.breakdown_source import parse_window
 from ttft_otel.report.store.span_store import SpanStore
-from ttft_otel.report.time_window import parse_window
 
 SCHEMA = Path(__file__).parents[1] / "golden" / "report.schema.json"
 REPORT = StoreCommand("report")

@@ -28,12 +28,11 @@ from tests.stack.running_stack import RunningTempo, StackStarter, wait_until
 from ttft_otel.commands import main as cli
 from ttft_otel.report.breakdown_source import open_source
 from ttft_otel.report.receive import otlp_decoder
-from ttft_otel.report.report_types import SourceChoice
+from ttft_otel.report.report_types import LATE, LOST, OTHER, REFUSED, SourceChoice
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 from ttft_otel.report.store.span_store import SpanStore
 from ttft_otel.report.tempo import tempo_source
 from ttft_otel.report.tempo.tempo_client import TempoError
-from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED
 
 EACH = 12  # of the known requests one of so many, which are of every kind, and the failed ones
 BATCH = 500

@@ -29,12 +29,10 @@ from ttft_otel.explain.window.request_facts import (
 )
 from ttft_otel.explain.window.window_reading import WindowReading, read_window
 from ttft_otel.report import breakdown_source
-from ttft_otel.report.breakdown_source import BreakdownSource
-from ttft_otel.report.report_types import SourceChoice
+from ttft_otel.report.breakdown_source import WINDOW_HELP, BreakdownSource, filter_window
+from ttft_otel.report.report_types import LOST, SourceChoice
 from ttft_otel.report.show.terminal import print_sentence, remove_controls
 from ttft_otel.report.store.database_schema import StoreError
-from ttft_otel.report.time_window import WINDOW_HELP, filter_window
-from ttft_otel.report.window_sample import LOST
 
 
 def _read_conditions(context: Any, option: Any, texts: tuple[str, ...]) -> list[Condition]:

@@ -16,9 +16,9 @@ from ttft_otel.explain.explain import explanation_text
 from ttft_otel.explain.explain.window_answer import LIKE_LAST, explain_one, explain_window
 from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.report import breakdown_source
+from ttft_otel.report.breakdown_source import WINDOW_HELP, filter_window
 from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.store.database_reader import MAX_REQUESTS
-from ttft_otel.report.time_window import WINDOW_HELP, filter_window
 
 
 @click.command(

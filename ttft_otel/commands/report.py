@@ -25,7 +25,7 @@ from ttft_otel.commands.command_options import add_watch_option, write_whole
 from ttft_otel.model.stages import OUTSIDE
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.assemble.summary import summarize
-from ttft_otel.report.breakdown_source import BreakdownSource
+from ttft_otel.report.breakdown_source import WINDOW_HELP, BreakdownSource, filter_window
 from ttft_otel.report.report_types import Request, SourceChoice
 from ttft_otel.report.show import json_answers, perfetto_trace, terminal
 from ttft_otel.report.store.database_reader import (
@@ -35,7 +35,6 @@ from ttft_otel.report.store.database_reader import (
     StoredTrace,
 )
 from ttft_otel.report.store.database_schema import StoreError
-from ttft_otel.report.time_window import WINDOW_HELP, filter_window
 
 MAX_JOINED_BYTES: Final = 1 << 30  # of a result file; answers' texts are in vLLM's
 # A client cannot have waited for less than its server took; clocks and time stamps differ by less.

@@ -31,10 +31,10 @@ from ttft_otel.explain.window.window_reading import (
     track_replays,
 )
 from ttft_otel.report import breakdown_source
+from ttft_otel.report.breakdown_source import WINDOW_HELP, filter_window
 from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.show.terminal import print_sentence
 from ttft_otel.report.store.database_reader import MAX_REQUESTS
-from ttft_otel.report.time_window import WINDOW_HELP, filter_window
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 
 

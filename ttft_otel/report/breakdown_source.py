@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the breakdowns of requests come from: the embedded database, or Tempo.
+"""Where the breakdowns of requests come from: the embedded database, or Tempo; and of which window of time.
 
 Commands make a SourceChoice of their flags (commands/source_options.py) and read through open_source(); what
-they get is the same from either (BreakdownSource). Pages and alerts ask an Explainer, which `serve` gets from
+they get is the same from either (BreakdownSource). filter_window() makes the RequestFilter of a window as
+users write it (`2h..1h`), for --since. Pages and alerts ask an Explainer, which `serve` gets from
 commands/main.py: explain/ is above this room. ServeOptions are the ports, limits and token of `serve`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -30,6 +33,12 @@ from ttft_otel.report.store.database_reader import (
 if TYPE_CHECKING:
     from ttft_otel.report.tempo.tempo_source import TempoSource
 
+UNIT_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+AGO_PATTERN: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+CLOCK_PATTERN: Final = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
+WINDOW_HELP: Final = (
+    "SINCE..UNTIL, each 15m or 2h (ago), 14:05 or ISO 8601. Without UNTIL: until now."
+)
 NEEDED_EXTRA: Final = "explain"  # the pip extra that reading from Tempo needs
 
 
@@ -49,7 +58,7 @@ class ExplainQuestion:
 
 @dataclass(frozen=True, slots=True)
 class ComparedWindows:
-    """Two windows to compare, as time_window.parse_window() reads them; model: "" for all."""
+    """Two windows to compare, as parse_window() reads them; model: "" for all."""
 
     a: str
     b: str
@@ -144,3 +153,58 @@ def show_progress() -> Iterator[Callable[[str, int, int], None]]:
         yield report_progress
     finally:
         bar.stop()
+
+
+def parse_window(text: str, now: datetime) -> tuple[int, int]:
+    """The Unix nanoseconds between which `text` lies, the end excluded; see WINDOW_HELP.
+
+    now: with its time zone, in which clock times are read. Raises ValueError with a sentence.
+    """
+    # Two dots, because ISO 8601 moments and clock times already have "-" and ":" in them.
+    since_text, dots, until_text = text.partition("..")
+    since = _parse_moment(since_text, now)
+    # `now` is the same for both ends: 1h..30m is half an hour, however long parsing takes.
+    until = _parse_moment(until_text, now) if dots and until_text else now
+    if since >= until:
+        raise ValueError(f"{text!r} ends before it begins")
+    return _to_ns(since), _to_ns(until)
+
+
+def _parse_moment(text: str, now: datetime) -> datetime:
+    """One moment. Raises ValueError with a sentence."""
+    text = text.strip()
+    try:
+        if ago := AGO_PATTERN.fullmatch(text):
+            return now - timedelta(seconds=float(ago[1]) * UNIT_SECONDS[ago[2]])
+        if CLOCK_PATTERN.fullmatch(text):
+            clock = datetime.strptime(text, "%H:%M:%S" if text.count(":") == 2 else "%H:%M")
+            moment = now.replace(
+                hour=clock.hour, minute=clock.minute, second=clock.second, microsecond=0
+            )
+            # Shortly after midnight, 23:50 is yesterday's.
+            return moment if moment <= now else moment - timedelta(days=1)
+        moment = datetime.fromisoformat(text)
+    except (ValueError, OverflowError):  # years before the first one are none
+        raise ValueError(f"{text!r} is not a time: 15m, 2h, 14:05 or 2026-01-31T14:05") from None
+    # Without a zone it is the reader's own time, as a clock time is.
+    return moment if moment.tzinfo else moment.replace(tzinfo=now.tzinfo)
+
+
+def _to_ns(moment: datetime) -> int:
+    """Unix nanoseconds; exact to the microsecond, which a float of seconds is not."""
+    epoch = datetime.fromtimestamp(0, moment.tzinfo)
+    return (moment - epoch) // timedelta(microseconds=1) * 1000
+
+
+def filter_window(text: str, model: str, last: int) -> RequestFilter:
+    """The conditions for the newest `last` requests of a window. Raises click.UsageError.
+
+    text: an option's value, clock times in the local zone; "" for all times. model: "" for all models.
+    """
+    since_ns = until_ns = 0
+    if text:
+        try:
+            since_ns, until_ns = parse_window(text, datetime.now().astimezone())
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+    return RequestFilter(model=model, since_ns=since_ns, until_ns=until_ns, last=last)

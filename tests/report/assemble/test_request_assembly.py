@@ -41,7 +41,7 @@ from ttft_otel.exporter.spans.span_builder import build_spans
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Record
 from ttft_otel.model.stages import INTERMEDIATE_ROLES
-from ttft_otel.report.assemble import request_assembly, waterfall_rows
+from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.assemble.request_assembly import measure_before
 from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.receive import otlp_decoder
@@ -81,7 +81,7 @@ def test_detail(detail: str) -> None:
     assert request.closed
     assert request.stages == expected.stages
     assert [leg.stages for leg in request.legs] == [leg.stages for leg in expected.legs]
-    rows = waterfall_rows.build_rows(spans)
+    rows = request_assembly.build_rows(spans)
     assert len(rows) == len(spans) and [row.depth for row in rows].count(0) == 1
 
 
@@ -193,13 +193,13 @@ def test_loop_of_parents() -> None:
     )
     assert sum(len(request.legs) + bool(request.router) for request in requests) == 3
     looped = [replace(span, parent_id=parents[span.span_id]) for span in spans]
-    assert {row.span.span_id for row in waterfall_rows.build_rows(looped)} == set(parents)
+    assert {row.span.span_id for row in request_assembly.build_rows(looped)} == set(parents)
 
 
 def test_rows() -> None:
     """The waterfall nests router, client call, server, leg, stage and part; each span once."""
     spans = make_stored_spans(make_routed_records("a"))
-    rows = waterfall_rows.build_rows(spans)
+    rows = request_assembly.build_rows(spans)
     assert len(rows) == len(spans)
     row_kinds = {(row.depth, row.what, row.span.name) for row in rows}
     assert (0, "server", "POST /v1/chat/completions") in row_kinds

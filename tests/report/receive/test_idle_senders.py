@@ -29,9 +29,8 @@ from ttft_otel.model.names import keys, span_names
 from ttft_otel.report import report_server as report_server_code
 from ttft_otel.report.receive import otlp_decoder, receiver
 from ttft_otel.report.receive.receiver import MAX_BODY_BYTES, BodyBudget, StoreUnavailableError
-from ttft_otel.report.store import database_schema, span_chunks
-from ttft_otel.report.store.span_rows import ChunkInserter
-from ttft_otel.report.store.span_store import SpanStore
+from ttft_otel.report.store import database_schema
+from ttft_otel.report.store.span_store import ChunkInserter, SpanStore
 
 EXPORT_METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 IDLE = 64  # senders; eight were enough to stop the receiver
@@ -193,7 +192,7 @@ SPANS = 4000
 MAX_LISTING_KIB = 40 << 10
 MAX_KNOWN_BYTES = 3 << 20
 # The most that a span in OTLP's own bytes can become when it is parsed: empty attributes, two bytes each.
-EMPTY_ATTRIBUTES = (span_chunks.MAX_RAW_BYTES - 200) // 2
+EMPTY_ATTRIBUTES = (otlp_decoder.MAX_RAW_BYTES - 200) // 2
 
 LIST_REQUESTS = """
 import resource, sys

@@ -41,11 +41,10 @@ from sample_records import (
 
 from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.receive import receiver
-from ttft_otel.report.receive.otlp_decoder import MAX_EXPORT_SPANS, MAX_JSON_VALUES
+from ttft_otel.report.receive.otlp_decoder import MAX_ATTRIBUTES, MAX_EXPORT_SPANS, MAX_JSON_VALUES
 from ttft_otel.report.receive.receiver import MAX_BODY_BYTES
 from ttft_otel.report.store import database_schema
 from ttft_otel.report.store.database_reader import open_reader
-from ttft_otel.report.store.span_conversion import MAX_ATTRIBUTES
 from ttft_otel.tracing import guard
 
 PROTOBUF = "application/x-protobuf"

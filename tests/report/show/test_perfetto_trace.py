@@ -33,10 +33,10 @@ from tests.stack.grafana_browser import REMEDY, find_chromium, launch_browser
 from ttft_otel.commands.main import main
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import Record
+from ttft_otel.report.receive.otlp_decoder import StoredHolder, read_holders
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.show import perfetto_trace
 from ttft_otel.report.store.database_reader import StoredTrace
-from ttft_otel.report.store.span_conversion import StoredHolder, read_holders
 from ttft_otel.report.store.span_store import SpanStore
 
 Event = dict[str, Any]

@@ -25,7 +25,7 @@ from sample_records import (
 
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.store import database_schema, span_chunks, span_rows
+from ttft_otel.report.store import database_schema, span_store
 from ttft_otel.report.store import span_store as module
 from ttft_otel.report.store.database_reader import open_reader
 from ttft_otel.report.store.span_store import SpanStore, StoreUnavailableError
@@ -33,7 +33,7 @@ from ttft_otel.report.store.span_store import SpanStore, StoreUnavailableError
 
 def test_endless_trace(store: SpanStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace beyond its bound is refused span by span, counted, and told to the sender."""
-    monkeypatch.setattr(span_rows, "MAX_TRACE_SPANS", 10)
+    monkeypatch.setattr(span_store, "MAX_TRACE_SPANS", 10)
     spans = make_stored_spans(make_routed_records("r1"))
     assert store.add(spans).result(10) == len(spans) - 10
     assert store.counts["refused"] == len(spans) - 10
@@ -202,7 +202,7 @@ def check_stored(path: Path, data: bytes) -> list[StoredSpan]:
 def test_foreign_spans(store: SpanStore, values: int) -> None:
     """Spans of others read alike, small ones that are kept as they came and large ones that are cut."""
     data = build_foreign_export(values).SerializeToString()
-    assert (len(data) > 3 * span_chunks.MAX_RAW_BYTES) is (values == 300)
+    assert (len(data) > 3 * otlp_decoder.MAX_RAW_BYTES) is (values == 300)
     chunks = otlp_decoder.chunk_export(data).chunks
     # What nothing shows is not kept either.
     content = b"".join(chunk.content for chunk in chunks)

@@ -25,12 +25,11 @@ from ttft_otel.commands.source_options import parse_headers
 from ttft_otel.model.names import env_names
 from ttft_otel.model.record import Record
 from ttft_otel.report.breakdown_source import BreakdownSource, open_source
-from ttft_otel.report.report_types import SourceChoice
+from ttft_otel.report.report_types import LATE, LOST, OTHER, REFUSED, SourceChoice
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 from ttft_otel.report.tempo import tempo_source
 from ttft_otel.report.tempo.tempo_client import TempoClient, TempoError, parse_go_duration
 from ttft_otel.report.tempo.tempo_source import TempoSource
-from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED
 
 BEGIN_S = int(time.time()) - 3000
 SECRET = "s3cret-value"

@@ -38,8 +38,8 @@ from ttft_otel.explain.window.request_facts import (
 )
 from ttft_otel.explain.window.window_reading import WindowReading
 from ttft_otel.model.statistics import compute_weighted_quantiles
+from ttft_otel.report.report_types import MIN_LATE, Coverage
 from ttft_otel.report.show.terminal import format_short
-from ttft_otel.report.window_sample import MIN_LATE, Coverage
 
 MIN_CHANGE: Final = 0.02  # of the mean TTFT; less is no headline
 LATE_RANKS: Final = (0.95, 0.99)  # of A; how many of B are later

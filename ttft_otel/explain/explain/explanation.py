@@ -35,8 +35,8 @@ from ttft_otel.explain.window.request_facts import (
     count_values,
 )
 from ttft_otel.model.stages import WAIT_REASONS
+from ttft_otel.report.report_types import Coverage
 from ttft_otel.report.show.terminal import format_short, to_local_time
-from ttft_otel.report.window_sample import Coverage
 
 # Draws of the bootstrap in which the largest stage is the largest one.
 CONFIDENCE: Final = ((0.95, HIGH), (0.8, MEDIUM), (0.0, LOW))

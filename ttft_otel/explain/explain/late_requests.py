@@ -31,7 +31,7 @@ from ttft_otel.model.statistics import (
     draw_weights,
     find_interval,
 )
-from ttft_otel.report.window_sample import LATE_SHARE, MIN_LATE
+from ttft_otel.report.report_types import LATE_SHARE, MIN_LATE
 
 MIN_WINDOW: Final = 20  # requests; with fewer there is no p99, and no usual length of a stage
 MIN_LIKE: Final = 20  # like requests that one request is compared with

@@ -42,10 +42,10 @@ from ttft_otel.report.breakdown_source import (
     ExplainAnswer,
     ExplainQuestion,
     open_source,
+    parse_window,
 )
 from ttft_otel.report.report_types import Request, SourceChoice
 from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
-from ttft_otel.report.time_window import parse_window
 
 # Settings that a remedy can try -> the resource attribute that has their value, and PlannedChange's field.
 TRIED_SETTINGS: Final = {

@@ -15,8 +15,7 @@ from ttft_otel.explain.window.request_facts import read_count, refuse_foreign
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import UNATTRIBUTED
-from ttft_otel.report.report_types import Leg, Request, StoredSpan
-from ttft_otel.report.window_sample import ReadRequest
+from ttft_otel.report.report_types import Leg, ReadRequest, Request, StoredSpan
 
 RANK_MARK: Final = " rank "
 SERVER_KIND: Final = 2  # of a span, as in OTLP

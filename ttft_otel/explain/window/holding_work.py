@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who held late requests while they waited: kinds of work, and the requests that held most of them longest.
 
-Kinds are in RequestFacts; holders are links of the queues' spans, which span_conversion.py keeps as
+Kinds are in RequestFacts; holders are links of the queues' spans, which otlp_decoder.py keeps as
 an attribute. window_answer.py and commands/explain.py ask.
 """
 
@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from ttft_otel.explain.window.request_facts import RequestFacts
 from ttft_otel.model.names import span_names
 from ttft_otel.report.breakdown_source import BreakdownSource
+from ttft_otel.report.receive.otlp_decoder import StoredHolder, read_holders
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.store.span_conversion import StoredHolder, read_holders
 
 MAX_READ: Final = 50  # late requests whose spans are read for their holders, the longest first
 MAX_HOLDERS: Final = 5

@@ -54,7 +54,7 @@ class RequestFacts:
     group: str = ""  #: the value of the attribute that was asked for, "" without
     model: str = ""  #: "" where that is not known
     clock_error_us: int = 0  #: by how much the boundaries of its stages may be off, see summary.py
-    #: How many requests of its window it stands for, where not all are read (window_sample.py).
+    #: How many requests of its window it stands for, where not all are read (SamplePlan).
     weight: float = 1.0
     foreign: str = ""  #: the product that told it, "" where our spans did
     failed: str = ""  #: address of the instance on which an attempt failed before; "" without one

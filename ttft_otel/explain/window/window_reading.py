@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a window's requests for a command: a progress bar, what was read of it.
 
-Input: a source's sample of the window (window_sample.py). Output: WindowReading, whose requests have weights;
+Input: a source's sample of the window (SamplePlan). Output: WindowReading, whose requests have weights;
 explain, diff and what-if say its coverage.
 """
 
@@ -32,9 +32,7 @@ from ttft_otel.explain.window.request_facts import (
     count_requests,
 )
 from ttft_otel.report.breakdown_source import BreakdownSource
-from ttft_otel.report.show.terminal import to_local_time
-from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
-from ttft_otel.report.window_sample import (
+from ttft_otel.report.report_types import (
     LATE,
     LOST,
     MAX_READ,
@@ -44,6 +42,8 @@ from ttft_otel.report.window_sample import (
     ReadRequest,
     read_adjusted_count,
 )
+from ttft_otel.report.show.terminal import to_local_time
+from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answer Alertmanager's webhook (version 4): why requests were late in the window of each alert.
 
-app.py has the route. An answer is in the response's JSON and a line of the log; and, where the address of
-Alertmanager is known, an alert of its own, which goes where alerts go: its annotations are the sentences. The
-alert that is explained cannot carry them, because Prometheus overwrites its annotations within a minute.
+report_server.py has the route. An answer is in the response's JSON and a line of the log; and, where the
+address of Alertmanager is known, an alert of its own, which goes where alerts go: its annotations are the
+sentences. The alert that is explained cannot carry them, because Prometheus overwrites its annotations
+within a minute.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 
 from ttft_otel.model.timing import ServerTiming
 from ttft_otel.model.ttft_report import build_ttft_report, to_ms
-from ttft_otel.report.assemble import waterfall_rows
+from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.assemble.summary import (
     Recomputed,
     Summary,
@@ -146,5 +146,5 @@ def _describe_spans(stored_trace: StoredTrace) -> list[dict[str, Any]]:
             # Words as in OpenTelemetry's text; numbers differ between its formats.
             "kind": SPAN_KINDS[span.kind] if span.kind < len(SPAN_KINDS) else "unspecified",
         }
-        for span in (row.span for row in waterfall_rows.build_rows(stored_trace.spans))
+        for span in (row.span for row in request_assembly.build_rows(stored_trace.spans))
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Render requests, traces and answers as HTML; app.py serves the pages, scripts/demo writes them to a file.
+"""Render requests, traces and answers as HTML, for report_server.py and for the file of scripts/demo.
 
 "Why?" and "Before and after" are made of what `explain` and `diff` print as JSON (docs/*.schema.json).
 All values are escaped. Bars are SVG with percentages, so that no inline style is needed, which the
@@ -21,12 +21,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ttft_otel import __version__
 from ttft_otel.model import palette, stages
 from ttft_otel.model.names import keys
-from ttft_otel.report.assemble import waterfall_rows
+from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.assemble.summary import Summary, describe_notes, summarize
 from ttft_otel.report.breakdown_source import ComparedWindows, ExplainAnswer, ExplainQuestion
+from ttft_otel.report.receive.otlp_decoder import read_holders
 from ttft_otel.report.report_types import SPAN_KINDS, STATUS_ERROR, Request
 from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace
-from ttft_otel.report.store.span_conversion import read_holders
 
 PACKAGE_FOLDER: Final = Path(__file__).parent
 PERCENT_PER_LETTER: Final = 0.56  # width of one letter of a label, in percent of the bar
@@ -94,7 +94,7 @@ def render_trace(
 
     is_explained: requests have a link "Why?". grafana_url: "" without a link to the dashboard.
     """
-    start_ns, end_ns = waterfall_rows.find_window(stored_trace.spans)
+    start_ns, end_ns = request_assembly.find_window(stored_trace.spans)
     dashboard = link_dashboard(
         grafana_url, start_ns - AROUND_NS, end_ns + AROUND_NS, {"var-trace": stored_trace.trace_id}
     )
@@ -227,8 +227,8 @@ def build_scatter(requests: Sequence[Request], late_us: float) -> list[dict[str,
 
 def build_waterfall(stored_trace: StoredTrace) -> dict[str, Any]:
     """The values that the template of a waterfall needs; `us` and `all` are lengths in us."""
-    start, end = waterfall_rows.find_window(stored_trace.spans)
-    rows = waterfall_rows.build_rows(stored_trace.spans)
+    start, end = request_assembly.find_window(stored_trace.spans)
+    rows = request_assembly.build_rows(stored_trace.spans)
     legs = {row.role for row in rows if row.what == "trunk" and row.role != "router"}
     last = max(span.end_ns for span in stored_trace.spans)
     return {

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ttft_otel.model.names import keys, span_names
-from ttft_otel.report.assemble import waterfall_rows
-from ttft_otel.report.assemble.waterfall_rows import WaterfallRow
+from ttft_otel.report.assemble import request_assembly
+from ttft_otel.report.assemble.request_assembly import WaterfallRow
+from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.store import span_conversion
 from ttft_otel.report.store.database_reader import StoredTrace
 
 Event = dict[str, Any]
@@ -76,7 +76,7 @@ class TraceBuilder:
         spans: all drawn ones, by trace and span ID.
         """
         for (trace_id, span_id), span in spans.items():
-            for holder in span_conversion.read_holders(span.attributes):
+            for holder in otlp_decoder.read_holders(span.attributes):
                 cause = (holder.trace_id, holder.span_id)
                 if cause in self.places:
                     start, end = self.places[cause], self.places[trace_id, span_id]
@@ -191,7 +191,7 @@ def build_document(traces: Iterable[StoredTrace]) -> dict[str, Any]:
 
 def list_rows(spans: Sequence[StoredSpan]) -> list[WaterfallRow]:
     """The rows of one trace; none for a trace without spans."""
-    return waterfall_rows.build_rows(spans) if spans else []
+    return request_assembly.build_rows(spans) if spans else []
 
 
 def _find_track(

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ttft_otel.model import palette, stages
-from ttft_otel.report.assemble import waterfall_rows
+from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.assemble.summary import Notes, Summary, SummaryLine, describe_notes, summarize
 from ttft_otel.report.report_types import Request, TimeBefore
 from ttft_otel.report.store.database_reader import StoredTrace
@@ -61,7 +61,7 @@ def print_waterfall(
     for request in requests:
         if request.before:
             out.print(_format_before(request.before))
-    start, end = waterfall_rows.find_window(trace.spans)
+    start, end = request_assembly.find_window(trace.spans)
     # Room for indented names, but never most of the screen.
     left = min(44, max(24, out.width // 3))
     axis_width = max(10, out.width - left - 12)
@@ -69,7 +69,7 @@ def print_waterfall(
     grid.add_column(width=left, no_wrap=True, overflow="ellipsis")
     grid.add_column(width=axis_width, no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
-    rows = waterfall_rows.build_rows(trace.spans)
+    rows = request_assembly.build_rows(trace.spans)
     # A trace may have thousands: the terminal would scroll the request away.
     for row in rows[:MAX_SHOWN_ROWS]:
         name = Text("  " * row.depth + remove_controls(row.span.name), style=_choose_style(row))
@@ -226,7 +226,7 @@ def _draw_swatch(name: str) -> Text:
     return text
 
 
-def _choose_style(row: waterfall_rows.WaterfallRow) -> str:
+def _choose_style(row: request_assembly.WaterfallRow) -> str:
     if row.span.status == 2:
         return "red"
     return "bold" if row.what in ("server", "trunk") else "" if row.what == "stage" else "dim"

@@ -1,30 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the database: requests by filter, by request ID or by trace ID.
+"""Read the database: requests by filter, by request ID or by trace ID, and the spans of a trace.
 
 Each reader opens its own connection, so that a command can read while `serve` writes.
 """
 
 from __future__ import annotations
 
+import heapq
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
+
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from ttft_otel.model import stages
-from ttft_otel.report import window_sample
 from ttft_otel.report.assemble import request_assembly
-from ttft_otel.report.foreign import foreign_spans
-from ttft_otel.report.report_types import Request, StoredSpan
+from ttft_otel.report.foreign import products
+from ttft_otel.report.receive.otlp_decoder import (
+    convert_span,
+    decode_content,
+    format_parent_id,
+    split_ids,
+)
+from ttft_otel.report.report_types import (
+    LATE,
+    LOST,
+    OTHER,
+    REFUSED,
+    Coverage,
+    ReadRequest,
+    Request,
+    SamplePlan,
+    StoredSpan,
+    WindowSample,
+    count_late,
+)
 from ttft_otel.report.store import database_schema
-from ttft_otel.report.store.span_chunks import MAX_TRACE_TRUNKS, TraceReader
-from ttft_otel.report.store.span_rows import MAX_SEARCHED_CHARS
-from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED, SamplePlan, WindowSample
+from ttft_otel.report.store.database_schema import MAX_SEARCHED_CHARS
 
 ANSWER_ID_PREFIXES: Final = ("chatcmpl-", "cmpl-")  # vLLM puts them before the request ID
+MAX_TRACE_TRUNKS: Final = 1000  # spans of one trace of which requests are made
 MAX_REQUESTS: Final = 2000  # requests in one result
 SERVED: Final = "error='' AND NOT pending"  # requests that got a first token
 REFUSED_ERROR: Final = "error GLOB '4[0-9][0-9]'"  # as keys.is_refusal() says it
@@ -51,6 +70,93 @@ class StoredTrace:
     trace_id: str
     spans: tuple[StoredSpan, ...]
     requests: tuple[Request, ...]
+
+
+class StoredChunk(NamedTuple):
+    """A row of the table `chunks`, without its spans' content."""
+
+    number: int  #: of its row
+    trunks: int
+    span_ids: list[bytes]  #: of its spans, in their order
+    parent_ids: list[bytes]  #: likewise
+    resource: int  #: number of the row in `shared`
+    scope: int  #: likewise
+
+
+class TraceReader:
+    """The stored spans of one trace, which are decoded chunk by chunk when they are asked for.
+
+    To be used within one transaction. trace: its number in the table `traces`. trace_id: in hex.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, trace: int, trace_id: str) -> None:
+        self._connection = connection
+        self._trace_id = bytes.fromhex(trace_id)
+        self._shared: dict[int, Any] = {}
+        rows = connection.execute(
+            "SELECT id, trunks, span_ids, parent_ids, resource, scope FROM chunks WHERE trace=?",
+            (trace,),
+        )
+        self._chunks = [
+            StoredChunk(number, trunks, split_ids(span_ids), split_ids(parent_ids), *shared)
+            for number, trunks, span_ids, parent_ids, *shared in rows
+        ]
+
+    def list_spans(self, wanted: Collection[bytes] | None = None) -> list[StoredSpan]:
+        """Its spans in time order, all or those with the `wanted` IDs."""
+        spans: list[StoredSpan] = []
+        for chunk in self._chunks:
+            places = [
+                place
+                for place, span_id in enumerate(chunk.span_ids)
+                if wanted is None or span_id in wanted
+            ]
+            spans += self._decode_spans(chunk, places)
+        return sorted(spans, key=get_time_order)
+
+    def read_trunks(self) -> tuple[list[StoredSpan], dict[str, str]]:
+        """Its `ttft` and `encode` spans, and parent ID by span ID of all its spans, in hex; "" for roots.
+
+        The first MAX_TRACE_TRUNKS of those of which requests are made.
+        """
+        spans = (
+            span
+            for chunk in self._chunks
+            for span in self._decode_spans(chunk, range(chunk.trunks))
+        )
+        # Never more than these at once: a hostile trace has 20 000.
+        told = heapq.nsmallest(MAX_TRACE_TRUNKS, spans, key=get_time_order)
+        parents = {
+            span_id.hex(): format_parent_id(parent_id)
+            for chunk in self._chunks
+            for span_id, parent_id in zip(chunk.span_ids, chunk.parent_ids, strict=True)
+        }
+        return products.make_trunks(told, parents)
+
+    def _decode_spans(self, chunk: StoredChunk, places: Sequence[int]) -> Iterator[StoredSpan]:
+        if not places:
+            return
+        resource, scope = self._load_shared(chunk.resource), self._load_shared(chunk.scope)
+        run = self._connection.execute
+        row = run("SELECT content FROM chunks WHERE id=?", (chunk.number,)).fetchone()
+        items = decode_content(row[0])
+        for place in places:
+            raw = Span.FromString(items[place])
+            raw.trace_id, raw.span_id = self._trace_id, chunk.span_ids[place]
+            raw.parent_span_id = chunk.parent_ids[place]
+            yield convert_span(raw, resource, scope)
+
+    def _load_shared(self, number: int) -> Any:
+        # Once: a trace may have thousands of chunks with one large resource.
+        if number not in self._shared:
+            row = self._connection.execute("SELECT content FROM shared WHERE id=?", (number,))
+            self._shared[number] = decode_content(row.fetchone()[0])
+        return self._shared[number]
+
+
+def get_time_order(span: StoredSpan) -> tuple[int, int, str]:
+    """What spans are sorted by: of those that begin together the longer one is the parent."""
+    return span.start_ns, -span.end_ns, span.span_id
 
 
 class DatabaseReader:
@@ -89,7 +195,7 @@ class DatabaseReader:
             "1",
         ).fetchone()
         if not slo_us:
-            late = window_sample.count_late(served)
+            late = count_late(served)
             row = select(
                 "ttft_us", f"{SERVED} ORDER BY ttft_us DESC LIMIT 1 OFFSET ?", late
             ).fetchone()
@@ -112,14 +218,12 @@ class DatabaseReader:
             rows = select("id", f"{condition} ORDER BY id")
             found += [(number, stratum) for number in plan.choose(stratum, rows)]
         incomplete = int(total - served - failed)
-        coverage = window_sample.Coverage(
-            counts, plan.read, incomplete, first_ns or 0, last_ns or 0, slo_us
-        )
+        coverage = Coverage(counts, plan.read, incomplete, first_ns or 0, last_ns or 0, slo_us)
         return WindowSample(coverage, self._read_rows(sorted(found), plan))
 
     def _read_rows(
         self, chosen: Sequence[tuple[int, str]], plan: SamplePlan
-    ) -> Iterator[window_sample.ReadRequest]:
+    ) -> Iterator[ReadRequest]:
         """The requests in these rows, which are given with their stratum."""
         trace = -1
         requests: list[Request] = []
@@ -135,7 +239,7 @@ class DatabaseReader:
                 requests, spans = self._assemble_stored(found, trace_id.hex())
             # Rows are of the last commit; the assembly may differ after an upgrade of the code.
             if number < len(requests):
-                yield window_sample.ReadRequest(requests[number], spans, plan.get_weight(stratum))
+                yield ReadRequest(requests[number], spans, plan.get_weight(stratum))
 
     def find_request(self, request_id: str) -> Request | None:
         """The newest request with this ID; None when there is none.
@@ -239,7 +343,7 @@ def list_possible_ids(request_id: str) -> list[str]:
 
 def build_stored_trace(trace_id: str, spans: Sequence[StoredSpan]) -> StoredTrace:
     """The trace that `spans`, all that are stored of it, make. Pure."""
-    spans = foreign_spans.add_ttft_spans(spans, {span.span_id: span.parent_id for span in spans})
+    spans = products.add_ttft_spans(spans, {span.span_id: span.parent_id for span in spans})
     parents = {span.span_id: span.parent_id for span in spans}
     # The same limit as when rows are written, so that numbers of requests agree.
     trunks = [span for span in spans if span.is_ttft_span][:MAX_TRACE_TRUNKS]

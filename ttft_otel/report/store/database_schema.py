@@ -24,13 +24,14 @@ BUSY_S: Final = 2.0  # seconds to wait for another process's lock
 MAX_PURGED_SPANS: Final = 4096  # spans deleted by one call; as many as a transaction stores
 MAX_FREED_PAGES: Final = 512  # pages returned to the file system by one call
 EVICTED_SHARE: Final = 0.1  # of the traces, removed when the file has reached its limit
+MAX_SEARCHED_CHARS: Final = 200  # of a request ID, model, error or list of roles
 # Without traces everything is below: then all spans are of removed ones.
 _FIRST_KEPT: Final = "(SELECT coalesce(min(id), 1 << 62) FROM traces)"
 
 # Numbers of traces grow in the order of arrival, without gaps, and are never used again: what is below the
-# smallest has been removed. Spans are in chunks (span_chunks.py), of which only their trace is indexed. Bytes
-# for each span are bounded (test_storage_bounds.py): what spans share is in `shared`, and tables
-# of long values have row IDs, because entries of an index beyond 1000 bytes take a page of their own.
+# smallest has been removed. Spans are in chunks (otlp_decoder.py), of which only their trace is indexed.
+# Bytes for each span are bounded (test_storage_bounds.py): what spans share is in `shared`, and tables of
+# long values have row IDs, because entries of an index beyond 1000 bytes take a page of their own.
 CREATE_TABLES: Final = """
 CREATE TABLE traces (
   id INTEGER PRIMARY KEY AUTOINCREMENT, trace_id BLOB NOT NULL UNIQUE,

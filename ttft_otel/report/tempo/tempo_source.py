@@ -20,20 +20,33 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from ttft_otel.model.names import keys
-from ttft_otel.report import window_sample
 from ttft_otel.report.assemble.request_assembly import assemble_requests
-from ttft_otel.report.foreign import foreign_spans
+from ttft_otel.report.foreign import products
 from ttft_otel.report.receive import otlp_decoder
-from ttft_otel.report.report_types import TTFT_SPAN_NAMES, Request, SourceChoice, StoredSpan
+from ttft_otel.report.report_types import (
+    LATE,
+    LOST,
+    OTHER,
+    REFUSED,
+    TTFT_SPAN_NAMES,
+    Coverage,
+    ReadRequest,
+    Request,
+    SamplePlan,
+    SourceChoice,
+    StoredSpan,
+    WindowSample,
+    count_late,
+)
 from ttft_otel.report.store.database_reader import (
     MAX_REQUESTS,
     RequestFilter,
     StoredTrace,
     build_stored_trace,
+    get_time_order,
     list_possible_ids,
 )
-from ttft_otel.report.store.span_chunks import get_time_order
-from ttft_otel.report.store.span_rows import MAX_TRACE_SPANS
+from ttft_otel.report.store.span_store import MAX_TRACE_SPANS
 from ttft_otel.report.tempo.tempo_client import (
     FoundTrace,
     SearchTooLargeError,
@@ -41,7 +54,6 @@ from ttft_otel.report.tempo.tempo_client import (
     TempoError,
     is_trace_id,
 )
-from ttft_otel.report.window_sample import LATE, LOST, OTHER, REFUSED, ReadRequest
 
 SEARCH_LIMIT: Final = 1000  # traces of one search
 MAX_SECOND_LIMIT: Final = 20_000  # of a search in one second, which cannot be divided
@@ -121,14 +133,14 @@ class TempoSource:
 
     def sample_window(
         self, wanted: RequestFilter, slo_us: int = 0, limits: Mapping[str, int] | None = None
-    ) -> window_sample.WindowSample:
+    ) -> WindowSample:
         """As DatabaseReader.sample_window(), of traces with all of their requests. Raises TempoError."""
         outlines = self._run(self._outline_window(wanted))
         if wanted.last:
             outlines = sorted(outlines, key=lambda each: -each.start_ns)[: wanted.last]
         lengths = sorted((each.ttft_us for each in outlines if each.stratum == OTHER), reverse=True)
         if not slo_us:
-            late = window_sample.count_late(len(lengths))
+            late = count_late(len(lengths))
             slo_us = lengths[late] if late < len(lengths) else -1
         strata = [
             LATE if each.stratum == OTHER and each.ttft_us > slo_us else each.stratum
@@ -142,7 +154,7 @@ class TempoSource:
                     of_trace[outline.trace_id] = rank
         traces = {rank: [name for name, own in of_trace.items() if own == rank] for rank in
                   (LATE, OTHER, LOST, REFUSED)}  # fmt: skip
-        plan = window_sample.SamplePlan({rank: len(some) for rank, some in traces.items()}, limits)
+        plan = SamplePlan({rank: len(some) for rank, some in traces.items()}, limits)
         chosen = {
             traces[rank][at]: plan.get_weight(rank)
             for rank in traces
@@ -155,12 +167,12 @@ class TempoSource:
             if outline.trace_id in chosen
         )
         starts = [each.start_ns for each in outlines] or [0]
-        coverage = window_sample.Coverage(
+        coverage = Coverage(
             {rank: counts[rank] for rank in traces}, {rank: read[rank] for rank in traces},
             counts[INCOMPLETE], min(starts), max(starts), slo_us,
         )  # fmt: skip
         oldest_ns = min(starts) if wanted.last else 0
-        return window_sample.WindowSample(coverage, self._read_chosen(chosen, wanted, oldest_ns))
+        return WindowSample(coverage, self._read_chosen(chosen, wanted, oldest_ns))
 
     def _read_chosen(
         self, chosen: Mapping[str, float], wanted: RequestFilter, oldest_ns: int
@@ -209,7 +221,7 @@ class TempoSource:
         await self._client.read_version()
 
     async def _find_request(self, request_id: str) -> Request | None:
-        named = (keys.REQUEST_ID, *foreign_spans.REQUEST_ID_ATTRIBUTES)
+        named = (keys.REQUEST_ID, *products.REQUEST_ID_ATTRIBUTES)
         query = f"{{ {_match_any(named, request_id)} }}"
         found = await self._list_latest(
             RequestFilter(last=1), query, lambda request: request.request_id == request_id
@@ -258,7 +270,7 @@ class TempoSource:
                     if not whole and name in partial:
                         continue
                     above = {span.span_id: span.parent_id for span in whole}
-                    trunks[name], _ = foreign_spans.make_trunks(whole, above)
+                    trunks[name], _ = products.make_trunks(whole, above)
             for name, spans in trunks.items():
                 found += _outline_trace(name, spans, wanted)
             # A trace may reach into a later window, its requests then are older than this one's begin.
@@ -425,10 +437,10 @@ def _build_query(wanted: RequestFilter) -> str:
     # Not only outermost ones: behind some routers a request has none, and is pending.
     named = " || ".join(f'name = "{name}"' for name in TTFT_SPAN_NAMES)
     conditions = [f"(({named}) && span.{keys.TOTAL_US} >= 0)"]
-    conditions += [f"span.{name} != nil" for name in foreign_spans.TOTAL_ATTRIBUTES]
+    conditions += [f"span.{name} != nil" for name in products.TOTAL_ATTRIBUTES]
     query = " || ".join(conditions)
     if wanted.model:
-        query = f"({query}) && ({_match_any(foreign_spans.MODEL_ATTRIBUTES, wanted.model)})"
+        query = f"({query}) && ({_match_any(products.MODEL_ATTRIBUTES, wanted.model)})"
     return f"{{ {query} }}"
 
 
