@@ -22,11 +22,6 @@ VLLM_FILES: Final = (
     "tests/commands/test_whatif.py",
     "tests/test_plugin.py",
 )
-# A wheel is built once.
-WHEEL_FILES: Final = (
-    "tests/test_wheel.py",
-    "tests/test_inject.py",
-)
 # Starting a stack and sending it 2 000 requests takes a minute and a half. The last one sends more.
 FILLED_STACK_FILES: Final = (
     "tests/stack/test_panels.py",
@@ -62,7 +57,7 @@ LONG_FILES: Final = (
 )
 
 
-SHARING_FILES: Final = (VLLM_FILES, FILLED_STACK_FILES, WHEEL_FILES)
+SHARING_FILES: Final = (VLLM_FILES, FILLED_STACK_FILES)
 
 
 class FileScheduling(LoadFileScheduling):

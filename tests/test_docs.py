@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README and docs against the code: links, vocabulary, variables, flags, pictures and numbers."""
+"""README, CONTRIBUTING and docs against the code: links, vocabulary, flags, pictures, commands, functions."""
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import runpy
+import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 import pytest
 
+from lab import compat, demo
+from lab.stack import command as stack
 from tests.model.test_names import list_constants as list_all_constants
 from ttft_otel.commands import main as cli
 from ttft_otel.commands.router import router_options
@@ -360,3 +365,260 @@ def test_timing() -> None:
     assert timing.format_server_timing(found.stages, found.unattributed, found.ttft) == line
     entries = {stages.UNATTRIBUTED, *list_constants("header_names.TIMING_").values()}
     assert {row[0].split("`")[1] for row in rows} == entries
+
+
+GUIDES = [ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+
+
+def list_commands() -> list[list[str]]:
+    """Every command in the bash blocks of the README and of the guides, in words."""
+    texts = [README, *(page.read_text("utf-8") for page in GUIDES)]
+    blocks = [text for page in texts for kind, text in BLOCK.findall(page) if kind == "bash"]
+    lines = [line for text in blocks for line in text.replace("\\\n", " ").splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def check_own(arguments: list[str]) -> None:
+    """A subcommand of ours that this version has, with flags that it has."""
+    name, *rest = arguments
+    door = cli.SUBCOMMANDS[name]
+    cli.load_subcommand(name, door).make_context(name, rest)  # parses, and does not run it
+
+
+def check_script(name: str) -> Callable[[list[str]], None]:
+    """A script that can be executed, with flags that it has."""
+
+    def check(arguments: list[str]) -> None:
+        assert os.access(ROOT / name, os.X_OK)
+        known = {"scripts/demo": demo.run_demo, "scripts/compat": compat.run_compat}
+        if name in known:
+            known[name].make_context(name, list(arguments))
+        assert name in known or all(flag in (ROOT / name).read_text("utf-8") for flag in arguments)
+
+    return check
+
+
+def check_pip(arguments: list[str]) -> None:
+    """Only this project, with extras that it has."""
+    install, wanted = arguments
+    found = re.fullmatch(r"\.(?:\[([\w,]+)])?", wanted)
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    assert install == "install" and found
+    for extra in (found[1] or "").split(","):
+        assert not extra or f"\n{extra} = [" in project
+
+
+def read_vllm(*patterns: str) -> str:
+    """Files of the installed vLLM, one after another."""
+    package = target_check.find_vllm_folder()
+    if package is None:
+        pytest.skip("no vLLM here; run scripts/install")
+    paths = [path for pattern in patterns for path in package.glob(pattern)]
+    return "\n".join(path.read_text("utf-8") for path in paths)
+
+
+def check_vllm(arguments: list[str]) -> None:
+    """`vllm serve` with flags of the installed vLLM; values that are JSON are JSON."""
+    source = read_vllm("engine/arg_utils.py", "**/cli_args.py")
+    assert arguments[0] == "serve"
+    for word in arguments:
+        if word.startswith("--"):
+            field = word.removeprefix("--").removeprefix("no-").replace("-", "_")
+            assert re.search(rf"\b{field}\b", source), word
+        if word.startswith("{"):
+            more = json.loads(word).get("ec_connector_extra_config", {})
+            connectors = read_vllm("distributed/**/*.py")
+            assert all(f'"{key}"' in connectors for key in more), more
+
+
+def check_curl(arguments: list[str]) -> None:
+    """A local address, headers that mean something, a body that is JSON."""
+    pairs = list(zip(arguments, arguments[1:], strict=False))
+    headers = [value.partition(":")[0] for flag, value in pairs if flag == "-H"]
+    assert any(word.startswith("http://127.0.0.1:") for word in arguments)
+    assert set(headers) <= {"content-type", "X-API-Key", *list_constants().values()}
+    assert all(json.loads(value) for flag, value in pairs if flag == "-d")
+
+
+def check_docker(arguments: list[str]) -> None:
+    """`docker compose up -d` with profiles that docker-compose.yml has (test_compose.py reads each), or
+    a build from a Dockerfile that is there."""
+    if arguments[0] == "build":
+        flag, file, tag, _, folder = arguments[1:]
+        assert (flag, tag, folder) == ("-f", "-t", ".") and (ROOT / file).is_file()
+        return
+    text = (ROOT / "docker-compose.yml").read_text("utf-8")
+    known = {each for found in re.findall(r"profiles: \[(.*)]", text) for each in found.split(", ")}
+    compose, *chosen, up, detached = arguments
+    assert (compose, up, detached) == ("compose", "up", "-d")
+    assert set(chosen[::2]) <= {"--profile"} and set(chosen[1::2]) <= known
+
+
+def check_stack(arguments: list[str]) -> None:
+    """A subcommand of scripts/stack, with flags that it has."""
+    name, *rest = arguments
+    stack.main.commands[name].make_context(name, rest)
+
+
+CHECKS: dict[str, Callable[[list[str]], None]] = {
+    "docker": check_docker,
+    "scripts/stack": check_stack,
+    "ttft-otel": check_own,
+    "pip": check_pip,
+    "vllm": check_vllm,
+    "curl": check_curl,
+    "scripts/demo": check_script("scripts/demo"),
+    "scripts/test": check_script("scripts/test"),
+    "scripts/compat": check_script("scripts/compat"),
+}
+
+
+@pytest.mark.parametrize("words", list_commands(), ids=" ".join)
+def test_commands(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command that README and guides show exists, with its flags, variables and files."""
+    monkeypatch.chdir(tmp_path)
+    for page in GUIDES:
+        for kind, text in BLOCK.findall(page.read_text("utf-8")):
+            if kind == "yaml":
+                Path(text.splitlines()[0].removeprefix("# ")).write_text(text, "utf-8")
+
+    words = words[: words.index("|")] if "|" in words else words
+    for name in words:
+        if name.endswith((".json", ".jsonl", ".txt")):
+            Path(name).touch()
+    while "=" in words[0]:
+        name = words[0].partition("=")[0]
+        assert name in list_constants("env_names.").values() or f'"{name}"' in read_vllm("envs.py")
+        words = words[1:]
+
+    CHECKS[words[0]](words[1:])
+
+
+def test_commands_told() -> None:
+    """README and guides show every subcommand, and the two commands that everybody needs."""
+    shown = [words[1] if words[0] == "ttft-otel" else words[0] for words in list_commands()]
+
+    assert {*cli.SUBCOMMANDS, "scripts/demo", "scripts/test"} <= set(shown)
+
+
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+# Paths of the package may be written without its folder.
+BASES = (ROOT, ROOT / "ttft_otel")
+
+BLOCK_LINE = re.compile(r"^ {4}(?! )(.*)$", re.M)
+FILE_NAME = re.compile(r"[\w./-]+\.(?:py|md|svg|json|yml|yaml|toml|txt)")
+FOLDER = re.compile(r"[\w.-]+(?:/[\w.-]+)*/|[\w.-]+(?:/[\w.-]+)+")
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*\(\)")
+MODULE_MEMBER = re.compile(r"([a-z_]+)\.([A-Z]\w+|[a-z]+_\w+)")
+# A word in capitals stands for a name that the reader puts in.
+PLACEHOLDER = re.compile(r"(?:^|/)[A-Z_]+$")
+
+
+def list_code_words(text: str) -> Iterator[str]:
+    """Words of code spans and of indented blocks, without comments."""
+    for span in (*WORD.findall(text), *BLOCK_LINE.findall(text)):
+        yield from span.split(" # ")[0].split()
+
+
+def list_missing_paths(text: str) -> list[str]:
+    """Files and folders that are named and are not there; placeholders and other places apart."""
+    missing = []
+    for word in list_code_words(text):
+        path = PLACEHOLDER.sub("", word)
+        is_path = FILE_NAME.fullmatch(path) or FOLDER.fullmatch(path)
+        if is_path and not path.startswith(("../", ".venv/")):
+            if not any((base / path).exists() for base in BASES):
+                missing.append(word)
+    return missing
+
+
+def list_definitions(path: Path) -> set[str]:
+    """Functions, methods (Class.method), classes and constants that a file defines."""
+    found = set()
+    for node in ast.parse(path.read_bytes()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {
+                f"{node.name}.{item.name}"
+                for item in node.body
+                if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
+            }
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found
+
+
+def list_missing_functions(text: str) -> list[str]:
+    """Functions, written `name()`, that no file named on the same line defines."""
+    missing = []
+    for line in text.splitlines():
+        words = WORD.findall(line)
+        files = [word for word in words if word.endswith(".py")]
+        paths = [base / file for file in files for base in BASES if (base / file).is_file()]
+        defined = {name for path in paths for name in list_definitions(path)}
+        names = [word[:-2] for word in words if FUNCTION.fullmatch(word)]
+        missing += [name for name in names if name not in defined]
+    return missing
+
+
+def list_missing_members(text: str) -> list[str]:
+    """`module.member` of a module of the package that does not define it."""
+    missing = []
+    for word in WORD.findall(text):
+        found = MODULE_MEMBER.fullmatch(word)
+        paths = sorted((ROOT / "ttft_otel").rglob(f"{found[1]}.py")) if found else []
+        if found and paths and not any(found[2] in list_definitions(path) for path in paths):
+            missing.append(word)
+    return missing
+
+
+@pytest.mark.parametrize("page", [CONTRIBUTING, ARCHITECTURE], ids=lambda page: page.stem)
+def test_references(page: Path) -> None:
+    """Every path is there, every function in the file beside it, every member in its module."""
+    text = page.read_text("utf-8")
+
+    assert list_missing_paths(text) == []
+    assert list_missing_functions(text) == []
+    assert list_missing_members(text) == []
+
+
+def test_walk() -> None:
+    """Each step of the walk on docs/architecture.md names one file and one function."""
+    walk = ARCHITECTURE.read_text("utf-8").partition("## One request through the code")[2]
+    rows = [line for line in walk.splitlines() if line.startswith("| ") and "**" not in line]
+    steps = [row for row in rows if ".py`" in row]
+
+    assert len(steps) >= 20
+    assert rows[1:] == steps, "the first row is the heading"
+    assert all(
+        len(re.findall(r"\.py`", row)) == len(re.findall(r"\(\)`", row)) == 1 for row in steps
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("`tests/live`, `hooks/worker/`, `plugin.py`, `docker-compose.yml`", []),
+        ("`tests/dead`, `hooks/aims/`, `nouns.py`", ["tests/dead", "hooks/aims/", "nouns.py"]),
+        ("    scripts/lint  # tests/dead\n    scripts/comb", ["scripts/comb"]),
+        ("`tests/stack/tools/NAME`, `tests/stack/toys/NAME`", ["tests/stack/toys/NAME"]),
+        ("`../vllm`, `--json`, `lab.style`, 3/4, `word`", []),
+    ],
+)
+def test_missing_paths(text: str, missing: list[str]) -> None:
+    """What counts as a path, and what is found missing."""
+    assert list_missing_paths(text) == missing
+
+
+def test_missing_functions() -> None:
+    """A function must be in the file of its line, a member in its module."""
+    assert list_missing_functions("`tracing/asgi.py` `TracingMiddleware.__call__()`") == []
+    assert list_missing_functions("`tracing/asgi.py` `TracingMiddleware.call()`") == [
+        "TracingMiddleware.call"
+    ]
+    assert list_missing_functions("`tracing/clock.py` `start_context()`") == ["start_context"]
+    assert list_missing_functions("`start_context()`") == ["start_context"]
+    assert list_missing_members("`engine_timeline.TIMELINE_VERSION`, `breakdown.Marks`") == []
+    assert list_missing_members("`carrier.AGE_LIMIT`, `other.thing`") == ["carrier.AGE_LIMIT"]

@@ -5,6 +5,11 @@ uv builds it and installs it twice, with all extras of users and without any. Co
 guides run from it outside the checkout, in a network namespace in which nothing but their own server
 listens; those that need a vLLM, Docker, a cluster or a checkout are named in NOT_HERE. Needs uv and,
 until uv's cache is warm, the package index; a skip says which of them is missing.
+
+The folder that is injected into a vLLM container is made of it by deploy/inject/build_folder, as
+deploy/inject.Dockerfile does: PYTHONPATH alone finds it, and it hides nothing. live/test_alone.py injects it,
+too. Each Python that pyproject.toml names imports what needs no vLLM, and passes tests of units: tests/model
+and parts of tests/exporter and tests/explain measure no times, and need nothing that came after 3.10.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import zipfile
@@ -26,13 +32,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import pytest
+from exporter.conftest import OtlpCollector
 from router import small_tokenizer
 
 from lab import uv_command
 from lab.release_files import copy_files, list_tracked_files
-from tests.test_docs_commands import list_commands
+from lab.uv_command import NETWORK_ERROR, find_uv
+from tests.test_docs import list_commands
 from ttft_otel.bench.request_factory import draw_data_url
 from ttft_otel.commands import main as cli
+from ttft_otel.model.names import env_names
 from ttft_otel.stack import stack_folder
 
 ROOT = Path(__file__).parents[1]
@@ -83,7 +92,7 @@ for words in json.loads(sys.argv[1]):
         found[words] = (end.code, out.getvalue(), error.getvalue())
 print(json.dumps(found))
 """
-LOAD_PLUGIN: Final = """
+FIND_PLUGIN: Final = """
 from importlib.metadata import entry_points
 (plugin,) = entry_points(group="vllm.general_plugins")
 assert callable(plugin.load())
@@ -277,7 +286,7 @@ def test_stack(environment: Path, tmp_path: Path) -> None:
 
 def test_plugin(environment: Path) -> None:
     """The entry point that vLLM loads in each of its processes is there and needs no extra."""
-    done = run_program(environment, "python", "-I", "-c", LOAD_PLUGIN)
+    done = run_program(environment, "python", "-I", "-c", FIND_PLUGIN)
 
     assert done.returncode == 0, done.stderr
 
@@ -415,3 +424,243 @@ def test_commands(environment: Path, alone: tuple[str, ...], tmp_path: Path) -> 
     assert wrong == []
     needed = {"serve", "router", "report", "explain", "stack"}
     assert {each.split()[1] for each in answered} >= needed
+
+
+PYTHON: Final = f"python{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def build_injected_folder(work: Path) -> Path:
+    """The folder for this Python, below `work`; skips the test where its packages cannot be had."""
+    wheel = build_wheel(work.parent)
+    script = ROOT / "deploy" / "inject" / "build_folder"
+    command = (script, work / "injected", wheel, PYTHON.removeprefix("python"))
+    uv = Path(find_uv())
+    for offline in ("0", "1"):
+        env = {**os.environ, "PATH": f"{uv.parent}:{os.environ['PATH']}", "UV_OFFLINE": offline}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        if not done.returncode:
+            return work / "injected"
+        if offline == "0":
+            assert NETWORK_ERROR.search(done.stderr), done.stderr
+    pytest.skip(f"no package index here, and uv's cache is not warm: {done.stderr[-300:]}")
+
+
+def make_host_python(folder: Path) -> Path:
+    """The interpreter of an environment that has this one's packages, by links, but no ttft-otel."""
+    run_uv("venv", "--quiet", "--python", sys.executable, folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if "ttft" not in path.name and not (site / path.name).exists():
+            (site / path.name).symlink_to(path)
+    return folder / "bin" / "python"
+
+
+# As vLLM does it in every process, by name; then what a test wants to know.
+LOAD_PLUGIN: Final = """
+import importlib.metadata, importlib.util, json, os, sys
+before = set(sys.modules)
+points = importlib.metadata.entry_points(group="vllm.general_plugins")
+for point in points:
+    if point.dist.name == "ttft-otel-inject":
+        point.load()()
+"""
+# Where every package of the environment would be imported from, and every distribution's version.
+FIND_PACKAGES: Final = """
+found = {}
+for name in importlib.metadata.packages_distributions():
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        continue
+    found[name] = spec and (spec.origin or list(spec.submodule_search_locations)[0])
+versions = {dist.name: importlib.metadata.version(dist.name) for dist in importlib.metadata.distributions()}
+print(json.dumps({"found": found, "versions": versions, "path": sys.path}))
+"""
+SEND_RECORD: Final = """
+import logging
+from ttft_otel.tracing import handoff
+from ttft_otel.commands.doctor import _make_probe_record
+from ttft_otel.model.record import encode_record
+assert handoff.get_sender().send(encode_record(_make_probe_record()))
+handoff.get_sender().close(60)
+counts = handoff.get_counts()
+print(json.dumps({"counts": counts, "opentelemetry": "opentelemetry.sdk" in sys.modules}))
+"""
+
+
+@pytest.fixture(scope="module")
+def injected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder for this Python."""
+    return build_injected_folder(tmp_path_factory.mktemp("injected"))
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python without ttft-otel that has the packages of this one: vLLM's, where it is installed."""
+    return make_host_python(tmp_path_factory.mktemp("host"))
+
+
+def run_python(python: Path, code: str, path: Path | None, **env: str) -> Any:
+    """What `code` prints, as JSON, and the standard error; `path` is all of PYTHONPATH."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "PYTEST", "OTEL", "TTFT"))
+    }
+    kept |= {"PYTHONPATH": str(path)} if path else {}
+    done = subprocess.run(
+        (python, "-c", LOAD_PLUGIN + code),
+        env=kept | env,
+        cwd=python.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def test_nothing_is_hidden(injected: Path, host: Path) -> None:
+    """Every package and version of the host is the one that it is without us; ours come last."""
+    plain, _ = run_python(host, FIND_PACKAGES, None, TTFT_OTEL="1")
+    with_us, _ = run_python(host, FIND_PACKAGES, injected, TTFT_OTEL="1")
+    ours = {"ttft_otel", "ttft_otel_inject"}
+
+    changed = {
+        name for name, place in plain["found"].items() if with_us["found"].get(name) != place
+    }
+    assert len(plain["found"]) > 20 and changed <= ours
+    assert plain["versions"].items() <= with_us["versions"].items()
+    assert with_us["path"][-1] == str(injected / PYTHON)
+    assert [place for place in with_us["path"] if place not in plain["path"]] == [
+        str(injected),
+        str(injected / PYTHON),
+    ]
+    beside = {each.name.split("-")[0] for each in injected.iterdir()}
+    assert beside - {"__pycache__"} == {"ttft_otel_inject", "ttft_otel_inject.py", PYTHON}
+
+
+def test_traced(injected: Path, tmp_path: Path) -> None:
+    """A Python with nothing but what vLLM has of our needs sends spans, with PYTHONPATH and TTFT_OTEL."""
+    run_uv("venv", "--quiet", "--python", sys.executable, tmp_path / "bare")
+    bare = tmp_path / "bare" / "bin" / "python"
+    run_uv("pip", "install", "--quiet", "--python", bare, "msgspec", "prometheus-client")
+    collector = OtlpCollector()
+    try:
+        reported, _ = run_python(
+            bare,
+            SEND_RECORD,
+            injected,
+            **{env_names.TTFT_OTEL: "1", env_names.OTEL_EXPORTER_OTLP_ENDPOINT: collector.url},
+        )
+    finally:
+        collector.close()
+
+    assert reported["counts"]["exported"] == 1 and reported["counts"]["failed"] == 0
+    assert len(collector.spans) == 1
+    assert not reported["opentelemetry"]  # only in the exporter's process
+
+
+def test_off(injected: Path, host: Path) -> None:
+    """Without TTFT_OTEL neither a module of ours nor a folder is added."""
+    code = "print(json.dumps([sorted(set(sys.modules) - before), sys.path]))"
+    (modules, path), stderr = run_python(host, code, injected)
+
+    assert "ttft_otel_inject" in modules
+    assert not [name for name in modules if name.split(".")[0] == "ttft_otel"]
+    assert str(injected / PYTHON) not in path and not stderr
+
+
+@pytest.mark.parametrize("broken", ["missing", "empty"])
+def test_wrong_version(injected: Path, host: Path, tmp_path: Path, broken: str) -> None:
+    """Without a folder for this Python, or with one that is cut off, one line says so; nothing fails."""
+    folder = tmp_path / "injected"
+    shutil.copytree(injected, folder, ignore=shutil.ignore_patterns(PYTHON))
+    if broken == "empty":
+        (folder / PYTHON).mkdir()
+    _, stderr = run_python(host, "print(0)", folder, TTFT_OTEL="1")
+
+    (line,) = stderr.splitlines()
+    assert str(folder / PYTHON) in line and "runs without tracing" in line
+
+
+VERSIONS: Final = re.findall(
+    r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+)
+UNIT_EXTRAS: Final = "router,serve,bench,explain,mcp"
+TEST_PACKAGES: Final = (
+    *("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema"),
+)
+UNITS: Final = (
+    *("tests/model", "tests/exporter/spans", "tests/exporter/metrics"),
+    *(
+        "tests/explain/test_diff.py::test_cause",
+        "tests/explain/test_stored_windows.py::test_holders",
+    ),
+)
+IMPORT_COMMANDS: Final = """
+import sys
+from ttft_otel.commands import main
+for name, door in main.SUBCOMMANDS.items():
+    main.load_subcommand(name, door)
+print("%d.%d" % sys.version_info[:2], len(main.SUBCOMMANDS))
+"""
+
+
+def find_python(version: str) -> str:
+    """A Python of this version that is here, or that uv downloads. Skips without."""
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    for path in sorted(root.glob(f"versions/{version}.*/bin/python")):
+        return str(path)
+    try:
+        uv_command.run_uv("python", "install", "--quiet", version)
+        return version
+    except uv_command.UvError as error:
+        pytest.skip(f"no Python {version}, and uv cannot get it: {str(error)[-200:]}")
+
+
+def test_versions() -> None:
+    """The classifiers begin with the oldest Python that may install the package, and leave none out."""
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+
+    assert VERSIONS == ["3.10", "3.11", "3.12", "3.13"]
+    assert f'requires-python = ">={VERSIONS[0]}"' in project
+    assert f'python_version = "{VERSIONS[0]}"' in project  # what mypy checks by
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_python(version: str, tmp_path: Path) -> None:
+    """Every command is imported, and the tests of units pass."""
+    python = find_python(version)
+    environment = tmp_path / "environment"
+    try:
+        uv_command.run_uv("venv", "--quiet", "--python", python, environment)
+        wanted = (f"{ROOT}[{UNIT_EXTRAS}]", *TEST_PACKAGES)
+        uv_command.run_uv("pip", "install", "--quiet", "--python", environment, *wanted)
+    except uv_command.UvMissingError as error:
+        pytest.skip(str(error))
+    program = str(environment / "bin" / "python")
+    run = {"cwd": ROOT, "capture_output": True, "text": True, "check": False}
+    loaded = subprocess.run((program, "-I", "-c", IMPORT_COMMANDS), **run)
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.split()[0] == version
+    marks = ("-m", "not slow and not full and not live", "-p", "no:cacheprovider")
+    tested = subprocess.run(
+        (
+            program,
+            "-m",
+            "pytest",
+            "-q",
+            "--tb=short",
+            *marks,
+            "--hypothesis-profile",
+            "quick",
+            *UNITS,
+        ),
+        **run,
+    )
+    assert tested.returncode == 0, tested.stdout[-4000:]
+    assert int(re.findall(r"(\d+) passed", tested.stdout)[-1]) > 500

@@ -32,7 +32,7 @@ from lab.local_servers import LocalServer
 from lab.otlp_sinks import MetricSink
 from lab.server_commands import VllmOptions
 from lab.ttft_client import TimedRequest
-from tests import test_inject
+from tests import test_wheel
 from tests.live.bench import (
     LiveDeployment,
     make_parent_header,
@@ -333,8 +333,8 @@ def _sum_settled(sink: MetricSink, metric: str) -> tuple[float, float]:
 
 def test_injected(deck: DeploymentDeck, tmp_path: Path) -> None:
     """A vLLM without ttft-otel in its environment is traced, with PYTHONPATH and TTFT_OTEL alone."""
-    folder = test_inject.build_injected_folder(tmp_path)
-    python = test_inject.make_host_python(tmp_path / "host")
+    folder = test_wheel.build_injected_folder(tmp_path)
+    python = test_wheel.make_host_python(tmp_path / "host")
     env = {"PYTHONPATH": str(folder)}
     with run_alone(deck, tmp_path, python=str(python), env=env, control=None) as bench:
         _check_one_trace_per_rank(bench, ranks={0})

@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 from lab.certificates import make_certificate
 from router import fake_instances
 from router.fake_instances import wait_until
-from router.workers.test_shared_loads import LEG, URLS, JoinedWorker, build_request
+from router.workers.test_workers import LEG, URLS, JoinedWorker, build_request
 from ttft_otel.model.names import metric_names
 from ttft_otel.router import types
 from ttft_otel.router.shared_state import store_link

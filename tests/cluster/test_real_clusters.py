@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chart on a real API server: each example installed, upgraded, removed, and stored as it was written."""
+"""The chart, manifests and guides' objects on a real API server; scripts/kube, which runs a whole node."""
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from lab import chart
-from lab.kube_cluster import KubeCluster
+from lab import chart, kube_host
+from lab.kube_cluster import ClusterCommandError, KubeCluster
+from lab.kube_configs import PLUGIN_FOLDER
+from lab.stack import go_builds
+from lab.stack.program_pins import CHECKOUT, KUBERNETES_NODE_TOOL, KUBERNETES_TOOL
 from tests.cluster.conftest import list_object_names
 
 pytestmark = pytest.mark.full
@@ -156,3 +161,104 @@ def test_what_no_schema_knows_is_refused(
 
     assert done.returncode != 0 or "arning" in done.stderr
     assert reported in done.stdout + done.stderr
+
+
+KUBERNETES = CHECKOUT / "deploy" / "kubernetes"
+MANIFESTS = [
+    path for path in sorted(KUBERNETES.glob("*.yaml")) if not path.name.endswith("-values.yaml")
+]
+GUIDE = CHECKOUT / "docs" / "guides" / "inject.md"
+BLOCK = re.compile(r"```yaml\n(.*?)```", re.S)
+
+
+def try_objects(cluster: KubeCluster, namespace: str, text: str) -> str:
+    """What the API server says to objects that it is not to keep. Raises ClusterCommandError."""
+    words = ("apply", "--server-side", "--dry-run=server", "--validate=strict")
+    return cluster.run_kubectl("-n", namespace, *words, "-f", "-", stdin=text)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_the_server_takes_them(cluster: KubeCluster, namespace: str, path: Path) -> None:
+    """Each object, with unknown fields an error."""
+    text = path.read_text("utf-8")
+    reported = try_objects(cluster, namespace, text)
+
+    objects = [each for each in yaml.safe_load_all(text) if each]
+    assert reported.count("serverside-applied") == len(objects) > 0
+
+
+def test_the_guides_instrumentation(cluster: KubeCluster, namespace: str) -> None:
+    """The object for the OpenTelemetry operator, by the operator's own definition."""
+    (text,) = [
+        each for each in BLOCK.findall(GUIDE.read_text("utf-8")) if "kind: Instrumentation" in each
+    ]
+
+    assert "serverside-applied" in try_objects(cluster, namespace, text)
+
+
+def test_the_prometheus_of_other_charts(cluster: KubeCluster, namespace: str) -> None:
+    """The operator's definition takes what kube-prometheus-stack would give it, and refuses a wrong field."""
+    values = yaml.safe_load((KUBERNETES / "storage/prometheus-values.yaml").read_text("utf-8"))
+    prometheus = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "Prometheus",
+        "metadata": {"name": "main"},
+        "spec": values["prometheus"]["prometheusSpec"],
+    }
+
+    assert "serverside-applied" in try_objects(cluster, namespace, yaml.safe_dump(prometheus))
+    text = yaml.safe_dump(prometheus).replace("sendNativeHistograms", "sendNativeHistogram")
+    with pytest.raises(ClusterCommandError, match="sendNativeHistogram"):
+        try_objects(cluster, namespace, text)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "reported"),
+    [
+        ("periodSeconds: 5", "periodSecond: 5", "periodSecond"),
+        ("periodSeconds: 10", "periodSeconds: -10", "greater than or equal to 0"),
+        ("clusterIP: None", "type: Internal", "Unsupported value"),
+        ("      labels: {app: vllm,", "      labels: {app: v,", "selector"),
+        ("- {name: http, containerPort: 8000}", "- {name: HTTP_, containerPort: 8000}", "ports[0].name"),
+        ("mountPath: /dev/shm}", "mountPath: /ttft-otel}", "duplicate entries"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_refused(
+    cluster: KubeCluster, namespace: str, right: str, wrong: str, reported: str
+) -> None:
+    """Counter-test: field, range, enum, selector, name and a rule between fields, each alone."""
+    text = (KUBERNETES / "mono.yaml").read_text("utf-8")
+    assert right in text
+    with pytest.raises(ClusterCommandError) as refusal:
+        try_objects(cluster, namespace, text.replace(right, wrong, 1))
+
+    assert reported in str(refusal.value)
+
+
+LIMIT_S = 3600  # a busy machine starts each server in five minutes
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_requests_survive_rollouts(tmp_path: Path) -> None:
+    """Servers, router and collector on a real node: nothing fails while they are replaced, nothing stays."""
+    if lacking := kube_host.find_lacking(PLUGIN_FOLDER):
+        pytest.skip("; ".join(lacking))
+    if not (go_builds.is_built(KUBERNETES_TOOL) and go_builds.is_built(KUBERNETES_NODE_TOOL)):
+        pytest.skip("Kubernetes is not built: scripts/kube --until service does it once")
+    settings, figures = kube_host.read_settings(), tmp_path / "figures.json"
+
+    done = subprocess.run(
+        (CHECKOUT / "scripts" / "kube", "--json", figures, "--logs", tmp_path / "logs"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+    assert done.returncode == 0, done.stderr[-5000:]
+    steps = json.loads(figures.read_text("utf-8"))["figures"]
+    for name in ("backend rollout", "router rollout", "pod deleted"):
+        assert steps[name]["requests"] > 0 == steps[name]["failed"]
+    assert kube_host.read_settings() == settings
+    assert not kube_host.get_state_path().exists()
+    assert not list(kube_host.CONTROL_GROUPS.glob("*/ttft-kube-*"))
