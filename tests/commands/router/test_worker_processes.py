@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--workers` as processes: clients and operators see one router, also while some are killed or stopped."""
+"""`--workers` and replicas as processes: all see one router, also while some are killed or stopped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import zmq.asyncio
 from click.testing import CliRunner
 from router import fake_instances
 from router.fake_instances import STREAM_EVENTS, FakeInstance, InstancePlan
+from router.shared_state.test_store_link import run_store
 
 from commands.router import test_router_process
 from commands.router.test_router_process import CommandProcess, run_command
@@ -369,3 +370,56 @@ async def test_orders_reach_a_frozen_worker(
             expected = {a.url: "healthy", b.url: "draining"}
             agreeing = it.wait_for_all(3, lambda found: map_states(found) == expected)
             await asyncio.wait_for(agreeing, AGREE_WITHIN_S)
+
+
+STREAMS = 6
+
+
+async def wait_for_load(it: CommandProcess, number: int) -> None:
+    """Wait until it believes that so many are in flight, whichever of its workers is asked."""
+    await it.wait_for_all(
+        1, lambda found: sum(each["in_flight"] for each in found.values()) == number
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "workers"),
+    [("least_requests", "2"), *(pytest.param("ttft", n, marks=pytest.mark.full) for n in "12")],
+)
+async def test_replicas_decide_on_the_whole_load(tmp_path: Path, policy: str, workers: str) -> None:
+    """Streams that stay open are spread evenly; when a replica is killed, the other forgets its load."""
+    permits = asyncio.Semaphore(0)
+    plan = InstancePlan(permits=permits)
+    async with (
+        run_store(tmp_path) as store,
+        fake_instances.run_instance(plan) as a,
+        fake_instances.run_instance(plan) as b,
+        AsyncExitStack() as stack,
+    ):
+        flags = ("--routing-logic", policy, "--workers", workers, "--shared-state", store.url)
+        replicas = []
+        for name in ("one", "other"):
+            (tmp_path / name).mkdir()
+            run = run_command(tmp_path / name, "--backend", a.url, "--backend", b.url, *flags)
+            replicas.append(await stack.enter_async_context(run))
+        for each in replicas:
+            if workers == "2":
+                await wait_for_workers(each, 2)
+            await wait_for_metric(each, metric_names.ROUTER_REPLICAS, 1)
+        streams = []
+        for count in range(1, STREAMS + 1):
+            streams.append(asyncio.create_task(post_alone(replicas[count % 2])))
+            for each in replicas:
+                await wait_for_load(each, count)
+        if policy == "least_requests":
+            assert [len(each.received) for each in (a, b)] == [STREAMS // 2] * 2
+        pids = replicas[0].list_workers()
+        replicas[0].send_signal(signal.SIGKILL)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        await wait_for_load(replicas[1], STREAMS // 2)
+        for _ in range(100):
+            permits.release()
+        assert sorted(await asyncio.gather(*streams)) == [0] * 3 + [200] * 3
+        await wait_for_load(replicas[1], 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from attack import upstream_matrix
+from attack import test_upstream_faults
 
 from router import fake_instances, raw_http
 from router.fake_instances import InstancePlan
@@ -109,7 +109,7 @@ def test_the_page_tells_what_counts() -> None:
     assert section is not None
     told = dict(re.findall(r"^\| (.+?) \| (yes|no) \|", section[1], re.MULTILINE))
     assert list(told) == list(ROWS)
-    found = upstream_matrix.read_table(ALL_FAULTS.read_text("utf-8"))
+    found = test_upstream_faults.read_table(ALL_FAULTS.read_text("utf-8"))
     for row, (fault, leg) in ROWS.items():
         counts = any(
             outcome.breaker != "not counted"
