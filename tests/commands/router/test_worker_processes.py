@@ -108,11 +108,15 @@ async def give(it: CommandProcess, action: str, instance: FakeInstance) -> None:
     assert (await it.ask(f"{it.admin}/instances", order))[0] == 200
 
 
-async def test_orders_reach_all(tmp_path: Path) -> None:
-    """An instance added through one worker is known to all, and to the successor of a killed worker."""
+async def test_orders_reach_all_and_nobody_is_orphaned(tmp_path: Path) -> None:
+    """An instance added through one worker is known to all, and to the successor of a killed worker.
+
+    When the supervisor is killed, workers finish their streams, end, and free the port.
+    """
+    permits = asyncio.Semaphore(0)
     async with (
         fake_instances.run_instance() as a,
-        fake_instances.run_instance() as b,
+        fake_instances.run_instance(InstancePlan(permits=permits)) as b,
         run_command(tmp_path, "--backend", a.url, "--workers", "2") as it,
     ):
         await wait_for_workers(it, 2)
@@ -123,9 +127,20 @@ async def test_orders_reach_all(tmp_path: Path) -> None:
             await wait_for_workers(it, 2, restarts)
             await it.wait_for_all(2, lambda found: map_states(found) == expected)
             pids = it.list_workers()
-            os.kill(pids[0], signal.SIGKILL)
-            while pids[0] in it.list_workers() or len(it.list_workers()) < 2:
-                await asyncio.sleep(0.02)
+            if restarts < 2:
+                os.kill(pids[0], signal.SIGKILL)
+                while pids[0] in it.list_workers() or len(it.list_workers()) < 2:
+                    await asyncio.sleep(0.02)
+        stream = asyncio.create_task(post_alone(it))
+        while not b.received:
+            await asyncio.sleep(0.01)
+        it.send_signal(signal.SIGKILL)
+        await it.wait_for_log("the supervisor of the workers is gone", 2)
+        permits.release()
+        permits.release()
+        assert await stream == 200
+        while any(is_running(pid) for pid in pids):
+            await asyncio.sleep(0.05)
 
 
 def map_states(found: dict[str, Any]) -> dict[str, str]:
@@ -201,27 +216,6 @@ async def kill_meanwhile(
 def count_requests(instance: FakeInstance) -> Counter[str]:
     """How often the instance received each request ID."""
     return Counter(each.headers[header_names.REQUEST_ID] for each in instance.received)
-
-
-async def test_workers_end_with_their_supervisor(tmp_path: Path) -> None:
-    """When the supervisor is killed, workers finish their streams, end, and free the port."""
-    permits = asyncio.Semaphore(0)
-    async with (
-        fake_instances.run_instance(InstancePlan(permits=permits)) as one,
-        run_command(tmp_path, "--backend", one.url, "--workers", "2") as it,
-    ):
-        await wait_for_workers(it, 2)
-        pids = it.list_workers()
-        stream = asyncio.create_task(post_alone(it))
-        while not one.received:
-            await asyncio.sleep(0.01)
-        it.send_signal(signal.SIGKILL)
-        await it.wait_for_log("the supervisor of the workers is gone", 2)
-        permits.release()
-        permits.release()
-        assert await stream == 200
-        while any(is_running(pid) for pid in pids):
-            await asyncio.sleep(0.05)
 
 
 def is_running(pid: int) -> bool:
@@ -398,20 +392,21 @@ async def test_replicas_decide_on_the_whole_load(tmp_path: Path, policy: str, wo
         AsyncExitStack() as stack,
     ):
         flags = ("--routing-logic", policy, "--workers", workers, "--shared-state", store.url)
-        replicas = []
-        for name in ("one", "other"):
+
+        async def start(name: str) -> CommandProcess:
             (tmp_path / name).mkdir()
             run = run_command(tmp_path / name, "--backend", a.url, "--backend", b.url, *flags)
-            replicas.append(await stack.enter_async_context(run))
-        for each in replicas:
+            it = await stack.enter_async_context(run)
             if workers == "2":
-                await wait_for_workers(each, 2)
-            await wait_for_metric(each, metric_names.ROUTER_REPLICAS, 1)
+                await wait_for_workers(it, 2)
+            await wait_for_metric(it, metric_names.ROUTER_REPLICAS, 1)
+            return it
+
+        replicas = await asyncio.gather(start("one"), start("other"))
         streams = []
         for count in range(1, STREAMS + 1):
             streams.append(asyncio.create_task(post_alone(replicas[count % 2])))
-            for each in replicas:
-                await wait_for_load(each, count)
+            await asyncio.gather(*(wait_for_load(each, count) for each in replicas))
         if policy == "least_requests":
             assert [len(each.received) for each in (a, b)] == [STREAMS // 2] * 2
         pids = replicas[0].list_workers()
