@@ -24,9 +24,8 @@ VLLM_FILES: Final = (
 )
 # Starting a stack and sending it 2 000 requests takes a minute and a half. The last one sends more.
 FILLED_STACK_FILES: Final = (
-    "tests/stack/test_panels.py",
     "tests/stack/test_browser.py",
-    "tests/stack/test_trace_search.py",
+    "tests/stack/test_panels.py",
 )
 # Files of some seconds, the longest first, whatever number of tests. The last ones to begin decide when
 # the run ends.

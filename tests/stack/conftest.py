@@ -2,7 +2,7 @@
 """Fixtures of the stack tests: real programs, on free loopback ports.
 
 `bench` starts any part for a test of its own; `front` is a collector between sinks, for a file; `filled` is a
-stack for three files (file_schedule.py).
+stack for two files (file_schedule.py).
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from lab.stack.binaries import StackBinaries
 from lab.stack.go_builds import GoBuildError, GoMissingError
 from lab.stack.stack_parts import COLLECTOR_CONFIG
 from tests.build_progress import make_announcer
-from tests.stack import other_programs
 from tests.stack.filled_stack import FilledStack, filled_stack
 from tests.stack.known_requests import build_known_requests
 from tests.stack.otlp_requests import PUSH_S, CollectorFront
-from tests.stack.running_stack import StackStarter
+from tests.stack.running_stack import StackStarter, obtain_tool
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -44,7 +43,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         with contextlib.suppress(GoBuildError):  # the fixture says what is wrong
             found.gather_binaries(make_announcer("stack"))
             for tool in others:
-                other_programs.obtain_tool(tool)
+                obtain_tool(tool)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Final
 
+import msgspec
 from full_record import make_short_record
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -296,40 +297,13 @@ def _drop_stage(lengths: Mapping[str, int], name: str) -> dict[str, int]:
 
 
 SourcedRecord = tuple[Record, str]  # and the instance that tells it
+LaidStage = tuple[str, int, Attributes]  # name, length in microseconds
+ROUTE: Final = "POST /v1/chat/completions"
 
 
 def build_known_records(row: KnownRequest, end_ns: int) -> list[SourcedRecord]:
     """The Records of a row, its response over at `end_ns`."""
-    draw = random.Random(row.trace_id)
-    response_us = 40_000 if row.streaming else 300
-    start_ns = end_ns - (row.ttft + response_us) * 1000
-    if not row.routed:
-        return [_build_server_record(row, row.legs[0], draw, start_ns, response_us, "")]
-    calls: list[Call] = []
-    found: list[SourcedRecord] = []
-    at = sum(row.own.get(f"router.{name}", 0) for name in ("receive", "route", "retry"))
-    if lost := row.own.get("router.retry", 0):
-        gone = Call(
-            _draw_id(draw), "POST /v1/chat/completions", row.legs[0].role, at - lost, at, 503,
-            _get_server_attributes(row.legs[0]), "503",
-        )  # fmt: skip
-        calls.append(gone)
-    for leg in row.legs:
-        for each in (leg, *(row.spare if leg.role == "encode" else ())):
-            last = leg is row.legs[-1]
-            call = Call(
-                _draw_id(draw), "POST /v1/chat/completions", leg.role, at,
-                at + each.hop + each.ttft + (response_us if last else 0),
-                200,
-                _get_server_attributes(each),
-            )  # fmt: skip
-            calls.append(call)
-            begin = start_ns + (at + each.hop // 2) * 1000
-            after_us = response_us if last else 100
-            found.append(_build_server_record(row, each, draw, begin, after_us, call.span_id))
-        at += leg.hop + leg.ttft
-    router = _build_router_record(row, draw, start_ns, response_us, tuple(calls))
-    return [*found, (router, row.instance)]
+    return _RecordBuilder(row, end_ns).build_records()
 
 
 def list_known_records(rows: Iterable[KnownRequest], end_ns: int | None = None) -> list[Record]:
@@ -339,11 +313,6 @@ def list_known_records(rows: Iterable[KnownRequest], end_ns: int | None = None) 
         for row in rows
         for record, _ in build_known_records(row, time.time_ns() if end_ns is None else end_ns)
     ]
-
-
-def _get_server_attributes(leg: KnownLeg) -> Attributes:
-    host, _, port = leg.instance.partition(":")
-    return {keys.HTTP_METHOD: "POST", keys.SERVER_ADDRESS: host, keys.SERVER_PORT: int(port)}
 
 
 def list_queues_us(rows: Iterable[KnownRequest]) -> Iterator[int]:
@@ -381,137 +350,155 @@ def get_reason(us: int) -> str:
     return ("max_num_seqs", "token_budget", "in_step")[us % 3]
 
 
-def _build_server_record(
-    row: KnownRequest,
-    leg: KnownLeg,
-    draw: random.Random,
-    start_ns: int,
-    response_us: int,
-    parent: str,
-) -> SourcedRecord:
-    """What one server records; outermost when no router called it."""
-    pieces, at = [], 0
-    for name, us in leg.lengths.items():
-        waited: Attributes = {}
-        if name in QUEUE_STAGES:
-            waited[keys.QUEUE_REASON] = get_reason(us)
-            held = divide_by_work(us)
-            waited |= {keys.name_held_attribute(kind): length for kind, length in held.items()}
-        pieces.append(Piece("stage", name, at, at + us, waited))
-        if name == "preprocess":
-            pieces.append(Piece("part", "tokenize", at, at + us // 2))
-        at += us
-    if leg.lost:
-        pieces.append(Piece("stage", UNATTRIBUTED, at, at + leg.lost))
-    error = "" if row.routed else row.error
-    attributes: Attributes = {keys.STREAMING: row.streaming, keys.INPUT_TOKENS: 512}
-    if leg.recomputed is not None:
-        attributes[keys.EC_RECOMPUTED_ITEMS] = leg.recomputed
-    ttft = Ttft(
-        span_id=_draw_id(draw),
-        name=span_names.ENCODE if leg.role == "encode" else span_names.TTFT,
-        start=0,
-        end=leg.ttft,
-        stages=dict(leg.lengths),
-        unattributed=leg.lost,
-        clamped=0,
-        pieces=tuple(pieces),
-        attributes=attributes,
-        error=error,
-        died="prefill.queue" if error else "",
-    )
-    is_outermost = not row.routed
-    record = _build_record(row, draw, leg.role, is_outermost, ttft, start_ns, response_us, parent)
-    return record, leg.instance
+class _RecordBuilder:
+    """Builds the Records of one row."""
 
+    def __init__(self, row: KnownRequest, end_ns: int) -> None:
+        self.row = row
+        self.draw = random.Random(row.trace_id)
+        self.response_us = 40_000 if row.streaming else 300
+        self.start_ns = end_ns - (row.ttft + self.response_us) * 1000
 
-def _build_router_record(
-    row: KnownRequest, draw: random.Random, start_ns: int, response_us: int, calls: tuple[Call, ...]
-) -> Record:
-    """What the router records: its own stages around its legs', laid end to end."""
-    laid: list[tuple[str, int, Attributes]] = [
-        (name, row.own.get(name, 0), {})
-        for name in (
-            "router.receive", "router.tokenize", "router.lookup",
-            "router.route", "router.retry",
+    def build_records(self) -> list[SourcedRecord]:
+        """Those of all its processes; the router's comes last."""
+        row = self.row
+        if not row.routed:
+            return [self.build_server_record(row.legs[0], self.start_ns, self.response_us, "")]
+        calls: list[Call] = []
+        found: list[SourcedRecord] = []
+        at = sum(row.own.get(f"router.{name}", 0) for name in ("receive", "route", "retry"))
+        if lost := row.own.get("router.retry", 0):
+            calls.append(self.build_call(row.legs[0], at - lost, at, 503))
+        for leg in row.legs:
+            after_us = self.response_us if leg is row.legs[-1] else 0
+            for each in (leg, *(row.spare if leg.role == "encode" else ())):
+                call = self.build_call(each, at, at + each.hop + each.ttft + after_us, 200)
+                calls.append(call)
+                begin_ns = self.start_ns + (at + each.hop // 2) * 1000
+                server = self.build_server_record(each, begin_ns, after_us or 100, call.span_id)
+                found.append(server)
+            at += leg.hop + leg.ttft
+        return [*found, (self.build_router_record(tuple(calls)), row.instance)]
+
+    def draw_id(self) -> str:
+        """The ID of a span."""
+        return f"{self.draw.getrandbits(64) | 1:016x}"
+
+    def build_call(self, leg: KnownLeg, start: int, end: int, status: int) -> Call:
+        """The router's call of a server."""
+        host, _, port = leg.instance.partition(":")
+        place: Attributes = {keys.SERVER_ADDRESS: host, keys.SERVER_PORT: int(port)}
+        attributes = {keys.HTTP_METHOD: "POST", **place}
+        error = "" if status < 400 else str(status)
+        return Call(self.draw_id(), ROUTE, leg.role, start, end, status, attributes, error)
+
+    def build_server_record(
+        self, leg: KnownLeg, start_ns: int, after_us: int, parent: str
+    ) -> SourcedRecord:
+        """What one server records; outermost when no router called it."""
+        laid: list[LaidStage] = []
+        for name, us in leg.lengths.items():
+            waited: Attributes = {}
+            if name in QUEUE_STAGES:
+                held = {
+                    keys.name_held_attribute(kind): us for kind, us in divide_by_work(us).items()
+                }
+                waited = {keys.QUEUE_REASON: get_reason(us), **held}
+            laid.append((name, us, waited))
+        pieces = _lay_pieces([*laid, (UNATTRIBUTED, leg.lost, {})])
+        for each in [piece for piece in pieces if piece.name == "preprocess"]:
+            end = each.start + (each.end - each.start) // 2
+            pieces.insert(pieces.index(each) + 1, Piece("part", "tokenize", each.start, end))
+        attributes: Attributes = {keys.INPUT_TOKENS: 512}
+        if leg.recomputed is not None:
+            attributes[keys.EC_RECOMPUTED_ITEMS] = leg.recomputed
+        name = span_names.ENCODE if leg.role == "encode" else span_names.TTFT
+        ttft = self.build_ttft(name, dict(leg.lengths), leg.lost, pieces, attributes)
+        if self.row.error and not self.row.routed:
+            ttft = msgspec.structs.replace(ttft, error=self.row.error, died="prefill.queue")
+        return self.build_record(leg.role, ttft, start_ns, after_us, parent), leg.instance
+
+    def build_router_record(self, calls: tuple[Call, ...]) -> Record:
+        """What the router records: its own stages around its legs', laid end to end."""
+        row = self.row
+        before = ("receive", "tokenize", "lookup", "route", "retry")
+        laid: list[LaidStage] = [
+            (f"router.{name}", row.own.get(f"router.{name}", 0), {}) for name in before
+        ]
+        for leg in row.legs:
+            where: Attributes = {keys.INSTANCE: leg.instance}
+            laid.append((f"router.hop.{leg.role}", leg.hop, where))
+            laid += [(f"{leg.role}.{name}", us, where) for name, us in leg.lengths.items()]
+            laid.append((UNATTRIBUTED, leg.lost, {}))
+        laid.append(("router.egress", row.own.get("router.egress", 0), {}))
+        pieces = _lay_pieces(laid)
+        ttft = self.build_ttft(span_names.TTFT, row.stages, row.unattributed, pieces, {})
+        if row.error:
+            died = f"{row.legs[-1].role}.prefill.queue"
+            ttft = msgspec.structs.replace(ttft, error=row.error, died=died)
+        return self.build_record("router", ttft, self.start_ns, self.response_us, "", calls)
+
+    def build_ttft(
+        self, name: str, lengths: dict[str, int], lost: int, pieces: list[Piece], more: Attributes
+    ) -> Ttft:
+        """The part of a Record that has its first token."""
+        return Ttft(
+            span_id=self.draw_id(),
+            name=name,
+            start=0,
+            end=sum(lengths.values()) + lost,
+            stages=lengths,
+            unattributed=lost,
+            clamped=0,
+            pieces=tuple(pieces),
+            attributes={keys.STREAMING: self.row.streaming, **more},
         )
-    ]  # fmt: skip
-    for leg in row.legs:
-        where: Attributes = {keys.INSTANCE: leg.instance}
-        laid.append((f"router.hop.{leg.role}", leg.hop, where))
-        laid += [(f"{leg.role}.{name}", us, where) for name, us in leg.lengths.items()]
-        laid.append((UNATTRIBUTED, leg.lost, {}))
-    laid.append(("router.egress", row.own.get("router.egress", 0), {}))
+
+    def build_record(
+        self,
+        role: Role,
+        ttft: Ttft,
+        start_ns: int,
+        response_us: int,
+        parent: str,
+        calls: tuple[Call, ...] = (),
+    ) -> Record:
+        """A whole one."""
+        row = self.row
+        status = int(ttft.error) if ttft.error.isdigit() else 504 if ttft.error else 200
+        served: Attributes = {keys.HTTP_METHOD: "POST", keys.HTTP_ROUTE: ROUTE.split()[1]}
+        # Only instances that decode know it, and only of answers.
+        if not ttft.error and role not in ("router", *stages.INTERMEDIATE_ROLES):
+            served[keys.TIME_PER_OUTPUT_TOKEN_US] = 5_000 + row.number
+        return make_short_record(
+            trace_id=row.trace_id,
+            span_id=self.draw_id(),
+            parent_id=parent,
+            start_ns=start_ns,
+            role=role,
+            outermost=role == row.role,
+            service=stages.SERVICE_NAMES[role],
+            request_id=row.request_id,
+            attributes={
+                keys.OPERATION: "chat",
+                keys.PROVIDER: keys.PROVIDER_VLLM,
+                keys.MODEL: row.model,
+                keys.STREAM: row.streaming,
+            },
+            ttft=ttft,
+            server=Server(ROUTE, ttft.end + response_us, status, served, ttft.error),
+            calls=calls,
+        )
+
+
+def _lay_pieces(laid: Iterable[LaidStage]) -> list[Piece]:
+    """Stages one after the other, without those that took no time."""
     pieces, at = [], 0
     for name, us, attributes in laid:
         if us:
             pieces.append(Piece("stage", name, at, at + us, attributes))
         at += us
-    ttft = Ttft(
-        span_id=_draw_id(draw),
-        name=span_names.TTFT,
-        start=0,
-        end=row.ttft,
-        stages=row.stages,
-        unattributed=row.unattributed,
-        clamped=0,
-        pieces=tuple(pieces),
-        attributes={keys.STREAMING: row.streaming},
-        error=row.error,
-        died=f"{row.legs[-1].role}.prefill.queue" if row.error else "",
-    )
-    return _build_record(row, draw, "router", True, ttft, start_ns, response_us, "", calls)
-
-
-def _build_record(
-    row: KnownRequest,
-    draw: random.Random,
-    role: Role,
-    outermost: bool,
-    ttft: Ttft,
-    start_ns: int,
-    response_us: int,
-    parent: str,
-    calls: tuple[Call, ...] = (),
-) -> Record:
-    return make_short_record(
-        trace_id=row.trace_id,
-        span_id=_draw_id(draw),
-        parent_id=parent,
-        start_ns=start_ns,
-        role=role,
-        outermost=outermost,
-        service=stages.SERVICE_NAMES[role],
-        request_id=row.request_id,
-        attributes={
-            keys.OPERATION: "chat",
-            keys.PROVIDER: keys.PROVIDER_VLLM,
-            keys.MODEL: row.model,
-            keys.STREAM: row.streaming,
-        },
-        ttft=ttft,
-        server=Server(
-            "POST /v1/chat/completions",
-            ttft.end + response_us,
-            int(ttft.error) if ttft.error.isdigit() else 504 if ttft.error else 200,
-            {
-                keys.HTTP_METHOD: "POST",
-                keys.HTTP_ROUTE: "/v1/chat/completions",
-                # Only instances that decode know it, and only of answers.
-                **(
-                    {}
-                    if ttft.error or role in ("router", *stages.INTERMEDIATE_ROLES)
-                    else {keys.TIME_PER_OUTPUT_TOKEN_US: 5_000 + row.number}
-                ),
-            },
-            ttft.error,
-        ),
-        calls=calls,
-    )
-
-
-def _draw_id(draw: random.Random) -> str:
-    return f"{draw.getrandbits(64) | 1:016x}"
+    return pieces
 
 
 def build_known_spans(rows: Iterable[KnownRequest], end_ns: int) -> list[ReadableSpan]:

@@ -171,7 +171,7 @@ def post_export(
             return error.code
 
 
-def post_records(url: str, records: Sequence[Record], portion: int) -> None:
+def post_records(url: str, records: Sequence[Record], portion: int = 100) -> None:
     """Send all `records` to the collector at `url`, so many in one request, and check that it takes them."""
     for at in range(0, len(records), portion):
         assert post_export(url, build_own_request(records[at : at + portion])) == 200
@@ -198,6 +198,12 @@ class CollectorFront:
         """TTFTs that have been counted, of a job or an instance if one is given."""
         return int(self.metrics.sum_field(metric_names.TTFT_DURATION, **only))
 
-    def wait_until_counted(self, job: str, many: int) -> None:
-        """Wait until so many TTFTs of a job have been counted."""
-        wait_until(lambda: self.count_ttfts(job=job) >= many)
+    def wait_until_counted(
+        self,
+        many: float,
+        metric: str = metric_names.TTFT_DURATION,
+        field: str = "count",
+        **only: str,
+    ) -> None:
+        """Wait until a metric has counted so many, of a job or an instance if one is given."""
+        wait_until(lambda: self.metrics.sum_field(metric, field, **only) >= many)

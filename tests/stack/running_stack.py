@@ -16,9 +16,18 @@ from typing import Any, Self, TypeVar
 
 from lab.local_servers import LocalServer, LocalServerError
 from lab.server_commands import HOST, ServerCommand
-from lab.stack import backend_queries, grafana_import, grafana_server, stack_parts
+from lab.stack import (
+    backend_queries,
+    binaries,
+    go_builds,
+    grafana_import,
+    grafana_server,
+    stack_parts,
+)
 from lab.stack.binaries import StackBinaries
+from lab.stack.program_pins import GoTool
 from lab.stack.stack_parts import StackAddresses
+from tests.build_progress import make_announcer
 from ttft_otel.stack import stack_queries
 
 Found = TypeVar("Found")
@@ -283,3 +292,11 @@ class StackStarter:
         """Stop everything, the last one first."""
         for part in reversed(self.started):
             part.stop(1.0)  # nobody needs their data any more
+
+
+def obtain_tool(tool: GoTool) -> Path:
+    """The program of a tool: named, or built. Raises GoMissingError."""
+    (program,) = tool.programs
+    if named := binaries.find_named_program(program):
+        return named
+    return go_builds.build_tool(tool, make_announcer("stack")) / program.name

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both dashboards in a real Grafana and a real browser, with the 2 000 known requests behind them.
+"""Both dashboards in a real Grafana and a real browser, with the 2 000 known requests behind them; files that
+are provisioned, or added to a Grafana that runs.
 
 The Grafana may be older than the one that docker-compose.yml ships: panels that need a newer one say
 so in their description and lie folded; here they stay folded, and test_panels.py runs their queries.
@@ -7,18 +8,22 @@ so in their description and lie folded; here they stay folded, and test_panels.p
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from click.testing import CliRunner, Result
 
 from grafana.build import request_panels
 from lab import free_ports
 from lab.server_commands import ServerCommand
+from lab.stack import grafana_import, grafana_server, stack_parts
 from lab.stack.stack_parts import StackAddresses
 from tests.stack import panel_queries
 from tests.stack.filled_stack import FilledStack
@@ -30,9 +35,11 @@ from tests.stack.grafana_browser import (
     read_panel_number,
 )
 from tests.stack.known_requests import LEFT_ERRORS, SERVER_ERRORS, KnownTruth
-from tests.stack.running_stack import StackPart, StackStarter
+from tests.stack.running_stack import RunningGrafana, StackPart, StackStarter
 from tests.stack.test_panels import BUCKET, is_near
+from ttft_otel.commands.stack import dashboards
 from ttft_otel.model import stages
+from ttft_otel.stack import stack_queries
 
 ROUNDED = 0.006  # what a number of three digits can hide
 NEWER = {
@@ -44,22 +51,29 @@ NEWER = {
 
 
 @contextmanager
-def open_window(
-    bench: StackStarter, grafana_home: Path, addresses: StackAddresses
-) -> Iterator[GrafanaWindow]:
-    """A tab before a Grafana with our provisioning files on a stack."""
+def open_window(grafana: RunningGrafana) -> Iterator[GrafanaWindow]:
+    """A tab before a Grafana."""
     if find_chromium() is None:
         pytest.skip(REMEDY)
-    with bench.start_grafana(grafana_home, addresses) as server, launch_browser() as browser:
-        found = GrafanaWindow(browser, server.url)
+    with launch_browser() as browser:
+        found = GrafanaWindow(browser, grafana.url)
         yield found
         found.close()
 
 
 @pytest.fixture(scope="module")
-def window(bench: StackStarter, filled: FilledStack, grafana_home: Path) -> Iterator[GrafanaWindow]:
-    """One tab for all tests, on the filled stack."""
-    with open_window(bench, grafana_home, filled.stack.addresses) as found:
+def provisioned(
+    bench: StackStarter, filled: FilledStack, grafana_home: Path | None
+) -> Iterator[RunningGrafana]:
+    """A Grafana with our provisioning files, on the filled stack."""
+    with bench.start_grafana(grafana_home, filled.stack.addresses) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def window(provisioned: RunningGrafana) -> Iterator[GrafanaWindow]:
+    """One tab for all tests."""
+    with open_window(provisioned) as found:
         yield found
 
 
@@ -143,7 +157,10 @@ def test_every_panel_is_drawn(
 def test_no_data_is_no_error(bench: StackStarter, grafana_home: Path) -> None:
     """Before any data arrived every panel is there and none complains, in folded rows neither."""
     stack = bench.start_stack()
-    with open_window(bench, grafana_home, stack.addresses) as window:
+    with (
+        bench.start_grafana(grafana_home, stack.addresses) as empty,
+        open_window(empty) as window,
+    ):
         for dashboard in panel_queries.list_dashboards():
             wanted = open_all_rows(window, dashboard, {})
             assert {title for title, _, _ in window.list_panels()} == wanted
@@ -246,3 +263,84 @@ def test_the_panel_leads_to_the_explanation_and_back(
     window.wait_until_right(lambda: find_differences(window, filled.truth.select_rows(model=model)))
     window.open_path(there, tall=True)
     window.wait_until_right(lambda: window.list_missing_words(trace_id))
+
+
+UIDS = {"prometheus": "Prometheus", "tempo": "Tempo"}
+BOARDS = {path.stem for path in stack_parts.DASHBOARDS.glob("*.json")}
+
+
+@pytest.fixture(scope="module")
+def foreign(
+    bench: StackStarter, grafana_home: Path | None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """The URL of a Grafana that knows nothing of us, with the name of its admin."""
+    if grafana_home is None:
+        pytest.skip("GRAFANA_URL is no Grafana to experiment with; set GRAFANA_HOME")
+    plain = grafana_server.GRAFANA_INI.replace(
+        "disable_initial_admin_creation = true", "admin_password = secret"
+    )
+    addresses = StackAddresses.choose_free()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grafana_server, "PROVISIONING", tmp_path_factory.mktemp("none"))
+        patch.setattr(grafana_server, "GRAFANA_INI", plain)
+        with bench.start_grafana(grafana_home, addresses, is_provisioned=False) as running:
+            yield running.url.replace("http://", "http://admin:secret@")
+
+
+def list_boards(url: str) -> set[str]:
+    """Uids of the dashboards that a Grafana shows to who asks."""
+    return {each["uid"] for each in stack_queries.fetch_json(f"{url}/api/search", type="dash-db")}
+
+
+def post_json(url: str, body: str) -> Any:
+    """What a Grafana answers to an object that it should create."""
+    return json.loads(stack_queries.send_body(url, body.encode(), stack_queries.JSON_CONTENT_TYPE))
+
+
+def test_provisioned(provisioned: RunningGrafana) -> None:
+    """Anybody sees both dashboards and may ask both data sources, whose uids links rely on."""
+    url = provisioned.url
+    assert list_boards(url) == BOARDS
+    sources = f"{url}/api/datasources/proxy/uid"
+    assert stack_queries.fetch_json(f"{sources}/prometheus/api/v1/query", query="1")["data"]
+    assert stack_queries.fetch_json(f"{sources}/tempo/api/search/tags")["tagNames"]
+
+    # There is no admin login, and an anonymous viewer can change nothing.
+    admin = url.replace("http://", "http://admin:admin@")
+    with pytest.raises(stack_queries.BackendQueryError, match="answered 401"):
+        stack_queries.fetch_json(f"{admin}/api/org")
+    with pytest.raises(stack_queries.BackendQueryError, match="answered 40[13]"):
+        post_json(f"{url}/api/folders", '{"title": "mine"}')
+
+
+def test_command(foreign: str, tmp_path: Path) -> None:
+    """`ttft-otel dashboards` imports both, by user or by token, and prints no password."""
+    account = post_json(f"{foreign}/api/serviceaccounts", '{"name": "importer", "role": "Admin"}')
+    made = post_json(f"{foreign}/api/serviceaccounts/{account['id']}/tokens", '{"name": "once"}')
+    url, public = foreign.replace(":secret@", "@"), stack_queries.strip_credentials(foreign)
+
+    def run(grafana: str, secret: str) -> Result:
+        (file := tmp_path / "secret").write_text(secret + "\n", "utf-8")
+        return CliRunner().invoke(dashboards, ["--grafana", grafana, "--token-file", str(file)])
+
+    by_user, by_token, refused = run(url, "secret"), run(public, made["key"]), run(url, "guess")
+
+    assert (by_user.exit_code, by_token.exit_code) == (0, 0), by_user.output + by_token.output
+    assert f"{public}/d/ttft\n" in by_token.output and "secret" not in by_user.output
+    assert ("data source" in by_user.output) == ("data source" in by_token.output)
+    assert list_boards(foreign) == BOARDS
+    assert refused.exit_code == 1 and "answered 401" in refused.output
+
+
+def test_adopted(foreign: str) -> None:
+    """A Grafana that runs already gets the same files, also twice; its password is not printed."""
+    at, public = StackAddresses.choose_free(), stack_queries.strip_credentials(foreign)
+
+    done = [grafana_import.import_dashboards(url, at) for url in (public, foreign, foreign)]
+
+    assert done == [False, True, True] and "secret" not in public
+    found = {each["uid"]: each for each in stack_queries.fetch_json(f"{foreign}/api/datasources")}
+    assert UIDS == {uid: each["name"] for uid, each in found.items()}
+    assert stack_parts.format_loopback_url(at.tempo) == found["tempo"]["url"]
+    assert "$__tags" in found["tempo"]["jsonData"]["tracesToMetrics"]["queries"][0]["query"]
+    assert list_boards(public) == BOARDS

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import yaml
 
@@ -43,7 +42,7 @@ PINNED = re.compile(
 
 @pytest.fixture(scope="session")
 def config(binaries: StackBinaries) -> Config:
-    """`docker compose config` with profiles and further files; `code` 1 for what must be refused."""
+    """`docker compose config` with profiles and further files."""
 
     def read_config(
         *profiles: str, files: tuple[str, ...] = (), env: dict[str, str] | None = None
@@ -61,7 +60,22 @@ def list_host_ports(service: dict[str, Any]) -> set[str]:
     return {port["published"] for port in service.get("ports", ())}
 
 
-@pytest.mark.parametrize("profiles", PROFILES, ids=lambda profiles: "-".join(profiles) or "default")
+def find_inlet(services: dict[str, Any]) -> str:
+    """The name of the only service where servers of other hosts send."""
+    [inlet] = [name for name, service in services.items() if "4318" in list_host_ports(service)]
+    return inlet
+
+
+EACH_PROFILE = pytest.mark.parametrize(
+    "profiles", PROFILES, ids=lambda profiles: "-".join(profiles) or "default"
+)
+ALERTS, ADMIN, SECURE = (
+    f"deploy/docker-compose.{name}.yml" for name in ("alerts", "admin", "secure")
+)
+SECRETS = {f"TTFT_OTLP_{name}": f"/{name}" for name in ("CERT", "KEY", "TOKEN")}
+
+
+@EACH_PROFILE
 def test_who_runs(config: Config, profiles: tuple[str, ...]) -> None:
     """Each profile has exactly one collector where servers send; without any, the plain one runs.
 
@@ -69,7 +83,7 @@ def test_who_runs(config: Config, profiles: tuple[str, ...]) -> None:
     """
     services = config(*profiles)["services"]
     assert set(services) == ALWAYS | PROFILES[profiles]
-    [inlet] = [name for name, service in services.items() if "4318" in list_host_ports(service)]
+    inlet = find_inlet(services)
     aliases = (services[inlet]["networks"]["default"] or {}).get("aliases", ())
     assert "collector" in {inlet, *aliases}, "containers send to http://collector:4318"
 
@@ -85,13 +99,9 @@ def test_who_runs(config: Config, profiles: tuple[str, ...]) -> None:
 def test_written_folder(binaries: StackBinaries, tmp_path: Path, config: Config) -> None:
     """Compose reads the folder of `ttft-otel stack init` as it reads the checkout, with every overlay."""
     stack_folder.write_folder(tmp_path)
-    env = dict.fromkeys(
-        ("TTFT_OTLP_CERT", "TTFT_OTLP_KEY", "TTFT_OTLP_TOKEN", "TTFT_GRAFANA_PASSWORD"), "/file"
-    )
-    files = (
-        "docker-compose.yml",
-        *(f"deploy/docker-compose.{name}.yml" for name in stack_folder.OVERLAYS),
-    )
+    env = {**SECRETS, "TTFT_GRAFANA_PASSWORD": "/file"}
+    overlays = (f"deploy/docker-compose.{name}.yml" for name in stack_folder.OVERLAYS)
+    files = ("docker-compose.yml", *overlays)
     text = run_program(binaries.compose, *(tmp_path / name for name in files), "+*", env=env)
 
     found = json.loads(text.replace(str(tmp_path), str(CHECKOUT)))
@@ -100,7 +110,7 @@ def test_written_folder(binaries: StackBinaries, tmp_path: Path, config: Config)
 
 def test_hardened(config: Config) -> None:
     """Every container: a pinned image, not root, no powers, a disk to read only, bounded memory and logs."""
-    found = config("*", files=("deploy/docker-compose.alerts.yml",))
+    found = config("*", files=(ALERTS,))
     for name, service in found["services"].items():
         assert PINNED.fullmatch(service["image"]), name
         assert service["read_only"] is True, name
@@ -118,7 +128,7 @@ def test_hardened(config: Config) -> None:
 
 def test_alerts_overlay(config: Config) -> None:
     """Two more services, on loopback whatever TTFT_BIND says."""
-    found = config(files=("deploy/docker-compose.alerts.yml",), env={"TTFT_BIND": "192.0.2.7"})
+    found = config(files=(ALERTS,), env={"TTFT_BIND": "192.0.2.7"})
     services = found["services"]
     assert set(services) == ALWAYS | PROFILES[()] | {"alertmanager", "answers"}
     for name, port in (("alertmanager", "9093"), ("answers", "4319")):
@@ -171,8 +181,10 @@ def test_fresh_clone(config: Config) -> None:
     assert not found.get("secrets"), "a secret would have to be prepared"
 
 
-def test_nobody_logs_in(config: Config) -> None:
-    """Grafana has anonymous viewers and no admin; none can come without a password from a file."""
+def test_nobody_logs_in(config: Config, binaries: StackBinaries) -> None:
+    """Grafana has anonymous viewers and no admin; docker-compose.admin.yml makes one, whose password is in
+    a file that must be named.
+    """
     env = config()["services"]["grafana"]["environment"]
     assert env["GF_AUTH_ANONYMOUS_ENABLED"] == "true"
     assert env["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
@@ -180,34 +192,29 @@ def test_nobody_logs_in(config: Config) -> None:
     assert env["GF_AUTH_DISABLE_LOGIN_FORM"] == "true" and env["GF_AUTH_BASIC_ENABLED"] == "false"
     assert not [name for name in env if "PASSWORD" in name]
 
-
-def test_admin(config: Config, binaries: StackBinaries) -> None:
-    """docker-compose.admin.yml makes an admin, whose password is in a file that must be named."""
-    overlay = "deploy/docker-compose.admin.yml"
-    found = config(files=(overlay,), env={"TTFT_GRAFANA_PASSWORD": "/pass"})
+    found = config(files=(ADMIN,), env={"TTFT_GRAFANA_PASSWORD": "/pass"})
     grafana = found["services"]["grafana"]
-    environment = grafana["environment"]
-    assert environment["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "false"
-    assert environment["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/run/secrets/grafana_password"
-    assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    env = grafana["environment"]
+    assert env["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "false"
+    assert env["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/run/secrets/grafana_password"
+    assert env["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
     kept = [each["target"] for each in grafana["volumes"] if each["type"] == "volume"]
     assert kept == ["/var/lib/grafana"] and "/var/lib/grafana" not in str(grafana["tmpfs"])
-    files = (CHECKOUT / "docker-compose.yml", CHECKOUT / overlay)
+    files = (CHECKOUT / "docker-compose.yml", CHECKOUT / ADMIN)
     assert "name a file with the password" in run_program(binaries.compose, *files, code=1)
 
 
-@pytest.mark.parametrize("profiles", PROFILES, ids=lambda profiles: "-".join(profiles) or "default")
+@EACH_PROFILE
 def test_secure(config: Config, profiles: tuple[str, ...]) -> None:
     """With docker-compose.secure.yml collectors ask for the token in each profile; others are on loopback."""
-    env = {f"TTFT_OTLP_{name}": f"/{name}" for name in ("CERT", "KEY", "TOKEN")}
-    env["TTFT_BIND"] = "192.0.2.7"
-    found = config(*profiles, files=("deploy/docker-compose.secure.yml",), env=env)
-    [collector] = [each for each in found["services"].values() if "4318" in list_host_ports(each)]
-    for service in found["services"].values():
+    env = {**SECRETS, "TTFT_BIND": "192.0.2.7"}
+    secured = config(*profiles, files=(SECURE,), env=env)["services"]
+    collector = secured[find_inlet(secured)]
+    for service in secured.values():
         hosts = {port["host_ip"] for port in service.get("ports", ())}
         assert hosts <= {"192.0.2.7" if service is collector else "127.0.0.1"}
     plain = config(*profiles)["services"]
-    [without] = [each for each in plain.values() if "4318" in list_host_ports(each)]
+    without = plain[find_inlet(plain)]
     added = collector["command"][len(without["command"]) :]
     assert collector["command"][: len(without["command"])] == without["command"]
     assert added[0] == "--config=/etc/otelcol/secure.yaml"
@@ -247,24 +254,18 @@ def merge_configs(paths: list[str]) -> dict[str, Any]:
     return merged
 
 
-def list_variables(option: click.Parameter) -> list[str]:
-    """The environment variables of an option."""
-    named = option.envvar or []
-    return [named] if isinstance(named, str) else list(named)
-
-
 def test_demo(config: Config) -> None:
     """The demo's router has variables that the router knows, and reaches the collector, with TLS, too."""
     environment = config("demo")["services"]["router"]["environment"]
-    known = {name for option in router.params for name in list_variables(option)}
+    # One name, or several.
+    named = [option.envvar or [] for option in router.params]
+    known = {name for each in named for name in ([each] if isinstance(each, str) else each)}
     own = {name for name in environment if name.startswith("TTFT_OTEL_ROUTER_")}
     assert own and own <= known
     assert environment["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4318"
 
-    env = {f"TTFT_OTLP_{name}": f"/{name}" for name in ("CERT", "KEY", "TOKEN")}
-    env["TTFT_OTLP_HEADERS"] = "authorization=Bearer%20x"
-    found = config("demo", files=("deploy/docker-compose.secure.yml",), env=env)
-    secured = found["services"]["router"]
+    env = {**SECRETS, "TTFT_OTLP_HEADERS": "authorization=Bearer%20x"}
+    secured = config("demo", files=(SECURE,), env=env)["services"]["router"]
     environment = secured["environment"]
     assert environment["OTEL_EXPORTER_OTLP_ENDPOINT"].startswith("https://collector:")
     certificate = environment["OTEL_EXPORTER_OTLP_CERTIFICATE"].removeprefix("/run/secrets/")

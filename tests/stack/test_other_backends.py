@@ -26,14 +26,23 @@ from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from lab import free_ports
-from lab.server_commands import HOST
+from lab.server_commands import HOST, ServerCommand
 from lab.stack import binaries, program_pins, stack_parts
+from lab.stack.go_builds import GoMissingError
+from lab.stack.program_pins import GoTool
 from lab.stack.stack_parts import COLLECTOR_CONFIG, StackAddresses
-from tests.stack import known_requests, other_programs, panel_queries
+from tests.stack import known_requests, panel_queries
 from tests.stack.filled_stack import COUNT_QUERY, PORTIONS, send_portion
 from tests.stack.known_requests import KnownRequest, KnownTruth
 from tests.stack.panel_queries import PanelAsker, PanelQuery
-from tests.stack.running_stack import RunningCollector, RunningPrometheus, StackStarter, wait_until
+from tests.stack.running_stack import (
+    RunningCollector,
+    RunningPrometheus,
+    StackPart,
+    StackStarter,
+    obtain_tool,
+    wait_until,
+)
 from ttft_otel.exporter.spans import span_builder
 from ttft_otel.model.names import keys
 from ttft_otel.stack import stack_queries
@@ -46,6 +55,32 @@ BUILT_TOOLS: Final = (
     program_pins.JAEGER_TOOL,
 )
 SOME: Final = 7  # each seventh request is of every kind, too: 286
+
+
+def find_tool(tool: GoTool) -> Path:
+    """The program of a tool, for a test; skips without Go."""
+    try:
+        return obtain_tool(tool)
+    except GoMissingError as error:
+        (program,) = tool.programs
+        pytest.skip(f"{error}, or name a {program.name} in {program.variable}")
+
+
+def start_program(
+    bench: StackStarter, name: str, binary: Path, port: int, *flags: str, health: str = "/health"
+) -> str:
+    """Start a program that listens on a port as its flags say; its URL."""
+    command = ServerCommand(name, (str(binary), *flags), {}, port, health)
+    bench.started.append(part := StackPart(command, StackAddresses(), bench.make_folder(name)))
+    part.start()
+    return stack_parts.format_loopback_url(port)
+
+
+def start_victoria(bench: StackStarter, name: str, binary: Path, *flags: str) -> str:
+    """Start a VictoriaMetrics or VictoriaTraces with data of its own; its URL."""
+    port, data = free_ports.find_free_port(), bench.make_folder(f"{name}-data")
+    words = (f"-httpListenAddr={HOST}:{port}", f"-storageDataPath={data}", *flags)
+    return start_program(bench, name, binary, port, *words)
 
 
 def start_collector_with(
@@ -87,10 +122,9 @@ class FilledVictoriaMetrics:
 @pytest.fixture(scope="module")
 def sent(bench: StackStarter, tmp_path_factory: pytest.TempPathFactory) -> FilledVictoriaMetrics:
     """All rows, in Prometheus and both of VictoriaMetrics."""
-    binary = other_programs.find_tool(program_pins.VICTORIAMETRICS_TOOL)
+    binary = find_tool(program_pins.VICTORIAMETRICS_TOOL)
     written, pushed = (
-        other_programs.start_victoria(bench, name, binary, *VM_FLAGS)
-        for name in ("vm-written", "vm-pushed")
+        start_victoria(bench, name, binary, *VM_FLAGS) for name in ("vm-written", "vm-pushed")
     )
     config = tmp_path_factory.mktemp("written") / "prometheus"
     shutil.copytree(stack_parts.PROMETHEUS_CONFIG.parent, config)
@@ -249,7 +283,7 @@ def clickhouse(bench: StackStarter) -> FilledClickHouse:
     """A ClickHouse that has got everything through both collectors."""
     if importlib.util.find_spec("chdb") is None:
         pytest.skip("no ClickHouse: install the package chdb-core (500 MB) beside the tests")
-    binary = other_programs.find_tool(program_pins.CLICKHOUSE_COLLECTOR_TOOL)
+    binary = find_tool(program_pins.CLICKHOUSE_COLLECTOR_TOOL)
     names = ("grpc", "http", "front", "health")
     ports = {name: free_ports.find_free_port() for name in names}
     folder = bench.make_folder("clickhouse-config")
@@ -257,10 +291,10 @@ def clickhouse(bench: StackStarter) -> FilledClickHouse:
         CLICKHOUSE_CONFIG.format(host=HOST, **ports), "utf-8"
     )
     words = ("-m", "tests.stack.clickhouse_front", str(ports["front"]), str(folder))
-    start, python = other_programs.start_program, Path(sys.executable)
-    url = start(bench, "clickhouse", python, ports["front"], *words, health="/")
+    python = Path(sys.executable)
+    url = start_program(bench, "clickhouse", python, ports["front"], *words, health="/")
     flag = f"--config={config}"
-    start(bench, "clickhouse-collector", binary, ports["health"], flag, health="/")
+    start_program(bench, "clickhouse-collector", binary, ports["health"], flag, health="/")
     metrics = {"endpoint": f"http://{HOST}:{ports['http']}"}
     env = {"TTFT_TEMPO_OTLP": f"{HOST}:{ports['grpc']}", "TTFT_METRICS_INTERVAL": "5s"}
     overlay = {"exporters": {"otlp_http/prometheus": metrics}}
@@ -343,7 +377,7 @@ class FilledTraces:
 
 def start_jaeger(bench: StackStarter) -> tuple[str, str]:
     """A Jaeger with its traces in memory; the URLs of its OTLP receiver's path, and of its API."""
-    binary = other_programs.find_tool(program_pins.JAEGER_TOOL)
+    binary = find_tool(program_pins.JAEGER_TOOL)
     otlp, query, grpc = (free_ports.find_free_port() for _ in range(3))
     traces = {"receivers": ["otlp"], "exporters": ["jaeger_storage_exporter"]}
     config = {
@@ -364,9 +398,7 @@ def start_jaeger(bench: StackStarter) -> tuple[str, str]:
         "exporters": {"jaeger_storage_exporter": {"trace_storage": "kept"}},
     }
     words = ("--config", f"yaml:{json.dumps(config)}")
-    url = other_programs.start_program(
-        bench, "jaeger", binary, query, *words, health="/api/services"
-    )
+    url = start_program(bench, "jaeger", binary, query, *words, health="/api/services")
     return f"{stack_parts.format_loopback_url(otlp)}/v1/traces", url
 
 
@@ -378,7 +410,7 @@ def start_victoriatraces(bench: StackStarter) -> tuple[str, str]:
             "no VictoriaTraces: its releases have a program for Linux; put it on PATH, "
             f"or name it in {program.variable}"
         )
-    url = other_programs.start_victoria(bench, program.name, Path(found))
+    url = start_victoria(bench, program.name, Path(found))
     return f"{url}/insert/opentelemetry/v1/traces", f"{url}/select/jaeger"
 
 

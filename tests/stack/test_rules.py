@@ -1,20 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus's configuration, recording rules and alerts, judged by promtool and by Prometheus itself."""
+"""Prometheus's configuration, recording rules and alerts, judged by promtool and by Prometheus itself; and an
+alert comes with its answer: Prometheus, Alertmanager and `serve`, all three real, as they are shipped.
+"""
 
 from __future__ import annotations
 
+import json
+import queue
 import re
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
 from grafana.build import pipeline_queries, ttft_queries
+from lab import free_ports
+from lab.http_servers import HttpServerThread, SilentHandler
+from lab.server_commands import HOST, ServerCommand
+from lab.stack import stack_parts
 from lab.stack.binaries import StackBinaries
 from lab.stack.program_pins import CHECKOUT
-from tests.stack.running_stack import StackStarter, wait_until
+from lab.stack.stack_parts import StackAddresses
+from tests.report.sample_records import make_leg_record, make_spans
+from tests.stack.running_stack import StackPart, StackStarter, wait_until
 from tests.stack.test_tools import run_program
+from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.report.store.span_store import SpanStore
 from ttft_otel.stack import stack_queries
 
 FOLDER = CHECKOUT / "grafana" / "prometheus"
@@ -118,3 +134,152 @@ def test_prometheus_runs_them(bench: StackStarter) -> None:
     assert len(found) == len(list_rules("alert")) + len(list_rules("record"))
     assert {rule["health"] for rule in found} == {"ok"}
     assert prometheus.query_number("ttft:slo:budget") == pytest.approx(0.01)
+
+
+ALERTMANAGER_CONFIG = CHECKOUT / "deploy" / "alerts" / "alertmanager.yml"
+ALERT = "TtftBudgetBurnsFast"
+LATE_US = 2_500_000
+
+
+class Inbox:
+    """Where people get alerts: a webhook that keeps them."""
+
+    def __init__(self) -> None:
+        self.alerts: queue.Queue[dict[str, Any]] = queue.Queue()
+        outer = self
+
+        class Handler(SilentHandler):
+            def do_POST(self) -> None:
+                for each in json.loads(self.read_body())["alerts"]:
+                    outer.alerts.put(each)
+                self.send_answer(200, b"")
+
+        self.server = HttpServerThread(Handler)
+
+    def wait_for(self, name: str) -> dict[str, Any]:
+        """The first alert of this name that comes within a minute."""
+        deadline = time.monotonic() + 60
+        while True:
+            found = self.alerts.get(timeout=max(deadline - time.monotonic(), 0.01))
+            if found["labels"]["alertname"] == name:
+                return found
+
+
+@pytest.fixture
+def inbox() -> Iterator[Inbox]:
+    """An empty one."""
+    made = Inbox()
+    yield made
+    made.server.close()
+
+
+def fill_database(path: Path) -> Path:
+    """A hundred requests of the model `chat` in the last ten minutes, of which ten waited in the queue."""
+    begin_s = int(time.time()) - 500
+    records = [
+        make_leg_record(
+            "mono",
+            {
+                "prefill.queue": LATE_US if number % 10 == 3 else 5000,
+                "prefill.compute": 30_000 + 37 * number,
+            },
+            start_ns=(begin_s + 4 * number) * 10**9,
+            request_id=f"r{number}",
+            model="chat",
+        )
+        for number in range(100)
+    ]
+    store = SpanStore(path)
+    exported = encode_spans(make_spans(records)).SerializeToString()
+    store.add(otlp_decoder.decode_export(exported).spans).result(20)
+    store.close()
+    return path
+
+
+def write_prometheus_config(folder: Path, alertmanager_port: int) -> Path:
+    """The shipped configuration, with our alert true for `chat` from the first evaluation on."""
+    shipped = stack_parts.PROMETHEUS_CONFIG
+    (folder / "alertmanagers").mkdir(parents=True)
+    (folder / "alertmanagers" / "targets.yml").write_text(
+        json.dumps([{"targets": [f"{HOST}:{alertmanager_port}"]}]), "utf-8"
+    )
+    (folder / "rules").symlink_to(shipped.parent / "rules")
+    text = shipped.read_text("utf-8")
+    assert "evaluation_interval: 15s" in text
+    config = folder / shipped.name
+    config.write_text(text.replace("evaluation_interval: 15s", "evaluation_interval: 1s"), "utf-8")
+    groups = yaml.safe_load((shipped.parent / "alerts" / "ttft.yml").read_text("utf-8"))
+    (rule,) = (
+        rule for group in groups["groups"] for rule in group["rules"] if rule["alert"] == ALERT
+    )
+    rule |= {
+        "expr": 'label_replace(ttft:slo:seconds, "gen_ai_request_model", "chat", "", "")',
+        "for": "0s",
+    }
+    (folder / "alerts").mkdir()
+    (folder / "alerts" / "ttft.yml").write_text(
+        yaml.safe_dump({"groups": [{"name": "now", "rules": [rule]}]}), "utf-8"
+    )
+    return config
+
+
+def write_alertmanager_config(path: Path, serve_port: int, inbox_url: str) -> Path:
+    """The shipped configuration, with these addresses and without the wait for more alerts of a group."""
+    config = yaml.safe_load(ALERTMANAGER_CONFIG.read_text("utf-8"))
+    config["route"] |= {"group_wait": "1s", "group_interval": "1s"}
+    for receiver in config["receivers"]:
+        if receiver["name"] == "people":
+            receiver["webhook_configs"] = [{"url": inbox_url}]
+        else:
+            (webhook,) = receiver["webhook_configs"]
+            assert webhook["url"] == "http://answers:4319/api/alerts"
+            webhook["url"] = f"http://{HOST}:{serve_port}/api/alerts"
+    path.write_text(yaml.safe_dump(config), "utf-8")
+    return path
+
+
+def test_answered(
+    bench: StackStarter, binaries: StackBinaries, inbox: Inbox, tmp_path: Path
+) -> None:
+    """People get the alert as it is, and the answer as an alert of its own that wakes nobody."""
+    serve_port, alertmanager_port = (free_ports.find_free_port() for _ in range(2))
+    alertmanager_url = f"http://{HOST}:{alertmanager_port}"
+    config = write_alertmanager_config(tmp_path / "am.yml", serve_port, inbox.server.url)
+    words = (
+        sys.executable, "-m", "ttft_otel.commands.main", "serve", "--grpc-port=-1",
+        f"--http-port={serve_port}", f"--db={fill_database(tmp_path / 'spans.db')}",
+        f"--alertmanager={alertmanager_url}", "--page-url=http://pages.example",
+    )  # fmt: skip
+    commands = [
+        ServerCommand("serve", words, {}, serve_port, "/healthz"),
+        ServerCommand(
+            "alertmanager",
+            (
+                str(binaries.alertmanager), f"--config.file={config}",
+                f"--storage.path={tmp_path / 'am'}", "--cluster.listen-address=",
+                f"--web.listen-address={HOST}:{alertmanager_port}",
+            ),
+            {}, alertmanager_port, "/-/ready",
+        ),
+    ]  # fmt: skip
+    addresses = StackAddresses.choose_free()
+    serve, alertmanager = (
+        StackPart(command, addresses, bench.make_folder(command.name)) for command in commands
+    )
+    prometheus_config = write_prometheus_config(tmp_path / "prometheus", alertmanager_port)
+    with serve, alertmanager:
+        serve.start()
+        alertmanager.start()
+        with bench.start_prometheus(addresses, prometheus_config):
+            original = inbox.wait_for(ALERT)
+            answer = inbox.wait_for("TtftExplanation")
+        assert f"alert {ALERT}: " in serve.log
+    assert original["labels"]["severity"] == "page"
+    assert original["annotations"]["slo_seconds"] == "1"
+    labels = answer["labels"]
+    assert (labels["explains"], labels["gen_ai_request_model"]) == (ALERT, "chat")
+    assert labels["severity"] == "info"
+    words_said = " ".join(answer["annotations"].values())
+    assert "10 of 100 requests were later than 1000 ms" in words_said
+    assert "prefill.queue has" in words_said
+    assert answer["generatorURL"].startswith("http://pages.example/why?from=")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Alertmanager's webhook is answered with the explanation of the alert's window: JSON, log line, an alert.
 
-tests/stack/test_alerts.py has the same with a real Alertmanager and Prometheus's rules.
+tests/stack/test_rules.py has the same with a real Alertmanager and Prometheus's rules.
 """
 
 from __future__ import annotations

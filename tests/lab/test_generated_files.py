@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collector's files are the generated ones, and count what the exporter process counts."""
+"""Generated files are those that would be made now: the collector's, which count what the exporter process
+counts, and docs/img/architecture.svg, for which imports are counted.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,13 @@ import re
 from itertools import product
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
 from opentelemetry.sdk.metrics.export import Metric, Sum
 
-from lab import collector_config
+from lab import architecture_picture, collector_config, room_imports
 from ttft_otel.exporter.metrics.metric_series import SeriesRegistry
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
 from ttft_otel.model import stages
@@ -128,3 +131,67 @@ def test_every_metric_has_spans_and_a_way_out() -> None:
 
     assert connectors <= {each for pipeline in pipelines.values() for each in pipeline["exporters"]}
     assert connectors == set(pipelines["metrics/prometheus"]["receivers"])
+
+
+def test_picture_is_current() -> None:
+    """The committed picture is the one that the script draws now."""
+    drawn = architecture_picture.draw_architecture()
+
+    assert ElementTree.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
+    assert architecture_picture.PICTURE.read_text("utf-8") == drawn, (
+        "run: .venv/bin/python -m lab.architecture_picture"
+    )
+
+
+def test_router_rooms() -> None:
+    """Every folder and file of the router is a room."""
+    found = {
+        path.stem
+        for path in room_imports.ROUTER.iterdir()
+        if (path / "__init__.py").is_file() or path.suffix == ".py"
+    }
+
+    assert {
+        unit for units in room_imports.list_router_rooms().values() for unit in units
+    } == found - {"__init__"}
+
+
+def test_count_imports(tmp_path: Path) -> None:
+    """Files count once a room; relative imports, those inside functions, and a file's own room too."""
+    package = tmp_path / "package"
+    sources = {
+        "low": "",
+        "high/__init__": "",
+        "high/first": "from package import low\nfrom package.low import name\nimport json",
+        "high/second": "def read_file():\n    from .. import low\n    from . import first",
+        "alone": "import package.high.first",
+    }
+    for name, source in sources.items():
+        path = package / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, "utf-8")
+    rooms = {"low": ("low",), "high": ("high",)}
+
+    assert room_imports.count_imports(package, rooms, package) == {("high", "low"): 2}
+
+
+def test_file_order(tmp_path: Path) -> None:
+    """Single files of a folder stand below those that import them, also where two form a cycle."""
+    sources = {
+        "alpha": "",
+        "beta": "alpha",
+        "gamma": "beta",
+        "delta": "epsilon",
+        "epsilon": "delta",
+    }
+    for name, imported in sources.items():
+        text = f"from {tmp_path.name} import {imported}" if imported else ""
+        (tmp_path / f"{name}.py").write_text(text, "utf-8")
+    names = [
+        name
+        for name in room_imports.list_router_rooms(tmp_path, tmp_path)
+        if not name.endswith("/")
+    ]
+
+    assert names.index("gamma") < names.index("beta") < names.index("alpha")
+    assert sorted(names) == sorted(sources)
