@@ -90,6 +90,19 @@ def is_whole(spans: Iterable[dict[str, Any]], *roles: str) -> bool:
     return Counter(roles) <= servers and Counter(roles) <= trunks
 
 
+def check_closed(spans: list[dict[str, Any]]) -> None:
+    """Check that every parent is in the trace, every sum is exact, and of servers nothing is left over."""
+    ids = {span["span_id"] for span in spans} | {"c" * 16}
+    assert [span for span in spans if span["parent_id"] not in ids] == []
+    for found in list_trunks(spans):
+        parts = [value for key, value in found.items() if keys.parse_stage_attribute(key)]
+        assert all(isinstance(value, int) and value >= 0 for value in parts)
+        assert sum(parts) == found[keys.TOTAL_US]
+        if found[keys.ROLE] != "router":
+            assert found[keys.UNATTRIBUTED_US] == 0, found
+            assert found[keys.CLAMPED_US] <= max(1, sum(parts) // 1000), found
+
+
 def fetch_json(url: str) -> Any:
     """JSON from a server."""
     with urllib.request.urlopen(url, timeout=20) as answer:

@@ -153,7 +153,10 @@ def get_needed_deployment(item: pytest.Item) -> str:
     """The deployment that a test needs; "other" when it starts its own, "" when it needs none."""
     if "tests/live/" not in str(item.path):
         return ""
-    names = getattr(item, "fixturenames", ())
+    names = {*getattr(item, "fixturenames", ())}
+    if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        named = item.callspec.params.get("deployment")
+        names.add({"newer": "nixl"}.get(named, named))
     return next((name for name in DEPLOYMENT_ORDER if name in names), "other")
 
 
@@ -182,7 +185,7 @@ def rank_item(item: pytest.Item) -> tuple[int, bool, int]:
     if needed == "other" and is_untimed:
         needed = ""
     # One counts what has happened to the server's cache, others end the deployment.
-    place = 1 if "killed" in item.name else -(item.path.stem == "test_kv_events")
+    place = 1 if "killed" in item.name else -("engines_cache" in item.name)
     return DEPLOYMENT_ORDER.index(needed), not is_untimed, place
 
 
@@ -363,6 +366,13 @@ epd, pd, epd3, nixl, nixl3, files, tiers, ranks = map(
 def newer(nixl: LiveDeployment) -> LiveDeployment:
     """The prefill_decode server of `nixl`, called directly: a single server with CUDA's defaults."""
     return LiveDeployment(nixl.fleet, nixl.control, "prefill_decode")
+
+
+@pytest.fixture
+def deployment(request: pytest.FixtureRequest) -> LiveDeployment:
+    """The deployment that a test's parameter names."""
+    found: LiveDeployment = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers that need other options, each started for its own test: tracing off, full, short of memory,
-several processes; and ranks of a model with experts, which work in step and wait for each other.
+several processes, `ttft-otel demo`; and ranks of a model with experts, which work in step and wait for each
+other.
 
 These tests take minutes and run only with `scripts/test --full`. The ranks are vLLM's DPEngineCoreProc, whose
 communicator has two calls from lab/vllm_plugins/cpu_experts.
@@ -8,9 +9,12 @@ communicator has two calls from lab/vllm_plugins/cpu_experts.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 import urllib.request
 from collections import Counter
@@ -23,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from opentelemetry.instrumentation import auto_instrumentation
 
 from lab import free_ports, local_deployment, session_processes, tiny_models, ttft_client
@@ -30,7 +35,7 @@ from lab.injection import InjectionControl
 from lab.local_deployment import DeploymentPlan, start_deployment
 from lab.local_servers import LocalServer
 from lab.otlp_sinks import MetricSink
-from lab.server_commands import VllmOptions
+from lab.server_commands import VllmOptions, build_vllm_environment
 from lab.ttft_client import TimedRequest
 from tests import test_wheel
 from tests.live.bench import (
@@ -43,8 +48,11 @@ from tests.live.bench import (
 )
 from tests.live.conftest import GUARD, DeploymentDeck
 from tests.live.test_injected import Injection, check_stage
+from ttft_otel.commands.demo import REQUESTS
+from ttft_otel.commands.main import main
 from ttft_otel.model import stages
 from ttft_otel.model.names import env_names, keys, metric_names
+from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 from ttft_otel.tracing import meter
 
 END_METRICS = (
@@ -447,3 +455,46 @@ def test_a_batch_for_another_rank_holds_the_queue(ranks: LiveDeployment) -> None
     assert queued >= 100_000, found
     assert held >= 0.95 * queued, found
     assert all(each[keys.UNATTRIBUTED_US] == 0 for each in found)
+
+
+def test_ten_requests_of_ones_own(tmp_path: Path) -> None:
+    """It starts vLLM, some of ten requests wait for a place, sums are exact; the slowest one is named."""
+    model = tiny_models.build_model(tiny_models.TEXT_RECIPE)
+    mark = f"OF_THIS_TEST={tmp_path}"  # inherited by whatever it starts
+    env = {
+        **os.environ,
+        **dict([mark.split("=")]),
+        **build_vllm_environment(VllmOptions(model=model, runner="v1")),
+    }
+    database = tmp_path / "spans.db"
+    words = [*("demo", "--model", str(model), "--db", str(database)), "--", "--enforce-eager"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ttft_otel.commands.main", *words],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stderr
+    with open_reader(database) as reader:
+        found = reader.list_latest(RequestFilter())
+    asked = [each for each in found if each.request_id.startswith("demo-")]
+    slowest = max(asked, key=lambda each: each.ttft_us)
+
+    assert len(asked) == REQUESTS and all(each.closed for each in found)
+    assert any(dict(each.list_wait_reasons("prefill.queue")).get("max_num_seqs") for each in asked)
+    (asking,) = re.findall(r"ttft-otel (explain .*)$", done.stdout, re.M)
+    assert asking.split()[-1] == slowest.request_id
+    answered = CliRunner().invoke(main, asking.split())
+    assert answered.exit_code == 0 and "prefill.queue has" in answered.output, answered.output
+    assert not list_processes(mark)
+
+
+def list_processes(mark: str) -> list[str]:
+    """Processes that have this line in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ttft-otel bench` against real vLLM through our router: every dataset, both loops.
 
-And its TTFT against that of `vllm bench serve` on the same server, by benchmarks/agreement.py.
+And its TTFT against that of `vllm bench serve` on the same server, by benchmarks/agreement.py; and what
+`ttft-otel whatif` predicts, servers then do: benchmarks/whatif.py, with its goal, in three parts of six to
+ten minutes each, with servers of their own. The unchanged window is run before and after the changes:
+where these two differ, something else used the machine, and the part is run once more.
+What was measured is in docs/guides/what-if.md.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import whatif, whatif_changes
 from lab import tiny_models
 from tests.live.bench import LiveDeployment
 
@@ -143,3 +148,43 @@ def test_agreement(epd: LiveDeployment) -> None:
     assert high - low <= 0.06, f"{found['rounds']} rounds say too little here: {low} to {high}"
     assert found["paired_ratio"] == pytest.approx(1.0, abs=0.03)
     assert low <= 1.03 and high >= 0.97, "no value within 3 % is likely"
+
+
+CHANGES = {"load": 4, "limits": 2, "encoders": 1}
+ATTEMPTS = 2
+
+
+def run_benchmark(part: str, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The figures of one part, and its predictions as they were written."""
+    figures, predictions = folder / "figures.json", folder / "predictions.json"
+    command = (sys.executable, "-m", "benchmarks.whatif", part, "--json", figures)
+    # Its exit code says whether the goal is met, which is asserted below with figures.
+    subprocess.run(
+        (*command, "--predictions", predictions), cwd=Path(__file__).parents[2], check=False
+    )
+    reported: dict[str, Any] = json.loads(figures.read_text("utf-8"))
+    outcomes: list[dict[str, Any]] = json.loads(predictions.read_text("utf-8"))
+    return reported, outcomes
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("part", CHANGES)
+def test_predictions(tmp_path: Path, part: str) -> None:
+    """The mean error of p50 and p95 is at most 15 %, and whoever expects no change is further off."""
+    for _ in range(ATTEMPTS):
+        reported, outcomes = run_benchmark(part, tmp_path)
+        assert len(outcomes) == CHANGES[part]
+        assert all(len(each["measured"]) == len(each["repeated"]) == 2 for each in outcomes)
+        if reported["judged"]["value"] == CHANGES[part]:
+            break
+    if not reported["judged"]["value"]:
+        drifts = {name: figure["value"] for name, figure in reported.items() if "drift" in name}
+        pytest.skip(
+            f"the unchanged windows differ by more than {whatif_changes.MAX_DRIFT:.0%}, so that no run "
+            f"judges a prediction: something else uses the machine ({drifts})"
+        )
+
+    assert reported["mean_error"]["value"] <= whatif.MAX_MEAN_ERROR
+    # Else the changes test nothing.
+    assert reported["mean_error"]["value"] < reported["mean_error_of_no_change"]["value"]

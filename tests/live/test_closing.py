@@ -1,28 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For each kind of request on real servers: stages add up to the TTFT, nothing is unattributed, and the
-trace is complete. test_ec_nixl.py has it of encodings over NIXL.
+"""For each kind of request on real servers: stages add up to the TTFT, nothing is unattributed, the trace is
+complete; and what is told at its end is what the answer's own `usage` and the client's clock say.
+
+test_transfers.py has the first of prefill and decode, and of encodings over NIXL.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from lab import ttft_client
-from lab.ttft_client import TimedRequest
+from lab.ttft_client import TimedRequest, TimedResponse
 from tests.live.bench import (
     LiveDeployment,
-    get_trunks_by_role,
-    list_trunks,
+    check_closed,
     make_parent_header,
     make_trace_id,
     read_breakdown,
+    read_output_tokens,
 )
 from ttft_otel.model import stages
-from ttft_otel.model.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
-from ttft_otel.model.names import keys, span_names
+from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
+from ttft_otel.model.names import keys
 
+pytestmark = pytest.mark.untimed  # bounds are of one exchange with itself
 TEXTS: dict[str, dict[str, Any]] = {
     "text": {},
     "text plain": {"stream": False},
@@ -44,20 +48,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_closed(spans: list[dict[str, Any]]) -> None:
-    """Check that every parent is in the trace, every sum is exact, and of servers nothing is left over."""
-    ids = {span["span_id"] for span in spans} | {"c" * 16}
-    assert [span for span in spans if span["parent_id"] not in ids] == []
-    for found in list_trunks(spans):
-        parts = [value for key, value in found.items() if keys.parse_stage_attribute(key)]
-        assert all(isinstance(value, int) and value >= 0 for value in parts)
-        assert sum(parts) == found[keys.TOTAL_US]
-        if found[keys.ROLE] != "router":
-            assert found[keys.UNATTRIBUTED_US] == 0, found
-            assert found[keys.CLAMPED_US] <= max(1, sum(parts) // 1000), found
-
-
-@pytest.mark.untimed
 def test_each_kind_closes_through_router_and_servers(epd: LiveDeployment) -> None:
     """A request through router, the encoder and prefill_decode leaves one whole trace."""
     traces = {}
@@ -69,7 +59,6 @@ def test_each_kind_closes_through_router_and_servers(epd: LiveDeployment) -> Non
         check_closed(epd.wait_for_roles(trace, "router", "prefill_decode", *encoders))
 
 
-@pytest.mark.untimed
 def test_each_kind_closes_on_cudas_runner(newer: LiveDeployment) -> None:
     """The same holds on one server with the V2 runner and async scheduling."""
     for kind, fields in KINDS.items():
@@ -78,7 +67,6 @@ def test_each_kind_closes_on_cudas_runner(newer: LiveDeployment) -> None:
         assert sum(us for name, us in found.items() if name != "ttft") == found["ttft"], kind
 
 
-@pytest.mark.untimed
 def test_many_in_a_row_and_at_once_leave_whole_traces(epd: LiveDeployment) -> None:
     """After 80 requests in a row and 50 at once no span is missing."""
     traces = [make_trace_id() for _ in range(130)]
@@ -96,18 +84,85 @@ def test_many_in_a_row_and_at_once_leave_whole_traces(epd: LiveDeployment) -> No
         assert wanted <= {span["attributes"].get(keys.STAGE) for span in own}, trace
 
 
-def test_each_kind_closes_on_prefill_and_decode(pd: LiveDeployment) -> None:
-    """A request through router, prefill and decode leaves one whole trace, with its wait for KV blocks."""
-    traces = {}
-    for kind, fields in TEXTS.items():
-        answer, traces[kind] = pd.send_traced(prompt=pd.new_prompt(), words=300, **fields)
-        assert answer.status == 200
-        timing = read_breakdown(answer)
-        assert sum(us for name, us in timing.items() if name != "ttft") == timing["ttft"]
-    for trace in traces.values():
-        spans = pd.wait_for_roles(trace, "router", "prefill", "decode", also=span_names.KV_KEPT)
-        check_closed(spans)
-        found = get_trunks_by_role(spans)
-        assert found["decode"][keys.name_stage_attribute("kv.transfer")] > 0
-        # A connector's call that has nothing to do, and whose process had to wait for its core.
-        assert found["prefill"].get(keys.name_stage_attribute("kv.transfer"), 0) < 5_000
+USAGE = {"stream_options": {"include_usage": True}, "ignore_eos": True}
+END_NAMES = {keys.OUTPUT_TOKENS, keys.FINISH_REASONS, keys.TIME_PER_OUTPUT_TOKEN_US}
+
+
+def ask(bench: LiveDeployment, **fields: Any) -> tuple[TimedResponse, dict[str, Any]]:
+    """One request to the server that decodes; its answer, and its server span's attributes."""
+    answer, trace = bench.send_traced(bench.fleet.get_url("prefill_decode"), **fields)
+    spans = bench.wait_for_trace(
+        trace, lambda got: any(keys.HTTP_METHOD in span["attributes"] for span in got)
+    )
+    (server,) = [span for span in spans if keys.HTTP_METHOD in span["attributes"]]
+    others = [span for span in spans if span is not server]
+    assert not any(END_NAMES & set(span["attributes"]) for span in others)
+    return answer, server["attributes"]
+
+
+@pytest.mark.parametrize(("path", "stream"), [(CHAT_PATH, True), (COMPLETIONS_PATH, False)])
+def test_end(epd: LiveDeployment, path: str, stream: bool) -> None:
+    """Tokens are those of `usage`; decode steps of 30 ms make the time per token at least that."""
+    epd.control.set_injections({"forward": 30})
+    extra = USAGE if stream else {"ignore_eos": True}
+    answer, reported = ask(epd, path=path, stream=stream, max_tokens=12, extra=extra)
+
+    assert reported[keys.OUTPUT_TOKENS] == read_output_tokens(answer) == 12
+    assert json.loads(reported[keys.FINISH_REASONS]) == ["length"]
+    assert reported[keys.TIME_PER_OUTPUT_TOKEN_US] >= 30_000
+    # What the server says of the time before its first output and after it fits into the client's exchange.
+    # The client's own first chunk is no bound: it may come late. Rounding: half a microsecond a token.
+    cut = read_breakdown(answer)
+    until_output_us = cut["ttft"] - cut.get("egress", 0)
+    assert until_output_us + reported[keys.TIME_PER_OUTPUT_TOKEN_US] * 11 <= answer.total_us + 6
+
+
+def test_several_generations(epd: LiveDeployment) -> None:
+    """With n = 2 tokens add up, and the steps are nobody's own."""
+    answer, reported = ask(epd, stream=False, n=2, max_tokens=5, extra={"ignore_eos": True})
+
+    assert reported[keys.OUTPUT_TOKENS] == read_output_tokens(answer) == 10
+    assert json.loads(reported[keys.FINISH_REASONS]) == ["length"] * 2
+    assert keys.TIME_PER_OUTPUT_TOKEN_US not in reported
+
+
+def test_stop_string(epd: LiveDeployment) -> None:
+    """A stop string, found in the API server itself, ends the generation with vLLM's word for it."""
+    fields = {"stream": False, "path": COMPLETIONS_PATH, "max_tokens": 12}
+    extra = {"ignore_eos": True, "temperature": 0, "seed": 1}
+    text = epd.send_request(epd.front_url, extra=extra, **fields).text
+    stop = text[len(text) // 2 :][:3]
+    answer, reported = ask(epd, extra={**extra, "stop": [stop]}, **fields)
+
+    assert answer.json()["choices"][0]["finish_reason"] == "stop"
+    assert json.loads(reported[keys.FINISH_REASONS]) == ["stop"]
+    assert reported[keys.OUTPUT_TOKENS] == read_output_tokens(answer) <= 12
+
+
+@pytest.mark.full  # its first one takes ten seconds
+def test_beam_search(epd: LiveDeployment) -> None:
+    """The steps of a beam search are not the answer's: nothing is told of them."""
+    extra = {"use_beam_search": True, "ignore_eos": True}
+    answer, reported = ask(epd, stream=False, path=COMPLETIONS_PATH, n=2, max_tokens=4, extra=extra)
+
+    assert answer.status == 200
+    assert not END_NAMES & set(reported)
+
+
+def test_client_leaves(epd: LiveDeployment) -> None:
+    """Of a generation that the client cut off vLLM tells no end; the request has an error."""
+    epd.control.set_injections({"forward": 50})
+    answer, reported = ask(epd, max_tokens=200, abort_s=1.0, extra={"ignore_eos": True})
+
+    assert answer.aborted
+    assert reported[keys.ERROR_TYPE] == keys.ERROR_INCOMPLETE
+    assert not END_NAMES & set(reported)
+
+
+def test_unknown_model(epd: LiveDeployment) -> None:
+    """A model that only the client knows is on no span, neither of the router nor of the server."""
+    for url in (epd.front_url, epd.fleet.get_url("prefill_decode")):
+        answer, trace = epd.send_traced(url, model="made-up", stream=False)
+        assert answer.status == 404
+        spans = epd.wait_for_trace(trace, lambda got: any(s["name"] == "ttft" for s in got))
+        assert not any("made-up" in str(span["attributes"].values()) for span in spans)

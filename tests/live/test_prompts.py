@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's token ids equal the engine's for random chats and completions of all forms."""
+"""What the router knows of prompts is what a real engine says: token ids of random chats and completions
+of all forms, media of each path, and from its KV events what that engine finds in its cache.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ import base64
 import json
 import random
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import aiohttp
@@ -22,6 +26,13 @@ from lab import free_ports, tiny_models
 from lab.local_servers import LocalServer
 from lab.server_commands import HOST, ServerCommand, VllmOptions, build_vllm_environment
 from tests.live.bench import LiveDeployment
+from tests.live.conftest import BLOCK_TOKENS
+from tests.router import media_bodies
+from ttft_otel.model.endpoints import MESSAGES_PATH, RESPONSES_PATH
+from ttft_otel.router.disagg.request_body import parse_body
+from ttft_otel.router.routing import prefixes
+from ttft_otel.router.routing.policies.block_index import compute_block_keys
+from ttft_otel.router.routing.prefixes import PrefixSource
 from ttft_otel.router.routing.prompts.prompt_reader import LocalPromptReader, build_reader
 from ttft_otel.router.routing.prompts.tokenizer_worker import Prompt
 from ttft_otel.router.types import parse_instance_url
@@ -29,7 +40,7 @@ from ttft_otel.router.upstream.connection_pool import QueryClient
 from ttft_otel.router.upstream.instance_pool import HealthMonitor, InstancePool
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-BLOCK_TOKENS = 16
+HASHED_TOKENS = 16  # of a block
 REQUESTS = 80
 SLOW = 900  # seconds: a server starts within it
 PIECES = (
@@ -162,7 +173,7 @@ async def load_reader(queries: QueryClient, url: str, mode: Any) -> LocalPromptR
         assert await health.refresh_models(each) == 200
     found = build_reader(None, mode, fleet)
     await found.start(queries)
-    while await found.read_prompt(COMPLETION, "tiny", b'{"prompt": "x"}', BLOCK_TOKENS) is None:
+    while await found.read_prompt(COMPLETION, "tiny", b'{"prompt": "x"}', HASHED_TOKENS) is None:
         await asyncio.sleep(0.1)
     return found
 
@@ -206,7 +217,7 @@ async def read_patiently(read: LocalPromptReader, path: str, body: bytes) -> Pro
     """Read a prompt with several attempts: on a busy machine the limit of one second can be too short."""
     for _ in range(30):
         late = read.counts["failed-late"] + read.counts["failed-loading"]
-        found = await read.read_prompt(path, "tiny", body, BLOCK_TOKENS)
+        found = await read.read_prompt(path, "tiny", body, HASHED_TOKENS)
         if found is not None:
             return found
         if read.counts["failed-late"] + read.counts["failed-loading"] == late:
@@ -283,3 +294,172 @@ def test_both_ways_are_one(small: LiveDeployment) -> None:
 def test_both_ways_are_one_with_images(render: LocalServer) -> None:
     """The same with images, and a template that prints all it gets."""
     asyncio.run(compare_with_renderer(render.url, RandomRequests(8)))
+
+
+EC_PARAMS = {"a": {"peer_host": "h", "unknown": [1]}}
+# In a process of its own: vLLM's imports warn, and warnings are errors here.
+CONVERT_SCRIPT = """
+import json, sys
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.utils import construct_input_messages
+
+given = json.load(sys.stdin)
+messages = AnthropicMessagesRequest(**given["messages"])
+chat = AnthropicServingMessages.to_chat_completion_request(messages)
+responses = ResponsesRequest(**given["responses"])
+plain = ChatCompletionRequest(messages=[], ec_transfer_params=given["params"])
+found = {
+    "messages": chat.model_dump(mode="json")["messages"],
+    "responses": [dict(each) for each in construct_input_messages(request_input=responses.input)],
+    "params": [each.ec_transfer_params for each in (plain, messages, chat, responses)],
+}
+print("\\n" + json.dumps(found, default=list))
+"""
+
+
+def list_router_images(path: str, body: dict[str, Any]) -> list[str]:
+    """The images that the router sends to encoders, in the prompt's order, each once."""
+    items = map(json.loads, parse_body(json.dumps(body).encode(), path).media_items)
+    return [each["image_url"]["url"] for each in items]
+
+
+def list_message_images(messages: list[dict[str, Any]]) -> list[str]:
+    """The images of chat messages, each once."""
+    urls = []
+    for message in messages:
+        for part in message.get("content") or []:
+            if isinstance(part, dict) and part["type"] in ("image_url", "input_image"):
+                url = part["image_url"]
+                urls.append(url if isinstance(url, str) else url["url"])
+    return list(dict.fromkeys(urls))
+
+
+@pytest.mark.untimed
+@pytest.mark.full  # vLLM's imports take half a minute
+def test_media_are_those_of_vllms_own_conversion() -> None:
+    """From /v1/messages and /v1/responses the router takes the images that vLLM makes chat messages of, those
+    of tool results included; and vLLM keeps the encoder's parameters of requests on every path unchanged.
+    """
+    given = {
+        "messages": {**media_bodies.MESSAGES_BODY, "ec_transfer_params": EC_PARAMS},
+        "responses": {**media_bodies.RESPONSES_BODY, "ec_transfer_params": EC_PARAMS},
+        "params": EC_PARAMS,
+    }
+    command, sent = [sys.executable, "-c", CONVERT_SCRIPT], json.dumps(given)
+    done = subprocess.run(command, input=sent, stdout=subprocess.PIPE, text=True, check=True)
+    converted = json.loads(done.stdout.splitlines()[-1])
+
+    for name, path, body in (
+        ("messages", MESSAGES_PATH, media_bodies.MESSAGES_BODY),
+        ("responses", RESPONSES_PATH, media_bodies.RESPONSES_BODY),
+    ):
+        urls = list_message_images(converted[name])
+        assert len(urls) == 3 and list_router_images(path, body) == urls
+    assert converted["params"] == [EC_PARAMS] * 4
+
+
+PROMPTS = 40
+
+
+class CacheComparer:
+    """Asks the server and the index how much of a prompt is cached."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, source: PrefixSource) -> None:
+        self.url, self.session, self.source = url, session, source
+
+    def predict_cached_tokens(self, ids: list[int]) -> int:
+        """Tokens of a prompt that the index expects to be cached; the engine always computes the last one."""
+        depth = self.source.index.match_blocks(compute_block_keys(ids, BLOCK_TOKENS), [self.url])[0]
+        return min(depth, (len(ids) - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+
+    async def read_cached_tokens(self, ids: list[int]) -> int:
+        """Tokens of a prompt that the engine finds in its cache."""
+        body = {"model": "tiny", "prompt": ids, "max_tokens": 1, "return_token_ids": True}
+        async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
+            answer: dict[str, Any] = await response.json()
+        assert answer["choices"][0]["prompt_token_ids"] == ids
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    async def wait_until_stored(self, ids: list[int]) -> None:
+        """Wait until the engine has published all blocks of this prompt."""
+        end = monotonic() + 30
+        while (
+            self.source.index.match_blocks(compute_block_keys(ids, BLOCK_TOKENS), [self.url])[0]
+            < len(ids) // BLOCK_TOKENS
+        ):
+            assert monotonic() < end, self.source.describe_instances()
+            await asyncio.sleep(0.02)
+
+    def count_feed_events(self) -> dict[str, int]:
+        """Counts of the feed's events."""
+        found: dict[str, int] = self.source.describe_instances()[self.url]["counts"]
+        return found
+
+
+def generate_prompts(chance: random.Random) -> Iterator[list[int]]:
+    """Prompts with common beginnings, which end at a block's boundary or not."""
+    before: list[list[int]] = [[]]
+    for _ in range(PROMPTS):
+        shared = chance.choice(before)
+        shared = shared[: chance.randrange(len(shared) // BLOCK_TOKENS + 1) * BLOCK_TOKENS]
+        more = chance.choice(
+            [1, 5, BLOCK_TOKENS, 3 * BLOCK_TOKENS, 4 * BLOCK_TOKENS - 1, 7 * BLOCK_TOKENS + 40]
+        )
+        ids = [*shared, *(chance.randrange(10, 200) for _ in range(more))]
+        before.append(ids)
+        yield ids
+        if chance.random() < 0.3:
+            yield ids
+
+
+async def compare_prompts(url: str) -> tuple[list[tuple[int, int]], dict[str, int]]:
+    """For each prompt the index's expectation and the engine's count; and the counts of the feed's events."""
+    chance = random.Random(7)
+    fleet = InstancePool({"mono": [parse_instance_url(url, "mono")]})
+    async with aiohttp.ClientSession() as session, QueryClient() as queries:
+        source = prefixes.build_source("kv-events")
+        await source.start(queries, fleet)
+        try:
+            asker = CacheComparer(url, session, source)
+            pairs = []
+            for ids in generate_prompts(chance):
+                expected = asker.predict_cached_tokens(ids)
+                both = await asyncio.gather(
+                    *(asker.read_cached_tokens(ids) for _ in range(chance.choice([1, 2])))
+                )
+                pairs.append((expected, both[0]))
+                await asker.wait_until_stored(ids)
+            late = prefixes.build_source("kv-events")
+            await late.start(queries, fleet)
+            second = CacheComparer(url, session, late)
+            await second.wait_until_stored(ids)
+            assert (
+                late.describe_instances()[url]["blocks"]
+                == source.describe_instances()[url]["blocks"]
+            )
+            await late.close()
+            async with session.post(f"{url}/reset_prefix_cache") as response:
+                assert response.status == 200
+            await asker.read_cached_tokens([11])  # an engine tells with its next step
+            end = monotonic() + 30
+            while asker.predict_cached_tokens(ids):
+                assert monotonic() < end
+                await asyncio.sleep(0.02)
+            pairs.append((asker.predict_cached_tokens(ids), await asker.read_cached_tokens(ids)))
+            return pairs, asker.count_feed_events()
+        finally:
+            await source.close()
+
+
+@pytest.mark.timeout(SLOW)
+def test_index_is_the_engines_cache(small: LiveDeployment) -> None:
+    """For prompts with common beginnings, repeated, concurrent or evicted, both count the same tokens."""
+    pairs, counts = asyncio.run(compare_prompts(small.front_url))
+
+    assert [pair for pair in pairs if pair[0] != pair[1]] == []
+    assert sum(expected > 0 for expected, _ in pairs) > 10
+    assert counts["removed"] > 10 and counts["cleared"] == 1
+    assert not {"gaps", "lost", "malformed", "orphans", "restarts"} & counts.keys()

@@ -31,12 +31,11 @@ from tests.live.bench import (
     read_metric,
 )
 from tests.live.conftest import BLOCK_TOKENS
-from tests.live.test_injected import CONTROL_MS, DELAY_MS, MAX_STRAY_MS
+from tests.live.test_injected import SLEPT, Sample, check_difference
 from ttft_otel.model.names import keys, metric_names, span_names
 from ttft_otel.model.stages import REPORT_FIELDS, UNATTRIBUTED
 
 FEW_ROUNDS, ALL_ROUNDS = 8, 50  # every day, and with --full
-WIRE_MS = 0.02 * DELAY_MS + 0.5
 MAX_SHARE = 0.05  # of the router's TTFT, which no server accounts for, at the median
 # A hop costs 1 to 4 ms whatever the TTFT: of a short one that is a large share.
 MIN_TTFT_US = 20_000
@@ -245,28 +244,16 @@ def run_router_behind_proxies(
 @pytest.mark.parametrize("leg", mark_repeated(("encode", "prefill_decode"), ("prefill_decode",)))
 def test_a_delay_on_the_wire_shows_in_its_hop(epd: LiveDeployment, leg: str) -> None:
     """A delay of 80 ms between router and instance shows in `router.hop.<leg>` and nowhere else."""
-    hop = f"router.hop.{leg}"
     with run_router_behind_proxies(epd) as (router, legs):
 
-        def measure(delay_ms: float) -> dict[str, float]:
+        def measure(delay_ms: float) -> Sample:
             legs[leg].delay_s = delay_ms / 1000
-            found = read_breakdown(
-                epd.send_request(router.url, pictures=(epd.new_picture_seed(),), max_tokens=1)
-            )
-            return {**{name: us / 1000 for name, us in found.items()}, "slept": legs[leg].slept_ms}
-
-        def measure_round() -> Errors:
-            control, delayed = measure(CONTROL_MS), measure(DELAY_MS)
-            expected = {hop: delayed.pop("slept") - control.pop("slept")}
-            return {
-                name: delayed.get(name, 0) - control.get(name, 0) - expected.get(name, 0)
-                for name in {*delayed, *control} - {"ttft"}
-            }
+            pictures = (epd.new_picture_seed(),)
+            found = read_breakdown(epd.send_request(router.url, pictures=pictures, max_tokens=1))
+            return {**found, SLEPT: round(legs[leg].slept_ms * 1000)}
 
         measure(0)
-        limits = {hop: ErrorTolerance(-WIRE_MS, WIRE_MS, 0.75 * DELAY_MS)}
-        other = ErrorTolerance(-MAX_STRAY_MS, MAX_STRAY_MS, 0.75 * DELAY_MS)
-        measure_until_decided(measure_round, lambda name: limits.get(name, other))
+        check_difference(measure, f"router.hop.{leg}", spare_ms=0.5)
 
 
 @pytest.mark.untimed

@@ -8,15 +8,14 @@ neighbouring stage that took part of it would have grown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
-from tests.live.bench import LiveDeployment, mark_repeated, read_breakdown
-from tests.live.test_injected import Sample, load_from_files
+from tests.live.bench import LiveDeployment, read_breakdown
+from tests.live.test_injected import Ask, Sample, load_from_files
 from ttft_otel.hooks.targets import TARGETS, TARGETS_BY_NAME
 from ttft_otel.model import stages
 
@@ -60,13 +59,42 @@ ON_PD = [
     if name not in ("worker.encoder", "worker.output", "transfer.save", "transfer.flush")
     and not name.startswith("kv.")
 ]
-# One of each process in every run: the API server, the engine core, the worker, and the connector in both.
+# A deployment and what is asked of it -> how, and the targets that are taken out there.
+CASES: dict[str, tuple[Ask, Sequence[str]]] = {
+    # V1 runner.
+    "epd prefill_decode": (LiveDeployment.encode_then_prefill, ON_PD),
+    "epd encode": (
+        lambda epd: epd.read_one("encode", **IMAGE),
+        ("worker.encoder", "transfer.save", "worker.execute"),
+    ),
+    # The time of prefill's KV blocks is neither queue nor transfer.
+    "pd decode": (
+        lambda pd: read_breakdown(pd.prefill_then_decode()[1]),
+        ("kv.match", "kv.arrive", "engine.input", "scheduler.schedule", "worker.execute"),
+    ),
+    # V2 runner and async scheduling.
+    "newer all": (
+        lambda newer: newer.read_one(image=True, max_tokens=1),
+        (
+            *("worker.execute", "worker.encoder", "worker.forward", "worker.sample"),
+            "worker.output",
+        ),
+    ),
+    # Copies that start at the step's end are lost. It runs the language model, too.
+    "nixl encoder": (lambda nixl: nixl.read_one("encode", **IMAGE), ("transfer.flush",)),
+    # The step's time before loads, or after saves.
+    "files all": (load_from_files, ("kv.load", "kv.save")),
+}
+# One of each process in every run: the API server, the engine core, the worker, and the connector in both;
+# of decode what prefill_decode does not show.
 EVERY_DAY = ("frontend.assign", "engine.input", "worker.forward", "transfer.wait", "transfer.load")
-ON_E = ("worker.encoder", "transfer.save", "worker.execute")
-ON_D = ("kv.match", "kv.arrive", "engine.input", "scheduler.schedule", "worker.execute")
-BY_FILES = ("kv.load", "kv.save")
-ON_NIXLS_E = ("transfer.flush",)
-ON_CUDAS = ("worker.execute", "worker.encoder", "worker.forward", "worker.sample", "worker.output")
+
+
+def is_everyday(case: str, target: str) -> bool:
+    """Whether a target is taken out there in every run."""
+    if case == "pd decode":
+        return target not in ON_PD
+    return case != "epd prefill_decode" or target in EVERY_DAY
 
 
 def ask_without(
@@ -120,10 +148,25 @@ def check_loss(
         bench.control.wait_applied()  # the next test must find everything in place
 
 
-@pytest.mark.parametrize("target", mark_repeated(ON_PD, {*ON_PD} - {*EVERY_DAY}))
-def test_a_lost_target_costs_its_stages_on_prefill_decode(epd: LiveDeployment, target: str) -> None:
-    """V1 runner, for an image that the encoder has encoded: only the target's stages are lost."""
-    check_loss(epd, epd.encode_then_prefill, target, DELAYED[target])
+@pytest.mark.parametrize(
+    ("deployment", "case", "target"),
+    [
+        pytest.param(
+            *(case.split()[0], case, target),
+            id=f"{case} {target}",
+            marks=() if is_everyday(case, target) else pytest.mark.full,
+        )
+        for case, (_, targets) in CASES.items()
+        for target in targets
+    ],
+    indirect=["deployment"],
+)
+def test_a_lost_target_costs_its_stages(deployment: LiveDeployment, case: str, target: str) -> None:
+    """Only the target's stages are lost."""
+    ask, _ = CASES[case]
+    is_encoder = case == "epd encode"
+    place = "encoder" if is_encoder and target == "worker.execute" else DELAYED[target]
+    check_loss(deployment, lambda: ask(deployment), target, place, encode=is_encoder)
 
 
 @pytest.mark.untimed
@@ -137,44 +180,11 @@ def test_a_lost_part_costs_no_stage(epd: LiveDeployment, target: str) -> None:
     assert all(sample[stages.UNATTRIBUTED] == 0 for sample in found)
 
 
-@pytest.mark.parametrize("target", ON_E)
-def test_a_lost_target_costs_its_stages_on_the_encoder(epd: LiveDeployment, target: str) -> None:
-    """V1 runner, for a new image: only the target's stages are lost."""
-    place = "encoder" if target == "worker.execute" else DELAYED[target]
-    check_loss(epd, partial(epd.read_one, "encode", **IMAGE), target, place, encode=True)
-
-
-@pytest.mark.parametrize("target", mark_repeated(ON_D, ON_PD))
-def test_a_lost_target_costs_its_stages_on_decode(pd: LiveDeployment, target: str) -> None:
-    """Without it the time of prefill's KV blocks is unattributed, neither queue nor transfer."""
-    check_loss(pd, lambda: read_breakdown(pd.prefill_then_decode()[1]), target, DELAYED[target])
-
-
-@pytest.mark.parametrize("target", ON_CUDAS)
-def test_a_lost_target_costs_its_stages_on_cudas_runner(newer: LiveDeployment, target: str) -> None:
-    """With the V2 runner and async scheduling only the target's stages are lost."""
-    check_loss(newer, partial(newer.read_one, image=True, max_tokens=1), target, DELAYED[target])
-
-
-@pytest.mark.parametrize("target", ON_NIXLS_E)
-def test_a_lost_target_costs_its_stages_on_an_encoder_over_nixl(
-    nixl: LiveDeployment, target: str
-) -> None:
-    """V2 runner: the copies that start at the step's end are lost. It runs the language model, too."""
-    check_loss(nixl, partial(nixl.read_one, "encode", **IMAGE), target, DELAYED[target])
-
-
-@pytest.mark.parametrize("target", BY_FILES)
-def test_a_lost_target_costs_its_stages_with_files(files: LiveDeployment, target: str) -> None:
-    """Without the hook around loads or saves, the step's time before or after them is unattributed."""
-    check_loss(files, partial(load_from_files, files), target, DELAYED[target])
-
-
 @pytest.mark.untimed
 def test_every_target_is_taken_out_somewhere() -> None:
     """Each target is in one of the lists above, except those whose effect is fixed at a server's start."""
     fixed = {"frontend.app", "transfer.create", "kv.create"}
-    tried = {*ON_PD, *ON_E, *ON_D, *BY_FILES, *ON_NIXLS_E, *ON_CUDAS, *PARTS}
+    tried = {*PARTS, *(target for _, targets in CASES.values() for target in targets)}
 
     assert {target.name for target in TARGETS} == tried | fixed
 

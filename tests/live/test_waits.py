@@ -3,27 +3,44 @@
 
 Each limit alone has 95 % of the wait that was made of it, and `ttft-otel explain` names it; of two at once
 TWO_AT_ONCE says which one is told; what is attributed to another request is what removing it changes. Every
-step is slowed down, so that waits are many steps on any machine. test_waiting_now.py: while they wait.
+step is slowed down, so that waits are many steps on any machine. Last, what waits now: on /metrics, compared
+with vLLM's own count on the same page, and in `ttft-otel top`, also while the engine core hangs; and what the
+router holds, as measured by its client and by a proxy before the server, which know nothing of either.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
+import signal
 import threading
 import time
-from collections.abc import Sequence
+import urllib.request
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import pytest
+from click.testing import CliRunner
 
 from lab import tiny_models
+from lab.delay_proxy import DelayProxy, ProxiedExchange, run_delay_proxy
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
+from lab.local_servers import LocalServer
+from lab.session_processes import list_session_pids
 from lab.ttft_client import COMPLETIONS_PATH, TimedResponse
-from tests.live.bench import LiveDeployment, count_at_engine, read_breakdown
+from tests.live.bench import (
+    LiveDeployment,
+    count_at_engine,
+    make_parent_header,
+    make_trace_id,
+    read_breakdown,
+    read_metric,
+)
 from tests.live.conftest import (
     ADAPTERS,
     BLOCK_TOKENS,
@@ -39,8 +56,10 @@ from tests.live.test_explain import (
     check_cause,
     check_stage,
 )
+from ttft_otel.commands.top import top
 from ttft_otel.model import stages
-from ttft_otel.model.names import keys
+from ttft_otel.model.names import keys, metric_names
+from ttft_otel.model.stages import HOLD, UNATTRIBUTED
 
 pytestmark = pytest.mark.timeout(900)  # what comes next is started meanwhile
 
@@ -452,3 +471,193 @@ def test_one_image_at_a_time(deck: DeploymentDeck, tmp_path: Path) -> None:
     queued = [found.get(keys.name_stage_attribute(stage), 0) for stage in stages.QUEUE_STAGES]
     assert reasons["encoder_budget"] >= sum(queued)
     check_cause(reported, "setting_limit", "max_num_batched_tokens")
+
+
+WAITERS: Final = 2
+HANG_S: Final = 2.0
+PATIENCE_S: Final = 60.0
+OURS = re.compile(rf'^{metric_names.WAITING}{{reason="(\w+)"}} ([\d.]+)$', re.M)
+VLLMS = re.compile(r"^vllm:num_requests_waiting\{.*\} ([\d.]+)$", re.M)
+
+
+def read_waiting(bench: LiveDeployment) -> tuple[dict[str, int], int]:
+    """Our counts that are not 0, and vLLM's one, from one page."""
+    with urllib.request.urlopen(f"{bench.front_url}/metrics", timeout=20) as answer:
+        text = answer.read().decode()
+    ours = {reason: int(float(number)) for reason, number in OURS.findall(text)}
+    return {reason: n for reason, n in ours.items() if n}, sum(
+        map(int, map(float, VLLMS.findall(text)))
+    )
+
+
+def ask_top(bench: LiveDeployment) -> dict[str, Any]:
+    """What `ttft-otel top --json` says of the server."""
+    done = CliRunner().invoke(top, ["--server", bench.front_url, "--json"])
+    assert done.exit_code == 0, done.output
+    (view,) = json.loads(done.output)
+    return dict(view)
+
+
+@contextmanager
+def keep_waiting(bench: LiveDeployment, holders: list[Fields], waiter: Fields) -> Iterator[None]:
+    """While WAITERS requests wait behind the holders, by vLLM's own count; steps are slow meanwhile."""
+    with bench.control.inject_delay("forward", STEP_MS), ExitStack() as stack:
+        for each in holders:
+            stack.enter_context(bench.run_request(**each))
+        pool = stack.enter_context(ThreadPoolExecutor(WAITERS))
+        for _ in range(WAITERS):
+            pool.submit(bench.send_request, bench.front_url, **{"max_tokens": 2, **waiter})
+        yield
+
+
+def wait_until_it_waits(bench: LiveDeployment) -> tuple[dict[str, int], int]:
+    """The first page on which both count WAITERS; the last one when time is up.
+
+    Who has come within a step waits for its end first (`in_step`), and is looked at again after it.
+    """
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        found = read_waiting(bench)
+        if sum(found[0].values()) == found[1] == WAITERS and "in_step" not in found[0]:
+            return found
+        time.sleep(0.05)
+    return found
+
+
+def test_the_reason_is_on_the_page(small: LiveDeployment) -> None:
+    """While requests wait, /metrics counts as many as vLLM does, under the reason that was made."""
+    with keep_waiting(small, *plan_holders(small, "kv_blocks")):
+        ours, vllms = wait_until_it_waits(small)
+    assert (ours, vllms) == ({"kv_blocks": WAITERS}, WAITERS)
+    assert read_waiting(small) == ({}, 0)
+
+
+def test_a_stopped_engine_core_shows_while_it_stands(small: LiveDeployment) -> None:
+    """The oldest wait grows, reasons and holders stay with their age; all is 0 when it has gone on."""
+    pids = list_session_pids(small.fleet.servers["mono"].pid)
+    (pid,) = [each for each in pids if b"EngineCore" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    with keep_waiting(small, *plan_holders(small, "max_num_seqs")):
+        wait_until_it_waits(small)
+        before = ask_top(small)
+        assert before["waiting"] == {"max_num_seqs": WAITERS} and before["age_s"] < 1
+        assert {each["kind"] for each in before["holders"]} == {"decode"}
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            first = ask_top(small)
+            time.sleep(HANG_S)
+            second = ask_top(small)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert first["pending"] == second["pending"] == WAITERS
+    for key in ("oldest_s", "age_s"):
+        assert HANG_S <= second[key] - first[key] < HANG_S + 5
+    assert second["waiting"] == before["waiting"]
+    held_by = [[each["request_id"] for each in view["holders"]] for view in (before, second)]
+    assert held_by[0] == held_by[1]
+    after = ask_top(small)
+    assert (after["pending"], after["oldest_s"], after["waiting"], after["age_s"]) == (0, 0, {}, 0)
+    assert small.sum_metric(f"{metric_names.HOOK_ERRORS}_total") == 0
+
+
+MAX_QUEUE_MS = 50
+LONG_BLOCKS, SHORT_BLOCKS = 40, 4  # of one step each
+HELD = 4
+CLOCK_US = 2_000  # what two readings of one clock may differ in by rounding and order
+MAX_GAP_MS = 100.0  # between an answer and the next request; a few on an idle machine
+ATTEMPTS = 3  # programs beside these stretch single gaps
+FLAGS = ("--routing-logic", "ttft", "--max-queue-ms", str(MAX_QUEUE_MS), "--trust-priority")
+
+
+@pytest.fixture
+def proxied(small: LiveDeployment) -> Iterator[tuple[LocalServer, DelayProxy]]:
+    """A router that holds, and the proxy through which it reaches the server; it can predict prefills."""
+    with (
+        run_delay_proxy(small.front_url, 0.0) as proxy,
+        small.control.inject_delay("forward", STEP_MS),
+        small.build_router({"mono": proxy.url}, *FLAGS) as router,
+    ):
+        for number in range(100):  # until the tokenizer is there, and a line is fitted
+            small.send_request(router.url, **make_prompt(1 + number % 5))
+            if sum(read_metric(router.url, metric_names.ROUTER_PREFILL_SAMPLES)) >= 15:
+                break
+        yield router, proxy
+
+
+def send_burst(
+    bench: LiveDeployment, router: LocalServer, proxy: DelayProxy
+) -> tuple[list[TimedResponse], list[str]]:
+    """A long prompt, short ones while it is computed, and an urgent one last; answers, trace IDs."""
+    traces = [make_trace_id() for _ in range(HELD + 1)]
+    before = len(proxy.exchanges)
+    with ThreadPoolExecutor(HELD + 1) as pool:
+        sent = []
+        for number, trace in enumerate(traces):
+            fields = make_prompt(SHORT_BLOCKS if number else LONG_BLOCKS)
+            if number == HELD:
+                fields["extra"]["priority"] = -1
+            headers = make_parent_header(trace)
+            sent.append(pool.submit(bench.send_request, router.url, headers=headers, **fields))
+            while not number and len(proxy.exchanges) == before:
+                time.sleep(0.01)
+            time.sleep(0.1)
+        return [each.result() for each in sent], traces
+
+
+def check_times(answer: TimedResponse, exchange: ProxiedExchange) -> int:
+    """The microseconds that it was held, which the clocks of client and proxy must confirm."""
+    found = read_breakdown(answer)
+    ttft_us = found.pop("ttft")
+    assert sum(found.values()) == ttft_us and found[UNATTRIBUTED] == 0
+    assert answer.client_ttft_us is not None
+    # Before the router has the request, and after its answer.
+    beyond_us = answer.client_ttft_us - ttft_us
+    assert -CLOCK_US <= beyond_us <= 0.05 * ttft_us + 50_000, (answer.client_ttft_us, ttft_us)
+    own_us = sum(found[each] for each in found if each.startswith("router.") and each != HOLD)
+    to_proxy_us = (exchange.began_ns - answer.started_ns) // 1000
+    held_us = found.get(HOLD, 0)
+    # What the router did besides, and the way, are all that it can have taken longer.
+    assert -CLOCK_US <= to_proxy_us - held_us <= own_us + beyond_us + CLOCK_US, (found, to_proxy_us)
+    return held_us
+
+
+def find_reasons(bench: LiveDeployment, trace: str) -> list[str]:
+    """Why the router held the request of this trace."""
+    spans = bench.wait_for_trace(
+        trace, lambda got: sum(each["name"] == "ttft" for each in got) == 2
+    )
+    return [each["attributes"][keys.QUEUE_REASON] for each in spans if each["name"] == HOLD]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_burst_is_held(small: LiveDeployment, proxied: tuple[LocalServer, DelayProxy]) -> None:
+    """Each hold is a stage of the right length, sums close, the urgent one overtakes, the server is busy."""
+    router, proxy = proxied
+    gaps_ms = []
+    for _ in range(ATTEMPTS):
+        answers, traces = send_burst(small, router, proxy)
+        assert [each.status for each in answers] == [200] * (HELD + 1)
+        exchanges = [
+            each
+            for answer in answers
+            for each in proxy.exchanges
+            if answer.request_id.encode() in each.data
+        ]
+        held_us = [check_times(*each) for each in zip(answers, exchanges, strict=True)]
+        assert held_us[0] == 0 and min(held_us[1:]) > MAX_QUEUE_MS * 1000, held_us
+        order = sorted(range(HELD + 1), key=lambda at: exchanges[at].began_ns)
+        assert order == [0, HELD, *range(1, HELD)], held_us
+        reasons = [find_reasons(small, each) for each in traces]
+        assert reasons == [[], *[["priority"]] * (HELD - 1), ["max_queue"]]
+        # From when all that was sent is answered until the next one is there.
+        done_ns = [
+            max(exchanges[each].answered_ns for each in order[:at]) for at in range(1, HELD + 1)
+        ]
+        gaps_ms = [
+            (exchanges[at].began_ns - done) / 1e6
+            for at, done in zip(order[1:], done_ns, strict=True)
+        ]
+        if max(gaps_ms) < MAX_GAP_MS:
+            break
+    assert max(gaps_ms) < MAX_GAP_MS, gaps_ms
+    assert read_metric(router.url, metric_names.ROUTER_HOLDS + '_total{result="sent"}') >= [HELD]
