@@ -151,31 +151,45 @@ def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
     return value
 
 
+def _declare_list(help_text: str, metavar: str, **more: Any) -> Any:
+    return declare_flag(help_text, multiple=True, metavar=metavar, **more)
+
+
+def _declare_text(help_text: str, metavar: str, **more: Any) -> Any:
+    return declare_flag(help_text, default="", metavar=metavar, **more)
+
+
+def _declare_choice(help_text: str, choices: tuple[str, ...], default: str = "") -> Any:
+    return declare_flag(help_text, type=click.Choice(choices), default=default or choices[0])
+
+
+def _declare_number(help_text: str, default: float, minimum: float) -> Any:
+    # By the default and not the annotation, which is only a string: see declare_limit.
+    kind = click.FloatRange if isinstance(default, float) else click.IntRange
+    return declare_flag(help_text, default=default, type=kind(min=minimum))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions:
     """The values of all flags, in the order of --help; one field per flag, named after it."""
 
-    encoder: tuple[str, ...] = declare_flag(
+    encoder: tuple[str, ...] = _declare_list(
         "An encoder instance; repeatable. Without one, media are encoded where the prompt is prefilled.",
-        multiple=True,
-        metavar="URL",
+        "URL",
     )
-    prefill: tuple[str, ...] = declare_flag(
-        "A prefill instance; repeatable. Needs --decode and excludes --backend.",
-        multiple=True,
-        metavar="URL",
+    prefill: tuple[str, ...] = _declare_list(
+        "A prefill instance; repeatable. Needs --decode and excludes --backend.", "URL"
     )
-    decode: tuple[str, ...] = declare_flag(
-        "A decode instance; repeatable. Needs --prefill.", multiple=True, metavar="URL"
+    decode: tuple[str, ...] = _declare_list(
+        "A decode instance; repeatable. Needs --prefill.", "URL"
     )
-    backend: tuple[str, ...] = declare_flag(
+    backend: tuple[str, ...] = _declare_list(
         "An instance that prefills and decodes, with or without encoders before it; repeatable.",
-        multiple=True,
-        metavar="URL",
+        "URL",
     )
-    first_token: str = declare_flag(
+    first_token: str = _declare_choice(
         "How the prefill instance's first token reaches the client; see docs/router.md.",
-        type=click.Choice(types.FIRST_TOKEN_MODES),
+        types.FIRST_TOKEN_MODES,
         default=types.MODE_STRIP,
     )
     # Loopback, because there is no key by default: check_exposure() guards every other address.
@@ -186,19 +200,16 @@ class RouterOptions:
     port: int = declare_flag(
         "The port to listen on; 0: any free one.", default=8000, type=click.IntRange(0, 65535)
     )
-    reports: int = declare_flag(
-        "Number of recent requests that /ttft_report can show.",
-        default=MAX_REPORTS,
-        type=click.IntRange(min=1),
+    reports: int = _declare_number(
+        "Number of recent requests that /ttft_report can show.", MAX_REPORTS, 1
     )
 
     # Who may call, and what is believed of callers.
     # Repeatable: while one key replaces another (SIGHUP applies it), both have to be valid.
-    api_key: tuple[str, ...] = declare_flag(
+    api_key: tuple[str, ...] = _declare_list(
         "A key that clients may send; repeatable. Without one, Authorization is passed on.",
-        multiple=True,
+        "KEY",
         callback=check_keys,
-        metavar="KEY",
     )
     # Its own flag: nobody should open a port to the network by forgetting a key.
     insecure: bool = declare_flag("Serve whoever reaches --host, without a key.", is_flag=True)
@@ -209,57 +220,46 @@ class RouterOptions:
         envvar=["TTFT_OTEL_ROUTER_TRUST_TRACE_HEADERS", env_names.TTFT_OTEL_TRUST_SAMPLED],
     )
     # Without it browsers keep answers from pages of other origins.
-    cors_origin: tuple[str, ...] = declare_flag(
+    cors_origin: tuple[str, ...] = _declare_list(
         "An origin whose web pages may call the router, like https://chat.example; repeatable.",
-        multiple=True,
-        metavar="ORIGIN",
+        "ORIGIN",
     )
     # On loopback only its own names are answered to: any page can have a name that resolves there.
-    allowed_host: tuple[str, ...] = declare_flag(
+    allowed_host: tuple[str, ...] = _declare_list(
         "A name that Host may have besides localhost and addresses; repeatable. Not on loopback, "
         "without it: any.",
-        multiple=True,
-        metavar="NAME",
+        "NAME",
     )
 
     # What instances are shown, and how they prove who they are.
     # One key for all instances; clients' keys never reach one where the router checks them.
-    upstream_key: str = declare_flag(
-        "API key that the router sends to instances.", default="", metavar="KEY"
-    )
-    upstream_ca: str = declare_flag(
+    upstream_key: str = _declare_text("API key that the router sends to instances.", "KEY")
+    upstream_ca: str = _declare_text(
         "PEM file of the authorities that sign certificates of https:// instances; by default the "
         "system's. New connections follow these files when they are replaced.",
-        default="",
-        metavar="FILE",
+        "FILE",
     )
-    upstream_cert: str = declare_flag(
-        "PEM file of the certificate that the router shows to instances.",
-        default="",
-        metavar="FILE",
+    upstream_cert: str = _declare_text(
+        "PEM file of the certificate that the router shows to instances.", "FILE"
     )
-    upstream_cert_key: str = declare_flag(
-        "PEM file of its key, unless that stands in the same file.", default="", metavar="FILE"
+    upstream_cert_key: str = _declare_text(
+        "PEM file of its key, unless that stands in the same file.", "FILE"
     )
-    upstream_name: str = declare_flag(
-        "What certificates of instances are for, if not for the host of the URL.",
-        default="",
-        metavar="NAME",
+    upstream_name: str = _declare_text(
+        "What certificates of instances are for, if not for the host of the URL.", "NAME"
     )
-    health_interval: float = declare_flag(
-        "Seconds between two health probes of an instance.",
-        default=PROBE_INTERVAL_S,
-        type=click.FloatRange(0.05),
+    health_interval: float = _declare_number(
+        "Seconds between two health probes of an instance.", PROBE_INTERVAL_S, 0.05
     )
     retries: int = declare_flag(
         "Retries per request on other instances, before its first response byte.",
         default=failures.MAX_RETRIES,
         type=click.IntRange(0, 10),
     )
-    breaker_failures: int = declare_flag(
+    breaker_failures: int = _declare_number(
         "Consecutive failures that open the circuit breaker of an instance.",
-        default=MAX_CONSECUTIVE_FAILURES,
-        type=click.IntRange(min=1),
+        MAX_CONSECUTIVE_FAILURES,
+        1,
     )
 
     # The process and its ports.
@@ -268,15 +268,11 @@ class RouterOptions:
         default=1,
         type=click.IntRange(1, MAX_WORKERS),
     )
-    drain_delay: float = declare_flag(
-        "Seconds after SIGTERM during which new requests are still accepted.",
-        default=0.0,
-        type=click.FloatRange(0),
+    drain_delay: float = _declare_number(
+        "Seconds after SIGTERM during which new requests are still accepted.", 0.0, 0
     )
-    drain_timeout: float = declare_flag(
-        "Seconds after SIGTERM within which requests in flight may finish.",
-        default=DRAIN_TIMEOUT_S,
-        type=click.FloatRange(0),
+    drain_timeout: float = _declare_number(
+        "Seconds after SIGTERM within which requests in flight may finish.", DRAIN_TIMEOUT_S, 0
     )
     # A port of its own, so that a firewall can tell operators from clients.
     admin_port: int | None = declare_flag(
@@ -287,36 +283,30 @@ class RouterOptions:
         "Address of --admin-port; one that other machines can reach needs --admin-token.",
         default=DEFAULT_ADMIN_HOST,
     )
-    admin_token: str = declare_flag(
-        "Bearer token that /instances requires.", default="", metavar="TOKEN"
-    )
+    admin_token: str = _declare_text("Bearer token that /instances requires.", "TOKEN")
 
     # Where instances are found, and the store of several replicas.
-    discover: tuple[str, ...] = declare_flag(
+    discover: tuple[str, ...] = _declare_list(
         "dns://SERVICE:PORT or k8s://NAMESPACE/SELECTOR, with ?role=ROLE; repeatable.",
-        multiple=True,
+        "SOURCE",
         callback=check_sources,
-        metavar="SOURCE",
     )
-    discover_interval: float = declare_flag(
+    discover_interval: float = _declare_number(
         "Seconds between two questions to DNS, and until a source that failed is asked again.",
-        default=DISCOVER_INTERVAL_S,
-        type=click.FloatRange(0.05),
+        DISCOVER_INTERVAL_S,
+        0.05,
     )
-    kubernetes_api: str = declare_flag(
-        "API server for k8s://, like that of `kubectl proxy`; by default the pod's own.",
-        default="",
-        metavar="URL",
+    kubernetes_api: str = _declare_text(
+        "API server for k8s://, like that of `kubectl proxy`; by default the pod's own.", "URL"
     )
-    shared_state: str = declare_flag(
+    shared_state: str = _declare_text(
         "redis://[USER@]HOST[:PORT][/DATABASE] of a Valkey or Redis, or rediss:// for TLS, through "
         "which replicas share load and circuit breakers.",
-        default="",
+        "URL",
         callback=check_store_url,
-        metavar="URL",
     )
-    shared_state_password_file: str = declare_flag(
-        "The password for it; read anew at each connection.", default="", metavar="FILE"
+    shared_state_password_file: str = _declare_text(
+        "The password for it; read anew at each connection.", "FILE"
     )
     shared_state_prefix: str = declare_flag(
         "What its keys begin with: one name for all replicas, another one for each deployment.",
@@ -327,20 +317,18 @@ class RouterOptions:
     limits: RouterLimits  # one flag for each of its fields
 
     # Of the policies.
-    routing_logic: str = declare_flag(
+    routing_logic: str = _declare_choice(
         "Policy that chooses --backend or --prefill instances; see docs/router.md.",
-        type=click.Choice(tuple(POLICIES)),
+        tuple(POLICIES),
         default=types.DEFAULT_POLICY,
     )
-    encoder_routing_logic: Literal["least_requests", "ttft"] = declare_flag(
+    encoder_routing_logic: Literal["least_requests", "ttft"] = _declare_choice(
         "Policy that chooses --encoder instances: fewest requests, or least expected time.",
-        type=click.Choice(ENCODER_POLICIES),
-        default=types.OTHER_LEGS_POLICY,
+        ENCODER_POLICIES,
     )
-    ttft_model: Literal["calibrated", "trapezoid"] = declare_flag(
+    ttft_model: Literal["calibrated", "trapezoid"] = _declare_choice(
         "What the ttft policy compares: predicted seconds, or attention pairs to compute.",
-        type=click.Choice(TTFT_MODELS),
-        default=TTFT_MODELS[0],
+        TTFT_MODELS,
     )
     # No default: refusing requests is the operator's decision.
     slo_ttft_ms: float | None = declare_flag(
@@ -358,40 +346,36 @@ class RouterOptions:
     trust_priority: bool = declare_flag(
         "Let a caller's `priority` below 0, too, order what --max-queue-ms holds.", is_flag=True
     )
-    session_key: str = declare_flag(
+    session_key: str = _declare_text(
         "Header, or key of the body, with the session ID; for session and kvaware.",
-        default="",
+        "NAME",
         callback=_check_name,
-        metavar="NAME",
     )
     # The default is the dataclass's, which simulations use without this flag.
-    kv_aware_threshold: int = declare_flag(
+    kv_aware_threshold: int = _declare_number(
         "Uncached prompt tokens up to which kvaware follows the longest cached prefix.",
-        default=states.PolicyOptions().kv_aware_threshold,
-        type=click.IntRange(min=0),
+        states.PolicyOptions().kv_aware_threshold,
+        0,
     )
 
     # Of those that read prompts: who tokenizes, and who knows what is cached.
     # Needed where /v1/models names a folder that exists on the instance's machine only.
-    tokenizer: str = declare_flag(
+    tokenizer: str = _declare_text(
         "Tokenizer for all models; by default the one that /v1/models names for each.",
-        default="",
-        metavar="MODEL_OR_DIR",
+        "MODEL_OR_DIR",
     )
-    tokenize: Literal["local", "engine"] = declare_flag(
+    tokenize: Literal["local", "engine"] = _declare_choice(
         "Tokenize prompts in the router, or ask the render endpoint of an instance.",
-        type=click.Choice(TOKENIZE_PLACES),
-        default=TOKENIZE_PLACES[0],
+        TOKENIZE_PLACES,
     )
-    prefix_index: PrefixIndexName = declare_flag(
+    prefix_index: PrefixIndexName = _declare_choice(
         "Source of cached prefixes: KV events, or the prompts sent to each instance.",
-        type=click.Choice(PREFIX_INDEXES),
+        PREFIX_INDEXES,
         default=HISTORY_INDEX,
     )
-    kv_events_endpoint: tuple[str, ...] = declare_flag(
+    kv_events_endpoint: tuple[str, ...] = _declare_list(
         "ZMQ endpoint of an instance's KV events; by default the one that it reports.",
-        multiple=True,
-        metavar="URL=ENDPOINT[,REPLAY]",
+        "URL=ENDPOINT[,REPLAY]",
     )
     # For instances that load blocks from one store, whoever of them computed these.
     enable_shared_cache: bool = declare_flag(
@@ -555,14 +539,9 @@ def add_flags(command: Command) -> Command:
             flags[each.name] = each.metadata
             continue
         flags |= {
-            limit.name: {
-                "help": limit.metadata["text"],
-                "default": limit.default,
-                # By the default and not the annotation, which is only a string here: see declare_limit.
-                "type": (click.FloatRange if isinstance(limit.default, float) else click.IntRange)(
-                    min=limit.metadata["minimum"]
-                ),
-            }
+            limit.name: _declare_number(
+                limit.metadata["text"], limit.default, limit.metadata["minimum"]
+            ).metadata
             for limit in fields(RouterLimits)
         }
     file = _make_option(

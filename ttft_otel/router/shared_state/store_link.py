@@ -169,19 +169,14 @@ class StoreLink:
         yield build_gauge(metric_names.ROUTER_REPLICAS, help_text, len(replicas))
         help_text = "Whether the store of --shared-state answers."
         yield build_gauge(metric_names.ROUTER_SHARED_STATE_UP, help_text, bool(self._is_up))
-        for name, help_text, counts in (
-            (
-                metric_names.ROUTER_SHARED_STATE_EXCHANGES,
-                "Round trips to the store, by result.",
-                self._exchanges,
-            ),
-            (
-                metric_names.ROUTER_SHARED_STATE_VALUES,
-                "Values of other replicas, by what became of them.",
-                self._results,
-            ),
-        ):
-            yield build_counter(name, help_text, counts, "result")
+        name, help_text = (
+            metric_names.ROUTER_SHARED_STATE_EXCHANGES,
+            "Round trips to the store, by result.",
+        )
+        yield build_counter(name, help_text, self._exchanges, "result")
+        help_text = "Values of other replicas, by what became of them."
+        name = metric_names.ROUTER_SHARED_STATE_VALUES
+        yield build_counter(name, help_text, self._results, "result")
 
     def _note_change(self) -> None:
         self._has_changed = True

@@ -257,6 +257,7 @@ class WorkerSupervisor:
             self._exit_code = abs(process.exitcode or 0) or 1
             self._begin_stop()
             return
+        code = process.exitcode or 0
         state.process, moment = None, time.monotonic()
         state.pause_s = choose_pause_s(state.pause_s, moment - state.started_s)
         state.restart_at_s = moment + state.pause_s
@@ -265,7 +266,10 @@ class WorkerSupervisor:
             "it is replaced %s",
             number,
             process.pid,
-            describe_end(process.exitcode or 0),
+            # Negative after a signal.
+            f"was ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}",
             f"in {state.pause_s:g} s" if state.pause_s else "at once",
         )
 
@@ -341,10 +345,3 @@ def choose_pause_s(last_pause_s: float, lived_s: float) -> float:
     if lived_s >= STEADY_S:
         return 0.0
     return min(max(last_pause_s * 2, FIRST_PAUSE_S), MAX_PAUSE_S)
-
-
-def describe_end(exit_code: int) -> str:
-    """How log lines say that a process has ended; `exit_code` is negative after a signal."""
-    if exit_code < 0:
-        return f"was ended by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
