@@ -6,7 +6,7 @@
 Needs torch with CUDA and this checkout, no vLLM; 90 s at most. The truth is an event between two reads
 of the host's clock, taken with the device idle before and after each phase; the clocks' drift follows
 from the two. Goals are for errors, calls that wait, and a marked step's cost.
-tests/benchmarks/test_gpu_benchmarks.py runs it on the simulated device.
+tests/benchmarks/test_figures.py runs it on the simulated device.
 """
 
 from __future__ import annotations

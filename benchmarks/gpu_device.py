@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What gpu_clock.py asks of a device, and how a CUDA device does it: work, copies, graphs, waiting.
 
-tests/benchmarks/test_gpu_benchmarks.py has a simulated one.
+tests/benchmarks/test_figures.py has a simulated one.
 """
 
 from __future__ import annotations

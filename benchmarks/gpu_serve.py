@@ -5,7 +5,7 @@
 
 Needs a GPU and the pieces that scripts/gpu packs; three servers per runner (traced, untraced, encoder-only)
 from gpu_servers.py. The truth is a kernel that spins in the stream that computes. Judged is what each server
-answers in Server-Timing. tests/benchmarks/test_gpu_benchmarks.py runs it on servers that are simulated.
+answers in Server-Timing. tests/benchmarks/test_figures.py runs it on servers that are simulated.
 """
 
 from __future__ import annotations

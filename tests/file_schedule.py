@@ -38,7 +38,7 @@ LONG_FILES: Final = (
     "tests/test_wheel.py",
     "tests/attack/test_upstream_faults.py",
     "tests/exporter/test_exporter_process.py",
-    "tests/commands/router/test_router_process.py",
+    "tests/commands/router/test_router_command.py",
     "tests/bench/test_comparison.py",
     "tests/report/receive/test_receiver.py",
     "tests/hooks/device/test_accelerator.py",

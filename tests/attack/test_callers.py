@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands.router.test_router_process import CommandProcess, run_command
+from commands.router.test_router_command import CommandProcess, run_command
 from commands.router.test_worker_processes import wait_for_workers
 from router import fake_instances
 from router.control.test_admin import open_admin

@@ -218,7 +218,7 @@ class PromptServer(uvicorn.Server):
     """uvicorn's server without its fixed pauses: hundreds of tests stop one.
 
     Its main loop looks every 0.1 s whether to exit, and its shutdown begins with a sleep of 0.1 s.
-    What router processes do when they are stopped is tested in cli/test_router_process.py.
+    What router processes do when they are stopped is tested in commands/router/test_router_command.py.
 
     cancels: end what is under way at once, as uvicorn does after timeout_graceful_shutdown.
     """

@@ -21,8 +21,8 @@ from router import fake_instances
 from router.fake_instances import STREAM_EVENTS, FakeInstance, InstancePlan
 from router.shared_state.test_store_link import run_store
 
-from commands.router import test_router_process
-from commands.router.test_router_process import CommandProcess, run_command
+from commands.router import test_router_command
+from commands.router.test_router_command import CommandProcess, run_command
 from lab.fake_vllm.kv_publisher import FakePublisher
 from lab.fake_vllm.prefix_cache import FakeEngine
 from ttft_otel.commands.router.command import command
@@ -338,8 +338,8 @@ async def test_orders_reach_a_frozen_worker(
 ) -> None:
     """Also when questions, or more orders than are kept, pushed out what it missed: all agree at last."""
     change = f"import {messages.__name__} as it; it.MAX_QUEUED_BYTES"
-    code = f"{change} = {KERNEL_BYTES}\n{test_router_process.COMMAND_CODE}"
-    monkeypatch.setattr(test_router_process, "COMMAND_CODE", code)
+    code = f"{change} = {KERNEL_BYTES}\n{test_router_command.COMMAND_CODE}"
+    monkeypatch.setattr(test_router_command, "COMMAND_CODE", code)
     async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
         flags = ("--backend", a.url, "--backend", b.url, "--workers", "3")
         async with run_command(tmp_path, *flags) as it:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 import pytest
-from commands.router.test_router_options import INSTANCE_URL, read_options
+from commands.router.test_router_command import INSTANCE_URL, read_options
 
 from router import fake_instances, fake_pair
 from router.control.test_admin import open_admin

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 import pytest
-from commands.router.test_router_options import INSTANCE_URL, read_options
+from commands.router.test_router_command import INSTANCE_URL, read_options
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs

@@ -163,7 +163,7 @@ def _declare_choice(help_text: str, choices: tuple[str, ...], default: str = "")
     return declare_flag(help_text, type=click.Choice(choices), default=default or choices[0])
 
 
-def _declare_number(help_text: str, default: float, minimum: float) -> Any:
+def _declare_number(help_text: str, default: Any, minimum: Any) -> Any:
     # By the default and not the annotation, which is only a string: see declare_limit.
     kind = click.FloatRange if isinstance(default, float) else click.IntRange
     return declare_flag(help_text, default=default, type=kind(min=minimum))
