@@ -72,6 +72,9 @@ class PatchTarget:
 
 
 # In the API server, from the ASGI call to the engine and back; hooks: api_server.py.
+_RENDERER: Final = "vllm.renderers.base"
+_OUTPUTS: Final = "vllm.v1.engine.output_processor"
+
 _api_target: Final = partial(PatchTarget, process="api", drop_when=VLLM_EMITS_IT)
 
 _FRONTEND: Final[tuple[PatchTarget, ...]] = (
@@ -88,8 +91,8 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
         # Each sets arrival_time in its first line (renderers/base.py): no rendering is before.
         name="frontend.render",
         places=(
-            TargetPlace("vllm.renderers.base", "BaseRenderer.render_chat_async"),
-            TargetPlace("vllm.renderers.base", "BaseRenderer.render_cmpl_async"),
+            TargetPlace(_RENDERER, "BaseRenderer.render_chat_async"),
+            TargetPlace(_RENDERER, "BaseRenderer.render_cmpl_async"),
         ),
         marks="end of receive",
         lost=("receive", "preprocess"),
@@ -107,14 +110,14 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
     _api_target(
         # The plural method: render_cmpl_async() gathers its prompts through it in one call.
         name="frontend.tokenize",
-        places=(TargetPlace("vllm.renderers.base", "BaseRenderer.tokenize_prompts_async"),),
+        places=(TargetPlace(_RENDERER, "BaseRenderer.tokenize_prompts_async"),),
         marks="part of preprocess: tokenizer",
         why="vLLM has no event for it",
     ),
     _api_target(
         # Called for text as well: the hook reads `prompt` to leave that out.
         name="frontend.multimodal",
-        places=(TargetPlace("vllm.renderers.base", "BaseRenderer.process_for_engine_async"),),
+        places=(TargetPlace(_RENDERER, "BaseRenderer.process_for_engine_async"),),
         marks="part of preprocess: multimodal processor",
         why="enable_mm_processor_stats only sums it, per server",
         reads=("prompt",),
@@ -143,7 +146,7 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
     _api_target(
         # Late enough: before, AsyncLLM.add_request() drops headers if vLLM's tracing is off.
         name="frontend.register",
-        places=(TargetPlace("vllm.v1.engine.output_processor", "OutputProcessor.add_request"),),
+        places=(TargetPlace(_OUTPUTS, "OutputProcessor.add_request"),),
         marks="engine request id; trace headers",
         lost=("ipc", *ENGINE_STAGES, "egress"),
         why="the only place where every engine request (n > 1 too) has its final id",
@@ -153,7 +156,7 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
     _api_target(
         # Called for slices of a batch (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE), each with its own times.
         name="frontend.outputs",
-        places=(TargetPlace("vllm.v1.engine.output_processor", "OutputProcessor.process_outputs"),),
+        places=(TargetPlace(_OUTPUTS, "OutputProcessor.process_outputs"),),
         marks="end of output; the engine's marks",
         lost=("ipc", *ENGINE_STAGES, "egress"),
         why="vLLM's own first-token time is a wall-clock difference",
@@ -162,11 +165,7 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
     _api_target(
         # Once for each request, whether or not vLLM keeps statistics; not for one that is aborted.
         name="frontend.end",
-        places=(
-            TargetPlace(
-                "vllm.v1.engine.output_processor", "OutputProcessor._update_stats_from_finished"
-            ),
-        ),
+        places=(TargetPlace(_OUTPUTS, "OutputProcessor._update_stats_from_finished"),),
         marks="end of a generation: its tokens, finish reason, time per token",
         why="process_outputs() would have to be asked at each decode step",
         reads=("req_state", "finish_reason"),
@@ -174,7 +173,7 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
     _api_target(
         # The middleware sees that an HTTP client has left; of other callers nobody else says it.
         name="frontend.abort",
-        places=(TargetPlace("vllm.v1.engine.output_processor", "OutputProcessor.abort_requests"),),
+        places=(TargetPlace(_OUTPUTS, "OutputProcessor.abort_requests"),),
         marks="end of a request that came without HTTP and was aborted",
         why="vLLM reports no end of an aborted request",
         reads=("request_ids",),
@@ -182,6 +181,8 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
 )
 
 # In the engine core: input and scheduler; hooks: engine_core/tracer.py.
+_SCHEDULER: Final = "vllm.v1.core.sched.scheduler"
+
 _core_target: Final = partial(PatchTarget, process="core", drop_when=VLLM_EMITS_IT)
 
 _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
@@ -198,7 +199,7 @@ _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
     _core_target(
         # AsyncScheduler and other subclasses inherit it, so that a patch of the base reaches them.
         name="scheduler.schedule",
-        places=(TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),),
+        places=(TargetPlace(_SCHEDULER, "Scheduler.schedule"),),
         marks="end of the queue; which steps the worker measures",
         lost=("ipc", *ENGINE_STAGES),
         why="a custom scheduler_cls would exclude the operator's own",
@@ -207,7 +208,7 @@ _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
     _core_target(
         # Its argument names the step's requests; under async scheduling another step runs already.
         name="scheduler.update",
-        places=(TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),),
+        places=(TargetPlace(_SCHEDULER, "Scheduler.update_from_output"),),
         marks="joins the worker's marks; sends them along",
         lost=("ipc", *ENGINE_STAGES),
         why="the only place that has one step's input and output together",
@@ -217,7 +218,7 @@ _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
     _core_target(
         # Called for a pause and for its end alike; the state is the argument.
         name="scheduler.pause",
-        places=(TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.set_pause_state"),),
+        places=(TargetPlace(_SCHEDULER, "Scheduler.set_pause_state"),),
         marks="since when a queued request waits for the end of a pause",
         why="a paused engine core runs no step in which it could be seen",
         drop_when="scheduling events say that requests wait, and why",
@@ -234,7 +235,7 @@ _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
     _core_target(
         # Called by finish_requests() (aborts) and by update_from_output(): hooks distinguish them.
         name="scheduler.free",
-        places=(TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler._free_request"),),
+        places=(TargetPlace(_SCHEDULER, "Scheduler._free_request"),),
         marks="where an aborted request was",
         why="every end of a request passes here",
         drop_when="vLLM reports aborted requests",
@@ -243,9 +244,7 @@ _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
     _core_target(
         # Called when the input comes, or when the answer to the one before it ends.
         name="scheduler.session",
-        places=(
-            TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler._update_request_as_session"),
-        ),
+        places=(TargetPlace(_SCHEDULER, "Scheduler._update_request_as_session"),),
         marks="which input of a stream (/v1/realtime) the steps of its session are for",
         why="a session is one request to the scheduler, which has one QUEUED event",
         drop_when="events of an input's own",
@@ -256,7 +255,8 @@ _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
 # In the worker, in both of vLLM's model runners; hooks: worker/model_runners.py.
 # A release can have both; a server uses one of them.
 _V1: Final = "vllm.v1.worker.gpu_model_runner"
-_V2: Final = "vllm.v1.worker.gpu.model_runner"
+_GPU: Final = "vllm.v1.worker.gpu"
+_V2: Final = f"{_GPU}.model_runner"
 
 _worker_target: Final = partial(
     PatchTarget,
@@ -293,7 +293,7 @@ _WORKER: Final[tuple[PatchTarget, ...]] = (
         name="worker.encoder",
         places=(
             TargetPlace(_V1, "GPUModelRunner._execute_mm_encoder"),
-            TargetPlace("vllm.v1.worker.gpu.mm.encoder_runner", "EncoderRunner.execute_mm_encoder"),
+            TargetPlace(f"{_GPU}.mm.encoder_runner", "EncoderRunner.execute_mm_encoder"),
         ),
         marks="encoder.compute",
         lost=("dispatch", "encoder.compute"),
@@ -305,13 +305,9 @@ _WORKER: Final[tuple[PatchTarget, ...]] = (
         name="worker.forward",
         places=(
             TargetPlace(_V1, "GPUModelRunner._model_forward"),
-            TargetPlace(
-                "vllm.v1.worker.gpu.async_utils", "StepTimingCollector.forward_start", "0.29"
-            ),
-            TargetPlace("vllm.v1.worker.gpu.kv_connector", "KVConnector.pre_forward", until="0.29"),
-            TargetPlace(
-                "vllm.v1.worker.gpu.kv_connector", "ActiveKVConnector.pre_forward", until="0.29"
-            ),
+            TargetPlace(f"{_GPU}.async_utils", "StepTimingCollector.forward_start", since="0.29"),
+            TargetPlace(f"{_GPU}.kv_connector", "KVConnector.pre_forward", until="0.29"),
+            TargetPlace(f"{_GPU}.kv_connector", "ActiveKVConnector.pre_forward", until="0.29"),
         ),
         marks="prefill.compute",
         lost=("dispatch", "prefill.compute", "prefill.stall", "sample"),
@@ -322,7 +318,7 @@ _WORKER: Final[tuple[PatchTarget, ...]] = (
         name="worker.dp_sync",
         places=(
             TargetPlace("vllm.v1.worker.dp_utils", "_synchronize_dp_ranks"),
-            TargetPlace("vllm.v1.worker.gpu.dp_utils", "sync_cudagraph_and_dp_padding"),
+            TargetPlace(f"{_GPU}.dp_utils", "sync_cudagraph_and_dp_padding"),
         ),
         marks="dispatch: the wait for other data-parallel ranks",
     ),
@@ -359,7 +355,7 @@ _WORKER: Final[tuple[PatchTarget, ...]] = (
         name="worker.output",
         places=(
             TargetPlace(_V1, "AsyncGPUModelRunnerOutput.get_output"),
-            TargetPlace("vllm.v1.worker.gpu.async_utils", "AsyncOutput.get_output"),
+            TargetPlace(f"{_GPU}.async_utils", "AsyncOutput.get_output"),
         ),
         marks="resolves device events once the output copy is complete",
         lost=(*WORKER_STAGES, "sample", "output"),
@@ -371,9 +367,11 @@ _WORKER: Final[tuple[PatchTarget, ...]] = (
 # In encoder-cache and KV connectors, which can be third-party classes; hooks: install.py. Their methods are
 # wrapped on the class that vLLM's factory makes, and checked on vLLM's base classes. The session that serves
 # an encoder's fetches has only one class.
-_EC: Final = "vllm.distributed.ec_transfer.ec_connector.base"
-_SESSION: Final = "vllm.distributed.ec_transfer.ec_connector.cpu.session"
-_KV: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_EC_FOLDER: Final = "vllm.distributed.ec_transfer.ec_connector"
+_EC: Final = f"{_EC_FOLDER}.base"
+_SESSION: Final = f"{_EC_FOLDER}.cpu.session"
+_KV_FOLDER: Final = "vllm.distributed.kv_transfer.kv_connector"
+_KV: Final = f"{_KV_FOLDER}.v1.base"
 
 _connector_target: Final = partial(
     PatchTarget,
@@ -386,12 +384,7 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
         # In both processes: the scheduler's half waits for encodings, the worker's half moves them.
         name="transfer.create",
         process="core+worker",
-        places=(
-            TargetPlace(
-                "vllm.distributed.ec_transfer.ec_connector.factory",
-                "ECConnectorFactory.create_connector",
-            ),
-        ),
+        places=(TargetPlace(f"{_EC_FOLDER}.factory", "ECConnectorFactory.create_connector"),),
         marks="finds the encoder-cache connector's class",
         lost=(*QUEUE_STAGES, "dispatch", "ec.transfer", "encoder.compute"),
         why="connectors are third-party classes: only vLLM's factory has the instance's class",
@@ -483,12 +476,7 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
     _connector_target(
         name="kv.create",
         process="core+worker",
-        places=(
-            TargetPlace(
-                "vllm.distributed.kv_transfer.kv_connector.factory",
-                "KVConnectorFactory.create_connector",
-            ),
-        ),
+        places=(TargetPlace(f"{_KV_FOLDER}.factory", "KVConnectorFactory.create_connector"),),
         marks="finds the KV connector's class",
         lost=(*QUEUE_STAGES, *COMPUTE_STAGES, "kv.transfer", "sample", "output"),
         why="connectors are third-party classes: only vLLM's factory has the instance's class",
@@ -507,9 +495,7 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
         # On the scheduler, not on connectors: one address, whatever the connector's class is.
         name="kv.arrive",
         process="core",
-        places=(
-            TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler._update_from_kv_xfer_finished"),
-        ),
+        places=(TargetPlace(_SCHEDULER, "Scheduler._update_from_kv_xfer_finished"),),
         marks="kv.transfer: the blocks are there; those kept for another instance are freed",
         lost=(*QUEUE_STAGES, "kv.transfer"),
         why="the only place that every connector notifies",
