@@ -72,7 +72,7 @@ class KeptBlocks(msgspec.Struct, array_like=True, gc=False):
     expired: bool
 
 
-class KeptItems(msgspec.Struct, array_like=True, gc=False, frozen=True):
+class KeptItems(msgspec.Struct, array_like=True, gc=False):
     """Encodings that an engine core kept for another instance after the answer."""
 
     #: From the answer until all were fetched, microseconds of CLOCK_MONOTONIC.

@@ -179,7 +179,8 @@ class BlockTransfers:
         for request_id in kv_connector_output.finished_sending or ():
             lease = self.tracked.pop(request_id, None)
             if isinstance(lease, KeptBlocks):
-                self._end_lease(request_id, lease, _has_expired(kv_connector_output))
+                lease.until, lease.expired = clock.now_us(), _has_expired(kv_connector_output)
+                self.answers.settle(request_id, encode_answer(lease))
 
     def record_kept_blocks(
         self,
@@ -201,11 +202,6 @@ class BlockTransfers:
         blocks = max(map(len, groups))
         lease = KeptBlocks(clock.now_us(), 0, request.num_computed_tokens, blocks, False)
         self._track_request(request.request_id, lease)
-
-    def _end_lease(self, request_id: str, lease: KeptBlocks, expired: bool) -> None:
-        lease.until = clock.now_us()
-        lease.expired = expired
-        self.answers.settle(request_id, encode_answer(lease))
 
     def answer_kept_blocks(self, request_id: str) -> Any:
         """Utility call: how long blocks were kept, as KeptBlocks JSON; see KeptAnswers.ask()."""
@@ -327,17 +323,14 @@ def settle_items(
 class EncodingLease(msgspec.Struct, eq=False):
     """Encodings of an answered request that are kept until another instance fetches them.
 
-    Times in microseconds. waiting: mm_hashes that are not fetched yet. unready: those of them whose
-    copy out of the device is still in progress. ready_at: when the last copy ended, 0 before.
+    kept: what is known of them. waiting: mm_hashes that are not fetched yet. unready: those of them whose
+    copy out of the device is still in progress.
     """
 
     request_id: str
-    since: int
+    kept: KeptItems
     waiting: set[str]
     unready: set[str]
-    items: int
-    bytes: int
-    ready_at: int
 
 
 class EncodingLeases:
@@ -400,17 +393,8 @@ class EncodingLeases:
             unready &= unfetched
             size = sum(sizes[name] for name in unfetched)
             now = clock.now_us()
-            self._add_lease(
-                EncodingLease(
-                    request_id=request.request_id,
-                    since=now,
-                    waiting=unfetched,
-                    unready=unready,
-                    items=len(unfetched),
-                    bytes=size,
-                    ready_at=0 if unready else now,
-                )
-            )
+            kept = KeptItems(now, 0, len(unfetched), size, 0 if unready else now, "")
+            self._add_lease(EncodingLease(request.request_id, kept, unfetched, unready))
 
     def _add_lease(self, lease: EncodingLease) -> None:
         while self.leases and (
@@ -433,19 +417,16 @@ class EncodingLeases:
 
     def _end_lease(self, lease: EncodingLease, why: str = "") -> None:
         """End a lease: all its encodings were fetched (`why` ""), or will not be."""
-        kept_items = KeptItems(
-            lease.since, clock.now_us(), lease.items, lease.bytes, lease.ready_at, why
-        )
-        self._remove_lease(lease, encode_answer(kept_items))
+        lease.kept.until, lease.kept.end_reason = clock.now_us(), why
+        self._remove_lease(lease, encode_answer(lease.kept))
 
     def _remove_lease(self, lease: EncodingLease, answer: str) -> None:
         self.leases.pop(lease.request_id, None)
         for name in lease.waiting:
-            others = self.leases_by_hash.get(name, [])
-            if lease in others:
-                others.remove(lease)
+            others = self.leases_by_hash[name]
+            others.remove(lease)
             if not others:
-                self.leases_by_hash.pop(name, None)
+                del self.leases_by_hash[name]
         self.answers.settle(lease.request_id, answer)
 
     def record_saved(
@@ -457,7 +438,7 @@ class EncodingLeases:
             for lease in self.leases_by_hash.get(name, ()):
                 lease.unready.discard(name)
                 if not lease.unready:
-                    lease.ready_at = lease.ready_at or clock.now_us()
+                    lease.kept.ready_at = lease.kept.ready_at or clock.now_us()
 
     def record_fetched(
         self, active: dict[str, Any], result: Any, session: Any, *args: Any, **kw: Any
@@ -487,7 +468,7 @@ class EncodingLeases:
             oldest = next(iter(self.leases.values()))
             if any(session._cache.get(name) is None for name in oldest.waiting):
                 self._end_lease(oldest, REASON_EVICTED)
-            elif now - oldest.since > MAX_KEPT_US:
+            elif now - oldest.kept.since > MAX_KEPT_US:
                 self._end_lease(oldest, REASON_EXPIRED)
             else:
                 break
