@@ -94,7 +94,8 @@ def test_applied(
 ) -> None:
     """A change has been applied when every living process with hooks has noted its number."""
     switched: list[tuple[set[str], set[str]]] = []
-    hooks = SimpleNamespace(switch=lambda off, fail: switched.append((off, fail)))
+    patcher = SimpleNamespace(switch=lambda off, fail: switched.append((off, fail)))
+    hooks = SimpleNamespace(find_patcher=lambda: patcher)
     module: Any = importlib.import_module("lab.vllm_plugins.inject.ttft_inject.switch")
     switch = module.HookSwitch()
     control.set_injections(off=["a"])

@@ -59,7 +59,7 @@ class SchedulerFacts:
         #: It counts the streaming sessions that wait for input.
         self.has_sessions = hasattr(scheduler, "num_waiting_for_streaming_input")
         #: Called with the scheduler: the requests that it has set aside, () unknown.
-        self.get_deferred: Callable[[Any], Any] = _get_nobody
+        self.get_deferred: Callable[[Any], Any] = lambda _: ()
         for name in ("skipped_waiting", "deferred_waiting"):  # a queue; a set from vLLM 0.30 on
             if hasattr(scheduler, name):
                 self.get_deferred = attrgetter(name)
@@ -95,10 +95,6 @@ class SchedulerFacts:
         groups = getattr(getattr(scheduler, "kv_cache_config", None), "kv_cache_groups", ())
         #: Kinds of KV blocks: hybrid models have several groups of layers, each with blocks of its own.
         self.cache_groups = max(1, len(groups))
-
-
-def _get_nobody(_: Any) -> tuple[()]:
-    return ()
 
 
 def get_facts(scheduler: Any) -> SchedulerFacts:

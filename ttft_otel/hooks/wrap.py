@@ -203,13 +203,6 @@ def find_patcher() -> Patcher | None:
     return next((each for each in sys.meta_path if isinstance(each, Patcher)), None)
 
 
-def switch(off: Iterable[str] = (), fail: Iterable[str] = ()) -> None:
-    """For tests: Patcher.switch() of this process."""
-    patcher = find_patcher()
-    if patcher is not None:
-        patcher.switch(off, fail)
-
-
 def _unwrap_kind(raw: Any) -> AnyCall:
     call: AnyCall = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
     return call

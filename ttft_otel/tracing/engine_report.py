@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """EngineReport: what an engine core sends of a request whose front-end has no hooks, instead of a Record.
 
-hooks/engine_core/own_requests.py fills it. The exporter makes the Record, because that takes twenty times as
+hooks/engine_core/tracer.py fills it. The exporter makes the Record, because that takes twenty times as
 long as the bytes of a report, and an engine core has a step to begin meanwhile.
 """
 

@@ -14,7 +14,7 @@ from tracing_fakes import MemorySender
 from hooks.fakes import HEADERS, FakeEngineCore, make_request
 from hooks.process import CORE
 from ttft_otel.hooks import api_server
-from ttft_otel.hooks.engine_core import own_requests, tracer
+from ttft_otel.hooks.engine_core import tracer
 from ttft_otel.model import breakdown
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.model.record import Ttft
@@ -38,7 +38,7 @@ def own_process(
     monkeypatch.setattr(api_server, "time", SimpleNamespace(time=lambda: NOW_S))
     monkeypatch.setattr(records, "start_exporter", lambda: None)
     monkeypatch.setattr(settings, "_frozen", [Settings(on=True)])
-    own_requests._begin_sending.cache_clear()
+    tracer._begin_sending.cache_clear()
     yield
     assert not CORE.own_reports
 
@@ -205,7 +205,7 @@ def test_ended_by_the_engine(
     core: FakeEngineCore, records: MemorySender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An only output without a token is an error of the engine."""
-    monkeypatch.setattr(own_requests.vllm_fields, "lacks_first_token", lambda output: True)
+    monkeypatch.setattr(tracer.vllm_fields, "lacks_first_token", lambda output: True)
     answer(core, make_own(), ends=True)
 
     assert read_ttft(records).error == keys.ERROR_ENGINE

@@ -348,23 +348,18 @@ def _lacks_encoder_room(scheduler: Any, output: Any, request: Any) -> bool:
         if position.offset + position.length <= request.num_computed_tokens:
             continue
         if feature.identifier not in cached:
-            size = _count_embeddings(request, index)
+            size = request.get_num_encoder_embeds(index)
             break
     else:
         return False
     spent = sum(
-        _count_embeddings(scheduler.requests[request_id], index)
+        scheduler.requests[request_id].get_num_encoder_embeds(index)
         for request_id, indices in output.scheduled_encoder_inputs.items()
         if request_id in scheduler.requests
         for index in indices
     )
     budget = getattr(scheduler, "max_num_encoder_input_tokens", 0)
-    return spent + size > budget or size > getattr(manager, "num_freeable_slots", size)
-
-
-def _count_embeddings(request: Any, index: int) -> int:
-    """What media item `index` takes of the encoder's budget and cache."""
-    return int(request.get_num_encoder_embeds(index))
+    return bool(spent + size > budget or size > getattr(manager, "num_freeable_slots", size))
 
 
 def find_own_reason(

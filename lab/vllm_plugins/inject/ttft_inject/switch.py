@@ -23,13 +23,14 @@ class HookSwitch:
 
     def apply_changes(self) -> None:
         """Apply the file once; does nothing in a process that has not loaded ttft-otel's hooks."""
-        switch = getattr(sys.modules.get(WRAP_MODULE), "switch", None)
-        if switch is None:
+        find_patcher = getattr(sys.modules.get(WRAP_MODULE), "find_patcher", None)
+        patcher = find_patcher() if find_patcher is not None else None
+        if patcher is None:
             return
         content = control.read()
         wanted = set(content.get("off", ())), set(content.get("raise", ()))
         if wanted != self.applied:
-            switch(wanted[0], wanted[1])
+            patcher.switch(*wanted)
             self.applied = wanted
         # After the switch: whoever finds the number can rely on what it stands for.
         if (number := content.get("number", 0)) != self.noted_number:
