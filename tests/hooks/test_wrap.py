@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -52,31 +53,15 @@ def function(request):
 """
 
 
-class HookCalls:
-    """A hook's two halves, remembering what they were given."""
+class Guest:
+    """Installs one target around the throwaway module, which can be imported as `guesthost`.
 
-    def __init__(self) -> None:
-        self.before: list[tuple[Any, ...]] = []
-        self.after: list[tuple[Any, ...]] = []
-
-    def make_hook(self, **more: Any) -> guard.Hook:
-        """Both halves as a Hook."""
-
-        def before(*args: Any, **kwargs: Any) -> str:
-            self.before.append((*args, kwargs))
-            return "token"
-
-        def after(token: Any, result: Any, *args: Any, **kwargs: Any) -> None:
-            self.after.append((token, result))
-
-        return guard.Hook(before, after, **more)
-
-
-class Installer:
-    """Installs one target around the throwaway module, which can be imported as `guesthost`."""
+    before, after: the two halves of its hook, which remember their calls.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
+        self.before, self.after = mock.Mock(return_value="token"), mock.Mock()
 
     def install(
         self,
@@ -85,22 +70,24 @@ class Installer:
         reads: tuple[str, ...] = ("request",),
         hook: guard.Hook | None = None,
         **more: Any,
-    ) -> HookCalls:
-        """Patch these places with `hook`, or with one whose calls are given; more: of that one."""
-        calls = HookCalls()
+    ) -> None:
+        """Patch these places with `hook`, or with the one that remembers; more: of that one."""
+        places = tuple(TargetPlace(module, name) for name in names)
         target = PatchTarget(
             name="host.call",
             process="api",
-            places=tuple(TargetPlace(module, name) for name in names),
+            places=places,
+            reads=reads,
             marks="",
-            lost=(),
             why="",
             drop_when="",
-            reads=reads,
         )
         self.monkeypatch.setattr(wrap, "TARGETS", (target,))
-        PATCHER.install_hooks({target.name: hook or calls.make_hook(**more)})
-        return calls
+        PATCHER.install_hooks({target.name: hook or guard.Hook(self.before, self.after, **more)})
+
+    def count_calls(self) -> tuple[int, int]:
+        """How often each half was called."""
+        return self.before.call_count, self.after.call_count
 
     @property
     def host(self) -> Any:
@@ -111,80 +98,79 @@ class Installer:
 @pytest.fixture
 def guest(
     nothing_patched: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Installer]:
+) -> Iterator[Guest]:
     """For one test."""
     (tmp_path / "guesthost.py").write_text(HOST_CODE)
     monkeypatch.syspath_prepend(tmp_path)
-    yield Installer(monkeypatch)
+    yield Guest(monkeypatch)
     sys.modules.pop("guesthost", None)
 
 
 @pytest.mark.parametrize("is_asked_for", [False, True])
-def test_imported_later(guest: Installer, is_asked_for: bool) -> None:
+def test_imported_later(guest: Guest, is_asked_for: bool) -> None:
     """A module that is not loaded is not imported by us, and patched when the host imports it.
 
     importlib.util.find_spec() of it does not use up its patch.
     """
-    calls = guest.install("Host.plain")
+    guest.install("Host.plain")
     assert not is_asked_for or importlib.util.find_spec("guesthost") is not None
 
     assert "guesthost" not in sys.modules
     assert not PATCHER.is_active("host.call")
     assert guest.host.Host().plain("r") == ("host", "r", 0)
-    assert len(calls.after) == 1
+    assert guest.count_calls() == (1, 1)
     assert guest.host.__spec__.loader is not None
 
 
 @pytest.mark.parametrize("is_imported", [True, False])
-def test_idempotent(guest: Installer, is_imported: bool) -> None:
+def test_idempotent(guest: Guest, is_imported: bool) -> None:
     """A plugin that is called five times, before the import or after it, wraps once and leaves one finder."""
     assert not is_imported or guest.host
-    hook = (calls := HookCalls()).make_hook()
     for _ in range(5):
-        guest.install("Host.plain", hook=hook)
+        guest.install("Host.plain")
     guest.host.Host().plain("r")
 
     assert sum(isinstance(finder, wrap.Patcher) for finder in sys.meta_path) == 1
-    assert len(calls.after) == len(PATCHER.installed["host.call"]) == 1
+    assert guest.after.call_count == len(PATCHER.installed["host.call"]) == 1
 
 
 @pytest.mark.parametrize("name", ["plain", "fixed", "classy"])
-def test_kinds(guest: Installer, guard_keeps: None, name: str) -> None:
+def test_kinds(guest: Guest, guard_keeps: None, name: str) -> None:
     """Static and class methods stay what they are; all can be taken out, made to fail, and put back."""
     host = guest.host.Host
     was, signature = (
         type(inspect.getattr_static(host, name)),
         inspect.signature(getattr(host, name)),
     )
-    calls = guest.install(f"Host.{name}")
+    guest.install(f"Host.{name}")
     assert type(inspect.getattr_static(host, name)) is was
     assert inspect.signature(getattr(host, name)) == signature
     assert getattr(host, name).__qualname__ == f"Host.{name}"
     if name != "plain":
         assert getattr(host, name)("r") == getattr(host(), name)("r")
-        assert len(calls.after) == 2
-        calls.before.clear()
+        assert guest.after.call_count == 2
+        guest.before.reset_mock()
 
     PATCHER.switch(off=["host.call"])
     assert getattr(host(), name)("r")[1] == "r"
-    assert not calls.before and not PATCHER.is_active("host.call")
+    assert not guest.before.called and not PATCHER.is_active("host.call")
 
     PATCHER.switch(fail=["host.call"])
     assert getattr(host(), name)("r")[1] == "r"
-    assert not calls.before and guard.error_counts["host.call"] == 1
+    assert not guest.before.called and guard.error_counts["host.call"] == 1
 
     PATCHER.switch()
     assert getattr(host(), name)("r")[1] == "r"
-    assert len(calls.before) == 1 and PATCHER.is_active("host.call")
+    assert guest.before.call_count == 1 and PATCHER.is_active("host.call")
 
 
-def test_coroutine(guest: Installer) -> None:
+def test_coroutine(guest: Guest) -> None:
     """A coroutine function stays one; the second half runs when it is done."""
-    calls = guest.install("Host.later")
+    guest.install("Host.later")
 
     assert inspect.iscoroutinefunction(guest.host.Host.later)
     assert asyncio.run(guest.host.Host().later("r")) == ("later", "r")
-    assert calls.after == [("token", ("later", "r"))]
+    assert guest.after.call_args.args[:2] == ("token", ("later", "r"))
 
 
 @pytest.mark.parametrize(
@@ -196,17 +182,17 @@ def test_coroutine(guest: Installer) -> None:
         ("Host.plain", ("renamed",), "guesthost:Host.plain(renamed)"),
     ],
 )
-def test_missing(guest: Installer, place: str, reads: tuple[str, ...], said: str) -> None:
+def test_missing(guest: Guest, place: str, reads: tuple[str, ...], said: str) -> None:
     """A target that is gone, inherited only, or lacks a parameter is recorded, nothing is patched."""
-    calls = guest.install(place, reads=reads)
+    guest.install(place, reads=reads)
 
     assert guest.host.Host().plain("r") == ("host", "r", 0)
     assert PATCHER.missing == {"host.call": said}
     assert not PATCHER.is_active("host.call")
-    assert not calls.before
+    assert not guest.before.called
 
 
-def test_second_place(guest: Installer) -> None:
+def test_second_place(guest: Guest) -> None:
     """One place of several is enough for a target not to be missing."""
     guest.install("Host.gone", "Host.plain")
     guest.host.Host().plain("r")
@@ -216,26 +202,24 @@ def test_second_place(guest: Installer) -> None:
 
 
 @pytest.mark.parametrize(("name", "arrives"), [("plain", False), ("plain", True), ("later", False)])
-def test_host_raises(guest: Installer, name: str, arrives: bool) -> None:
+def test_host_raises(guest: Guest, name: str, arrives: bool) -> None:
     """The host's exception passes unchanged; the second half runs only where it asked for that."""
-    calls = guest.install(f"Host.{name}", runs_after_error=arrives)
+    guest.install(f"Host.{name}", runs_after_error=arrives)
 
     with pytest.raises(KeyError, match="the host's own") as caught:
         asyncio.run(getattr(guest.host.Host(), name)("raise"))
 
     assert caught.value.__context__ is None
-    assert calls.after == ([("token", None)] if arrives else [])
+    told = [call.args[:2] for call in guest.after.call_args_list]
+    assert told == ([("token", None)] if arrives else [])
 
 
 @pytest.mark.parametrize("name", ["plain", "later"])
 def test_hook_raises(
-    guest: Installer, guard_keeps: None, name: str, caplog: pytest.LogCaptureFixture
+    guest: Guest, guard_keeps: None, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Our exception never reaches the host; it is counted each time and logged once."""
-
-    def broken(*args: Any, **kwargs: Any) -> None:
-        raise ValueError("ours")
-
+    broken = mock.Mock(side_effect=ValueError("ours"))
     guest.install(f"Host.{name}", hook=guard.Hook(broken, broken))
     for _ in range(3):
         result = getattr(guest.host.Host(), name)("r")
@@ -245,19 +229,19 @@ def test_hook_raises(
     assert caplog.text.count("host.call failed") <= 1
 
 
-def test_ready(guest: Installer) -> None:
+def test_ready(guest: Guest) -> None:
     """While the shared container is empty the host's call is all that happens."""
     ready: list[Any] = []
-    calls = guest.install("Host.plain", ready=ready)
+    guest.install("Host.plain", ready=ready)
 
     guest.host.Host().plain("r")
-    assert not calls.before
+    assert guest.count_calls() == (0, 0)
     ready.append(1)
     guest.host.Host().plain("r")
-    assert len(calls.before) == len(calls.after) == 1
+    assert guest.count_calls() == (1, 1)
 
 
-def test_replace(guest: Installer, guard_keeps: None) -> None:
+def test_replace(guest: Guest, guard_keeps: None) -> None:
     """A replacing hook gives the caller something else, or the host's result when it fails."""
 
     def replace(_: None, result: Any, owner: Any, name: str) -> Any:
@@ -272,10 +256,10 @@ def test_replace(guest: Installer, guard_keeps: None) -> None:
     assert guest.host.Host().plain("bad") == ("host", "bad", 0)
 
 
-def test_import_error(guest: Installer, tmp_path: Path) -> None:
+def test_import_error(guest: Guest, tmp_path: Path) -> None:
     """A host module that fails to import fails as it would without us; a second try is patched."""
     (tmp_path / "guesthost.py").write_text("raise RuntimeError('host broke')")
-    calls = guest.install("Host.plain")
+    guest.install("Host.plain")
 
     with pytest.raises(RuntimeError, match="host broke"):
         _ = guest.host
@@ -283,10 +267,10 @@ def test_import_error(guest: Installer, tmp_path: Path) -> None:
     (tmp_path / "guesthost.py").write_text(HOST_CODE + "# of another length\n")
     importlib.invalidate_caches()
     guest.host.Host().plain("r")
-    assert len(calls.after) == 1
+    assert guest.count_calls() == (1, 1)
 
 
-def test_absent_module(guest: Installer) -> None:
+def test_absent_module(guest: Guest) -> None:
     """A module that does not exist is still absent."""
     guest.install("x", module="guestabsent")
 
@@ -328,17 +312,20 @@ def test_host_refuses(guard_keeps: None) -> None:
 
 
 def test_new_requests() -> None:
-    """After a schedule() with new requests, or while any is unanswered; else not."""
-    seen: list[Any] = []
-    unanswered: dict[str, Any] = {}
-    idle, admits = SimpleNamespace(scheduled_new_reqs=[]), SimpleNamespace(scheduled_new_reqs=[1])
-    hook = guard.Hook(after=lambda _, result, *args: seen.append(result), ready=unanswered)
-    wrapper = guard.wrap_new_requests("p", lambda output: output, hook)
+    """After a schedule() with new requests, or while any is unanswered; else not.
 
-    assert wrapper(idle) is idle and seen == []
-    assert wrapper(admits) is admits and seen == [admits]
+    A later release may pass keywords: its function gets them, ours runs without.
+    """
+    after, unanswered = mock.Mock(), dict[str, Any]()
+    idle, admits = SimpleNamespace(scheduled_new_reqs=[]), SimpleNamespace(scheduled_new_reqs=[1])
+    schedule = mock.Mock(side_effect=lambda output, later=0: output)
+    wrapper = guard.wrap_new_requests("p", schedule, guard.Hook(after=after, ready=unanswered))
+
+    assert wrapper(idle) is idle and not after.called
+    assert wrapper(admits, later=2) is admits and schedule.call_args == mock.call(admits, later=2)
+    after.assert_called_once_with(None, admits, admits)
     unanswered["r"] = None
-    assert wrapper(idle) is idle and seen == [admits, idle]
+    assert wrapper(idle) is idle and after.call_args == mock.call(None, idle, idle)
 
 
 def test_without_the_field(guard_keeps: None) -> None:
@@ -350,16 +337,3 @@ def test_without_the_field(guard_keeps: None) -> None:
 
     assert wrapper(5) == 5
     assert guard.error_counts["p"] == before + 1
-
-
-def test_keywords() -> None:
-    """A later release may pass keywords: its function gets them, ours runs without."""
-    seen: list[Any] = []
-
-    def note(_: Any, result: Any, *args: Any) -> None:
-        seen.append((result, args))
-
-    schedule = guard.wrap_new_requests("p", take, guard.Hook(after=note, ready={"r": None}))
-
-    assert schedule("self", later=2) == ("self", 2)
-    assert seen == [(("self", 2), ("self",))]

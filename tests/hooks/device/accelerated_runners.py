@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's model runners without a model: the same calls in the same order, under the real hooks.
 
-On a simulated device accelerator_loops.py drives them, on a GPU gpu_runners.py, and test_model_runners.py on
+On a simulated device accelerator_cases.py drives them, on a GPU gpu_runners.py, and test_model_runners.py on
 one whose work takes exactly as long as told. Beside each step they note the truth: when its work really ran.
 Files and lines are those of vLLM 0.32, other releases keep the order (test_target_check.py): R1 =
 v1/worker/gpu_model_runner.py, R2 = v1/worker/gpu/model_runner.py, A = v1/worker/gpu/async_utils.py, E =

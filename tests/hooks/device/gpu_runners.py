@@ -35,8 +35,7 @@ from hooks.device.accelerated_runners import (
     StepWork,
     wrap_accelerated_classes,
 )
-from hooks.device.accelerator_cases import AcceleratorCase, run_case
-from hooks.device.accelerator_loops import LOOPS, Judgement
+from hooks.device.accelerator_cases import LOOPS, AcceleratorCase, Judgement, run_case
 from ttft_otel.hooks.worker import device as worker_device
 from ttft_otel.model.statistics import compute_quantile
 from ttft_otel.tracing import clock

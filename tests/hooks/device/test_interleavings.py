@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hooks.device.accelerator import SimulatedDevice, SimulatedEvent, SimulatedHost, SimulatedQueue
-from hooks.device.accelerator_loops import MAX_QUEUED_STEPS
+from hooks.device.accelerator_cases import MAX_QUEUED_STEPS
 from ttft_otel.hooks.worker import device
 
 RENEWAL_US = 4_000  # of the anchor: every few steps

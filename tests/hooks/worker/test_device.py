@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from hooks.device.accelerator import SimulatedDevice, SimulatedHost
-from hooks.device.accelerator_cases import CASES, run_case
-from hooks.device.accelerator_loops import LOOPS, make_step
+from hooks.device.accelerator_cases import CASES, LOOPS, make_step, run_case
 from hooks.process import CORE, HOOKS, WORKER
 from ttft_otel.hooks.worker import device, model_runners
 from ttft_otel.model import breakdown

@@ -26,7 +26,7 @@ from hooks.device.accelerated_runners import (
     wrap_accelerated_classes,
 )
 from hooks.device.accelerator import SimulatedDevice, SimulatedHost
-from hooks.device.accelerator_loops import list_entries, make_step
+from hooks.device.accelerator_cases import list_entries, make_step
 from hooks.process import (
     HOOKS,
     PATCHER,
