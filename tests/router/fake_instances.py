@@ -32,9 +32,9 @@ from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.proxy.exchange_reporter import RecentReports
 from ttft_otel.router.routing.routing_service import RoutingService
+from ttft_otel.router.routing.upstream_client import UpstreamClient
 from ttft_otel.router.upstream.connection_pool import ClientTls
 from ttft_otel.router.upstream.instance_pool import HealthMonitor, InstancePool
-from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.settings import Settings
 
@@ -171,7 +171,7 @@ async def run_router(
     routing_service = (
         routing(fleet) if routing else RoutingService(fleet, others_policy="round_robin")
     )
-    legs = UpstreamClient(fleet, routing_service, retries, budget, health, limits, tls, key)
+    legs = UpstreamClient(routing_service, retries, budget, health, limits, tls, key)
     options["admission"] = AdmissionGate(legs, keys, key)
     encoded_records: list[bytes] = []
 
@@ -180,7 +180,7 @@ async def run_router(
         return True
 
     forward = ProxyEndpoint(
-        legs, routing_service, settings or Settings(), record_sent if traced else None, **options
+        legs, settings or Settings(), record_sent if traced else None, **options
     )
     router_app = app.build_app(forward, lambda: {"sent": len(encoded_records), "dropped": 3})
     prepare(router_app)

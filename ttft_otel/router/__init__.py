@@ -9,9 +9,9 @@ workers/   several processes on one port: supervisor, shared load
 control/   ASGI application, admin API, metrics, limits of connections and memory
 proxy/     admission, the data path over one leg or several, what is reported of it, errors
 disagg/    what several instances are sent and answer: encoders, bodies, plans, the spliced stream
-routing/   policies, prompt readers and prefix sources that choose an instance
+routing/   policies, prompt readers and prefix sources that choose an instance; requests, with retries
 discovery/ instances that DNS or a Kubernetes API names
-upstream/  pool of instances with health and circuit breakers, HTTP client with retries
+upstream/  pool of instances with health and circuit breakers, connections to them
 
 timeline.py records what happens to a request and makes stages of its times; proxy/exchange_reporter.py
 tells them. types.py and errors.py are used by all.

@@ -3,7 +3,7 @@
 
 The circuit breaker of one instance stands here, too.
 upstream/instance_pool.py calls its transitions and runs its timers; nothing here waits or logs.
-The protocols let upstream/ call routing/ without importing it.
+The protocol lets timeline.py name what routing/ makes.
 """
 
 from __future__ import annotations

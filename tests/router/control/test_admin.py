@@ -45,9 +45,7 @@ async def open_admin(
     router: fake_instances.RunningRouter, token: str = "", host: str = admin.DEFAULT_ADMIN_HOST
 ) -> AsyncIterator[AdminClient]:
     """The admin port of this router."""
-    async with admin.serve_admin(
-        router.app.endpoint.upstream, router.app.endpoint.routing, 0, token, host
-    ) as port:
+    async with admin.serve_admin(router.app.endpoint.upstream, 0, token, host) as port:
         yield AdminClient(router.client, f"http://127.0.0.1:{port}/instances")
 
 

@@ -30,8 +30,8 @@ from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.routing.prefixes import PrefixSource
 from ttft_otel.router.routing.routing_service import RoutingService
+from ttft_otel.router.routing.upstream_client import UpstreamClient
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing.settings import Settings
 
 
@@ -129,9 +129,9 @@ async def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
 
     fleet = InstancePool({"mono": [types.parse_instance_url("http://127.0.0.1:1", "mono")]})
     routing = RoutingService(fleet, prefix_source=UnreadySource(SentHistory(16, 100)))
-    legs = UpstreamClient(fleet, routing)
+    legs = UpstreamClient(routing)
     built = app.build_app(
-        ProxyEndpoint(legs, routing, Settings(), None, admission=AdmissionGate(legs)), dict
+        ProxyEndpoint(legs, Settings(), None, admission=AdmissionGate(legs)), dict
     )
     said: list[Any] = []
     before = asyncio.all_tasks()

@@ -352,7 +352,7 @@ async def test_a_dead_instance_lets_go() -> None:
         first, second = await begin_hold(router, {"tokens": 100})
         async with run_instance(InstancePlan()) as other:
             # It comes instead: what is sent to the first one is still pending there.
-            leg = router.app.endpoint.answering_leg
+            leg = router.fleet.answering_leg
             router.fleet.replace_instances({leg: [parse_instance_url(other.url, leg)]})
             assert (await asyncio.wait_for(second, 10))[0] == 200
             assert len(other.received) == 1

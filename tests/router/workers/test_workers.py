@@ -358,7 +358,7 @@ class JoinedWorker:
         now_us = clock.now_us()
         load_entry = self.routing.add_load_entry(request, decision, request.request_id, now_us)
         attempt = Attempt(LEG, "/", decision.instance, request.request_id, now_us)
-        attempt.policy, attempt.load_entry = self.routing.get_policy_name(LEG), load_entry
+        attempt.policy, attempt.load_entry = self.routing.get_policy(LEG).name, load_entry
         self.pool.record_sent(attempt)
         return attempt
 

@@ -24,8 +24,8 @@ from ttft_otel.router.discovery.discovery import Discovery, FoundInstances
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.proxy.exchange_reporter import RecentReports
+from ttft_otel.router.routing.upstream_client import UpstreamClient
 from ttft_otel.router.upstream.instance_pool import HealthMonitor, InstancePool
-from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import handoff, settings
 
 if TYPE_CHECKING:
@@ -168,7 +168,6 @@ def build_router(
     )
     routing = options.build_routing(pool)
     upstream = UpstreamClient(
-        pool,
         routing,
         max_retries=options.retries,
         health_monitor=HealthMonitor(pool, options.health_interval),
@@ -180,7 +179,6 @@ def build_router(
     reports = RecentReports(options.reports)
     endpoint = ProxyEndpoint(
         upstream,
-        routing,
         settings_read,
         send_record,
         reports,
@@ -221,7 +219,6 @@ async def _run_background(
             await stack.enter_async_context(
                 admin.serve_admin(
                     endpoint.upstream,
-                    endpoint.routing,
                     options.admin_port,
                     options.admin_token,
                     options.admin_host,

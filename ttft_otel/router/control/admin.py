@@ -21,11 +21,10 @@ from ttft_otel.model import stages
 from ttft_otel.router import types
 from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.proxy.client_stream import render_error
-from ttft_otel.router.routing.routing_service import RoutingService
+from ttft_otel.router.routing.upstream_client import UpstreamClient
 from ttft_otel.router.types import JSON_ERRORS, Instance
 from ttft_otel.router.upstream.connection_pool import build_authorization
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.upstream_client import UpstreamClient
 
 # Loopback: orders decide where clients' requests go, and need no token there by default.
 DEFAULT_ADMIN_HOST: Final = "127.0.0.1"
@@ -56,7 +55,6 @@ class AdminApi:
     def __init__(
         self,
         upstream: UpstreamClient,
-        routing: RoutingService,
         token: str = "",
         is_loopback_only: bool = True,
     ) -> None:
@@ -64,14 +62,13 @@ class AdminApi:
         if not (token or is_loopback_only):
             raise ValueError("an admin port that other machines reach needs a token")
         self.upstream = upstream
-        self.routing = routing
         self.token = token
         self.is_loopback_only = is_loopback_only
         self._refusal_logged_s, self._unlogged = float("-inf"), 0
 
     async def list_instances(self, _: web.Request) -> web.Response:
         """Answer GET: every instance with its state and what routing knows of it."""
-        routing = self.routing
+        routing = self.upstream.routing
         described = {leg: routing.describe_instances(leg) for leg in routing.reported_legs}
         policies = {"leg": routing.prefilling_leg, "logic": routing.prefill_policy.name}
         if self.upstream.pool.get(stages.ENCODE):
@@ -148,7 +145,6 @@ class AdminApi:
 @contextlib.asynccontextmanager
 async def serve_admin(
     upstream: UpstreamClient,
-    routing: RoutingService,
     port: int,
     token: str = "",
     host: str = DEFAULT_ADMIN_HOST,
@@ -158,7 +154,7 @@ async def serve_admin(
 
     is_shared: other workers of this router serve the port too.
     """
-    admin = AdminApi(upstream, routing, token, is_loopback(host))
+    admin = AdminApi(upstream, token, is_loopback(host))
 
     @web.middleware
     async def check_request(request: web.Request, handler: AdminHandler) -> web.StreamResponse:

@@ -207,7 +207,7 @@ def _add_model_routes(app: FastAPI, endpoint: ProxyEndpoint) -> None:
         )
         # Asked anew: an adapter may have been loaded a moment ago.
         statuses = await upstream.health_monitor.refresh_leg_models(
-            endpoint.answering_leg, authorization
+            upstream.pool.answering_leg, authorization
         )
         any_answered = 200 in statuses.values()
         if not any_answered and (

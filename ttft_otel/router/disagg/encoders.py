@@ -25,15 +25,15 @@ from ttft_otel.router import types
 from ttft_otel.router.disagg import request_body
 from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.errors import InvalidAnswer, UpstreamRefused, UpstreamUnavailable
-from ttft_otel.router.timeline import Attempt, Exchange
-from ttft_otel.router.upstream import http_headers
-from ttft_otel.router.upstream.connection_pool import read_at_most
-from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
-from ttft_otel.router.upstream.upstream_client import (
+from ttft_otel.router.routing.upstream_client import (
     FirstByteWait,
     UpstreamClient,
     record_server_timing,
 )
+from ttft_otel.router.timeline import Attempt, Exchange
+from ttft_otel.router.upstream import http_headers
+from ttft_otel.router.upstream.connection_pool import read_at_most
+from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
 from ttft_otel.tracing import clock, context
 
 # Half of --max-items by default: one request must not occupy all encoders.

@@ -21,12 +21,12 @@ from ttft_otel.model.names import header_names, keys
 from ttft_otel.router.disagg.request_body import RequestBody
 from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.limits import RouterLimits
+from ttft_otel.router.routing.upstream_client import UpstreamClient
 from ttft_otel.router.time_limits import DeadlineQueue
 from ttft_otel.router.timeline import Exchange
 from ttft_otel.router.types import AsgiReceive, AsgiScope
 from ttft_otel.router.upstream.connection_pool import build_authorization
 from ttft_otel.router.upstream.http_headers import ClientHeaders
-from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import clock
 
 JSON_TYPE: Final = "application/json"
@@ -138,13 +138,9 @@ class AdmissionGate:
         return self._owners[data]
 
     def check_body(
-        self,
-        parsed_body: RequestBody,
-        client_headers: ClientHeaders,
-        requires_json: bool,
-        max_items: int,
+        self, parsed_body: RequestBody, client_headers: ClientHeaders, requires_json: bool
     ) -> None:
-        """Raise RequestRejected for JSON that cannot be read, or with more than `max_items` media items.
+        """Raise RequestRejected for JSON that cannot be read, or with more media items than --max-items.
 
         requires_json: whether the body must be JSON. On every other path what servers would take for
         JSON is refused too: what the router cannot read may hold transfer parameters.
@@ -154,6 +150,7 @@ class AdmissionGate:
             or (parsed_body.data and is_json_type(client_headers.forwarded.get("content-type", "")))
         ):
             raise RequestRejected(400, parsed_body.problem, reason="json")
+        max_items = self.upstream.limits.max_items
         if len(parsed_body.media_items) > max_items:
             message = f"The request has more than {max_items} different media items."
             raise RequestRejected(400, message, reason="items")

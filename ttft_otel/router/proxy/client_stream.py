@@ -21,12 +21,12 @@ from ttft_otel.model import timing
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.router.errors import RouterError, UpstreamRefused
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter
+from ttft_otel.router.routing.upstream_client import read_first_chunk, record_server_timing
 from ttft_otel.router.timeline import Attempt, Exchange, partition_timeline
 from ttft_otel.router.types import AsgiSend, AttemptLoad, HeaderList
 from ttft_otel.router.upstream import http_headers
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS
 from ttft_otel.router.upstream.instance_connection import InstanceAnswer
-from ttft_otel.router.upstream.upstream_client import read_first_chunk, record_server_timing
 from ttft_otel.tracing import clock
 
 OUTPUT_EXTENSION: Final = "ttft_otel.output"  # of the scope: a ClientOutput
@@ -219,7 +219,7 @@ class ClientStream:
                 part = await answer.push_to(
                     output.push_part
                     if rewrite is None
-                    else _rewrite_parts(rewrite, output.push_part)
+                    else partial(_push_rewritten, rewrite, output.push_part)
                 )
             finally:
                 # From here on a slow client must not pause an answer that is over.
@@ -256,15 +256,12 @@ def render_error(error: RouterError) -> tuple[HeaderList, bytes]:
     return response_headers, data
 
 
-def _rewrite_parts(
-    rewrite: Callable[[bytes], bytes], push_part: Callable[[bytes], None]
-) -> Callable[[bytes], None]:
-    def push_rewritten(data: bytes) -> None:
-        # An empty part must not be pushed: as a chunk it would be the end of the body.
-        if kept := rewrite(data):
-            push_part(kept)
-
-    return push_rewritten
+def _push_rewritten(
+    rewrite: Callable[[bytes], bytes], push_part: Callable[[bytes], None], data: bytes
+) -> None:
+    # An empty part must not be pushed: as a chunk it would be the end of the body.
+    if kept := rewrite(data):
+        push_part(kept)
 
 
 def _render_server_timing(exchange: Exchange) -> bytes:

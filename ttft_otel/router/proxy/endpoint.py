@@ -37,11 +37,10 @@ from ttft_otel.router.proxy.client_stream import (
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter, RecentReports
 from ttft_otel.router.proxy.hold_queue import HoldQueue
 from ttft_otel.router.proxy.prefill_decode import DisaggregatedRequest, PrefillDecodeFlow
-from ttft_otel.router.routing.routing_service import RoutingService
+from ttft_otel.router.routing.upstream_client import UpstreamClient
 from ttft_otel.router.timeline import Exchange, RequestTimeline
 from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend
 from ttft_otel.router.upstream import failures, http_headers
-from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import clock, context
 from ttft_otel.tracing.settings import Settings
 
@@ -57,7 +56,6 @@ class ProxyEndpoint:
     def __init__(
         self,
         upstream: UpstreamClient,
-        routing: RoutingService,
         settings: Settings,
         send_record: Callable[[bytes], bool] | None,
         reports: RecentReports | None = None,
@@ -66,12 +64,12 @@ class ProxyEndpoint:
         trust_priority: bool = False,
     ) -> None:
         self.upstream = upstream
-        self.routing = routing
+        self.routing = upstream.routing
         self.settings = settings
         self.limits = upstream.limits
         self.body_budget = BodyBudget(self.limits)
         self.body_parser = BodyParser()
-        policy = routing.prefill_policy
+        policy = self.routing.prefill_policy
         self.hold_queue = (
             HoldQueue(policy, upstream.pool.get_candidates, self.limits)
             if policy.state.options.max_queue_s
@@ -88,11 +86,6 @@ class ProxyEndpoint:
         self.recomputed_media = encoders.RecomputedMediaLog()
         self.first_token_mode = first_token
         self.prefill_decode = PrefillDecodeFlow(upstream)
-
-    @property
-    def answering_leg(self) -> str:
-        """The leg whose response the client gets; it changes when instances of other legs are found."""
-        return self.upstream.pool.answering_leg
 
     async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         """Serve one request; its result is recorded when it is over, however it ended."""
@@ -206,21 +199,21 @@ class ProxyEndpoint:
 
         Its media are encoded by then. Raises RouterError for what no instance gets.
         """
-        parsed_body = await self.body_parser.parse(
-            body_bytes, exchange.path if self._has_media_legs(exchange.path) else ""
+        pool = self.upstream.pool
+        encodes = pool.has_encoders and request_body.may_be_encoded_apart(
+            exchange.path, pool.answering_leg
         )
+        parsed_body = await self.body_parser.parse(body_bytes, exchange.path if encodes else "")
         exchange.record_parsed(parsed_body.model, parsed_body.stream, parsed_body.background)
-        self.admission.check_body(
-            parsed_body, client_headers, bool(exchange.operation), self.limits.max_items
-        )
+        self.admission.check_body(parsed_body, client_headers, bool(exchange.operation))
         if exchange.operation:
             authorization = client_headers.forwarded.get("authorization", "")
-            await self.admission.check_model(parsed_body, self.answering_leg, authorization)
-        if self.upstream.pool.lists_model(self.answering_leg, parsed_body.model):
+            await self.admission.check_model(parsed_body, pool.answering_leg, authorization)
+        if pool.lists_model(pool.answering_leg, parsed_body.model):
             exchange.record_model_listed()
         request = self._build_routing_request(scope, client_headers, parsed_body, exchange)
         leg_plan = None
-        if self.answering_leg == stages.DECODE:
+        if request.leg == stages.DECODE:
             leg_plan = await self.body_parser.run_on(
                 parsed_body,
                 request_plan.plan_legs,
@@ -243,10 +236,8 @@ class ProxyEndpoint:
             request = encoders.add_ec_params(request, leg_plan, params)
         # After the encoders, which need not wait for it; embeddings have no prompt that is known.
         if self.hold_queue is not None and request.prompt_tokens:
-            priority = parsed_body.priority
             # As with nice(1): anyone may let others pass, but not pass those who ask for nothing.
-            if priority < 0 and not self.trust_priority:
-                priority = 0
+            priority = parsed_body.priority if self.trust_priority else max(parsed_body.priority, 0)
             await self.hold_queue.wait_turn(request, priority, exchange.timeline)
         return leg_plan, request
 
@@ -260,7 +251,7 @@ class ProxyEndpoint:
         query = scope.get("query_string", b"").decode("latin-1")
         path = scope.get("raw_path", exchange.path.encode()).decode("latin-1")
         return types.RoutingRequest(
-            self.answering_leg,
+            self.upstream.pool.answering_leg,
             f"{path}?{query}" if query else path,
             parsed_body.model,
             exchange.request_id,
@@ -269,10 +260,6 @@ class ProxyEndpoint:
             arrived_us=exchange.timeline.arrived_us,
             slo_s=read_ttft_limit(client_headers.forwarded.get(header_names.TTFT_LIMIT, "")),
         )
-
-    def _has_media_legs(self, path: str) -> bool:
-        encodes = request_body.may_be_encoded_apart(path, self.answering_leg)
-        return encodes and self.upstream.pool.has_encoders
 
     def _end_exchange(self, exchange: Exchange) -> None:
         for attempt in (attempt for chain in exchange.attempt_chains for attempt in chain):

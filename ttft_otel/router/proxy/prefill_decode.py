@@ -30,18 +30,18 @@ from ttft_otel.router.proxy.client_stream import (
     finish_attempt,
     relay_response,
 )
+from ttft_otel.router.routing.upstream_client import (
+    FirstByteWait,
+    UpstreamClient,
+    read_first_chunk,
+    record_server_timing,
+)
 from ttft_otel.router.timeline import Attempt, Exchange
 from ttft_otel.router.types import MODE_OFF, HeaderList, Instance
 from ttft_otel.router.upstream import failures, http_headers
 from ttft_otel.router.upstream.connection_pool import QUERY_ERRORS
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
 from ttft_otel.router.upstream.instance_connection import InstanceAnswer
-from ttft_otel.router.upstream.upstream_client import (
-    FirstByteWait,
-    UpstreamClient,
-    read_first_chunk,
-    record_server_timing,
-)
 from ttft_otel.tracing import context
 
 # The prefill answer was one JSON object, the client's is a stream.
@@ -159,7 +159,23 @@ class PrefillDecodeFlow:
             job.request, leg=PREFILL, headers=job.leg_headers, body=job.plan.build_prefill_body()
         )
         attempts = job.exchange.add_attempts()
-        response, data = await _read_whole_answer(self.upstream, request, job.exchange, attempts)
+        response = await self.upstream.send_request(request, job.exchange.trace_context, attempts)
+        attempt = attempts[-1]
+        try:
+            with AnswerReading(response, attempt):
+                # Mostly it came with its head, and what is here cannot be late.
+                if response.is_complete:
+                    data = response.read_nowait()
+                else:
+                    # All of it has to come within --first-byte-timeout: it is one token.
+                    with FirstByteWait(attempt):
+                        data = await response.read()
+            attempt.record_whole_answer()
+            record_server_timing(attempt, response)
+        except UPSTREAM_ERRORS as error:
+            raise build_unavailable_error(request.leg, error) from error
+        finally:
+            self.upstream.pool.record_ended(attempt)
         # Mostly an error in the request, which the decode instance would find, too.
         if response.status >= 400:
             headers = http_headers.filter_response_headers(response.raw_headers)
@@ -323,32 +339,6 @@ class PrefillDecodeFlow:
             if splicer.has_mismatch:
                 job.exchange.record_token_mismatch()
                 self.mismatch_count += 1
-
-
-async def _read_whole_answer(
-    upstream: UpstreamClient,
-    request: types.RoutingRequest,
-    exchange: Exchange,
-    attempts: list[Attempt],
-) -> tuple[InstanceAnswer, bytes]:
-    """Send `request` and read its whole response. Raises UpstreamUnavailable."""
-    response = await upstream.send_request(request, exchange.trace_context, attempts)
-    try:
-        with AnswerReading(response, attempts[-1]):
-            # Mostly it came with its head, and what is here cannot be late.
-            if response.is_complete:
-                data = response.read_nowait()
-            else:
-                # All of it has to come within --first-byte-timeout: it is one token.
-                with FirstByteWait(attempts[-1]):
-                    data = await response.read()
-        attempts[-1].record_whole_answer()
-        record_server_timing(attempts[-1], response)
-    except UPSTREAM_ERRORS as error:
-        raise build_unavailable_error(request.leg, error) from error
-    finally:
-        upstream.pool.record_ended(attempts[-1])
-    return response, data
 
 
 def _build_stream_headers(answer: InstanceAnswer) -> HeaderList:

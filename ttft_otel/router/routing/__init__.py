@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing the instance of a request: policies, prompt readers, sources of cached prefixes, load entries."""
+"""Choosing the instance of a request, and sending it: policies, prompt readers, prefix sources, retries."""

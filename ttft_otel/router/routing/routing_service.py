@@ -119,10 +119,6 @@ class RoutingService:
         policy = self.get_policy(request.leg)
         return policy.choose_instance(request, candidates, now_us, is_retry)
 
-    def get_policy_name(self, leg: str) -> str:
-        """What --routing-logic calls the policy of a leg."""
-        return self.get_policy(leg).name
-
     def add_load_entry(
         self, request: RoutingRequest, decision: Decision, span_id: str, now_us: int
     ) -> LoadEntry | None:
@@ -131,10 +127,6 @@ class RoutingService:
         if not policy.reads_prompts:
             return None
         return LoadEntry(policy.state, request, decision, span_id, now_us)
-
-    def needs_timing(self, leg: str) -> bool:
-        """Whether the leg's policy predicts by what instances say of their prefills."""
-        return self.get_policy(leg).uses_predictions
 
     @property
     def prefill_policy(self) -> RoutingPolicy:

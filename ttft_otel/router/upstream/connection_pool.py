@@ -19,7 +19,6 @@ import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from operator import methodcaller
-from types import TracebackType
 from typing import Final, NamedTuple
 
 import aiohttp
@@ -319,12 +318,7 @@ class QueryClient:
     async def __aenter__(self) -> QueryClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

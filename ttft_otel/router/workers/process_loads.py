@@ -121,7 +121,7 @@ class OwnLoads:
             (
                 each.leg,
                 each.url,
-                0 if self.routing.get_policy_name(each.leg) == DEFAULT_POLICY else each.in_flight,
+                0 if self.routing.get_policy(each.leg).name == DEFAULT_POLICY else each.in_flight,
                 dict(each.attempt_results),
             )
             for each in self.pool

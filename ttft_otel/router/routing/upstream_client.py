@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from ttft_otel.model import timing
 from ttft_otel.model.names import header_names, keys
@@ -13,44 +13,15 @@ from ttft_otel.model.stages import ENCODE, INTERMEDIATE_ROLES
 from ttft_otel.router import types
 from ttft_otel.router.errors import FirstByteTimeout, UpstreamUnavailable
 from ttft_otel.router.limits import RouterLimits
+from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream import failures
 from ttft_otel.router.upstream.connection_pool import ClientTls, ConnectionPool, QueryClient
 from ttft_otel.router.upstream.instance_connection import InstanceAnswer
-from ttft_otel.router.upstream.instance_pool import HealthMonitor, InstancePool
+from ttft_otel.router.upstream.instance_pool import HealthMonitor
 from ttft_otel.tracing import clock, context
 
 _SERVER_TIMING: Final = header_names.SERVER_TIMING.lower().encode()
-
-
-class Chooser(Protocol):
-    """Chooses instances for the upstream client, which reports each attempt to it; RoutingService."""
-
-    async def start(self, queries: QueryClient) -> None:
-        """Begin to learn what instances have cached."""
-
-    async def close(self) -> None:
-        """End that."""
-
-    def choose_instance(
-        self,
-        request: types.RoutingRequest,
-        candidates: Sequence[types.Instance],
-        now_us: int,
-        is_retry: bool,
-    ) -> types.Decision:
-        """Pick one of `candidates` (never empty) for the leg of `request`. Raises SloUnreachable."""
-
-    def get_policy_name(self, leg: str) -> str:
-        """The name of the policy that chooses for a leg."""
-
-    def add_load_entry(
-        self, request: types.RoutingRequest, decision: types.Decision, span_id: str, now_us: int
-    ) -> types.AttemptLoad | None:
-        """An attempt starts; None where the leg's policy compares no work."""
-
-    def needs_timing(self, leg: str) -> bool:
-        """Whether the leg's policy learns from the Server-Timing of instances."""
 
 
 class UpstreamClient:
@@ -64,8 +35,7 @@ class UpstreamClient:
 
     def __init__(
         self,
-        pool: InstancePool,
-        chooser: Chooser,
+        routing: RoutingService,
         max_retries: int = failures.MAX_RETRIES,
         budget_ratio: float = failures.RETRY_BUDGET_RATIO,
         health_monitor: HealthMonitor | None = None,
@@ -73,14 +43,14 @@ class UpstreamClient:
         tls: ClientTls | None = None,
         api_key: str = "",
     ) -> None:
-        self.pool = pool
+        self.pool = routing.pool
         self.tls = tls
         self.api_key = api_key  # of the router's own questions
         self.limits = limits or RouterLimits()
-        self.chooser = chooser
+        self.routing = routing
         self.max_retries = max_retries
         self.retry_budget = failures.RetryBudget(budget_ratio)
-        self.health_monitor = health_monitor or HealthMonitor(self.pool)
+        self.health_monitor = health_monitor or HealthMonitor(routing.pool)
         self.retry_counts: dict[str, int] = {}
 
     async def start(self) -> None:
@@ -91,11 +61,11 @@ class UpstreamClient:
             limits.max_answer_header_bytes, limits.total_timeout, limits.idle_timeout, self.tls
         )
         await self.health_monitor.start(self.queries)
-        await self.chooser.start(self.queries)
+        await self.routing.start(self.queries)
 
     async def close(self) -> None:
         # In reverse order of start(): the clients are closed when nobody uses them any more.
-        await self.chooser.close()
+        await self.routing.close()
         await self.health_monitor.close()
         await self._connections.close()
         await self.queries.close()
@@ -113,10 +83,16 @@ class UpstreamClient:
         if attempts:
             candidates = _exclude_tried(candidates, attempts)
         if not candidates:
-            raise UpstreamUnavailable(503, self._explain_no_candidate(request.leg))
+            has_any = bool(self.pool.get(request.leg))
+            message = (
+                "No {} instance can take the request now."
+                if has_any
+                else "There is no {} instance."
+            )
+            raise UpstreamUnavailable(503, message.format(request.leg))
         while True:
             is_retry = bool(attempts) and attempts[-1].is_lost
-            decision = self.chooser.choose_instance(request, candidates, clock.now_us(), is_retry)
+            decision = self.routing.choose_instance(request, candidates, clock.now_us(), is_retry)
             try:
                 response = await self._send_attempt(request, trace, decision, candidates, attempts)
             except failures.UPSTREAM_ERRORS as error:
@@ -132,11 +108,6 @@ class UpstreamClient:
                 # Closed, not read to its end: an instance in trouble may send that slowly.
                 response.close()
             await self.wait_before_retry(attempts)
-
-    def _explain_no_candidate(self, leg: str) -> str:
-        if self.pool.get(leg):
-            return f"No {leg} instance can take the request now."
-        return f"There is no {leg} instance."
 
     def record_connection_failure(
         self, request: types.RoutingRequest, attempts: list[Attempt], error: BaseException
@@ -229,7 +200,8 @@ class UpstreamClient:
             own_headers[header_names.TRACESTATE] = trace.tracestate
         path = request.path.partition("?")[0][:256]
         sent_us = clock.now_us()
-        load_entry = self.chooser.add_load_entry(request, decision, span_id, sent_us)
+        policy = self.routing.get_policy(request.leg)
+        load_entry = self.routing.add_load_entry(request, decision, span_id, sent_us)
         attempt = Attempt(
             request.leg,
             path,
@@ -239,13 +211,13 @@ class UpstreamClient:
             len(attempts) + 1,
             candidates,
             decision,
-            self.chooser.get_policy_name(request.leg),
+            policy.name,
             load_entry,
             self.pool.record_begun,
         )
         attempts.append(attempt)
         self.pool.record_sent(attempt)
-        if load_entry is not None and not trace.trace_id and self.chooser.needs_timing(request.leg):
+        if load_entry is not None and not trace.trace_id and policy.uses_predictions:
             # Server-Timing is removed from the response, unless the client asked for it.
             load_entry.requested_timing = request.headers.get(header_names.ASK_TIMING) != "1"
             own_headers[header_names.ASK_TIMING] = "1"
