@@ -205,7 +205,7 @@ def add_ec_params(
 ) -> types.RoutingRequest:
     """The request for the leg that prefills, with the encoders' `params` in its body."""
     if leg_plan is not None and len(leg_plan.legs) > 1:
-        leg_plan.ec_params = params  # prefill_decode.py sends bodies of the plan's own
+        leg_plan.ec_params = params  # endpoint.py sends bodies of the plan's own
         return replace(request, media_encoded=True)
     body_bytes = splice_params(request.body, params) if params else request.body
     return replace(request, body=body_bytes, media_encoded=True)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan a request over prefill and decode instances, and make one stream of what both answer.
 
-No I/O. endpoint.py asks for the plan: legs, first-token mode, bodies. prefill_decode.py sends the bodies and
-passes the prefill answer and the decode chunks; the client gets the stream, the decode instance where the KV
-blocks are.
+No I/O. endpoint.py asks for the plan (legs, first-token mode, bodies), sends the bodies, passes the prefill
+answer and the decode chunks; the client gets the stream, the decode instance where the KV blocks are.
 """
 
 from __future__ import annotations

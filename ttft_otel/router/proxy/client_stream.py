@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client's side of one request: relays headers, first token and the rest without buffering.
 
-endpoint.py and prefill_decode.py pass the legs' responses; a slow client slows its leg down, and a response
+endpoint.py passes the legs' responses; a slow client slows its leg down, and a response
 that is cut short is closed. The client's connection (control/uvicorn_server.py) makes a ClientOutput for
 each request.
 """
