@@ -52,7 +52,7 @@ LONG_FILES: Final = (
     "tests/lab/test_style.py",
     "tests/hooks/test_target_check.py",
     "tests/report/store/test_storage_bounds.py",
-    "tests/router/proxy/test_endpoint_fuzz.py",
+    "tests/router/proxy/test_endpoint_soak.py",
 )
 
 

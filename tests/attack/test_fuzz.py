@@ -26,8 +26,8 @@ import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as some
-from router.disagg.test_stream_splice import build_answer, plan_strip
-from router.proxy.test_endpoint_fuzz import repeatable_examples
+from router.disagg.test_request_plan import build_answer, plan_strip
+from router.proxy.test_endpoint_soak import repeatable_examples
 from uvicorn.server import ServerState
 
 from ttft_otel.http.bounded_connection import BoundedConnection

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 from router import raw_http
-from router.proxy.test_endpoint_fuzz import repeatable_examples, run_fleet
+from router.proxy.test_endpoint_soak import repeatable_examples, run_fleet
 
 CHAT: Final = "/v1/chat/completions"
 FLAGS: Final = ("--head-timeout", "0.5", "--body-timeout", "0.5", "--max-headers", "40")

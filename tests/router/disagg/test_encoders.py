@@ -12,7 +12,7 @@ import click
 import pytest
 from commands.router.test_router_command import INSTANCE_URL, read_options
 
-from router import fake_instances, fake_pair
+from router import fake_instances
 from router.control.test_admin import open_admin
 from router.fake_instances import TRACEPARENT, InstancePlan
 from router.scripted_knowledge import ScriptedReader, build_routing_factory, teach_speed
@@ -68,7 +68,7 @@ def list_image_urls(body: dict[str, Any]) -> list[str]:
 def run_fleet(apart: bool, *encoders: InstancePlan, **more: Any) -> Any:
     """A router before these encoders and one server that answers, or before prefill and decode instances."""
     if apart:
-        return fake_pair.run_disaggregated(fake_pair.PairModel(), *encoders, **more)
+        return fake_instances.run_disaggregated(fake_instances.PairModel(), *encoders, **more)
     plan = InstancePlan({"prefill.compute": 20})
     return fake_instances.run_routed_instances([plan], encoders, **more)
 

@@ -13,7 +13,7 @@ import tracing_fakes
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from router import fake_instances, fake_pair, media_bodies
+from router import fake_instances, media_bodies
 from router.fake_instances import TRACEPARENT, InstancePlan, run_routed_instances
 from ttft_otel.model.names import header_names, metric_names
 from ttft_otel.model.timing import EncoderCacheCounts, format_server_timing
@@ -119,7 +119,12 @@ async def test_clients_own_parameters_are_replaced() -> None:
 async def test_prefill_gets_them_and_decode_does_not(mode: str, stream: bool) -> None:
     """With all three legs prefill fetches encodings, and decode fetches blocks; the same for the header."""
     options = {"encoder": plan_encoder(), "first_token": mode}
-    async with fake_pair.run_disaggregated(fake_pair.PairModel(), **options) as (router, e, p, d):
+    async with fake_instances.run_disaggregated(fake_instances.PairModel(), **options) as (
+        router,
+        e,
+        p,
+        d,
+    ):
         body = fake_instances.build_chat("a", "b", stream=stream) | {"max_tokens": 4}
         assert (await router.post_body(CHAT_PATH, body))[0] == 200
         assert [each.json[EC_PARAMS_FIELD] for each in p.received] == [expect_params("a", "b")]
@@ -132,8 +137,8 @@ async def test_prefill_gets_them_and_decode_does_not(mode: str, stream: bool) ->
 @pytest.mark.parametrize(("field", "prefills"), [({"n": 2}, False), ({"max_tokens": 1}, True)])
 async def test_the_one_that_prefills_alone_gets_them(field: dict[str, Any], prefills: bool) -> None:
     """Where a prefill or a decode instance does all of a request, that one has to fetch the encodings."""
-    model = fake_pair.PairModel()
-    async with fake_pair.run_disaggregated(model, encoder=plan_encoder()) as (router, e, p, d):
+    model = fake_instances.PairModel()
+    async with fake_instances.run_disaggregated(model, encoder=plan_encoder()) as (router, e, p, d):
         body = fake_instances.build_chat("a", stream=False) | {"max_tokens": 4} | field
         assert (await router.post_body(CHAT_PATH, body))[0] == 200
         asked, other = (p, d) if prefills else (d, p)
@@ -143,12 +148,12 @@ async def test_the_one_that_prefills_alone_gets_them(field: dict[str, Any], pref
 
 async def test_a_decode_that_has_to_prefill_gets_them() -> None:
     """The first decode instance refuses, blocks are lost: the second computes from the encodings."""
-    full, other = fake_pair.PairModel(refuses=503), fake_pair.PairModel()
+    full, other = fake_instances.PairModel(refuses=503), fake_instances.PairModel()
     async with (
         fake_instances.run_instance(plan_encoder()) as e,
-        fake_pair.run_server(full, False) as p,
-        fake_pair.run_server(full, True) as busy,
-        fake_pair.run_server(other, True) as idle,
+        fake_instances.run_server(full, False) as p,
+        fake_instances.run_server(full, True) as busy,
+        fake_instances.run_server(other, True) as idle,
         fake_instances.run_router(
             [], [e.url], prefills=[p.url], decodes=[busy.url, idle.url]
         ) as router,
@@ -483,7 +488,7 @@ async def test_other_paths_items_go_to_encoders(path: str, stream: bool) -> None
 @pytest.mark.parametrize("path", EXPECTED_PARTS_BY_PATH)
 async def test_with_decode_apart_other_paths_skip_encoders(path: str) -> None:
     """There decode serves them alone, and encodes them itself: nobody does it before for nothing."""
-    pair = fake_pair.run_disaggregated(fake_pair.PairModel(), plan_encoder())
+    pair = fake_instances.run_disaggregated(fake_instances.PairModel(), plan_encoder())
     async with pair as (router, e, p, d):
         assert (await router.post_body(path, EXPECTED_PARTS_BY_PATH[path][0]))[0] == 200
         assert len(d.received) == 1 and EC_PARAMS_FIELD not in d.received[0].json

@@ -12,15 +12,15 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router import fake_instances, fake_pair
+from router import fake_instances
 from ttft_otel.exporter.spans.span_content import cut_handover
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Ttft
 from ttft_otel.tracing import clock
 
-CHAT, COMPLETIONS = fake_pair.CHAT_PATH, "/v1/completions"
+CHAT, COMPLETIONS = fake_instances.CHAT_PATH, "/v1/completions"
 PATHS = (CHAT, COMPLETIONS)
-ALL_TOKENS = list(fake_pair.ANSWER_TOKENS)
+ALL_TOKENS = list(fake_instances.ANSWER_TOKENS)
 USAGE = {"prompt_tokens": 5, "total_tokens": 9, "completion_tokens": 4}
 
 
@@ -37,7 +37,7 @@ async def wait_for_ttft(router: fake_instances.RunningRouter, count: int = 2) ->
 async def test_every_mode_gives_one_plain_stream(mode: str, path: str) -> None:
     """The same events, usage and id whichever way the first token came; prefill is empty afterwards."""
     # Prefill's and decode's streams begin in different seconds; the client's does not.
-    async with fake_pair.run_fleet(mode, created=107) as fleet:
+    async with fake_instances.run_fleet(mode, created=107) as fleet:
         got = await fleet.send_request(path, stream_options={"include_usage": True})
         assert got.status == 200 and got.headers["Content-Type"].startswith("text/event-stream")
         assert got.texts == ALL_TOKENS and got.events[-1] == "[DONE]"
@@ -58,7 +58,7 @@ async def test_every_mode_gives_one_plain_stream(mode: str, path: str) -> None:
 @pytest.mark.parametrize("mode", ["off", "strip"])
 async def test_plain_answers_are_decodes(mode: str) -> None:
     """An answer that is not streamed is the decode instance's alone."""
-    async with fake_pair.run_fleet(mode) as fleet:
+    async with fake_instances.run_fleet(mode) as fleet:
         got = await fleet.send_request(stream=False)
         assert json.loads(got.body)["choices"][0]["message"]["content"] == "".join(ALL_TOKENS)
         (asked,) = fleet.decode.received
@@ -68,7 +68,7 @@ async def test_plain_answers_are_decodes(mode: str) -> None:
 
 async def test_blocks_of_an_answer_in_another_form_reach_decode() -> None:
     """Decode answers from the first token on, and fetches the blocks that prefill keeps all the same."""
-    async with fake_pair.run_fleet("strip", is_foreign=True) as fleet:
+    async with fake_instances.run_fleet("strip", is_foreign=True) as fleet:
         await fleet.send_request()
         (asked,) = fleet.decode.received
         assert asked.json["kv_transfer_params"]["remote_host"] == "10.0.0.1"
@@ -77,7 +77,7 @@ async def test_blocks_of_an_answer_in_another_form_reach_decode() -> None:
 
 async def test_what_prefill_and_decode_are_asked() -> None:
     """Prefill: one token, its blocks kept, the same id and seed. Decode: what prefill returned, unchanged."""
-    async with fake_pair.run_fleet("strip") as fleet:
+    async with fake_instances.run_fleet("strip") as fleet:
         await fleet.send_request(max_completion_tokens=4, seed=3, min_tokens=2)
         (p,), (d,) = fleet.prefill.received, fleet.decode.received
         assert p.headers["x-ttft-leg"] == "prefill"
@@ -98,7 +98,7 @@ async def test_what_prefill_and_decode_are_asked() -> None:
 async def test_shared_storage_needs_no_parameters() -> None:
     """Where prefill returns none, decode gets none."""
     for mode in ("off", "strip"):
-        async with fake_pair.run_fleet(mode, nixl=False) as fleet:
+        async with fake_instances.run_fleet(mode, nixl=False) as fleet:
             assert (await fleet.send_request()).texts == ALL_TOKENS
             assert "kv_transfer_params" not in fleet.decode.received[0].json
             ttft, _ = await wait_for_ttft(fleet.router)
@@ -108,7 +108,7 @@ async def test_shared_storage_needs_no_parameters() -> None:
 async def test_the_first_token_does_not_wait_for_decode() -> None:
     """800 ms of decode add nothing to the client's TTFT in strip, all of it in off."""
     for mode, early in (("off", False), ("strip", True)):
-        async with fake_pair.run_fleet(mode, late=0.8) as fleet:
+        async with fake_instances.run_fleet(mode, late=0.8) as fleet:
             begun = clock.now_us()
             url = f"{fleet.router.url}{CHAT}"
             body = {"model": "tiny", "messages": [], "stream": True, "max_tokens": 4}
@@ -125,7 +125,7 @@ async def test_the_first_token_does_not_wait_for_decode() -> None:
 
 async def test_the_handover_is_told() -> None:
     """The time between the prefill and the decode token is a span below the server span, in parts."""
-    async with fake_pair.run_fleet("strip", late=0.1) as fleet:
+    async with fake_instances.run_fleet("strip", late=0.1) as fleet:
         await fleet.send_request()
         ttft, record = await wait_for_ttft(fleet.router)
         assert record.handover is not None
@@ -144,7 +144,7 @@ async def test_the_handover_is_told() -> None:
 async def test_one_token_is_prefills_alone() -> None:
     """With max_tokens 1, prefill answers and keeps no blocks; decode is not called."""
     for mode in ("off", "strip"):
-        async with fake_pair.run_fleet(mode) as fleet:
+        async with fake_instances.run_fleet(mode) as fleet:
             got = await fleet.send_request(max_tokens=1)
             assert got.texts == ["Hel"] and not fleet.decode.received
             assert "kv_transfer_params" not in fleet.prefill.received[0].json
@@ -152,7 +152,7 @@ async def test_one_token_is_prefills_alone() -> None:
 
 async def test_an_answer_that_ends_on_prefill_ends_there() -> None:
     """If the prefill token ends the answer, decode generates nothing, and prefill's blocks are freed."""
-    async with fake_pair.run_fleet("strip", finish="stop") as fleet:
+    async with fake_instances.run_fleet("strip", finish="stop") as fleet:
         got = await fleet.send_request(stream_options={"include_usage": True})
         assert got.texts == ["Hel"] and got.events[-1] == "[DONE]"
         assert got.events[-2]["usage"]["completion_tokens"] == 1
@@ -165,17 +165,17 @@ async def test_an_answer_that_ends_on_prefill_ends_there() -> None:
 
 async def test_another_first_token_is_counted() -> None:
     """In strip, a different first token of decode is replaced, marked on the server span and counted."""
-    async with fake_pair.run_fleet("strip", first="Yo") as fleet:
+    async with fake_instances.run_fleet("strip", first="Yo") as fleet:
         assert (await fleet.send_request()).texts == ALL_TOKENS
         _, record = await wait_for_ttft(fleet.router)
         assert record.server.attributes[keys.FIRST_TOKEN_MISMATCH] is True
         async with fleet.router.client.get(f"{fleet.router.url}/metrics") as response:
             assert "ttft_otel_router_first_token_mismatches_total 1.0" in await response.text()
-    async with fake_pair.run_fleet("off", first="Yo") as fleet:
+    async with fake_instances.run_fleet("off", first="Yo") as fleet:
         assert (await fleet.send_request()).texts == ["Yo", *ALL_TOKENS[1:]]
 
 
-async def check_first_token_off(fleet: fake_pair.PairFleet, reason: str) -> None:
+async def check_first_token_off(fleet: fake_instances.PairFleet, reason: str) -> None:
     """Check that decode sent the first token, and that the router's span says why."""
     ttft, _ = await wait_for_ttft(fleet.router)
     assert ttft.attributes[keys.FIRST_TOKEN] == "off"
@@ -185,7 +185,7 @@ async def check_first_token_off(fleet: fake_pair.PairFleet, reason: str) -> None
 async def test_half_a_character_waits_for_decode() -> None:
     """A first token that is an incomplete character is not sent at once: the decode event has the text."""
     for half in ("", "a\ufffd"):
-        async with fake_pair.run_fleet("strip", tokens=(half, "é", "!", ".")) as fleet:
+        async with fake_instances.run_fleet("strip", tokens=(half, "é", "!", ".")) as fleet:
             assert (await fleet.send_request()).texts == [half, "é", "!", "."]
             assert len(fleet.decode.received) == 1
             await check_first_token_off(fleet, "character")
@@ -193,7 +193,7 @@ async def test_half_a_character_waits_for_decode() -> None:
 
 async def test_prefills_refusal_is_the_clients() -> None:
     """The prefill instance's error status and body are the client's; the decode instance is not called."""
-    async with fake_pair.run_fleet("strip") as fleet:
+    async with fake_instances.run_fleet("strip") as fleet:
         got = await fleet.send_request(model="other")
         assert got.status == 404 and not fleet.decode.received
 
@@ -201,7 +201,7 @@ async def test_prefills_refusal_is_the_clients() -> None:
 async def test_decodes_refusal_ends_the_stream() -> None:
     """Off: decode's status and body. With the first token out: an error event, [DONE], and freed blocks."""
     for mode in ("off", "strip"):
-        async with fake_pair.run_fleet(mode, refuses=400) as fleet:
+        async with fake_instances.run_fleet(mode, refuses=400) as fleet:
             got = await fleet.send_request()
             if mode == "off":
                 assert got.status == 400 and b"refused" in got.body
@@ -217,7 +217,7 @@ async def test_a_decode_that_is_gone_ends_the_stream() -> None:
     """When no decode can be reached after the prefill token, the client gets an error event and [DONE]."""
     gone = [fake_instances.find_unused_url()]
     async with (
-        fake_pair.run_server(fake_pair.PairModel(), False) as p,
+        fake_instances.run_server(fake_instances.PairModel(), False) as p,
         fake_instances.run_router([], prefills=[p.url], decodes=gone) as router,
     ):
         body = {"model": "tiny", "messages": [], "stream": True}
@@ -231,7 +231,7 @@ async def test_a_decode_that_is_gone_ends_the_stream() -> None:
 async def test_a_client_that_leaves_frees_prefill(slow: float, late: float, wait: float) -> None:
     """100 ms after the client disconnects both legs have ended, and prefill's blocks are freed."""
     for mode in ("off", "strip"):
-        async with fake_pair.run_fleet(mode, slow=slow, late=late) as fleet:
+        async with fake_instances.run_fleet(mode, slow=slow, late=late) as fleet:
             task = asyncio.create_task(fleet.send_request())
             await asyncio.sleep(wait)
             left = clock.now_us()
@@ -245,22 +245,24 @@ async def test_a_client_that_leaves_frees_prefill(slow: float, late: float, wait
 @contextlib.asynccontextmanager
 async def run_refusing_decode(
     late: float = 0, **options: Any
-) -> AsyncIterator[tuple[fake_pair.PairFleet, fake_pair.PairServer, fake_pair.PairServer]]:
+) -> AsyncIterator[
+    tuple[fake_instances.PairFleet, fake_instances.PairServer, fake_instances.PairServer]
+]:
     """Run prefill, a decode instance that answers 503, a second decode instance that serves, and a router.
 
     late: seconds before the first token of the second decode instance. options: of run_router. Gives the
     fleet (the prefill instance and the second decode instance), then both decode instances.
     """
-    full, other = fake_pair.PairModel(refuses=503), fake_pair.PairModel(late=late)
+    full, other = fake_instances.PairModel(refuses=503), fake_instances.PairModel(late=late)
     async with (
-        fake_pair.run_server(full, False) as p,
-        fake_pair.run_server(full, True) as busy,
-        fake_pair.run_server(other, True) as idle,
+        fake_instances.run_server(full, False) as p,
+        fake_instances.run_server(full, True) as busy,
+        fake_instances.run_server(other, True) as idle,
         fake_instances.run_router(
             [], prefills=[p.url], decodes=[busy.url, idle.url], **options
         ) as router,
     ):
-        yield fake_pair.PairFleet(full, p, idle, router), busy, idle
+        yield fake_instances.PairFleet(full, p, idle, router), busy, idle
 
 
 async def test_a_decode_that_cannot_is_followed_by_one_without_blocks() -> None:
@@ -293,7 +295,7 @@ async def test_no_retries_is_no_second_decode() -> None:
 
 async def test_a_stop_of_another_type_is_the_instances_to_refuse() -> None:
     """A `stop` of a wrong type is forwarded to prefill as it came, for prefill to refuse."""
-    async with fake_pair.run_fleet("strip") as fleet:
+    async with fake_instances.run_fleet("strip") as fleet:
         for stop in (5, True, 1.5, {"a": 1}, [None]):
             assert (await fleet.send_request(stop=stop)).status == 200
             assert fleet.prefill.received[-1].json["stop"] == stop
@@ -301,7 +303,7 @@ async def test_a_stop_of_another_type_is_the_instances_to_refuse() -> None:
 
 async def test_several_answers_are_decodes_alone() -> None:
     """n > 1 would fetch one request's blocks several times: decode computes the prompt itself."""
-    async with fake_pair.run_fleet("strip") as fleet:
+    async with fake_instances.run_fleet("strip") as fleet:
         assert (await fleet.send_request(n=2)).status == 200
         assert not fleet.prefill.received
         assert "kv_transfer_params" not in fleet.decode.received[0].json
@@ -312,7 +314,7 @@ async def test_a_clients_own_parameters_reach_nobody() -> None:
     """kv_transfer_params of a client reach no instance, on any path, vllm_xargs included."""
     evil = {"do_remote_prefill": True, "remote_block_ids": [[1]], "prompt_token_ids": [1]}
     for mode in ("off", "strip"):
-        async with fake_pair.run_fleet(mode) as fleet:
+        async with fake_instances.run_fleet(mode) as fleet:
             for path in (*PATHS, "/v1/responses", "/v1/embeddings"):
                 for more in ({}, {"top_p": float("nan")}, {"n": 2}, {"max_tokens": 1}):
                     await fleet.send_request(
@@ -333,10 +335,10 @@ async def test_a_clients_own_parameters_reach_nobody() -> None:
 
 async def test_a_router_that_is_stopped_leaves_nothing_on_prefill() -> None:
     """A request that the drain's time-out cuts off before decode took prefill's blocks has them released."""
-    model = fake_pair.PairModel()
+    model = fake_instances.PairModel()
     async with (
-        fake_pair.run_server(model, False) as p,
-        fake_pair.run_server(model, True) as d,
+        fake_instances.run_server(model, False) as p,
+        fake_instances.run_server(model, True) as d,
         aiohttp.ClientSession() as client,
     ):
         model.stuck = 20
@@ -353,7 +355,7 @@ async def test_a_router_that_is_stopped_leaves_nothing_on_prefill() -> None:
 async def test_with_every_decodes_breaker_open_prefill_is_left_empty() -> None:
     """With all breakers open one decode is still tried; when it refuses, prefill frees its blocks."""
     options = {"failures": 1, "pause_s": 30}
-    async with fake_pair.run_fleet("off", options, refuses=503) as fleet:
+    async with fake_instances.run_fleet("off", options, refuses=503) as fleet:
         assert [(await fleet.send_request()).status for _ in range(2)] == [503, 503]
         assert len(fleet.prefill.received) == 2 and await fleet.wait_until_freed()
         streams = [each for each in fleet.decode.received if each.json["model"] == "tiny"]

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from router import fake_instances, fake_pair, raw_http
+from router import fake_instances, raw_http
 from router.fake_instances import TRACEPARENT, InstancePlan, run_routed_instances, wait_until
 from router.proxy import test_endpoint_soak
 from router.scripted_knowledge import ScriptedReader, ScriptedSource, build_routing_factory
@@ -511,8 +511,8 @@ async def test_limit_refused(limit_ms: str) -> None:
 
 async def test_prefill_instances_are_accounted_for_until_their_token() -> None:
     """With prefill and decode apart the policy is of prefill: an entry while it computes, none afterwards."""
-    model = fake_pair.PairModel()
-    async with fake_pair.run_disaggregated(model, routing=build_routing_factory()) as (
+    model = fake_instances.PairModel()
+    async with fake_instances.run_disaggregated(model, routing=build_routing_factory()) as (
         router,
         p,
         d,
