@@ -250,7 +250,7 @@ async def follow_watch(parts: Sequence[bytes]) -> tuple[list[tuple[str, str]], s
     source = sources.KubernetesSource(address, "http://127.0.0.1")
     pool = InstancePool({PREFILL_DECODE: ()})
     watched = found_by.WatchedSource(address, source.watch_findings)
-    discovery = found_by.Discovery([watched], found_by.FoundInstances(pool, {}), 1.0)
+    discovery = found_by.Discovery(pool, {}, [watched])
 
     answers = [WatchAnswer(parts)]
 

@@ -18,7 +18,6 @@ from ttft_otel.router.discovery import discovery
 from ttft_otel.router.discovery.discovery import (
     Discovery,
     Findings,
-    FoundInstances,
     SourceAddress,
     WatchedSource,
     end_tasks,
@@ -50,12 +49,12 @@ def build_discovery(*scripts: list[Findings | Exception]) -> Discovery:
         )
         for number, script in enumerate(scripts)
     ]
-    return Discovery(sources, FoundInstances(InstancePool({}), {}), 0.001)
+    return Discovery(InstancePool({}), {}, sources, 0.001)
 
 
 def list_places(watching: Discovery) -> list[tuple[str, str]]:
     """Leg and URL of each instance that there is."""
-    return [(each.leg, each.url) for each in watching.found.pool]
+    return [(each.leg, each.url) for each in watching.pool]
 
 
 def test_new_ones_come_before_old_ones_go() -> None:
@@ -63,7 +62,7 @@ def test_new_ones_come_before_old_ones_go() -> None:
     watching = build_discovery([])
     (source,) = watching.watched
     counts: list[int] = []
-    watching.found.pool.change_listeners.add(lambda: counts.append(len(list_places(watching))))
+    watching.pool.change_listeners.add(lambda: counts.append(len(list_places(watching))))
 
     for url in (A, B, B):
         watching.apply_findings(source, Findings({url: "decode"}))
@@ -134,13 +133,13 @@ def configure(**urls: str) -> dict[str, tuple[Instance, ...]]:
     return {leg: (parse_instance_url(url, leg),) for leg, url in urls.items()}
 
 
-def build_found(**urls: str) -> FoundInstances:
+def build_found(**urls: str) -> Discovery:
     """A pool of configured instances, by leg, in which none was found yet."""
     configured: dict[str, tuple[Instance, ...]] = configure(**urls) or {"prefill_decode": ()}
-    return FoundInstances(InstancePool(configured), configured)
+    return Discovery(InstancePool(configured), configured)
 
 
-def map_states(found: FoundInstances) -> dict[str, str]:
+def map_states(found: Discovery) -> dict[str, str]:
     """The state of each instance, by leg and URL."""
     return {f"{each.leg} {each.url}": each.state for each in found.pool}
 
@@ -291,8 +290,8 @@ async def test_a_router_without_instances_says_what_it_waits_for() -> None:
         status, headers, body = await site.router.post_chat()
         assert (status, headers["Retry-After"]) == (503, "1")
         assert b"There is no prefill_decode instance." in body
-        assert site.router.app.found is not None
-        site.router.app.found.add_instance("prefill_decode", one.url)
+        assert site.router.app.discovery is not None
+        site.router.app.discovery.add_instance("prefill_decode", one.url)
         assert (await site.router.get_json("/readyz"))[0] == 200
         assert (await site.router.post_chat())[2] == b"".join(STREAM_EVENTS)
 
@@ -301,7 +300,7 @@ async def test_who_leaves_is_removed_once_it_is_idle() -> None:
     """The router looks by itself, while its sources cannot be asked."""
     flags = (*UNREACHABLE_SOURCE, fake_instances.find_unused_url())
     async with run_discovery_site(*flags) as site:
-        found = site.router.app.found
+        found = site.router.app.discovery
         assert found is not None
         found.add_instance("encode", A)
         (instance,) = found.pool
@@ -317,7 +316,7 @@ async def test_policies_follow_the_legs() -> None:
     policies = ("--routing-logic", "ttft", "--encoder-routing-logic", "ttft")
     flags = (*UNREACHABLE_SOURCE, fake_instances.find_unused_url(), *policies)
     async with run_discovery_site(*flags) as site:
-        routing, found = site.router.app.endpoint.routing, site.router.app.found
+        routing, found = site.router.app.endpoint.routing, site.router.app.discovery
         assert found is not None
         chosen: Any = routing.prefill_policy
         assert routing.prefilling_leg == "prefill_decode"

@@ -20,7 +20,7 @@ from ttft_otel.model.names import env_names
 from ttft_otel.router.control import admin
 from ttft_otel.router.control import app as control
 from ttft_otel.router.control.uvicorn_server import ServerPlan, run_router_server
-from ttft_otel.router.discovery.discovery import Discovery, FoundInstances
+from ttft_otel.router.discovery.discovery import Discovery
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.proxy.exchange_reporter import RecentReports
@@ -186,10 +186,7 @@ def build_router(
         admission,
         options.trust_priority,
     )
-    discovery = None
-    if options.discover:
-        found = FoundInstances(pool, configured)
-        discovery = router_options.build_discovery(options, found)
+    discovery = router_options.build_discovery(options, pool, configured)
     store = router_options.build_lone_link(options, pool, routing)
     app = control.build_app(
         endpoint,
@@ -199,7 +196,6 @@ def build_router(
     )
     app.metrics.collect_shared_state = None if store is None else store.collect_metrics
     app.cors_origins, app.allowed_hosts = options.cors_origin, options.allowed_host
-    app.found = None if discovery is None else discovery.found
     return app
 
 
@@ -271,9 +267,9 @@ def _replace_instances(
     pool = app.endpoint.upstream.pool
     instances_by_leg = new_options.build_instances()
     # Those that sources name stay.
-    if app.found is not None:
+    if app.discovery is not None:
         try:
-            return app.found.set_configured(instances_by_leg)
+            return app.discovery.set_configured(instances_by_leg)
         except ValueError as error:
             raise click.UsageError(str(error)) from error
     # Only within the same legs: which flow serves a request depends on the legs there are.

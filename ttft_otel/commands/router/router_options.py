@@ -11,7 +11,7 @@ import functools
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
@@ -30,7 +30,6 @@ from ttft_otel.router.control.admin import DEFAULT_ADMIN_HOST
 from ttft_otel.router.discovery.discovery import (
     DNS_SCHEME,
     Discovery,
-    FoundInstances,
     SourceAddress,
     WatchedSource,
     WatchFindings,
@@ -669,14 +668,18 @@ def build_upstream_tls(options: RouterOptions) -> ClientTls | None:
         raise click.UsageError(f"{named}: {error}; these have to be PEM files.") from error
 
 
-def build_discovery(options: RouterOptions, found: FoundInstances) -> Discovery:
-    """Build the discovery of all sources. Raises UsageError for k8s:// outside a cluster."""
+def build_discovery(
+    options: RouterOptions, pool: InstancePool, configured: Mapping[str, Sequence[Instance]]
+) -> Discovery | None:
+    """The discovery of all sources, None without. Raises UsageError for k8s:// outside a cluster."""
+    if not options.discover:
+        return None
     addresses = [parse_source_address(each) for each in dict.fromkeys(options.discover)]
     try:
         sources = [WatchedSource(each, _choose_watch(each, options)) for each in addresses]
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    return Discovery(sources, found, options.discover_interval)
+    return Discovery(pool, configured, sources, options.discover_interval)
 
 
 def _choose_watch(address: SourceAddress, options: RouterOptions) -> WatchFindings:

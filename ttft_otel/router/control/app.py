@@ -24,7 +24,7 @@ from ttft_otel import __version__
 from ttft_otel.model.endpoints import MODELS_PATH
 from ttft_otel.model.names import env_names, metric_names
 from ttft_otel.model.stages import ENCODE
-from ttft_otel.router.discovery.discovery import Discovery, FoundInstances
+from ttft_otel.router.discovery.discovery import Discovery
 from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.proxy.client_stream import render_error
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
@@ -59,7 +59,7 @@ class RouterApp:
         self.control_plane = control_plane
         self.metrics = metrics
         self.admission = endpoint.admission
-        self.found: FoundInstances | None = None  # where instances come and go
+        self.discovery = metrics.discovery  # where instances come and go
         self.allowed_hosts: tuple[str, ...] = ()  # further names that Host may have
         self.cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the router
 

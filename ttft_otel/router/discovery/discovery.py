@@ -174,18 +174,57 @@ def check_url(url: str) -> str:
         raise ValueError(message) from error
 
 
-class FoundInstances:
+def _list_urls(configured: Mapping[str, Sequence[Instance]]) -> dict[str, Collection[str]]:
+    return {leg: {each.url for each in instances} for leg, instances in configured.items()}
+
+
+@dataclass(slots=True, eq=False)
+class WatchedSource:
+    """A source with what it named last; `problem` is why that is not all, or not news."""
+
+    address: SourceAddress
+    watch_findings: WatchFindings
+    roles_by_url: dict[str, str] = field(default_factory=dict)
+    problem: str = "not asked yet"
+    failures: int = 0  # times that it could not be asked, since the start
+
+
+class Discovery:
     """Every instance that a source names, by its URL; used on the event loop only.
 
-    configured: instances of the configuration, by leg. If a source names one of them and then drops it, it
-    stays in the pool, drained until it is named again.
+    If a source names a configured instance and then drops it, that stays in the pool, drained until it is
+    named again.
+
+    Args:
+        pool: The instances of the router.
+        configured: Those of the configuration, by leg.
+        sources: Who names others.
+        retry_pause_s: Seconds after the first failure of a source; doubled after each.
     """
 
-    def __init__(self, pool: InstancePool, configured: Mapping[str, Sequence[Instance]]) -> None:
+    def __init__(
+        self,
+        pool: InstancePool,
+        configured: Mapping[str, Sequence[Instance]],
+        sources: Sequence[WatchedSource] = (),
+        retry_pause_s: float = 1.0,
+    ) -> None:
         self.pool = pool
+        self.watched = sources
+        self.retry_pause_s = retry_pause_s
         self._configured_urls = _list_urls(configured)
         self._found: dict[str, Instance] = {}
         self._leaving: set[Instance] = set()  # dropped by their sources, and not yet idle
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(self._watch_forever(each)) for each in self.watched]
+        tasks.append(asyncio.create_task(self._sweep_forever()))
+        try:
+            yield
+        finally:
+            # Awaited, so that nothing changes a pool that is being closed.
+            await end_tasks(tasks)
 
     def map_roles(self) -> dict[str, str]:
         return {url: instance.leg for url, instance in self._found.items()}
@@ -265,7 +304,7 @@ class FoundInstances:
                 merged.setdefault(instance.leg, []).append(instance)
         return self.pool.replace_instances(merged)
 
-    async def sweep_forever(self) -> None:
+    async def _sweep_forever(self) -> None:
         """Remove instances that have left and have no request any more."""
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
@@ -287,45 +326,6 @@ class FoundInstances:
 
     def _is_configured(self, instance: Instance) -> bool:
         return instance.url in self._configured_urls.get(instance.leg, ())
-
-
-def _list_urls(configured: Mapping[str, Sequence[Instance]]) -> dict[str, Collection[str]]:
-    return {leg: {each.url for each in instances} for leg, instances in configured.items()}
-
-
-@dataclass(slots=True, eq=False)
-class WatchedSource:
-    """A source with what it named last; `problem` is why that is not all, or not news."""
-
-    address: SourceAddress
-    watch_findings: WatchFindings
-    roles_by_url: dict[str, str] = field(default_factory=dict)
-    problem: str = "not asked yet"
-    failures: int = 0  # times that it could not be asked, since the start
-
-
-class Discovery:
-    """All sources of a router. retry_pause_s: seconds after the first failure; doubled after each."""
-
-    def __init__(
-        self,
-        sources: Sequence[WatchedSource],
-        found: FoundInstances,
-        retry_pause_s: float,
-    ) -> None:
-        self.watched = sources
-        self.found = found
-        self.retry_pause_s = retry_pause_s
-
-    @asynccontextmanager
-    async def run(self) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(self._watch_forever(each)) for each in self.watched]
-        tasks.append(asyncio.create_task(self.found.sweep_forever()))
-        try:
-            yield
-        finally:
-            # Awaited, so that nothing changes a pool that is being closed.
-            await end_tasks(tasks)
 
     def describe_sources(self) -> list[dict[str, Any]]:
         """Each source for /readyz: how many instances it names, and its problem if it has one."""
@@ -367,7 +367,7 @@ class Discovery:
         for url, role in findings.roles_by_url.items():
             if watched.roles_by_url.get(url) != role:
                 try:
-                    self.found.add_instance(role, url)
+                    self.add_instance(role, url)
                 except ValueError as error:
                     refused[url] = str(error)
         before = watched.roles_by_url
@@ -378,7 +378,7 @@ class Discovery:
         # Two sources may name the same instance.
         named = {url for each in self.watched for url in each.roles_by_url}
         for url in before.keys() - named:
-            self.found.drop_instance(url)
+            self.drop_instance(url)
         refusal = next((f"{url} was refused: {text}" for url, text in refused.items()), "")
         self._note_problem(watched, refusal or findings.problem)
 

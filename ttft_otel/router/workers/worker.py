@@ -315,7 +315,7 @@ def run_worker_server(
 
 
 def encode_instances(app: RouterApp) -> bytes:
-    roles = {} if app.found is None else app.found.map_roles()
+    roles = {} if app.discovery is None else app.discovery.map_roles()
     members = [
         (each.leg, each.url, each.state == "draining") for each in app.endpoint.upstream.pool
     ]
@@ -327,10 +327,10 @@ def apply_instances(app: RouterApp, data: bytes) -> None:
     members, roles = msgspec.msgpack.decode(data, type=InstanceSet)
     pool = app.endpoint.upstream.pool
     # Those of sources first: these go when no source names them any more.
-    if app.found is not None:
+    if app.discovery is not None:
         for url, role in roles.items():
             with contextlib.suppress(ValueError):  # it does not fit beside this worker's own
-                app.found.add_instance(role, url)
+                app.discovery.add_instance(role, url)
     for leg, url, is_draining in members:
         instance = pool.find_instance(leg, url)
         # Of no source: an operator added it.
