@@ -412,24 +412,18 @@ class RouterOptions:
             DECODE: self.decode,
             backend_leg: self.backend,
         }
+        # By URL, as one given twice is one instance: else it would get twice the share, with two states.
+        by_leg: dict[str, dict[str, Instance]] = {}
         try:
-            instances_by_leg = {
-                leg: [parse_instance_url(url, leg) for url in urls]
-                for leg, urls in urls_by_leg.items()
-            }
+            for leg, url in ((leg, url) for leg, urls in urls_by_leg.items() for url in urls):
+                instance = parse_instance_url(url, leg)
+                by_leg.setdefault(leg, {})[instance.url] = instance
         except ValueError as error:
             raise click.UsageError(str(error)) from error
-        # A URL given twice is one instance: else it would get twice the share, with two states.
-        unique_by_url = {
-            leg: {each.url: each for each in several} for leg, several in instances_by_leg.items()
-        }
-        filled_legs = {
-            leg: tuple(several.values()) for leg, several in unique_by_url.items() if several
-        }
         # The empty leg tells the pool which one prefills before any instance is found.
         if self.discover and not is_disaggregated:
-            filled_legs.setdefault(backend_leg, ())
-        return filled_legs
+            by_leg.setdefault(backend_leg, {})
+        return {leg: tuple(several.values()) for leg, several in by_leg.items()}
 
     def check_exposure(self) -> None:
         """Raise UsageError for a port that other machines reach and that asks nobody for a key or a token."""
