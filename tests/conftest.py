@@ -156,7 +156,6 @@ def blank_identity() -> Iterator[None]:
 def nothing_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reset the patcher of the hooks' tests to that of a process without patches."""
     monkeypatch.setattr(PATCHER, "installed", {})
-    monkeypatch.setattr(PATCHER, "missing", {})
     monkeypatch.setattr(PATCHER, "disabled", set())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
 

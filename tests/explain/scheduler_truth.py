@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy
 import tracing_fakes
+from hooks.fakes import import_from_vllm
 
-from tests.hooks.vllm_import import import_from_vllm
 from ttft_otel.explain.whatif import what_if
 from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.explain.whatif.planned_change import PlannedChange

@@ -10,9 +10,8 @@ import pytest
 import tracing_fakes
 
 from hooks.device.accelerated_runners import wrap_accelerated_classes
-from hooks.fakes import WRAPPED_METHODS, FakeEngineCore
+from hooks.fakes import WRAPPED_METHODS, FakeEngineCore, import_from_vllm
 from hooks.process import CORE, PATCHER, count_state, drop_state, put_back_classes, wrap_copy
-from hooks.vllm_import import import_from_vllm
 from ttft_otel.tracing import recorder
 
 

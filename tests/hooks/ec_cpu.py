@@ -20,9 +20,14 @@ from vllm.distributed.ec_transfer.ec_connector.cpu.connector import ECCPUConnect
 from vllm.distributed.ec_transfer.ec_connector.cpu.session import ProducerSession
 from vllm.v1.outputs import ECConnectorOutput
 
-from hooks.fakes import WRAPPED_METHODS, FakeEngineCore, decode_headers, media_item
+from hooks.fakes import (
+    WRAPPED_METHODS,
+    FakeEngineCore,
+    decode_headers,
+    make_request,
+    media_item,
+)
 from hooks.process import wrap_copy, wrap_ec_connector
-from ttft_otel.model.names import header_names
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 
 WIDTH = 8  # of an encoding; float16: 16 bytes a row, one row a block
@@ -194,7 +199,7 @@ class EcInstance:
 
     def finish_request(self, name: str) -> EngineTimeline:
         """Run one step in which a request ends; the timeline on its output."""
-        return get_timeline(self.run_step(), name)
+        return decode_headers(self.run_step()[name])[1]
 
     def _count_tokens_left(self, name: str) -> int:
         request = self.core.requests[name]
@@ -242,22 +247,9 @@ def make_ec_request(
     for feature in features:
         feature.mm_position.get_num_embeds = lambda: ROWS
         feature.modality, feature.data = "image", FakeKwargsItem(pixels=SimpleNamespace(data=1))
-    return SimpleNamespace(
-        request_id=name,
-        trace_headers={header_names.TRACEPARENT: "x", header_names.CARRIER_KEY: "1"},
-        num_computed_tokens=computed,
-        num_prompt_tokens=tokens,
-        num_tokens=tokens,
-        mm_features=features,
-        ec_transfer_params=params,
-        sampling_params=SimpleNamespace(extra_args={"ec_transfer_params": params}),
-        get_num_encoder_embeds=lambda index: ROWS,
-    )
-
-
-def get_timeline(headers: dict[str, Any], name: str) -> EngineTimeline:
-    """The timeline on a request's first output."""
-    return decode_headers(headers[name])[1]
+    sampling = SimpleNamespace(extra_args={"ec_transfer_params": params})
+    fields = {"ec_transfer_params": params, "sampling_params": sampling}
+    return make_request(name, tokens, mm_features=features, computed=computed, **fields)
 
 
 class InstancePair:
@@ -288,7 +280,7 @@ class InstancePair:
         for _ in range(10):
             outputs = self.consumer.run_step()
             if name in outputs:
-                return get_timeline(outputs, name)
+                return decode_headers(outputs[name])[1]
             self.clock.tick(1000)
             self.encoder.run_step()
         raise AssertionError(f"{name} was never scheduled")

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fake engine core with vLLM's method names under the real hooks; random events for a real scheduler."""
+"""A fake engine core with vLLM's method names under the real hooks; vLLM itself, and random events for it."""
 
 from __future__ import annotations
 
+import gc
+import importlib
+import sys
+import warnings
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -31,15 +35,16 @@ WRAPPED_METHODS = {
 }
 
 
-def make_request(request_id: str, tokens: int = 10, traced: bool = True, items: int = 0) -> Any:
-    """A vLLM Request with the fields that the hooks read."""
-    return build_request(
-        request_id,
-        tokens,
-        HEADERS if traced else UNTRACED_HEADERS,
-        mm_features=[media_item(number) for number in range(items)],
-        get_num_encoder_embeds=lambda index: 2,
-    )
+def make_request(
+    request_id: str, tokens: int = 10, traced: bool = True, items: int = 0, **more: Any
+) -> Any:
+    """A vLLM Request with the fields that the hooks read; `more`: others, or other values."""
+    fields = {
+        "mm_features": [media_item(number) for number in range(items)],
+        "get_num_encoder_embeds": lambda index: 2,
+    }
+    headers = HEADERS if traced else UNTRACED_HEADERS
+    return build_request(request_id, tokens, headers, **(fields | more))
 
 
 def media_item(number: int, identifier: str = "", length: int = 2) -> Any:
@@ -148,3 +153,22 @@ def with_any_events(kinds: Sequence[str]) -> Callable[[Callable[..., None]], Cal
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     return lambda test: repeated(given(**drawn)(test))
+
+
+def import_from_vllm(*names: str) -> list[ModuleType]:
+    """The modules `names`, of vLLM or such as import it, without the warnings of other people's code.
+
+    Six seconds of CPU the first time; three more if garbage were looked for meanwhile, and as many
+    if vLLM's million of objects were looked through with later garbage.
+    """
+    if all(name in sys.modules for name in names):
+        return [sys.modules[name] for name in names]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()  # what tests have left would else be frozen, too
+        gc.disable()
+        try:
+            return [importlib.import_module(name) for name in names]
+        finally:
+            gc.freeze()
+            gc.enable()

@@ -348,23 +348,21 @@ def test_end_of_a_leg(client: FakeClient, role: str, monkeypatch: pytest.MonkeyP
     assert (keys.OUTPUT_TOKENS in found) is (role == "prefill")
 
 
-def test_stream_that_ends_too_soon(client: FakeClient) -> None:
-    """Starlette ends a stream whose client has left like a complete one; vLLM has told no end."""
+@pytest.mark.parametrize(("can_see", "error"), [(True, keys.ERROR_INCOMPLETE), (False, "")])
+def test_stream_that_ends_too_soon(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch, can_see: bool, error: str
+) -> None:
+    """Starlette ends a stream whose client has left like a complete one; vLLM has told no end.
+
+    Without the hook nothing is known of ends, and no stream counts as one that broke off.
+    """
+    monkeypatch.setattr(identity, "can_see_ends", lambda: can_see)
     client.run(ServerPlan(is_left=True))
 
     first, last = client.records.kept
     assert first.ttft is not None and first.ttft.error == ""
-    assert last.server is not None and last.server.error == keys.ERROR_INCOMPLETE
+    assert last.server is not None and last.server.error == error
     assert read_end(client.records) == {}
-
-
-def test_ends_that_nobody_sees(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the hook nothing is known of ends, and no stream counts as one that broke off."""
-    monkeypatch.setattr(identity, "can_see_ends", lambda: False)
-    client.run(ServerPlan(is_left=True))
-
-    *_, last = client.records.kept
-    assert last.server is not None and last.server.error == ""
 
 
 def test_nothing_is_asked_while_decoding(

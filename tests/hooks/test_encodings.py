@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tracing_fakes import FakeClock
 
-from hooks.fakes import FakeEngineCore, decode_headers, make_request, media_item
+from hooks.fakes import FakeEngineCore, decode_headers, import_from_vllm, make_request, media_item
 from hooks.process import CORE, PATCHER, WORKER, put_back_classes, wrap_ec_connector
-from hooks.vllm_import import import_from_vllm
 from lab.vllm_plugins import join_plugin_paths
 from ttft_otel.hooks import vllm_fields
 from ttft_otel.hooks.engine_core import transfers

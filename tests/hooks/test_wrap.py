@@ -174,20 +174,20 @@ def test_coroutine(guest: Guest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "reads", "said"),
+    ("place", "reads"),
     [
-        ("Host.gone", ("request",), "guesthost:Host.gone"),
-        ("Gone.plain", ("request",), "guesthost:Gone.plain"),
-        ("Child.plain", ("request",), "guesthost:Child.plain"),
-        ("Host.plain", ("renamed",), "guesthost:Host.plain(renamed)"),
+        ("Host.gone", "request"),
+        ("Gone.plain", "request"),
+        ("Child.plain", "request"),
+        ("Host.plain", "renamed"),
     ],
 )
-def test_missing(guest: Guest, place: str, reads: tuple[str, ...], said: str) -> None:
-    """A target that is gone, inherited only, or lacks a parameter is recorded, nothing is patched."""
-    guest.install(place, reads=reads)
+def test_missing(guest: Guest, place: str, reads: str) -> None:
+    """A target that is gone, inherited only, or lacks a parameter is not active, and nothing is patched."""
+    guest.install(place, reads=(reads,))
 
     assert guest.host.Host().plain("r") == ("host", "r", 0)
-    assert PATCHER.missing == {"host.call": said}
+    assert guest.host.Child().plain("r") == ("host", "r", 0)
     assert not PATCHER.is_active("host.call")
     assert not guest.before.called
 
@@ -198,7 +198,6 @@ def test_second_place(guest: Guest) -> None:
     guest.host.Host().plain("r")
 
     assert PATCHER.is_active("host.call")
-    assert not PATCHER.missing
 
 
 @pytest.mark.parametrize(("name", "arrives"), [("plain", False), ("plain", True), ("later", False)])

@@ -41,6 +41,8 @@ from ttft_otel.tracing.trace_ending import TraceEnding
 
 # Shared by all requests: vLLM only reads them.
 _UNTRACED_HEADERS: Final = {header_names.CARRIER_KEY: carrier.UNTRACED}
+# With both a request's first output is noticed.
+_OUTPUT_TARGETS: Final = ("frontend.outputs", "frontend.register")
 MAX_ARRIVAL_AGE_S: Final = 3600.0  # a caller's arrival time that is older is not believed
 MAX_QUEUED_INPUTS: Final = 256  # of one session
 
@@ -52,20 +54,10 @@ def identify_server(patcher: Patcher, config: Any) -> None:
     # The operator's word first: an instance without vLLM's connectors would read as `mono`.
     identity.role = settings.get_settings().role or identity.role
     identity.is_known = config is not None
-    identity.can_see_outputs = partial(can_see_outputs, patcher)
+    identity.can_see_outputs = lambda: all(map(patcher.is_active, _OUTPUT_TARGETS))
     handoff.engine_settings.update(vllm_fields.read_engine_settings(config))
-    identity.can_see_ends = partial(can_see_ends, patcher)
+    identity.can_see_ends = lambda: identity.can_see_outputs() and patcher.is_active("frontend.end")
     target_check.log_start_line(identity.role or "by request")
-
-
-def can_see_outputs(patcher: Patcher) -> bool:
-    """Whether the hooks that notice a request's first output are active."""
-    return patcher.is_active("frontend.outputs") and patcher.is_active("frontend.register")
-
-
-def can_see_ends(patcher: Patcher) -> bool:
-    """Whether the hook that notices the end of a generation is active, beside those of the first output."""
-    return can_see_outputs(patcher) and patcher.is_active("frontend.end")
 
 
 async def query_engine(owner: Any, trace: RequestTrace, query: str) -> str:

@@ -44,8 +44,6 @@ class Patcher(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         #: Target name -> its wrappers.
         self.installed: dict[str, list[Patch]] = {}
-        #: Target name -> what was not found.
-        self.missing: dict[str, str] = {}
         #: Targets that a test has switched off.
         self.disabled: set[str] = set()
         #: The owners of the hooks' state in this process; tests look for what is left.
@@ -101,20 +99,10 @@ class Patcher(importlib.abc.MetaPathFinder):
         raw = inspect.getattr_static(owner, name, None) if owner is not None else None
         # A method that is only inherited would be patched at the subclass, beside its base's patch.
         if raw is None or (outer and name not in vars(owner)):
-            self._note_missing(target, f"{place.module}:{place.name}")
             return
-        call = _unwrap_kind(raw)
         # A renamed parameter would only raise at the first request; here the target counts as missing.
-        lost = [word for word in target.reads if word not in inspect.signature(call).parameters]
-        if lost:
-            self._note_missing(target, f"{place.module}:{place.name}({', '.join(lost)})")
-            return
-        self.patch_attribute(target, owner, name, hook)
-
-    def _note_missing(self, target: PatchTarget, what: str) -> None:
-        # Of a target with several places one suffices, in whichever order the modules come.
-        if target.name not in self.installed:
-            self.missing[target.name] = what
+        if inspect.signature(_unwrap_kind(raw)).parameters.keys() >= {*target.reads}:
+            self.patch_attribute(target, owner, name, hook)
 
     def patch_attribute(self, target: PatchTarget, owner: Any, name: str, hook: Hook) -> None:
         """Patch the attribute `name` of `owner` once; static and class methods stay such."""
@@ -126,7 +114,6 @@ class Patcher(importlib.abc.MetaPathFinder):
         wrapper = _restore_kind(raw, _build_wrapper(target.name, call, hook))
         setattr(owner, name, wrapper)
         self.installed.setdefault(target.name, []).append(Patch(owner, name, raw, wrapper, hook))
-        self.missing.pop(target.name, None)
         if hook.extend is not None:
             hook.extend(owner)
 

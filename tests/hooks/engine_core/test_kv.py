@@ -79,9 +79,7 @@ def add_request(
     core: Any, *answers: tuple[int | None, bool], name: str = "a", **fields: Any
 ) -> int:
     """A request of 40 tokens comes, and the connector answers; when the first answer was."""
-    request = make_request(name, 40)
-    vars(request).update(fields)
-    core.add(request)
+    core.add(make_request(name, 40, **fields))
     at: int = core.clock.at
     ask_connector(core, *answers, name=name)
     return at
@@ -228,27 +226,18 @@ def test_preempted(kv_core: Any) -> None:
     assert list_timeline_attributes(timeline)[keys.KV_TOKENS] == 32
 
 
+@pytest.mark.parametrize("cached", [39, 0])
 @pytest.mark.parametrize("gone", ["kv.match", "kv.arrive"])
-def test_unseen(kv_core: Any, gone: str) -> None:
-    """Without one of the two marks the time is unattributed, and not added to the queue."""
+def test_unseen(kv_core: Any, gone: str, cached: int) -> None:
+    """Without one of the two marks the time is unattributed, unless nothing came from elsewhere."""
     PATCHER.switch(off=[gone])
-    add_request(kv_core, LATER)
-    kv_core.requests["a"].num_computed_tokens = 39
+    add_request(kv_core, *[LATER] * bool(cached))
+    kv_core.requests["a"].num_computed_tokens = cached
     tell(kv_core, "a")
     marks, _ = finish_first_chunk(kv_core)
     PATCHER.switch()
 
-    assert marks.queue_lost and not marks.waits
-
-
-def test_unseen_without_blocks(kv_core: Any) -> None:
-    """Where nothing came from elsewhere nothing is lost with the marks."""
-    PATCHER.switch(off=["kv.match", "kv.arrive"])
-    add_request(kv_core)
-    marks, _ = finish_first_chunk(kv_core)
-    PATCHER.switch()
-
-    assert not marks.queue_lost
+    assert marks.queue_lost is bool(cached) and not marks.waits
 
 
 def test_figures_of_two(kv_core: Any) -> None:
@@ -275,7 +264,7 @@ def test_aborted(kv_core: Any) -> None:
 
 def end_request(core: Any, name: str, block_ids: Any) -> None:
     """P's request ends with its first token, as inside vLLM's update."""
-    add_request(core, name=name, num_computed_tokens=40)
+    add_request(core, name=name, computed=40)
     step = core.schedule((name,), {name: 0})
     core.connector.keeps = True
     core.connector.request_finished(core.requests[name], block_ids)

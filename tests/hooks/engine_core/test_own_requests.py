@@ -45,11 +45,10 @@ def own_process(
 
 def make_own(name: str = "chatcmpl-1", headers: Any = None, **more: Any) -> Any:
     """A request as a front-end without hooks sends it."""
-    made = make_request(name)
+    sampling = SimpleNamespace(extra_args=None)
+    fields = {"sampling_params": sampling, "arrival_time": NOW_S - 0.002} | more
+    made = make_request(name, **fields)
     made.trace_headers = headers
-    made.sampling_params = SimpleNamespace(extra_args=None)
-    made.arrival_time = NOW_S - 0.002
-    vars(made).update(more)
     return made
 
 

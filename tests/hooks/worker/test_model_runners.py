@@ -27,6 +27,7 @@ from hooks.device.accelerated_runners import (
 )
 from hooks.device.accelerator import SimulatedDevice, SimulatedHost
 from hooks.device.accelerator_cases import list_entries, make_step
+from hooks.fakes import import_from_vllm
 from hooks.process import (
     HOOKS,
     PATCHER,
@@ -36,7 +37,6 @@ from hooks.process import (
     wrap_kv_connector,
     wrap_methods,
 )
-from hooks.vllm_import import import_from_vllm
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.hooks.worker import device, model_runners
 from ttft_otel.model import breakdown
