@@ -247,13 +247,13 @@ class SchedulerDriver:
                         each.request_id, each.trace_headers[header_names.CARRIER_KEY]
                     )
 
-    def run_until_answered(self, *ids: str, length_us: int = STEP_US, limit: int = 2000) -> None:
+    def run_until_answered(self, *ids: str) -> None:
         """Steps until all `ids` have their first token."""
-        for _ in range(limit):
+        for _ in range(2000):
             if all(each in self.headers for each in ids):
                 return
-            self.step(length_us)
-        raise AssertionError(f"no first token in {limit} steps: {ids}")
+            self.step()
+        raise AssertionError(f"no first token in 2000 steps: {ids}")
 
     def read(self, name: str) -> tuple[Breakdown, Marks]:
         """The breakdown of an answered request, as the API server would make it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,13 +56,11 @@ class ServerPlan:
     count: int = 1
     marks: bool = True
     kept: int = 0  # bits of EngineDetails.kept
-    media: list[int] = field(default_factory=list)
     ends: str = ""  # the engine's only output ends it with this reason and no token
     refused: int = 200  # the status after that, where it is one
     dies: bool = False  # there is no output at all, and the answer ends
     body: bytes = b"{}"  # of a plain answer
     answers_first: bool = False  # with `background`: nothing was sent to the engine yet
-    reports: list[str] = field(default_factory=list)
     extra: dict[str, Any] | None = None
     background: bool = False
     is_left: bool = False  # after the first chunk, as Starlette ends a stream then
@@ -278,7 +276,7 @@ class FakeApiServer:
         begin = left + 20 + 30 + 40
         timeline = EngineTimeline(added=left + 20, scheduled=left + 50, entered=begin + 550)
         timeline.prompt, timeline.chunks, timeline.complete = 12, 1, True
-        timeline.details = EngineDetails(kept=self.plan.kept, media=self.plan.media)
+        timeline.details = EngineDetails(kept=self.plan.kept)
         step = (clock.get_boot_number(), begin + 506, 0, breakdown.CODE_FORWARD, begin, begin + 500)
         draft = (carrier.CODE_DRAFT, begin + 510, begin + 530) if self.plan.drafts else ()
         timeline.add_step(step + draft)

@@ -88,20 +88,37 @@ def test_pooling(client: FakeClient) -> None:
 
 @pytest.mark.usefixtures("blank_identity")
 @pytest.mark.parametrize(
-    ("transfer", "cache", "role"),
+    ("transfer", "cache", "setting", "role"),
     [
-        (None, None, "mono"),
-        ("ec_producer", None, "encode"),
-        ("ec_consumer", None, "prefill_decode"),
-        (None, "kv_producer", "prefill"),
-        (None, "kv_consumer", "decode"),
-        (None, "kv_both", ""),
-        ("ec_both", None, ""),
+        (None, None, "", "mono"),
+        ("ec_producer", None, "", "encode"),
+        ("ec_consumer", None, "", "prefill_decode"),
+        (None, "kv_producer", "", "prefill"),
+        (None, "kv_consumer", "", "decode"),
+        (None, "kv_both", "", ""),
+        ("ec_both", None, "", ""),
+        ("ec_both", None, "encode", "encode"),
     ],
 )
-def test_role(transfer: str | None, cache: str | None, role: str) -> None:
-    """The role is read from vLLM's configuration, where that tells."""
-    start_server(transfer, cache)
+def test_role(
+    monkeypatch: pytest.MonkeyPatch,
+    transfer: str | None,
+    cache: str | None,
+    setting: str,
+    role: str,
+) -> None:
+    """The role is read from vLLM's configuration, where that tells; the operator's setting wins over it."""
+    monkeypatch.setenv(env_names.TTFT_OTEL_ROLE, setting)
+    monkeypatch.setattr(settings, "_frozen", [])
+    encodings = SimpleNamespace(ec_role=transfer, ec_connector="ECCPUConnector")
+    config = SimpleNamespace(
+        ec_transfer_config=encodings if transfer else None,
+        kv_transfer_config=SimpleNamespace(kv_role=cache) if cache else None,
+        model_config=SimpleNamespace(served_model_name=["served", "alias"]),
+    )
+    owner = SimpleNamespace(vllm_config=config)  # the app's state, or its engine client
+    state = owner if cache else SimpleNamespace(engine_client=owner)
+    api_server.identify_server(PATCHER, vllm_fields.get_vllm_config(state))
 
     assert identity.role == role
     assert identity.default_role == ("prefill_decode" if transfer else "mono")
@@ -133,27 +150,6 @@ def test_engine_settings(monkeypatch: pytest.MonkeyPatch, has_blocks: bool) -> N
         keys.ENGINE_CHUNKED: 1,
         **({keys.ENGINE_KV_TOKENS: 1600, keys.ENGINE_BLOCK_TOKENS: 16} if has_blocks else {}),
     }
-
-
-def start_server(transfer: str | None, cache: str | None) -> None:
-    """The server starts with these roles of its connectors."""
-    encodings = SimpleNamespace(ec_role=transfer, ec_connector="ECCPUConnector")
-    config = SimpleNamespace(
-        ec_transfer_config=encodings if transfer else None,
-        kv_transfer_config=SimpleNamespace(kv_role=cache) if cache else None,
-        model_config=SimpleNamespace(served_model_name=["served", "alias"]),
-    )
-    api_server.identify_server(PATCHER, config)
-
-
-@pytest.mark.usefixtures("blank_identity")
-def test_operators_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator's setting of the role wins over everything else."""
-    monkeypatch.setenv(env_names.TTFT_OTEL_ROLE, "encode")
-    monkeypatch.setattr(settings, "_frozen", [])
-    start_server("ec_both", None)
-
-    assert identity.role == "encode"
 
 
 KEEPS_BLOCKS = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
@@ -224,16 +220,6 @@ def test_where_releases_carry_them(version: str) -> None:
         assert 'extra_args["kv_transfer_params"] = self.kv_transfer_params' in text
         announced = 'extra_args["ec_transfer_params"] = self.ec_transfer_params' in text
         assert announced == (version not in ("0.20.2", "0.24.0"))
-
-
-@pytest.mark.usefixtures("blank_identity")
-def test_role_by_engine_client() -> None:
-    """Where the app's state has no configuration, the engine client's is read."""
-    config = SimpleNamespace(ec_transfer_config=SimpleNamespace(ec_role="ec_producer"))
-    state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config))
-    api_server.identify_server(PATCHER, vllm_fields.get_vllm_config(state))
-
-    assert identity.role == "encode"
 
 
 def test_build() -> None:

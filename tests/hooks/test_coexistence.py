@@ -23,7 +23,25 @@ from lab.http_servers import HttpServerThread, SilentHandler
 from ttft_otel.model.names import env_names, span_names
 
 SERVER: Final = Path(__file__).with_name("instrumented_server.py")
-CLIENT: Final = SERVER.with_name("instrumented_client.py")
+# With OpenAI's package, which another product instruments; its arguments: PRODUCT URL.
+CLIENT: Final = """
+import importlib
+import sys
+
+import openai
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+product, url = sys.argv[1:]
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter()))
+trace.set_tracer_provider(provider)
+importlib.import_module(product).OpenAIInstrumentor().instrument()
+client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+client.completions.create(model="model", prompt="a prompt")
+"""
 TRACE_ID: Final = "0af7651916cd43dd8448eb211c80319c"
 CALLER: Final = "b7ad6b7169203331"
 TRACEPARENT: Final = f"00-{TRACE_ID}-{CALLER}-01"
@@ -175,7 +193,7 @@ def test_client_instrumentation(sink: Sink, product: str, is_one_trace: bool) ->
         )
 
     def send(port: int, env: dict[str, str], _: str) -> None:
-        command = [sys.executable, str(CLIENT), product, f"http://127.0.0.1:{port}"]
+        command = [sys.executable, "-c", CLIENT, product, f"http://127.0.0.1:{port}"]
         subprocess.run(command, env=env, check=True, timeout=60)
 
     call_server(sink, send=send)

@@ -306,14 +306,6 @@ def test_mooncake(connectors: None, core: Any) -> None:
     assert count_items_of(again) == ItemCounts(1, 1, 0, 1, 0, 0)
 
 
-def test_nobody_saw(core: FakeEngineCore) -> None:
-    """Without the hook, or without a connector, no origin of items is reported."""
-    core.add(make_request("a", 20, items=2))
-    out = core.update(core.schedule(("a",), {"a": 20}, encode={"a": [1]}), finish=("a",))
-
-    assert count_items_of(decode_headers(out["a"])[1]) == ItemCounts(2, 1, None, None, None, 0)
-
-
 def test_hostile_params() -> None:
     """However many names they have, or of whatever form, few are looked at and none raises."""
     many = {str(number): {} for number in range(5000)}

@@ -36,9 +36,9 @@ def answer(core: FakeEngineCore, name: str = "a", record: Any = STEP, **more: An
     return core.update(step, first=(name,), record=record, **more)[name]
 
 
-def read_aborted(name: str = "a") -> tuple[Marks, EngineTimeline]:
-    """What the engine core knows of a request that has ended without a first token."""
-    return decode_headers({header_names.CARRIER_KEY: CORE.answer_aborted(name)})
+def read_aborted() -> tuple[Marks, EngineTimeline]:
+    """What the engine core knows of the request, which has ended without a first token."""
+    return decode_headers({header_names.CARRIER_KEY: CORE.answer_aborted("a")})
 
 
 def test_one_step(core: FakeEngineCore) -> None:
