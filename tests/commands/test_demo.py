@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ttft_otel.commands import demo
+from ttft_otel.commands import serve
 from ttft_otel.commands.main import main
 
 NEEDED_REQUESTS = 56
@@ -35,15 +35,15 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 def test_recorded() -> None:
     """The file is small, and its requests end when asked; stages add up in each."""
     end_ns = time.time_ns()
-    spans = demo.read_recorded(end_ns)
+    spans = serve.read_recorded(end_ns)
     trunks = [span for span in spans if span.is_ttft_span]
 
-    assert demo.RECORDED.stat().st_size < MAX_RECORDED_BYTES
+    assert serve.RECORDED.stat().st_size < MAX_RECORDED_BYTES
     assert max(span.end_ns for span in spans) == end_ns
     assert len({span.trace_id for span in trunks}) == NEEDED_REQUESTS
     for attributes in (span.attributes for span in trunks):
-        parts = [us for name, us in attributes.items() if demo.keys.parse_stage_attribute(name)]
-        assert sum(parts) == attributes[demo.keys.TOTAL_US]
+        parts = [us for name, us in attributes.items() if serve.keys.parse_stage_attribute(name)]
+        assert sum(parts) == attributes[serve.keys.TOTAL_US]
 
 
 def test_report(told: list[list[str]]) -> None:
@@ -84,7 +84,7 @@ def test_page() -> None:
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without vLLM it says what to do; a file that is there is not touched."""
     (taken := tmp_path / "spans.db").write_bytes(b"mine")
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda _: None)
 
     refused = CliRunner().invoke(main, ["demo"])
     assert refused.exit_code == 2 and "`ttft-otel demo --recorded`" in refused.output
@@ -96,7 +96,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        (demo.MODEL, "vLLM downloads it, 1.5 GB, from Hugging Face unless"),
+        (serve.MODEL, "vLLM downloads it, 1.5 GB, from Hugging Face unless"),
         ("m", "vLLM downloads it from Hugging Face unless"),
         ("/", ""),  # of a folder's model nothing is downloaded
     ],
@@ -105,7 +105,7 @@ def test_a_server_that_does_not_start(
     model: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it downloads is said before; the end of its log is shown, with what needs no network."""
-    monkeypatch.setattr(demo.sys, "executable", str(fake := tmp_path / "python"))
+    monkeypatch.setattr(serve.sys, "executable", str(fake := tmp_path / "python"))
     fake.write_text("#!/bin/sh\necho no such model: $4\nexit 3\n")
     fake.chmod(0o755)
     failed = CliRunner().invoke(main, ["demo", "--model", model, "--db", str(tmp_path / "a.db")])

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +28,9 @@ from ttft_otel.bench.load_plan import ARRIVALS, DEFAULT_REQUESTS, SHAPE_FLAGS, L
 from ttft_otel.bench.request_factory import BenchInputError
 from ttft_otel.bench.result_document import RESULT_FORMAT, build_document
 from ttft_otel.commands.command_options import (
-    OptionDecorator,
     add_options,
     make_number_option,
+    make_parsed_option,
 )
 from ttft_otel.commands.source_options import add_source_options
 from ttft_otel.explain.diff import release_gate
@@ -86,22 +86,6 @@ def _read_rates(
     return [(rates[0], rates[1])] if ramp else [(each, None) for each in sorted(set(rates))]
 
 
-def _make_list_option(
-    flag: str, name: str, metavar: str, parse: Callable[[str], Any], help_text: str
-) -> OptionDecorator:
-    """An option that may be given several times. parse: of each text; its ValueErrors become BadParameter."""
-
-    def read_texts(_context: Any, _option: Any, texts: tuple[str, ...]) -> list[Any]:
-        try:
-            return [parse(text) for text in texts]
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from error
-
-    return click.option(
-        flag, name, multiple=True, metavar=metavar, callback=read_texts, help=help_text
-    )
-
-
 def _parse_slo_limit(text: str) -> tuple[str, float]:
     """A value of --slo (`ttft=500`) as name and milliseconds. Raises ValueError."""
     name, _, limit = text.partition("=")
@@ -133,12 +117,12 @@ TARGET_OPTIONS: Final = (
         help="Compare two servers or routers, in alternating rounds.",
     ),
     click.option("--model", help="Model name.  [default: the first of /v1/models]"),
-    _make_list_option(
+    make_parsed_option(
         "--header",
-        "headers",
         "'NAME: VALUE'",
         _parse_header,
         "Add this header to every request.",
+        list_name="headers",
     ),
     # As long as the router's --first-byte-timeout: a queue of minutes is a result, too.
     make_number_option(
@@ -197,13 +181,13 @@ LOAD_OPTIONS: Final = (
     ),
     # The first requests of a server can take seconds longer: compilation, empty caches.
     make_number_option("--warmup", COUNT, 0, "Requests before each run, not counted."),
-    _make_list_option(
+    make_parsed_option(
         "--find",
-        "conditions",
         "CONDITION",
         parse_condition,
         "Find the highest rate at which 'ttft.p95<500' holds (ttft, tpot or latency; ms; several "
         "times: all hold), from --rate or 1 on; with --concurrency the highest of these.",
+        list_name="conditions",
     ),
     # One round gives figures; comparison.py needs three for an interval.
     make_number_option(
@@ -216,21 +200,21 @@ LOAD_OPTIONS: Final = (
         "--seed", click.INT, 0, "Seed of prompts and arrival times; each round adds 1."
     ),
 )
-FAIL_IF_OPTION: Final = _make_list_option(
+FAIL_IF_OPTION: Final = make_parsed_option(
     "--fail-if",
-    "gates",
     "CONDITION",
     release_gate.parse_condition,
     "'ttft.p95 > +10%' of a comparison; several times. The exit code is 1 if one holds, 2 if that "
     "cannot be told.",
+    list_name="gates",
 )
 OUTPUT_OPTIONS: Final = (
-    _make_list_option(
+    make_parsed_option(
         "--slo",
-        "slos",
         "NAME=MS",
         _parse_slo_limit,
         "Limit of ttft, tpot or latency for goodput.",
+        list_name="slos",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
     click.option("--output", type=RESULT_FILE, help="Also write the JSON to this file."),

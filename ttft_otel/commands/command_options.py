@@ -33,9 +33,41 @@ def declare_flag(help_text: str, **click_arguments: Any) -> Any:
     return field(metadata={"help": help_text, **click_arguments})
 
 
-def make_number_option(name: str, kind: Any, default: Any, help_text: str) -> OptionDecorator:
-    """An option with a number and a default that --help shows. kind: its type, or click's range."""
-    return click.option(name, type=kind, default=default, show_default=True, help=help_text)
+def make_number_option(names: str, kind: Any, default: Any, help_text: str) -> OptionDecorator:
+    """An option with a number and a default that --help shows.
+
+    names: its flag, and its parameter where that has another name. kind: its type, or click's range.
+    """
+    return click.option(
+        *names.split(), type=kind, default=default, show_default=True, help=help_text
+    )
+
+
+def make_parsed_option(
+    flag: str,
+    metavar: str,
+    parse: Callable[[str], object],
+    help_text: str,
+    list_name: str = "",
+) -> OptionDecorator:
+    """An option whose text is read by `parse`, and whose value is None where it is not given.
+
+    parse: raises ValueError for a text that it cannot read, which becomes BadParameter. list_name: the
+    parameter of an option that may be given several times, and whose value is a list.
+    """
+
+    def read(_context: Any, _option: Any, given: Any) -> object:
+        try:
+            if list_name:
+                return [parse(text) for text in given]
+            return parse(given) if given else None
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    names = (flag, list_name) if list_name else (flag,)
+    return click.option(
+        *names, metavar=metavar, multiple=bool(list_name), callback=read, help=help_text
+    )
 
 
 def add_watch_option(command: Command) -> Command:

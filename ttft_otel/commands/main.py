@@ -39,13 +39,13 @@ class Subcommand:
 SUBCOMMANDS: Final = {
     name: Subcommand(f"ttft_otel.commands.{module}", extra, help_text, command)
     for name, module, extra, help_text, command in (
-        ("demo", "demo", "serve", "Trace ten requests to a vLLM, or show recorded ones.", "demo"),
+        ("demo", "serve", "serve", "Trace ten requests to a vLLM, or show recorded ones.", "demo"),
         ("serve", "serve", "serve", "Receive, keep and show spans.", "serve"),
         ("top", "top", "", "Show what waits now.", "top"),
         ("report", "report", "", "Print where the time went.", "report"),
-        ("diff", "diff", "explain", "Say what changed between two windows.", "diff"),
-        ("explain", "explain", "explain", "Say why requests were late.", "explain"),
-        ("whatif", "whatif", "explain", "Predict the TTFT with other settings.", "whatif"),
+        ("diff", "answers", "explain", "Say what changed between two windows.", "diff"),
+        ("explain", "answers", "explain", "Say why requests were late.", "explain"),
+        ("whatif", "answers", "explain", "Predict the TTFT with other settings.", "whatif"),
         ("mcp", "mcp_server", "mcp", "Offer these answers to an agent, read-only.", "command"),
         ("router", "router.command", "router", "Route requests to servers, traced.", "command"),
         ("bench", "bench", "bench", "Send load and break its TTFT down.", "bench"),

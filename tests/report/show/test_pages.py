@@ -40,7 +40,7 @@ from lab import report_files
 from tests.fake_tempo import FakeTempo
 from tests.stack.grafana_browser import REMEDY, find_chromium, launch_browser
 from ttft_otel.commands import main as cli
-from ttft_otel.commands.demo import list_commands, read_recorded
+from ttft_otel.commands.serve import list_commands, read_recorded
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import Record
 from ttft_otel.report.breakdown_source import ExplainAnswer, ExplainQuestion

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ChangeAnswer as sentences and a table for the terminal, and as JSON for commands/diff.py."""
+"""A ChangeAnswer as sentences and a table for the terminal, and as JSON for commands/answers.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether B is worse than A by more than was asked for: `ttft-otel diff --fail-if`, for releases.
 
-Input: conditions as typed, and the requests of both windows. Output: Verdicts, which commands/diff.py turns
-into an exit code, text, JSON, Markdown and JUnit. Pure; needs numpy.
+Input: conditions as typed, and the requests of both windows. Output: Verdicts, which commands/answers.py
+turns into an exit code, text, JSON, Markdown and JUnit. Pure; needs numpy.
 
 A verdict follows the interval of the change and not its point: worse is what lies above the threshold with
 all of its interval, as asked what lies below it with all of it. Requests that follow one another wait in the

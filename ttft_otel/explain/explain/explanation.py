@@ -2,7 +2,7 @@
 """Put an explanation together: which stage, which cause, how sure, when, and what to change. Pure.
 
 Input: ComparedRequests. Output: Explanation, whose sentences have their numbers from the data;
-explanation_text.py prints it, commands/explain.py asks. The cause is the candidate that survives and explains
+explanation_text.py prints it, commands/answers.py asks. The cause is the candidate that survives and explains
 most, else "not known".
 """
 

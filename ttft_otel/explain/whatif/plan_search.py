@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search the cheapest plan that holds targets, for `whatif --autotune`. Pure; needs numpy.
 
-Input: a Fleet of what_if.py and Targets. Output: its Prediction for commands/whatif.py. The cheapest
+Input: a Fleet of what_if.py and Targets. Output: its Prediction for commands/answers.py. The cheapest
 has the fewest instances, then the fewest changed settings. One replay without noise tells which plans may do;
 the first of these that holds in most replays with noise is the answer.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Prediction of what_if.py as a table and sentences, and as JSON for commands/whatif.py."""
+"""A Prediction of what_if.py as a table and sentences, and as JSON for commands/answers.py."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """Who held late requests while they waited: kinds of work, and the requests that held most of them longest.
 
 Kinds are in RequestFacts; holders are links of the queues' spans, which otlp_decoder.py keeps as
-an attribute. window_answer.py and commands/explain.py ask.
+an attribute. window_answer.py and commands/answers.py ask.
 """
 
 from __future__ import annotations
