@@ -2,7 +2,8 @@
 """A Tempo of the tests on a real loopback socket: it stores OTLP exports, searches, and fails as told.
 
 Its search knows the conditions that tempo_source.py writes; tests/stack/test_tempo_source.py holds the same
-against the real program.
+against the real program. Below it are the golden traces of other products, to be read back from a store or
+from it: tests/golden/foreign/ has what their own code made, tests/report/foreign/test_products.py says how.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind
 
 from lab.http_servers import HttpServerThread, SilentHandler
 from ttft_otel.model.names import keys
+from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.report.report_types import StoredSpan
 
 
 @dataclass
@@ -175,3 +182,34 @@ class TempoHandler(SilentHandler):
             self.send_answer(200, encode_spans(spans).SerializeToString())
         else:
             self.send_answer(404, b"")
+
+
+GOLDEN = Path(__file__).parent / "golden" / "foreign"
+FILES = ("vllm", "sglang", "dynamo")
+
+
+def read_golden(name: str, begin_ns: int = 0) -> list[StoredSpan]:
+    """The spans of a golden file; with begin_ns the first one begins then."""
+    body = (GOLDEN / f"{name}.json").read_bytes()
+    spans = otlp_decoder.decode_export(body, as_json=True).spans
+    later = begin_ns - min(span.start_ns for span in spans) if begin_ns else 0
+    return [
+        replace(span, start_ns=span.start_ns + later, end_ns=span.end_ns + later) for span in spans
+    ]
+
+
+def to_sdk_span(span: StoredSpan) -> ReadableSpan:
+    """The span as an SDK has it."""
+    ids = int(span.trace_id, 16), int(span.span_id, 16)
+    above = int(span.parent_id or "0", 16)
+    return ReadableSpan(
+        span.name,
+        SpanContext(*ids, is_remote=False),
+        SpanContext(ids[0], above, is_remote=True) if above else None,
+        Resource(span.resource),
+        span.attributes,
+        kind=list(SpanKind)[max(span.kind - 1, 0)],
+        instrumentation_scope=InstrumentationScope(span.scope),
+        start_time=span.start_ns,
+        end_time=span.end_ns,
+    )

@@ -19,7 +19,7 @@ VLLM_FILES: Final = (
     "tests/hooks/engine_core/test_queue_reasons.py",
     "tests/explain/test_engine_model.py",
     "tests/explain/test_what_if.py",
-    "tests/commands/test_whatif.py",
+    "tests/commands/test_answers.py",
     "tests/test_plugin.py",
 )
 # Starting a stack and sending it 2 000 requests takes a minute and a half. The last one sends more.
@@ -51,7 +51,7 @@ LONG_FILES: Final = (
     "tests/router/disagg/test_encoders.py",
     "tests/lab/test_style.py",
     "tests/hooks/test_target_check.py",
-    "tests/report/store/test_storage_bounds.py",
+    "tests/report/store/test_span_store.py",
     "tests/router/proxy/test_endpoint_soak.py",
 )
 

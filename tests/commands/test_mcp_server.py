@@ -13,7 +13,7 @@ import pytest
 from mcp import Client
 from mcp.client.stdio import StdioServerParameters
 
-from tests.commands.test_explain import COUNT, make_record
+from tests.commands.test_answers import COUNT, make_record
 from tests.explain.stored_records import build_spans, name_window, store_spans
 from ttft_otel.commands import mcp_server
 from ttft_otel.commands.report import report

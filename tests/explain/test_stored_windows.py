@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
-from tests.commands.test_explain import COUNT, EXPLAIN, WINDOW, make_record
+from tests.commands.test_answers import COUNT, EXPLAIN, WINDOW, make_record
 from tests.explain.stored_records import (
     BEGIN_S,
     StoreCommand,

@@ -48,8 +48,8 @@ from tests.live.bench import (
 )
 from tests.live.conftest import GUARD, DeploymentDeck
 from tests.live.test_injected import Injection, check_stage
-from ttft_otel.commands.demo import REQUESTS
 from ttft_otel.commands.main import main
+from ttft_otel.commands.serve import REQUESTS
 from ttft_otel.model import stages
 from ttft_otel.model.names import env_names, keys, metric_names
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader

@@ -16,7 +16,7 @@ import pytest
 
 from lab.stack import binaries
 from lab.stack.go_builds import GoMissingError
-from tests.foreign_traces import to_sdk_span
+from tests.fake_tempo import to_sdk_span
 from tests.live.bench import LiveDeployment as Live
 from tests.stack.known_requests import export_spans
 from tests.stack.running_stack import RunningStack, StackStarter, wait_until

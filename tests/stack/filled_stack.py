@@ -33,7 +33,7 @@ from lab.http_servers import HttpServerThread, SilentHandler
 from lab.local_servers import LocalServer
 from lab.server_commands import HOST
 from lab.stack import stack_parts
-from tests.foreign_traces import FILES, GOLDEN
+from tests.fake_tempo import FILES, GOLDEN
 from tests.stack import otlp_requests, panel_queries
 from tests.stack.known_requests import (
     SLO_MS,

@@ -24,7 +24,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 from opentelemetry.sdk.resources import Resource
 
 from lab.otlp_sinks import MetricSink, SpanSink, to_attributes
-from tests.foreign_traces import FILES, GOLDEN
+from tests.fake_tempo import FILES, GOLDEN
 from tests.stack.known_requests import (
     KnownRequest,
     build_known_requests,

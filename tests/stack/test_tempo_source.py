@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from lab import free_ports
 from lab.local_servers import LocalServer
 from lab.server_commands import ServerCommand
-from tests.foreign_traces import FILES, read_golden, to_sdk_span
+from tests.fake_tempo import FILES, read_golden, to_sdk_span
 from tests.stack.known_requests import build_known_requests, build_known_spans
 from tests.stack.running_stack import RunningTempo, StackStarter, wait_until
 from ttft_otel.commands import main as cli

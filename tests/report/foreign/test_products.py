@@ -28,9 +28,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_records import RunningServer, fetch_page, fill_database
 
-from tests.commands.test_explain import make_record
-from tests.fake_tempo import FakeTempo
-from tests.foreign_traces import FILES, read_golden, to_sdk_span
+from tests.commands.test_answers import make_record
+from tests.fake_tempo import FILES, FakeTempo, read_golden, to_sdk_span
 from ttft_otel.commands import main as cli
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.assemble.request_assembly import MAX_DURATION_US
@@ -82,16 +81,6 @@ def make_span(
 def make_request(scope: str = "vllm.tracing.otel", **more: Any) -> StoredSpan:
     """A span of a request with a TTFT of 200 ms."""
     return make_span(1, "llm_request", scope, gen_ai__latency__time_to_first_token=0.2, **more)
-
-
-def test_vllm() -> None:
-    """Two requests, of which vLLM tells the queue and the prompt; the rest is unattributed."""
-    first, second = list_requests(read_golden("vllm"))
-
-    assert (first.ttft_us, first.unattributed_us) == (250_000, 30_000)
-    assert first.stages == {"prefill.queue": 100_000, "prefill.compute": 120_000}
-    assert (second.ttft_us, second.request_id) == (81_234, "cmpl-2")
-    assert [leg.foreign for leg in second.legs] == ["vLLM's own tracing"]
 
 
 def test_sglang() -> None:

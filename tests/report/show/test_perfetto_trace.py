@@ -229,7 +229,6 @@ def test_arrows() -> None:
     assert server["ts"] <= begin["ts"] <= server["ts"] + server["dur"]
     assert (end["pid"], end["tid"]) == (queue["pid"], queue["tid"])
     assert queue["ts"] < end["ts"] <= queue["ts"] + queue["dur"]
-    assert queue["ts"] < end["ts"] <= queue["ts"] + queue["dur"]
 
 
 def test_engine_steps() -> None:

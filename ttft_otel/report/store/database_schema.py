@@ -30,7 +30,7 @@ _FIRST_KEPT: Final = "(SELECT coalesce(min(id), 1 << 62) FROM traces)"
 
 # Numbers of traces grow in the order of arrival, without gaps, and are never used again: what is below the
 # smallest has been removed. Spans are in chunks (otlp_decoder.py), of which only their trace is indexed.
-# Bytes for each span are bounded (test_storage_bounds.py): what spans share is in `shared`, and tables of
+# Bytes for each span are bounded (test_span_store.py): what spans share is in `shared`, and tables of
 # long values have row IDs, because entries of an index beyond 1000 bytes take a page of their own.
 CREATE_TABLES: Final = """
 CREATE TABLE traces (

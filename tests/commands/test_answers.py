@@ -1,0 +1,518 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ttft-otel explain`, `diff` and `whatif` as typed in a shell, over a store and over a Tempo.
+
+Some of explain's requests wait for a place, the second window of diff is slower, and vLLM's Scheduler has
+served that of whatif.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic_ns, time_ns
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+
+from tests.explain.stored_records import (
+    BEGIN_S,
+    DOCS,
+    StoreCommand,
+    build_noisy_record,
+    build_spans,
+    draw_busy_arrivals,
+    name_window,
+    store_served_window,
+    store_spans,
+)
+from tests.fake_tempo import FakeTempo
+from tests.report.sample_records import make_routed_records
+from ttft_otel.commands import bench, command_options
+from ttft_otel.explain.whatif.engine_model import EngineLimits
+from ttft_otel.exporter.spans import span_builder
+from ttft_otel.model.names import keys
+from ttft_otel.model.record import Record, Server
+from ttft_otel.report.report_types import SourceChoice
+from ttft_otel.report.tempo import tempo_source
+
+EXPLAIN = StoreCommand("explain")
+COUNT = 200
+WAIT_US = 250_000
+WINDOW = name_window(0, COUNT)
+
+
+def make_record(number: int) -> Record:
+    """One request; every 16th waits for a place. The last one failed."""
+    wait_us = WAIT_US if number % 16 == 0 else 0
+    record = build_noisy_record(number, 600 + number, wait_us)
+    assert record.ttft is not None and record.server is not None
+    queue = record.ttft.stages["prefill.queue"]
+    reasons = {"in_step": queue - wait_us, "max_num_seqs": wait_us}
+    attributes = {
+        keys.name_reason_attribute("prefill.queue", reason): us
+        for reason, us in reasons.items()
+        if us
+    }
+    error = "timeout" if number == COUNT - 1 else ""
+    return msgspec.structs.replace(
+        record,
+        ttft=msgspec.structs.replace(record.ttft, attributes=attributes, error=error),
+        server=Server(record.server.name, record.server.end, 504 if error else 200),
+    )
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, FakeTempo]]:
+    """The same requests of two instances in a database, and in a Tempo; only chat-0 has late ones."""
+    spans = []
+    for instance in range(2):
+        records = [make_record(number) for number in range(instance, COUNT, 2)]
+        spans += build_spans(records, {"service.instance.id": f"chat-{instance}"})
+    path = store_spans(tmp_path_factory.mktemp("explain") / "spans.db", spans)
+    with FakeTempo() as tempo:
+        tempo.add(spans)
+        yield path, tempo
+
+
+def test_explained_window(places: tuple[Path, FakeTempo]) -> None:
+    """Late by an objective: the stage, its share, reason and instance; the JSON keeps to its schema."""
+    words = ("--since", WINDOW, "--slo", "150")
+    result = EXPLAIN.run(places[0], *words)
+    assert result.exit_code == 0, result.output
+    assert "13 of 199 requests were later than 150 ms" in result.output
+    assert "prefill.queue on chat-0 has " in result.output and "--max-num-seqs" in result.output
+    assert len(result.output.splitlines()) <= 7 and "more: --verbose" in result.output
+    assert "Looked at setting_limit: " in EXPLAIN.run(places[0], *words, "--verbose").output
+    reported = EXPLAIN.read_json(places[0], *words)
+    assert reported["requests"] == {"window": 199, "late": 13, "typical": 94}
+    # The one that failed has no TTFT, and is told.
+    assert reported["without_token"]["requests"] == 1 and reported["without_token"]["left"] == 0
+    assert "Not among them: 1 request ended without a first token" in result.output
+    cause = reported["cause"]
+    assert (cause["kind"], cause["setting"]) == ("setting_limit", "max_num_seqs")
+    assert cause["remedy"]["price_kind"] == "qualitative" and cause["stage"] == "prefill.queue"
+    queue = reported["stages"][0]
+    assert queue["name"] == "prefill.queue"
+    assert queue["late_ms"] - queue["typical_ms"] == pytest.approx(WAIT_US / 1000, rel=0.02)
+    assert sum(stage["share"] for stage in reported["stages"]) == pytest.approx(1, abs=0.001)
+    assert reported["reasons"]["max_num_seqs"] == pytest.approx(1, abs=0.02)
+    assert reported["held"] is None  # these servers do not tell who held
+    assert reported["slo"]["stages"][0]["name"] == "prefill.queue"
+    assert reported["instances"][0]["name"] == "chat-0" and cause["stage_confidence"] == "high"
+
+
+def test_slowest_hundredth(places: tuple[Path, FakeTempo]) -> None:
+    """Without an objective the slowest are explained; `--last` and `--model` choose the window."""
+    reported = EXPLAIN.read_json(places[0])
+    assert reported["requests"]["late"] == 5 and reported["slo"] is None
+    assert reported["cause"]["setting"] == "max_num_seqs"
+    # Five late requests never make a cause certain.
+    assert reported["cause"]["confidence"] != "high" != reported["cause"]["stage_confidence"]
+    fewer = EXPLAIN.read_json(places[0], "--last", "100")
+    assert fewer["requests"]["window"] == 99
+    nobody = EXPLAIN.run(places[0], "--model", "other")
+    assert nobody.exit_code == 1 and "0 requests with a first token" in nobody.output
+
+
+def test_explain_from_tempo(
+    places: tuple[Path, FakeTempo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tempo gives the same answer, word by word, for a window and for a request."""
+    database, tempo = places
+    for words in (
+        ["--since", WINDOW, "--slo", "150", "--json"],
+        ["--trace", f"{17:032x}", "--since", WINDOW],
+    ):
+        stored = EXPLAIN.run(database, *words)
+        tempo.asked.clear()
+        searched = EXPLAIN.run_tempo(tempo, *words)
+        assert searched.stdout == stored.stdout and stored.exit_code == 0, searched.output
+        # Who is compared, who held them, and the replay of the remedy: each trace is fetched once.
+        assert COUNT - 2 < tempo.count_fetched() == len(set(tempo.list_fetched())) <= COUNT
+    # Counter-test: without what is kept they are fetched again.
+    monkeypatch.setattr(tempo_source, "MAX_KEPT_BYTES", 0)
+    tempo.asked.clear()
+    EXPLAIN.run_tempo(tempo, "--since", WINDOW, "--slo", "150")
+    assert tempo.count_fetched() > len(set(tempo.list_fetched()))
+
+
+def test_explained_request(places: tuple[Path, FakeTempo]) -> None:
+    """One request, by either ID: how it compares with its like, and why."""
+    reported = EXPLAIN.read_json(places[0], "--request", "r16")
+    assert reported["unusual"] and reported["requests"]["late"] == 1 and reported["rank"] > 0.9
+    text = EXPLAIN.run(places[0], "--trace", f"{17:032X}").output
+    assert "r16: first token after" in text and "max_num_seqs" in text
+    assert any("r16: first token after" in each for each in reported["sentences"])
+    usual = EXPLAIN.read_json(places[0], "--request", "r21")
+    assert not usual["answered"] or (not usual["unusual"] and usual["cause"]["kind"] == "nothing")
+
+
+@pytest.mark.parametrize(
+    ("words", "reported"),
+    [
+        (["--request", "nobody"], "nothing is stored for 'nobody'"),
+        (["--trace", "f" * 32], "nothing is stored for"),
+        (["--request", f"r{COUNT - 1}"], "failed (timeout)"),
+        (["--since", "nonsense"], "'nonsense' is not a time"),
+        (["--since", "1999-01-01..1999-01-02"], "0 requests with a first token"),
+        (["--request", "r1", "--trace", "f" * 32], "exclude each other"),
+        (["--request", "r1", "--slo", "500"], "--slo is for a window"),
+        (["--slo", "90000"], "leave --slo out"),
+        (["--slo", "nan"], "nan is not a number"),
+        (["--slo", "inf"], "is not in the range"),
+        (["--slo", "0.0001"], "is not in the range"),
+    ],
+)
+def test_explain_remedies(places: tuple[Path, FakeTempo], words: list[str], reported: str) -> None:
+    """What cannot be explained is refused with what to do, in words and as JSON."""
+    EXPLAIN.check_refusal(places[0], words, reported)
+
+
+@pytest.mark.parametrize("words", [["--slo", "150"], ["--since", "1999-01-01..1999-01-02"]])
+def test_watch(
+    places: tuple[Path, FakeTempo], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers again after so many seconds, also where there is nothing yet, until Ctrl-C."""
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_options, "time", SimpleNamespace(sleep=wait))
+    result = EXPLAIN.run(places[0], *words, "--watch", "5")
+    assert waits == [5, 5] and result.exit_code == 1
+    said = "13 of 199 requests were later" if "--slo" in words else "0 requests with a first token"
+    assert result.output.count(said) == 2
+
+
+DIFF = StoreCommand("diff")
+WINDOW_S = 100
+WINDOWS = {version: name_window((version - 1) * WINDOW_S, version * WINDOW_S) for version in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with these requests."""
+    return store_spans(tmp_path_factory.mktemp("diff") / "spans.db", make_version_spans())
+
+
+def make_version_spans() -> list[ReadableSpan]:
+    """A hundred requests of version 1, then a hundred of version 2 that wait 50 ms longer, a second apart."""
+    spans = []
+    for version in (1, 2):
+        wait_us = 50_000 if version == 2 else 0
+        records = [
+            build_noisy_record(number, 200, wait_us)
+            for number in range((version - 1) * WINDOW_S, version * WINDOW_S)
+        ]
+        spans += build_spans(records, {"service.version": str(version)})
+    return spans
+
+
+def test_diff_from_tempo(versions: Path) -> None:
+    """Tempo gives the same answer; a trace that is in both windows is fetched once."""
+    both = name_window(0, 2 * WINDOW_S)
+    with FakeTempo() as tempo:
+        tempo.add(make_version_spans())
+        for words in (
+            ["--a", WINDOWS[1], "--b", both],
+            ["--by", "service.version", "--a", "1", "--b", "2", "--since", both],
+        ):
+            tempo.asked.clear()
+            assert DIFF.run_tempo(tempo, *words).stdout == DIFF.run(versions, *words).stdout
+            assert tempo.count_fetched() == len(set(tempo.list_fetched())) == 2 * WINDOW_S
+
+
+@pytest.mark.parametrize("by_attribute", [False, True])
+def test_slower(versions: Path, by_attribute: bool) -> None:
+    """The stage is named with its size, by time and by version; the JSON keeps to its schema."""
+    windows = ["--a", WINDOWS[1], "--b", WINDOWS[2]]
+    words = ["--by", "service.version", "--a", "1", "--b", "2"] if by_attribute else windows
+    result = DIFF.run(versions, *words)
+    assert result.exit_code == 0, result.output
+    assert "prefill.queue of like requests" in result.output and "100 → 100" in result.output
+    reported = DIFF.read_json(versions, *words)
+    # What divides the sides is no mix that changed between them.
+    assert reported["cause"]["kind"] != "mix_change", reported["cause"]
+    assert reported["named"] == ["prefill.queue"] and reported["requests"] == {"a": 100, "b": 100}
+    (queue,) = (each for each in reported["stages"] if each["name"] == "prefill.queue")
+    assert queue["change_ms"] == pytest.approx(50, rel=0.05)
+    parts = sum(each["change_ms"] for each in reported["stages"]) + reported["mix"]["change_ms"]
+    assert parts == pytest.approx(reported["ttft"]["mean"]["change_ms"], abs=0.01)
+
+
+def test_nothing(versions: Path) -> None:
+    """A window compared with itself: said in one sentence."""
+    result = DIFF.run(versions, "--a", WINDOWS[1], "--b", WINDOWS[1])
+    assert result.exit_code == 0 and "Nothing changed" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "reported"),
+    [
+        (["--a", "1999-01-01..1999-01-02", "--b", "1h.."], "window A has 0 requests"),
+        (["--a", "nonsense", "--b", "1h.."], "'nonsense' is not a time"),
+        (["--a", "2h..1h", "--b", "1h..", "--since", "1d"], "--since goes with --by"),
+        (["--by", "service.version", "--a", "7", "--b", "8"], "service.version is one of: 1, 2"),
+        (["--by", "no.such", "--a", "7", "--b", "8"], "no stored request has the attribute"),
+        (["--a", "2h..1h"], "Missing option '--b'"),
+    ],
+)
+def test_diff_remedies(versions: Path, words: list[str], reported: str) -> None:
+    """What cannot be compared is refused with what to do, in words and as JSON."""
+    DIFF.check_refusal(versions, words, reported)
+
+
+def make_given_up(number: int, wait_us: int) -> Record:
+    """A request whose client left while it waited."""
+    record = build_noisy_record(number, 200, wait_us)
+    assert record.ttft is not None and record.server is not None
+    died = {keys.DIED_IN: "prefill.queue"}
+    ttft = msgspec.structs.replace(
+        record.ttft, error=keys.ERROR_DISCONNECTED, attributes={**record.ttft.attributes, **died}
+    )
+    return msgspec.structs.replace(record, ttft=ttft)
+
+
+@pytest.mark.parametrize("by_attribute", [False, True])
+def test_given_up(tmp_path: Path, by_attribute: bool) -> None:
+    """Clients that gave up have no TTFT: what is left of B looks as fast as A, and they are told."""
+    spans = []
+    for version in (1, 2):
+        numbers = range((version - 1) * WINDOW_S, version * WINDOW_S)
+        records = [
+            make_given_up(each, 10_000_000)
+            if version == 2 and each % 3 == 0
+            else build_noisy_record(each, 200, 0)
+            for each in numbers
+        ]
+        spans += build_spans(records, {"service.version": str(version)})
+    versions = store_spans(tmp_path / "spans.db", spans)
+    windows = ["--a", WINDOWS[1], "--b", WINDOWS[2]]
+    words = ["--by", "service.version", "--a", "1", "--b", "2"] if by_attribute else windows
+    text = DIFF.run(versions, *words).output
+    reported = DIFF.read_json(versions, *words)
+
+    assert "Not compared: in B 33 requests ended without a first token" in text
+    assert "(given up by their clients: 33; most in prefill.queue: 33)" in text
+    lost = reported["without_token"]
+    assert lost["a"]["requests"] == 0 and lost["b"]["died_in"] == {"prefill.queue": 33}
+    assert lost["b"]["median_ms"] > 10_000
+
+    # Nothing but those: that is why there is nothing to compare.
+    only = DIFF.run(versions, "--a", WINDOWS[1], "--b", name_window(WINDOW_S + 2, WINDOW_S + 3))
+    assert only.exit_code == 1 and "In B 1 request ended" in only.output
+
+
+def test_overlap(versions: Path) -> None:
+    """A window that contains the other one: told, because half of A is B."""
+    reported = DIFF.run(versions, "--a", name_window(0, 2 * WINDOW_S), "--b", WINDOWS[2]).output
+    assert "100 requests are in both A and B" in reported
+    assert "are in both" not in DIFF.run(versions, "--a", WINDOWS[1], "--b", WINDOWS[2]).output
+
+
+@pytest.mark.parametrize(
+    ("conditions", "outcome"),
+    [
+        (["ttft.mean > +20ms"], "worse"),
+        (["ttft.mean > +200%", "prefill.queue.mean > +100ms"], "as asked"),
+        (["ttft.p99 > +10%"], "cannot tell"),
+        (["ttft.p99 > +10%", "ttft.p50 > +1ms"], "worse"),
+    ],
+)
+def test_gate(versions: Path, tmp_path: Path, conditions: list[str], outcome: str) -> None:
+    """The second window waits 50 ms longer: the exit code says whether that was asked for."""
+    words = ["--a", WINDOWS[1], "--b", WINDOWS[2], "--junit", str(tmp_path / "gate.xml")]
+    words += [word for each in conditions for word in ("--fail-if", each)]
+    exit_code = {"as asked": 0, "worse": 1, "cannot tell": 2}[outcome]
+    result = DIFF.run(versions, *words)
+    assert result.exit_code == exit_code and outcome.upper() in result.output, result.output
+    assert f'tests="{len(conditions)}"' in (tmp_path / "gate.xml").read_text("utf-8")
+
+
+def test_gate_forms(versions: Path) -> None:
+    """The verdict as JSON and as Markdown."""
+    words = ["--a", WINDOWS[1], "--b", WINDOWS[2], "--fail-if", "ttft.mean > +20ms"]
+    assert DIFF.read_json(versions, *words)["gate"]["outcome"] == "worse"
+    table = DIFF.run(versions, *words, "--markdown")
+    assert table.exit_code == 1 and "gate: worse" in table.output
+    assert "- +50." in table.output
+
+
+def test_gate_without_answer(versions: Path, tmp_path: Path) -> None:
+    """What cannot be compared has exit code 2, and a report in each form that was asked for."""
+    gate = ["--a", "1999-01-01..1999-01-02", "--b", "1h..", "--fail-if", "ttft.p95 > +10%"]
+    result = DIFF.run(versions, *gate, "--junit", str(tmp_path / "gate.xml"), "--markdown")
+    assert result.exit_code == 2 and "window A has 0 requests" in result.output
+    assert 'errors="1"' in (tmp_path / "gate.xml").read_text("utf-8")
+    assert "gate: cannot tell" in result.stdout
+    refused = DIFF.run(versions, *gate, "--json")
+    assert refused.exit_code == 2 and json.loads(refused.stdout)["answered"] is False
+    assert "is no condition" in DIFF.run(versions, *gate, "--fail-if", "ttft.p95").output
+
+
+def test_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guide's commands, as they stand there: equal releases pass, in a store where B is as A."""
+    spans = []
+    for side, version in enumerate(("1.4", "1.5")):
+        numbers = range(side * 200, side * 200 + 200)
+        records = [build_noisy_record(number, 200, 0) for number in numbers]
+        spans += build_spans(records, {"service.version": version})
+    versions = store_spans(tmp_path / "spans.db", spans)
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "guides" / "release-gate.md").read_text("utf-8")
+    commands = [shlex.split(line) for line in page.splitlines() if line.startswith("ttft-otel ")]
+    assert len(commands) == 2
+    for program, name, *words in commands:
+        assert (program, name) == ("ttft-otel", "diff")
+        result = DIFF.run(versions, *words)
+        assert result.exit_code == 0 and "as asked" in result.output.lower(), result.output
+    assert 'tests="2"' in (tmp_path / "gate.xml").read_text("utf-8")
+
+
+def test_instances_behind_router(tmp_path: Path) -> None:
+    """Each server has the router above it: requests are told apart by the instance that had them."""
+    spans = []
+    for number in range(90):
+        start_ns = 1_790_000_000 * 10**9 + number * 10**9
+        # Every third goes to the slower one; two of them to both.
+        instance = "vllm-1" if number % 3 == 0 else "vllm-0"
+        factor = 3.0 if instance == "vllm-1" else 1.0
+        noise = 1 + number % 7 / 50
+        for record in make_routed_records(f"r{number}", factor * noise, start_ns=start_ns):
+            place = {"router": "router-1", "encode": "encode-1"}.get(record.role, instance)
+            if number < 2 and record.role == "encode":
+                place = "vllm-1" if instance == "vllm-0" else "vllm-0"
+            resource = {"service.name": record.service, "service.instance.id": place}
+            spans += span_builder.build_spans(record, Resource.create(resource))
+    versions = store_spans(tmp_path / "spans.db", spans)
+    words = ["--by", "service.instance.id", "--a", "vllm-0", "--b", "vllm-1"]
+    result = DIFF.run(versions, *words)
+    assert "2 requests have both values of service.instance.id" in result.stderr
+    reported = DIFF.read_json(versions, *words)
+    assert reported["requests"] == {"a": 59, "b": 29} and reported["shared"] == 0
+    assert reported["ttft"]["mean"]["b_ms"] > 2 * reported["ttft"]["mean"]["a_ms"]
+    typo = DIFF.run(versions, "--by", "service.instance.id", "--a", "x", "--b", "y")
+    assert "is one of: encode-1, router-1, vllm-0, vllm-1" in typo.output
+
+
+LIMITS = EngineLimits(4, 512)
+WHATIF = StoreCommand("whatif", "--repetitions", "2", "--since", name_window(-1, 600))
+# Of vLLM, whose Scheduler the first of these tests imports.
+IGNORES_WARNINGS = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A window of one server whose spans tell its settings."""
+    path = tmp_path_factory.mktemp("whatif") / "spans.db"
+    return store_served_window(path, draw_busy_arrivals(), LIMITS)
+
+
+@IGNORES_WARNINGS
+def test_whatif_json(served: Path) -> None:
+    """Figures keep to the schema; the error of the unchanged window is small and told."""
+    reported = WHATIF.read_json(served, "--rate", "1.2x", "--cache-hit", "+10%")
+
+    assert reported["requests"] == 160 and reported["instances"] == 1
+    assert reported["change"] == {"rate": 1.2, "cache_hit": 0.1}
+    assert all(abs(error) < 0.05 for error in reported["replay_error"].values())
+    p95 = reported["ttft"]["p95"]
+    assert p95["replayed_ms"] == pytest.approx(p95["recorded_ms"], rel=0.05)
+    assert p95["low_ms"] <= p95["predicted_ms"] <= p95["high_ms"]
+
+
+@IGNORES_WARNINGS
+def test_whatif_text(served: Path) -> None:
+    """A sentence with the figures, the error of the unchanged window, the stages, what is assumed.
+
+    Without an option it says how well the model knows the window.
+    """
+    result = WHATIF.run(served, "--instances", "+1", "--max-num-seqs", "8")
+    assert result.exit_code == 0, result.output
+
+    assert "+1 instances, max-num-seqs 8: TTFT p50" in result.output
+    assert "The same model on the 160 recorded requests, unchanged: p50" in result.output
+    assert "prefill.queue" in result.output and "`round_robin`" in result.output
+    assert "nothing changed: TTFT" in WHATIF.run(served).output
+
+
+@IGNORES_WARNINGS
+def test_autotune(served: Path) -> None:
+    """The plan, its flags and in how many replays it holds."""
+    reported = WHATIF.read_json(served, "--autotune", "ttft_p95=120", "--rate", "1.1x")
+    plan = reported["autotune"]
+    assert plan["held"] >= 0.9 * plan["replays"] and reported["change"]["rate"] == 1.1
+    assert reported["ttft"]["p95"]["predicted_ms"] <= 120
+
+
+@IGNORES_WARNINGS
+@pytest.mark.parametrize(
+    ("words", "reported"),
+    [
+        (["--rate", "4x"], "more requests arrive than are served"),
+        (["--rate", "fast"], "'fast' is not a factor"),
+        (["--autotune", "p99=500"], "write ttft_p99=500,tpot_p99=50"),
+        (["--autotune", "ttft_p99=500", "--instances", "+1"], "leave them out"),
+        (["--since", "1999-01-01..1999-01-02"], "50 are needed"),
+        (["--model", "other"], "50 are needed"),
+        (["--since", "nonsense"], "is not a time"),
+    ],
+)
+def test_whatif_remedies(served: Path, words: list[str], reported: str) -> None:
+    """What cannot be told is refused with the reason, in words and as JSON."""
+    WHATIF.check_refusal(served, words, reported)
+
+
+def ask_for_limit(
+    source: SourceChoice, monkeypatch: pytest.MonkeyPatch, targets: str, first_s: float = -1
+) -> str | None:
+    """What `bench` adds of whatif, after a round at a rate that was the recorded window."""
+    offset_ns = time_ns() - monotonic_ns()
+    start_ns, end_ns = (round((BEGIN_S + each) * 1e9) - offset_ns for each in (first_s, 600))
+    monkeypatch.setattr(bench, "SPANS_TIMEOUT_S", 0)
+    monkeypatch.setattr(bench, "WHATIF_REPETITIONS", 2)
+    results = [SimpleNamespace(error="")] * 160
+    runs = [SimpleNamespace(results=results, start_ns=start_ns, end_ns=end_ns)]
+    side: Any = SimpleNamespace(runs=runs, rate=4.0, plan=SimpleNamespace(rate=4.0))
+    return bench._ask_whatif(source, targets, side)
+
+
+@IGNORES_WARNINGS
+@pytest.mark.full  # searches twice
+def test_found_limit(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After bench --find: what would hold the condition at 1.5 times the rate that holds, or why not."""
+    source = SourceChoice(db=served)
+
+    said = ask_for_limit(source, monkeypatch, "ttft_p95=100000")
+    assert said is not None
+    assert said.startswith("At 1.5 times 4 requests/s, by whatif: ")
+    assert ask_for_limit(source, monkeypatch, "ttft_p95=0.001") != said
+    assert ask_for_limit(SourceChoice(), monkeypatch, "ttft_p95=500") is None
+
+
+@IGNORES_WARNINGS
+@pytest.mark.parametrize(
+    ("first_s", "name"),
+    (
+        (599, "spans.db"),  # nothing was recorded
+        (-1, "absent.db"),
+    ),
+)
+def test_found_limit_alone(
+    served: Path, monkeypatch: pytest.MonkeyPatch, first_s: float, name: str
+) -> None:
+    """What was found is not lost where whatif cannot tell: a sentence says why."""
+    source = SourceChoice(db=served.with_name(name))
+
+    said = ask_for_limit(source, monkeypatch, "ttft_p95=500", first_s)
+
+    assert said is not None and said.startswith("whatif cannot tell: ")
