@@ -11,13 +11,13 @@ traced request's prompt or media items left no record, and are not drawn.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Any, Final
 
 from ttft_otel.model.names import keys, span_names
-from ttft_otel.report.assemble import request_assembly
-from ttft_otel.report.assemble.request_assembly import WaterfallRow
+from ttft_otel.report.assemble.request_assembly import WaterfallRow, build_rows
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.store.database_reader import StoredTrace
@@ -41,9 +41,36 @@ class Process:
     name: str
     role: str = ""
     #: Slices on one track nest, those that overlap need another one: of each, numbered from 1, the spans that
-    #: contain the place reached so far, outermost first.
+    #: contain the place reached so far, outermost first. What has ended is removed when a track is looked at.
     tracks: list[list[StoredSpan]] = field(default_factory=list)
+    free: list[int] = field(
+        default_factory=list
+    )  #: heap of the numbers of those without an open span
+    #: Heap of when the outermost span of each of the others ends, with its number.
+    busy: list[tuple[int, int]] = field(default_factory=list)
     step_words: set[str] = field(default_factory=set)  #: kinds of engine steps that it has
+
+    def place_span(self, span: StoredSpan, parent: StoredSpan | None, track: int) -> int:
+        """The track of `span`: its parent's, `track`, where it nests there, else the first that is free.
+
+        track: 0 where the parent is not in this process.
+        """
+        if parent and track and span.end_ns <= parent.end_ns:
+            open_spans = self.tracks[track - 1]
+            while open_spans and open_spans[-1].end_ns <= span.start_ns:
+                open_spans.pop()
+            # A sibling that runs at the same time would contain it in the drawing: then not on this track.
+            if open_spans and open_spans[-1] is parent:
+                open_spans.append(span)
+                return track
+        while self.busy and self.busy[0][0] <= span.start_ns:
+            heappush(self.free, heappop(self.busy)[1])
+        if not self.free:
+            self.tracks.append([])
+        number = heappop(self.free) if self.free else len(self.tracks)
+        self.tracks[number - 1] = [span]
+        heappush(self.busy, (span.end_ns, number))
+        return number
 
 
 class TraceBuilder:
@@ -63,7 +90,8 @@ class TraceBuilder:
         span = row.span
         process = self.find_process(span, row.role)
         above = self.places.get((trace_id, parent.span_id)) if parent else None
-        place = process.number, _find_track(process, span, parent, above)
+        track = above[1] if above and above[0] == process.number else 0
+        place = process.number, process.place_span(span, parent, track)
         self.places[trace_id, span.span_id] = place
         args = {"trace_id": trace_id, "span_id": span.span_id, **span.attributes}
         self.add_slice(row.stage or span.name, row.what, span, place, args)
@@ -152,9 +180,10 @@ class TraceBuilder:
         events: list[Event] = []
         for process in self.processes.values():
             title = f"{process.role} · {process.name}" if process.role else process.name
+            rank = ROLE_ORDER.index(process.role) + 1 if process.role in ROLE_ORDER else 0
             events += [
                 _make_label(process, 0, "process_name", {"name": title}),
-                _make_label(process, 0, "process_sort_index", {"sort_index": _rank_role(process)}),
+                _make_label(process, 0, "process_sort_index", {"sort_index": rank}),
             ]
             for number in range(1, len(process.tracks) + 1):
                 name = {"name": f"requests {number}"}
@@ -171,7 +200,7 @@ def build_document(traces: Iterable[StoredTrace]) -> dict[str, Any]:
     Its times count from the earliest span; `otherData` has that moment in Unix nanoseconds.
     Raises ValueError when no trace has a span.
     """
-    found = [(trace.trace_id, row) for trace in traces for row in list_rows(trace.spans)]
+    found = [(trace.trace_id, row) for trace in traces for row in build_rows(trace.spans)]
     if not found:
         raise ValueError("no span to draw")
     spans = {(trace_id, row.span.span_id): row.span for trace_id, row in found}
@@ -187,37 +216,6 @@ def build_document(traces: Iterable[StoredTrace]) -> dict[str, Any]:
         "otherData": {"start_unix_ns": str(builder.start_ns), "scope": span_names.SCOPE},
         "traceEvents": [*builder.describe_processes(), *builder.events],
     }
-
-
-def list_rows(spans: Sequence[StoredSpan]) -> list[WaterfallRow]:
-    """The rows of one trace; none for a trace without spans."""
-    return request_assembly.build_rows(spans) if spans else []
-
-
-def _find_track(
-    process: Process, span: StoredSpan, parent: StoredSpan | None, above: Place | None
-) -> int:
-    """The track of `span`: its parent's where it nests there, else the first that is free."""
-    for open_spans in process.tracks:
-        while open_spans and open_spans[-1].end_ns <= span.start_ns:
-            open_spans.pop()
-    number = 0
-    if parent and above and above[0] == process.number and span.end_ns <= parent.end_ns:
-        # A sibling that runs at the same time would contain it in the drawing: then not on this track.
-        nested = process.tracks[above[1] - 1]
-        if nested and nested[-1] is parent:
-            number = above[1]
-    if not number:
-        free = (number for number, spans in enumerate(process.tracks, 1) if not spans)
-        number = next(free, len(process.tracks) + 1)
-        if number > len(process.tracks):
-            process.tracks.append([])
-    process.tracks[number - 1].append(span)
-    return number
-
-
-def _rank_role(process: Process) -> int:
-    return ROLE_ORDER.index(process.role) + 1 if process.role in ROLE_ORDER else 0
 
 
 def _make_label(process: Process, track: int, kind: str, args: Event) -> Event:
