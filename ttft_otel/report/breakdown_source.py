@@ -39,7 +39,6 @@ CLOCK_PATTERN: Final = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 WINDOW_HELP: Final = (
     "SINCE..UNTIL, each 15m or 2h (ago), 14:05 or ISO 8601. Without UNTIL: until now."
 )
-NEEDED_EXTRA: Final = "explain"  # the pip extra that reading from Tempo needs
 
 
 # What the embedded store and Tempo both answer. Every call may raise database_schema.StoreError.
@@ -124,7 +123,7 @@ def open_source(choice: SourceChoice) -> Iterator[BreakdownSource]:
         from ttft_otel.report.tempo.tempo_source import TempoSource
     except ModuleNotFoundError as error:
         raise database_schema.StoreError(
-            f"--tempo needs {error.name}, which is not installed: pip install 'ttft-otel[{NEEDED_EXTRA}]'"
+            f"--tempo needs {error.name}, which is not installed: pip install 'ttft-otel[explain]'"
         ) from error
     with show_progress() as report_progress:
         # To stderr, as the bar is.

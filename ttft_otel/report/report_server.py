@@ -402,7 +402,8 @@ def _add_page_routes(app: FastAPI, options: ServeOptions) -> None:
     def trace_page(trace_id: str) -> HTMLResponse:
         stored_trace = _find_trace(options.source, trace_id)
         if not stored_trace:
-            return HTMLResponse(pages.render_missing(trace_id), 404, SECURITY_HEADERS)
+            text = pages.render_template("missing.html", trace_id=trace_id)
+            return HTMLResponse(text, 404, SECURITY_HEADERS)
         text = pages.render_trace(stored_trace, options.explain is not None, options.grafana_url)
         return HTMLResponse(text, headers=SECURITY_HEADERS)
 

@@ -167,7 +167,7 @@ def test_escaping() -> None:
     for text in (
         pages.render_trace(trace),
         pages.render_index(trace.requests, RequestFilter(model=ATTACK, role=ATTACK), [ATTACK]),
-        pages.render_missing(ATTACK),
+        pages.render_template("missing.html", trace_id=ATTACK),
         report_files.render_document(ATTACK, pages.summarize(trace.requests), entries),
     ):
         elements = ParsedPage(text).elements

@@ -22,10 +22,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
@@ -395,15 +392,6 @@ def chunk_export(data: bytes, as_json: bool = False) -> ExportBatch:
     for resource, scope, group in batch.iterate_groups(_parse_export(data, as_json)):
         batch.chunks += chunk_raw_spans(group, resource, scope)
     return batch
-
-
-def build_export_response(refused: int, reason: str) -> ExportTraceServiceResponse:
-    """The success message; a partial success when `refused` spans were not stored, for `reason`."""
-    response = ExportTraceServiceResponse()
-    if refused:
-        response.partial_success.rejected_spans = refused
-        response.partial_success.error_message = reason
-    return response
 
 
 def _parse_export(data: bytes, as_json: bool) -> ExportTraceServiceRequest:

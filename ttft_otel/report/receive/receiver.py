@@ -26,6 +26,7 @@ from fastapi import Request, Response
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.rpc import code_pb2, status_pb2  # type: ignore[import-untyped]
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from starlette.requests import ClientDisconnect
 
 from ttft_otel.http.body_decoding import BodyTooLargeError, unpack_body
@@ -243,8 +244,12 @@ class Receiver:
             )
             # On disk when this returns: only then may the sender forget the batch.
             full = await asyncio.wrap_future(stored)
-            reason = batch.refusal_reason or ("a trace with too many spans" if full else "")
-            return otlp_decoder.build_export_response(batch.refused + full, reason)
+            answer = ExportTraceServiceResponse()
+            if batch.refused + full:  # a partial success
+                answer.partial_success.rejected_spans = batch.refused + full
+                reason = batch.refusal_reason or "a trace with too many spans"
+                answer.partial_success.error_message = reason
+            return answer
 
         # Given up, but not undone: the sender's retry finds the spans as duplicates.
         return await asyncio.wait_for(store_body(), MAX_STORE_S)

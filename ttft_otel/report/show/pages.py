@@ -112,10 +112,6 @@ def link_dashboard(
     return f"{grafana_url}/d/{DASHBOARD}?{urlencode(asked)}" if grafana_url else ""
 
 
-def render_missing(trace_id: str) -> str:
-    return render_template("missing.html", trace_id=trace_id)
-
-
 def render_why(question: ExplainQuestion, answer: ExplainAnswer, grafana_url: str = "") -> str:
     """The page that says why requests took so long; grafana_url: "" without a link to the dashboard."""
     wanted, document = question.wanted, answer.document

@@ -192,7 +192,7 @@ def evict_share(connection: sqlite3.Connection) -> int:
     """Remove the oldest EVICTED_SHARE of the traces, at least one, with their spans; returns their number."""
     run = connection.execute
     # At least one, or the writer would find the file as full as before.
-    number = int(run("SELECT count(*) FROM traces").fetchone()[0] * EVICTED_SHARE) + 1
+    number = int(count_traces(connection) * EVICTED_SHARE) + 1
     row = run("SELECT id FROM traces ORDER BY id LIMIT 1 OFFSET ?", (number,)).fetchone()
     evicted = _evict_below(connection, row[0] if row else 1 << 62)
     # All at once here: only deleted pages can be used for the batch that waits.
@@ -249,7 +249,7 @@ def fit_file(connection: sqlite3.Connection, max_bytes: int) -> int:
     run = connection.execute
     max_pages = max(1, max_bytes // run("PRAGMA page_size").fetchone()[0])
     if run("PRAGMA page_count").fetchone()[0] > max_pages:
-        while _count_used_pages(connection) > max_pages and count_kept(connection)["traces"]:
+        while _count_used_pages(connection) > max_pages and count_traces(connection):
             with run_transaction(connection):
                 evicted += evict_share(connection)
         connection.executescript("PRAGMA incremental_vacuum")
@@ -268,12 +268,8 @@ def _count_used_pages(connection: sqlite3.Connection) -> int:
     return int(total - free)
 
 
-def count_kept(connection: sqlite3.Connection) -> dict[str, int]:
-    """The number of traces, spans and requests; what is left of removed traces is not counted."""
-    traces, spans, requests = connection.execute(
-        "SELECT count(*), coalesce(sum(spans), 0), (SELECT count(*) FROM requests) FROM traces"
-    ).fetchone()
-    return {"traces": traces, "spans": spans, "requests": requests}
+def count_traces(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("SELECT count(*) FROM traces").fetchone()[0])
 
 
 def _find_first_kept(connection: sqlite3.Connection, max_traces: int, oldest_kept_ms: int) -> int:

@@ -271,9 +271,10 @@ class SpanStore:
         """Whether the file is near its own limit, max_bytes (as opposed to a full disk)."""
         run = self._connection.execute
         used, size = (run(f"PRAGMA {word}").fetchone()[0] for word in ("page_count", "page_size"))
-        traces: int = run("SELECT count(*) FROM traces").fetchone()[0]
         # 0.9: the limit is of whole pages, and a batch needs several of them.
-        return bool(used * size >= 0.9 * self.max_bytes and traces)
+        return bool(
+            used * size >= 0.9 * self.max_bytes and database_schema.count_traces(self._connection)
+        )
 
 
 def _divide_work(work: Sequence[tuple[int, SpanChunk]]) -> Iterator[list[tuple[int, SpanChunk]]]:
