@@ -19,7 +19,7 @@ VLLM_FILES: Final = (
     "tests/hooks/engine_core/test_queue_reasons.py",
     "tests/explain/test_engine_model.py",
     "tests/explain/test_what_if.py",
-    "tests/commands/test_answers.py",
+    "tests/commands/test_whatif.py",
     "tests/test_plugin.py",
 )
 # Starting a stack and sending it 2 000 requests takes a minute and a half. The last one sends more.

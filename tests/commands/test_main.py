@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.commands.test_answers import LIMITS
+from tests.commands.test_whatif import LIMITS
 from tests.explain.stored_records import (
     BEGIN_S,
     draw_busy_arrivals,
