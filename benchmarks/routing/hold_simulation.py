@@ -22,7 +22,7 @@ from benchmarks.routing.mooncake_traces import TraceRow, compute_speedup
 from ttft_otel.model.statistics import compute_quantile
 from ttft_otel.router import types
 from ttft_otel.router.limits import RouterLimits
-from ttft_otel.router.proxy.hold_queue import HoldQueue
+from ttft_otel.router.proxy.admission import HoldQueue
 from ttft_otel.router.routing.policies.policy_state import US_PER_SECOND
 from ttft_otel.router.timeline import Hold
 

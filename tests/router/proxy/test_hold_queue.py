@@ -32,7 +32,7 @@ from ttft_otel.model.names import header_names, keys
 from ttft_otel.model.record import Record
 from ttft_otel.router.errors import RouterError
 from ttft_otel.router.limits import RouterLimits
-from ttft_otel.router.proxy.hold_queue import PATIENCE, HoldQueue
+from ttft_otel.router.proxy.admission import PATIENCE, HoldQueue
 from ttft_otel.router.routing.policies.block_index import BlockHolders
 from ttft_otel.router.routing.policies.policy_registry import LeastTtftPolicy
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState

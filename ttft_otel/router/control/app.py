@@ -26,9 +26,9 @@ from ttft_otel.model.names import env_names, metric_names
 from ttft_otel.model.stages import ENCODE
 from ttft_otel.router.discovery.discovery import Discovery
 from ttft_otel.router.errors import RequestRejected
+from ttft_otel.router.proxy.admission import HoldQueue
 from ttft_otel.router.proxy.client_stream import render_error
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
-from ttft_otel.router.proxy.hold_queue import HoldQueue
 from ttft_otel.router.routing.policies.policy_state import PolicyState
 from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource
 from ttft_otel.router.routing.routing_service import RoutingService

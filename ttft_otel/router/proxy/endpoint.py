@@ -38,6 +38,7 @@ from ttft_otel.router.proxy.admission import (
     AdmissionGate,
     BodyBudget,
     ClientBody,
+    HoldQueue,
     read_body,
     read_ttft_limit,
 )
@@ -50,7 +51,6 @@ from ttft_otel.router.proxy.client_stream import (
     relay_response,
 )
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter, RecentReports
-from ttft_otel.router.proxy.hold_queue import HoldQueue
 from ttft_otel.router.routing.upstream_client import (
     FirstByteWait,
     UpstreamClient,
