@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -45,56 +45,77 @@ def plan_completion(mode: str = MODE_STRIP, **fields: Any) -> LegPlan:
     return plan_legs(COMPLETIONS_PATH, json.dumps(body | fields).encode(), True, mode)
 
 
-def test_streams_go_through_both_legs_in_the_mode_asked_for() -> None:
-    """Chat and completions: prefill, then decode, with the prefill token in the router's mode."""
-    for mode in (MODE_OFF, MODE_STRIP):
-        for made in (plan_chat(mode), plan_completion(mode)):
-            assert (made.legs, made.mode, made.reason) == (BOTH_LEGS, mode, "")
+BOTH_IN_STRIP = (BOTH_LEGS, MODE_STRIP, "")
+PREFILL_ALONE = (("prefill",), MODE_OFF, "max_tokens")
+TOOLS = [{"type": "function"}]
+PLANS = [
+    *((plan_chat, {"mode": mode}, (BOTH_LEGS, mode, "")) for mode in (MODE_OFF, MODE_STRIP)),
+    *((plan_completion, {"mode": mode}, (BOTH_LEGS, mode, "")) for mode in (MODE_OFF, MODE_STRIP)),
+    # A text, token ids, and a list of one of them are one prompt.
+    *(
+        (plan_completion, {"prompt": prompt}, BOTH_IN_STRIP)
+        for prompt in ("x", ["x"], [1, 2], [[1, 2]], [7])
+    ),
+    # A field at its default does not cost the first token's way.
+    (plan_chat, {"tools": []}, BOTH_IN_STRIP),
+    (plan_chat, {"tool_choice": "none"}, BOTH_IN_STRIP),
+    (plan_chat, {"logprobs": False}, BOTH_IN_STRIP),
+    (plan_chat, {"n": 1}, BOTH_IN_STRIP),
+    (plan_chat, {"echo": False}, BOTH_IN_STRIP),
+    # One token needs no decode, whatever else is asked, and prefill keeps nothing.
+    (plan_chat, {"max_tokens": 1}, PREFILL_ALONE),
+    (plan_chat, {"max_completion_tokens": 1}, PREFILL_ALONE),
+    (plan_chat, {"max_tokens": 50, "max_completion_tokens": 1}, PREFILL_ALONE),
+    (plan_chat, {"max_tokens": 1, "tools": TOOLS, "logprobs": True}, PREFILL_ALONE),
+    (plan_completion, {"max_tokens": 0, "echo": True}, PREFILL_ALONE),
+    # What one sequence of KV blocks cannot serve, or a server must refuse, decode gets as it came.
+    *(
+        (plan_completion, fields, (("decode",), MODE_OFF, reason))
+        for fields, reason in (
+            ({"n": 2}, "n"),
+            ({"best_of": 3}, "best_of"),
+            ({"use_beam_search": True}, "use_beam_search"),
+            ({"prompt_logprobs": 0}, "prompt_logprobs"),
+            ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
+            *(
+                ({"prompt": prompt}, "prompt")
+                for prompt in (["a", "b"], [[1, 2], [3]], None, [], [[]])
+            ),
+            ({"echo": True, "logprobs": 0}, "echo"),
+            ({"max_tokens": -1}, "max_tokens"),
+            ({"max_tokens": None}, "max_tokens"),
+            ({"max_tokens": 4, "min_tokens": 5}, "max_tokens"),
+            ({"max_tokens": "many"}, "body"),
+            ({"seed": 1.5}, "body"),
+        )
+    ),
+    # Where the prefill token is not all of the stream's first event, the decode answer is the answer.
+    *(
+        (plan_chat, fields, (BOTH_LEGS, MODE_OFF, reason))
+        for fields, reason in (
+            ({"stream": False}, "not streamed"),
+            ({"logprobs": True}, "logprobs"),
+            ({"tools": TOOLS}, "tools"),
+            ({"tool_choice": "auto"}, "tool_choice"),
+            ({"response_format": {"type": "text"}}, "response_format"),
+            ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+            ({"echo": True}, "echo"),
+            ({"return_token_ids": True}, "return_token_ids"),
+            ({"stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+            ({"stream_options": "x"}, "stream_options"),
+        )
+    ),
+]
 
 
-def test_one_prompt_in_any_form() -> None:
-    """A text, token ids, and a list of one of them are one prompt."""
-    for prompt in ("x", ["x"], [1, 2], [[1, 2]], [7]):
-        assert plan_completion(MODE_STRIP, prompt=prompt).legs == BOTH_LEGS
-
-
-def test_one_token_needs_no_decode() -> None:
-    """max_tokens 1 or 0 is answered by prefill alone, whatever else is asked, and prefill keeps nothing."""
-    for made in (
-        plan_chat(max_tokens=1),
-        plan_chat(max_completion_tokens=1),
-        plan_chat(max_tokens=50, max_completion_tokens=1),
-        plan_chat(max_tokens=1, tools=[{"type": "function"}], logprobs=True),
-        plan_completion(max_tokens=0, echo=True),
-    ):
-        assert (made.legs, made.mode, made.reason) == (("prefill",), MODE_OFF, "max_tokens")
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"n": 2}, "n"),
-        ({"best_of": 3}, "best_of"),
-        ({"use_beam_search": True}, "use_beam_search"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
-        ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": [[1, 2], [3]]}, "prompt"),
-        ({"prompt": None}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
-        ({"echo": True, "logprobs": 0}, "echo"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 4, "min_tokens": 5}, "max_tokens"),
-        ({"max_tokens": "many"}, "body"),
-        ({"seed": 1.5}, "body"),
-    ],
-)
-def test_decode_alone(fields: dict[str, Any], reason: str) -> None:
-    """What one sequence of KV blocks cannot serve, or a server must refuse, decode gets as it came."""
-    made = plan_completion(**fields)
-    assert (made.legs, made.mode, made.reason) == (("decode",), MODE_OFF, reason)
+@pytest.mark.parametrize(("plan", "fields", "planned"), PLANS)
+def test_legs(
+    plan: Callable[..., LegPlan], fields: dict[str, Any], planned: tuple[tuple[str, ...], str, str]
+) -> None:
+    """Which legs, in which mode, and why not in the wanted one; a seed is drawn only for a token ahead."""
+    made = plan(**fields)
+    assert (made.legs, made.mode, made.reason) == planned
+    assert made.seed is None or made.mode == MODE_STRIP
 
 
 def test_other_paths_and_bodies_are_decodes() -> None:
@@ -113,37 +134,6 @@ def test_other_paths_and_bodies_are_decodes() -> None:
     ):
         made = plan_legs(COMPLETIONS_PATH, data, True, MODE_STRIP)
         assert (made.legs, made.reason) == (("decode",), "body")
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"stream": False}, "not streamed"),
-        ({"logprobs": True}, "logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
-        ({"response_format": {"type": "text"}}, "response_format"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"echo": True}, "echo"),
-        ({"return_token_ids": True}, "return_token_ids"),
-        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options"),
-        ({"stream_options": "x"}, "stream_options"),
-    ],
-)
-def test_tokens_that_cannot_be_handed_out(fields: dict[str, Any], reason: str) -> None:
-    """Where the prefill token is not all of the stream's first event, the decode answer is the answer."""
-    made = plan_chat(MODE_STRIP, **fields)
-    assert (made.legs, made.mode, made.reason) == (BOTH_LEGS, MODE_OFF, reason)
-    assert made.seed is None
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"tools": []}, {"tool_choice": "none"}, {"logprobs": False}, {"n": 1}, {"echo": False}],
-)
-def test_fields_that_ask_for_nothing_change_nothing(fields: dict[str, Any]) -> None:
-    """A field at its default does not cost the first token's way."""
-    assert plan_chat(MODE_STRIP, **fields).mode == MODE_STRIP
 
 
 def test_prefill_is_asked_for_one_token() -> None:
@@ -367,38 +357,35 @@ def test_usage_right_after_the_role_has_ps_id() -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "left", "is_mismatch"),
-    [
-        (["Hello, ", "you"], ["lo, ", "you", ""], False),
-        (["", "Hel", "lo"], ["lo", ""], False),
-        (["H", "el", "lo"], ["lo", ""], False),
-        (["H", "ello"], ["lo", ""], False),
-        (["Tra", "lala"], ["lala", ""], True),
-        (["He", "y", "ho"], ["ho", ""], True),
-    ],
-)
-def test_only_the_first_tokens_text_goes(
-    texts: list[str], left: list[str], is_mismatch: bool
-) -> None:
-    """The first decode event may hold several tokens, a part of one, none, or another one than prefill's."""
-    chunks = [ROLE_EVENT, *(build_event(text) for text in texts), END_EVENT]
-    assert splice_texts("Hel", chunks) == (left, is_mismatch)
-
-
-@pytest.mark.parametrize(
     ("chunks", "left", "is_mismatch"),
     [
+        # The first decode event may hold several tokens, a part of one, none, or another one than prefill's.
+        *(
+            ([ROLE_EVENT, *map(build_event, texts), END_EVENT], [*left, ""], is_mismatch)
+            for texts, left, is_mismatch in (
+                (["Hello, ", "you"], ["lo, ", "you"], False),
+                (["", "Hel", "lo"], ["lo"], False),
+                (["H", "el", "lo"], ["lo"], False),
+                (["H", "ello"], ["lo"], False),
+                (["Tra", "lala"], ["lala"], True),
+                (["He", "y", "ho"], ["ho"], True),
+            )
+        ),
+        # It may have the end of the answer, or the role, besides the text.
         ([ROLE_EVENT, build_event("Hello", "stop")], ["lo"], False),
         ([ROLE_EVENT, build_event("Hel", "stop")], [""], False),
         ([ROLE_EVENT, build_event("", "stop")], [""], True),
         ([build_event("Hello", role="assistant"), END_EVENT], ["lo", ""], False),
     ],
 )
-def test_an_event_may_be_the_first_and_the_last(
+def test_only_the_first_tokens_text_goes(
     chunks: list[bytes], left: list[str], is_mismatch: bool
 ) -> None:
-    """It has the end of the answer, or the role, besides the text."""
-    assert splice_texts("Hel", chunks) == (left, is_mismatch)
+    """However the bytes are cut: chunks need not be events."""
+    whole = b"".join(chunks)
+    for size in (1, 7, 50, 10_000):
+        cut = [whole[at : at + size] for at in range(0, len(whole), size)]
+        assert splice_texts("Hel", cut) == (left, is_mismatch)
 
 
 @pytest.mark.parametrize("size", [1, 7, 50, 10_000])
