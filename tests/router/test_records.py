@@ -270,16 +270,6 @@ async def test_off_it_is_a_plain_proxy() -> None:
         assert not router.records
 
 
-async def test_behind_another_router_it_is_not_outermost() -> None:
-    """x-ttft-leg on the request says that someone before us counts this request."""
-    async with fake_instances.run_routed_instances() as (router, one):
-        await router.post_chat()
-        await router.post_chat(x_ttft_leg="mono")
-        assert [each.outermost for each in await router.wait_for_records(4)] == [True] * 2 + [
-            False
-        ] * 2
-
-
 async def test_other_posts_have_no_ttft() -> None:
     """Embeddings and the like are forwarded and traced, without a TTFT they do not have."""
     async with fake_instances.run_routed_instances() as (router, one):

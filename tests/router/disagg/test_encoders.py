@@ -8,9 +8,8 @@ import json
 import random
 from typing import Any
 
-import click
 import pytest
-from commands.router.test_router_command import INSTANCE_URL, read_options
+from commands.router.test_router_command import INSTANCE_URL
 
 from router import fake_instances
 from router.control.test_admin import open_admin
@@ -267,25 +266,6 @@ def test_time_already_spent_counts() -> None:
     state.record_left(busy, now)
     assert get_retry_after_s(arrived_us=now - second) == get_retry_after_s(encode_wait_s=0.7) == 0
     assert get_retry_after_s(encode_wait_s=0.7, encoders_busy=True) == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize(
-    ("flags", "remedy"),
-    [
-        (("--routing-logic", "ttft"), "needs --encoder"),
-        (("--encoder", INSTANCE_URL), "--routing-logic prefix or kvaware or ttft"),
-        (("--encoder", INSTANCE_URL, "--routing-logic", "least_requests"), "prefix or kvaware or"),
-    ],
-)
-def test_encoders_by_work_need_items_that_are_counted(flags: tuple[str, ...], remedy: str) -> None:
-    """Without encoders, or with a policy that reads no prompts, the flag is refused with the remedy."""
-    backend = "--backend", INSTANCE_URL
-    options = read_options(*backend, *flags, "--encoder-routing-logic", "ttft")
-    with pytest.raises(click.UsageError, match=remedy):
-        options.build_routing(InstancePool(options.build_instances()))
-    options = read_options(*backend, "--encoder", INSTANCE_URL, "--routing-logic", "ttft")
-    routing = options.build_routing(InstancePool(options.build_instances()))
-    assert routing.get_policy(ENCODE).name == "least_requests"
 
 
 def test_an_encoder_that_is_gone_is_forgotten() -> None:

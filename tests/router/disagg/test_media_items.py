@@ -251,18 +251,6 @@ async def test_a_hostile_answer_is_a_502(answer: bytes, why: str) -> None:
         assert record.ttft.unattributed + sum(record.ttft.stages.values()) == record.ttft.end
 
 
-async def test_one_encoder_that_answers_nonsense_costs_a_retry() -> None:
-    """Unreadable answers do not open the encoder's circuit breaker: a client may cause them."""
-    encoders = [plan_encoder(lambda _: b"<html>"), plan_encoder()]
-    async with run_routed_instances(encoders=encoders, failures=2) as (router, wrong, e, server):
-        for number in range(6):
-            assert (await router.post_chat(f"{number}"))[0] == 200
-        assert all(len(each.json[EC_PARAMS_FIELD]) == 1 for each in server.received)
-        assert len(wrong.received) >= 3
-        breaker = router.fleet.get("encode")[0].breaker
-        assert (breaker.state, breaker.consecutive_failures) == ("closed", 0)
-
-
 LEAVES = some.none() | some.booleans() | some.integers() | some.text(max_size=8)
 LISTS = some.lists(LEAVES, max_size=3)
 JSON = LEAVES | LISTS | some.dictionaries(some.text(max_size=5), LEAVES | LISTS, max_size=3)

@@ -111,6 +111,16 @@ def build_attempt(**fields: Any) -> tuple[PolicyState, Instance, RoutingRequest]
     [
         ("--routing-logic", "session"),
         ("--encoder-routing-logic", "ttft"),
+        ("--encoder-routing-logic", "ttft", "--routing-logic", "ttft"),
+        ("--encoder-routing-logic", "ttft", "--encoder", INSTANCE_URL),
+        (
+            "--encoder-routing-logic",
+            "ttft",
+            "--encoder",
+            INSTANCE_URL,
+            "--routing-logic",
+            "least_requests",
+        ),
         ("--slo-ttft-ms", "500"),
         ("--slo-ttft-ms", "500", "--routing-logic", "ttft", "--ttft-model", "trapezoid"),
         ("--max-queue-ms", "500", "--routing-logic", "kvaware"),
