@@ -216,18 +216,6 @@ def test_what_is_finished_stays_so(names: list[str]) -> None:
         assert exchange.is_client_gone == was_gone or not was_finished
 
 
-def test_an_answer_in_order() -> None:
-    """It is finished with its last step, and the TTFT of a stream ends with its first chunk."""
-    exchange = build_exchange()
-    for name in ("parsed", "head", "answer", "first chunk", "last"):
-        assert not exchange.is_finished
-        STEPS[name](exchange)
-
-    assert exchange.is_finished
-    assert exchange.has_answered and exchange.timeline.ended_us == exchange.first_chunk_us > 0
-    assert not exchange.record_client_left() and not exchange.is_client_gone
-
-
 def test_the_head_goes_out_once() -> None:
     """A second status would be an answer within an answer."""
     exchange = build_exchange()
@@ -235,18 +223,6 @@ def test_the_head_goes_out_once() -> None:
 
     with pytest.raises(RuntimeError, match="status 200"):
         exchange.record_head(502)
-
-
-def test_an_early_reason_outlives_its_error_answer() -> None:
-    """The client is told 502; the span has what happened, and where."""
-    exchange = build_exchange()
-    exchange.record_parsed("model", False)
-    exchange.record_failure("ServerDisconnectedError")
-    exchange.record_error_answer(502)
-    exchange.record_ended(9)
-
-    assert exchange.error == "ServerDisconnectedError"
-    assert (exchange.failed_stage, exchange.timeline.ended_us) == ("router.route", 9)
 
 
 def test_a_late_failure_is_none_of_the_first_token() -> None:
@@ -269,17 +245,6 @@ def test_the_first_end_of_an_attempt_counts() -> None:
     attempt.record_ended()
 
     assert (attempt.error, attempt.ended_us, attempt.first_byte_us) == ("", ended_us, ended_us)
-
-
-def test_a_lost_attempt_says_why() -> None:
-    """By its exception, or by the status that it was refused with."""
-    broken, refused = build_attempt(), build_attempt()
-    broken.record_lost("ClientOSError")
-    refused.record_head(503)
-    refused.record_lost()
-
-    assert (broken.error, refused.error) == ("ClientOSError", "503")
-    assert broken.is_lost and refused.is_lost and broken.ended_us and refused.ended_us
 
 
 BREAKER_STEPS: dict[str, Callable[[CircuitBreaker], object]] = {

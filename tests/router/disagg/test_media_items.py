@@ -79,14 +79,6 @@ async def test_the_next_leg_gets_what_was_announced(stream: bool) -> None:
         assert EC_PARAMS_FIELD not in e1.received[0].json
 
 
-async def test_parts_that_differ_may_be_the_same_image() -> None:
-    """Two spellings of one image are two encoder calls and one entry."""
-    async with run_routed_instances(encoders=[plan_encoder()]) as (router, e, server):
-        assert (await router.post_chat("a?1", "a?2"))[0] == 200
-        assert len(e.received) == 2
-        assert server.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -115,8 +107,19 @@ async def test_clients_own_parameters_are_replaced() -> None:
         assert not any(EC_PARAMS_FIELD in each.json for each in e.received)
 
 
-@pytest.mark.parametrize(("mode", "stream"), [("off", False), ("strip", True)])
-async def test_prefill_gets_them_and_decode_does_not(mode: str, stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("mode", "fields", "counts"),
+    [
+        ("off", {"stream": False}, (1, 1)),
+        ("strip", {"stream": True}, (1, 1)),
+        # Where a prefill or a decode instance does all of a request, that one has to fetch the encodings.
+        ("strip", {"stream": False, "n": 2}, (0, 1)),
+        ("strip", {"stream": False, "max_tokens": 1}, (1, 0)),
+    ],
+)
+async def test_whoever_prefills_gets_them(
+    mode: str, fields: dict[str, Any], counts: tuple[int, int]
+) -> None:
     """With all three legs prefill fetches encodings, and decode fetches blocks; the same for the header."""
     options = {"encoder": plan_encoder(), "first_token": mode}
     async with fake_instances.run_disaggregated(fake_instances.PairModel(), **options) as (
@@ -125,25 +128,14 @@ async def test_prefill_gets_them_and_decode_does_not(mode: str, stream: bool) ->
         p,
         d,
     ):
-        body = fake_instances.build_chat("a", "b", stream=stream) | {"max_tokens": 4}
+        body = fake_instances.build_chat("a", "b") | {"max_tokens": 4} | fields
         assert (await router.post_body(CHAT_PATH, body))[0] == 200
-        assert [each.json[EC_PARAMS_FIELD] for each in p.received] == [expect_params("a", "b")]
-        assert p.received[0].headers[header_names.MEDIA_ENCODED] == "1"
-        assert len(d.received) == 1 and EC_PARAMS_FIELD not in d.received[0].json
-        assert header_names.MEDIA_ENCODED not in d.received[0].headers
-        assert p.received[0].json["kv_transfer_params"]["do_remote_decode"] is True
-
-
-@pytest.mark.parametrize(("field", "prefills"), [({"n": 2}, False), ({"max_tokens": 1}, True)])
-async def test_the_one_that_prefills_alone_gets_them(field: dict[str, Any], prefills: bool) -> None:
-    """Where a prefill or a decode instance does all of a request, that one has to fetch the encodings."""
-    model = fake_instances.PairModel()
-    async with fake_instances.run_disaggregated(model, encoder=plan_encoder()) as (router, e, p, d):
-        body = fake_instances.build_chat("a", stream=False) | {"max_tokens": 4} | field
-        assert (await router.post_body(CHAT_PATH, body))[0] == 200
-        asked, other = (p, d) if prefills else (d, p)
-        assert asked.received[0].json[EC_PARAMS_FIELD] == expect_params("a") and not other.received
-        assert asked.received[0].headers[header_names.MEDIA_ENCODED] == "1"
+        assert (len(p.received), len(d.received)) == counts
+        first, *others = p.received + d.received
+        assert first.json[EC_PARAMS_FIELD] == expect_params("a", "b")
+        assert first.headers[header_names.MEDIA_ENCODED] == "1"
+        assert not any(EC_PARAMS_FIELD in each.json for each in others)
+        assert not any(header_names.MEDIA_ENCODED in each.headers for each in others)
 
 
 async def test_a_decode_that_has_to_prefill_gets_them() -> None:
@@ -166,21 +158,6 @@ async def test_a_decode_that_has_to_prefill_gets_them() -> None:
         assert asked.json[EC_PARAMS_FIELD] == expect_params("a")
         assert asked.headers[header_names.MEDIA_ENCODED] == "1"
         assert "kv_transfer_params" not in asked.json
-
-
-async def test_a_retry_keeps_them() -> None:
-    """Another backend gets what the first one got, and the encoder is not asked again."""
-    async with run_routed_instances([InstancePlan(status=503), None], [plan_encoder()]) as (
-        router,
-        e,
-        busy,
-        idle,
-    ):
-        assert (await router.post_chat("a"))[0] == 200
-        assert busy.received[0].body == idle.received[0].body
-        assert idle.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
-        assert idle.received[0].headers[header_names.MEDIA_ENCODED] == "1"
-        assert len(e.received) == 1
 
 
 def build_nested_answer(depth: int) -> bytes:
