@@ -137,10 +137,9 @@ class DecayPolicy(TokenLoadPolicy):
 
     def score_instance(self, url: str, load: InstanceLoad, new_tokens: int, now_us: int) -> float:
         """Tokens left, by the same fitted times that ours has."""
-        running, known = load.estimate_running(now_us), self.state.models.get_line(self._model)
-        done = 0.0
-        if running is not None and known is not None:
-            (work, elapsed), (line, factors) = running, known
+        known, done = self.state.models.get_line(self._model), 0.0
+        if load.entries and known is not None:
+            (work, elapsed), (line, factors) = load.estimate_running(now_us), known
             whole = line.predict_seconds(work) * factors.get(url, 1.0)
             # Not more than all: a prefill that takes longer than predicted is done, not negative.
             done = work.tokens_to_compute * min(1.0, elapsed / max(whole, 1e-9))

@@ -451,7 +451,7 @@ def test_what_comes_besides_is_expected_too() -> None:
     made.record_first_token(1_200_000, ServerTiming(stages, 0, 197_000), True)
     assert state.predict_ttft(Decision(to, 0.0, "", predicted_ttft_s=0.1)) == pytest.approx(0.11)
     assert state.predict_ttft(Decision(to, 0.0, "")) is None
-    state.forget_instance(INSTANCE_URL)
+    state.sync_instances(set())
     assert state.predict_ttft(Decision(to, 0.0, "", predicted_ttft_s=0.1)) == 0.1
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
@@ -21,6 +22,7 @@ from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import (
     US_PER_SECOND,
     FirstTokenListener,
+    PendingRequest,
     PolicyOptions,
     PolicyState,
     RoutingPolicy,
@@ -193,39 +195,27 @@ class RoutingService:
         timeline.record_lookup_began()
         # An error of ours while reading a prompt must not cost the request.
         with Guard("router.look"):
-            request = await self._tokenize_prompt(request, path, timeline, self.prompt_reader)
+            index = self.prefill_policy.state.index
+            prompt = await self.prompt_reader.read_prompt(
+                path, request.model, request.body, index.block_size
+            )
+            timeline.record_tokenized()
+            if prompt is not None and prompt.tokens:
+                urls = [each.url for each in self.pool.get(self.prefilling_leg)]
+                depths = index.match_blocks(prompt.block_keys, urls)
+                cached = zip(urls, (depth * index.block_size for depth in depths), strict=True)
+                request = replace(
+                    request,
+                    prompt_tokens=prompt.tokens,
+                    block_keys=prompt.block_keys,
+                    cached_tokens_by_url=dict(cached),
+                    item_tokens=prompt.item_tokens,
+                )
         if not request.prompt_tokens:
             estimated_tokens = min(len(request.body) // BYTES_PER_TOKEN, MAX_ESTIMATED_TOKENS)
             request = replace(request, prompt_tokens=estimated_tokens, tokens_estimated=True)
         timeline.record_looked_up()
         return request
-
-    async def _tokenize_prompt(
-        self,
-        request: RoutingRequest,
-        path: str,
-        timeline: RequestTimeline,
-        prompt_reader: LocalPromptReader,
-    ) -> RoutingRequest:
-        index = self.prefill_policy.state.index
-        prompt = await prompt_reader.read_prompt(
-            path, request.model, request.body, index.block_size
-        )
-        timeline.record_tokenized()
-        if prompt is None or not prompt.tokens:
-            return request
-        urls = [each.url for each in self.pool.get(self.prefilling_leg)]
-        depths = index.match_blocks(prompt.block_keys, urls)
-        cached_by_url = {
-            url: depth * index.block_size for url, depth in zip(urls, depths, strict=True)
-        }
-        return replace(
-            request,
-            prompt_tokens=prompt.tokens,
-            block_keys=prompt.block_keys,
-            cached_tokens_by_url=cached_by_url,
-            item_tokens=prompt.item_tokens,
-        )
 
     def check_slo(self, request: RoutingRequest, item_requests: Sequence[RoutingRequest]) -> None:
         """Raise SloUnreachable if no instance can meet the TTFT objective after the items are encoded.
@@ -288,47 +278,39 @@ class RoutingService:
         return described
 
 
+@dataclass(slots=True, eq=False)
 class LoadEntry:
-    """The entry of one attempt."""
+    """The entry of one attempt, which is sent at `now_us`; its ID is `span_id`.
 
-    __slots__ = (
-        "request",
-        "requested_timing",
-        "cached_tokens",
-        "awaits_delta",
-        "predicted_ttft_s",
-        "prediction_error_s",
-        "found_idle",
-        "key",
-        "sent_us",
-        "state",
-        "url",
-    )
+    found_idle: the instance had no other pending request. awaits_delta: events were received, but the first
+    token was not. requested_timing: only the policy asked for Server-Timing, not the client.
+    prediction_error_s: seconds by which the first token was later than predicted, once known.
+    """
 
-    def __init__(
-        self,
-        state: PolicyState,
-        request: RoutingRequest,
-        decision: Decision,
-        span_id: str,
-        now_us: int,
-    ) -> None:
-        # It lasts as long as the answer: without what only the instance gets, which may be long.
-        self.request = replace(request, headers={}, body=b"", media_item=b"", body_frame=None)
-        self.state = state
+    state: PolicyState
+    request: RoutingRequest
+    decision: InitVar[Decision]
+    span_id: InitVar[str]
+    now_us: InitVar[int]
+    cached_tokens: int = 0
+    found_idle: bool = False
+    requested_timing: bool = False
+    awaits_delta: bool = False
+    predicted_ttft_s: float | None = None
+    prediction_error_s: float | None = None
+    sent: PendingRequest = field(init=False)
+
+    def __post_init__(self, decision: Decision, span_id: str, now_us: int) -> None:
+        # It lasts as long as the answer: without what only the instance gets, which may be long. Request
+        # IDs are no keys: clients choose them and may repeat them.
+        self.request = replace(
+            self.request, request_id=span_id, headers={}, body=b"", media_item=b"", body_frame=None
+        )
         self.cached_tokens = decision.cached_tokens
-        self.sent_us = now_us
-        self.key = (request.leg, span_id)  # not the request ID: clients choose it and may repeat it
-        self.url = decision.instance.url
-        # Whether the instance had no other pending request: before record_sent() below adds this one.
-        self.found_idle = not state.pending.get_load(self.url).entries
-        self.requested_timing = False  # only the policy asked for Server-Timing, not the client
-        self.awaits_delta = False  # events were received, but the first token was not
-        # Kept as it was at the decision: the models learn from others meanwhile.
-        self.predicted_ttft_s = state.predict_ttft(decision)
-        # Seconds by which the first token was later than predicted, once known.
-        self.prediction_error_s: float | None = None
-        state.record_sent(request, decision, now_us, self.key)
+        self.found_idle = not self.state.pending.get_load(decision.instance.url).entries
+        self.sent = self.state.record_sent(self.request, decision, now_us)
+        # As it was at the decision: the models learn from others meanwhile.
+        self.predicted_ttft_s = self.sent.predicted_s
 
     def record_first_token(
         self, first_token_us: int, server_timing: ServerTiming | None, is_streaming: bool
@@ -349,9 +331,9 @@ class LoadEntry:
         if has_compute:
             queue_us = sum(server_timing.stages.get(name, 0) for name in QUEUE_STAGES)
             # Network, HTTP, tokenizing: what neither queue nor prefill explains.
-            other_us = first_token_us - self.sent_us - service_us - queue_us
+            other_us = first_token_us - self.sent.sent_us - service_us - queue_us
             # Stages are of the server's clock and the rest of ours: rounding can make it negative.
-            self.state.record_overhead(self.url, max(other_us, 0) / US_PER_SECOND)
+            self.state.record_overhead(self.sent.url, max(other_us, 0) / US_PER_SECOND)
         seconds = service_us / US_PER_SECOND
         cached_tokens = self.cached_tokens
         # An estimate of the length would teach the model a wrong slope.
@@ -361,15 +343,14 @@ class LoadEntry:
             own_tokens, step_tokens = server_timing.tokens.own, server_timing.tokens.step
             cached_tokens, prompt_tokens = server_timing.tokens.cached, server_timing.tokens.prompt
             # Other prompts shared these steps. Answers did, too: those are few tokens, of another cost.
-            entry = self.state.pending.find_entry(self.key)
-            step_tokens -= entry.decodes if entry else 0
+            step_tokens -= self.sent.decodes
             if 0 < own_tokens < step_tokens:
                 seconds *= own_tokens / step_tokens
         # No prefill here, or one of unknown length: nothing to learn.
         is_measured = has_compute and prompt_tokens
         measured_s = seconds if is_measured else None
         self.prediction_error_s = self.state.record_first_token(
-            self.request, first_token_us, measured_s, cached_tokens, self.key, prompt_tokens
+            self.request, first_token_us, measured_s, cached_tokens, prompt_tokens
         )
 
     def _record_unmeasured(self, first_token_us: int, is_streaming: bool) -> None:
@@ -387,16 +368,11 @@ class LoadEntry:
             and self.request.prompt_tokens
             and not self.request.tokens_estimated
         )
-        seconds = (first_token_us - self.sent_us) / US_PER_SECOND if had_instance_alone else None
+        ttft_s = (first_token_us - self.sent.sent_us) / US_PER_SECOND
+        seconds = ttft_s if had_instance_alone else None
+        # A whole answer arrives long after its first token: it ends the entry, but judges nothing.
         self.prediction_error_s = self.state.record_first_token(
-            self.request,
-            first_token_us,
-            seconds,
-            self.cached_tokens,
-            self.key,
-            # A whole answer arrives long after its first token: it
-            # ends the entry, but judges nothing.
-            is_measured=is_streaming,
+            self.request, first_token_us, seconds, self.cached_tokens, is_measured=is_streaming
         )
 
     def record_chunk(self, data: bytes) -> None:
@@ -404,9 +380,9 @@ class LoadEntry:
         if DELTA_MARKER in data:
             self.awaits_delta = False
             self.state.record_first_token(
-                self.request, clock.now_us(), None, self.cached_tokens, self.key, is_measured=False
+                self.request, clock.now_us(), None, self.cached_tokens, is_measured=False
             )
 
     def record_end(self) -> None:
         """Remove the entry when the attempt ends, however it does; idempotent."""
-        self.state.record_left(self.request, clock.now_us(), self.key)
+        self.state.record_left(self.request, clock.now_us())

@@ -206,7 +206,7 @@ def _score_instances(
     Instance has it, is expected to take as long again. The steps that compute prompts continue the answers
     under way, which costs each prompt as much; where no prompt is, half a step of theirs is to be waited for.
     """
-    # All in one loop, PrefillLine.predict_seconds, count_pairs and count_decodes() written out: calls would
+    # All in one loop, PrefillLine.predict_seconds and count_pairs written out: calls would
     # dominate the cost of a decision. (n² + n)/2 pairs for n tokens: d/2 goes into the linear and into the
     # quadratic coefficient.
     a, b, d, e = line
@@ -250,11 +250,7 @@ def _predict_end(load: InstanceLoad, line: PrefillLine, factor: float, now_us: i
     total_s = factor * line.predict_seconds(
         PrefillWork(load.tokens_to_compute, load.pairs), len(load.entries)
     )
-    running = load.estimate_running(now_us)
-    # Cannot be with entries; the caller has looked.
-    if running is None:
-        return BusyUntil(line, 0.0, 0.0)
-    running_work, elapsed_s = running
+    running_work, elapsed_s = load.estimate_running(now_us)
     min_wait_s = total_s - (1 - OVERRUN_SHARE) * factor * line.predict_seconds(running_work)
     return BusyUntil(line, now_us / US_PER_SECOND - elapsed_s + total_s, min_wait_s)
 

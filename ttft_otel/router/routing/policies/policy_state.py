@@ -19,7 +19,6 @@ from typing import ClassVar, Final, Literal, NamedTuple
 from ttft_otel.model.stages import ENCODE
 from ttft_otel.router.routing.policies.block_index import BlockHolders
 from ttft_otel.router.routing.policies.prefill_model import (
-    MAX_TRACKED,
     PredictionQuality,
     PrefillLine,
     PrefillModels,
@@ -74,13 +73,11 @@ class InstanceLoad:
     # Cached prediction of a policy; reset whenever the entries change.
     busy_until: BusyUntil | None = None
 
-    def estimate_running(self, now_us: int) -> tuple[PrefillWork, float] | None:
-        """The prefill that is assumed to run at `now_us`, and for how many seconds; None when idle.
+    def estimate_running(self, now_us: int) -> tuple[PrefillWork, float]:
+        """The prefill that is assumed to run at `now_us`, and for how many seconds; of a busy instance.
 
         Assumes that the engine prefills one prompt after the other, in the order of sending.
         """
-        if not self.entries:
-            return None
         entry = next(iter(self.entries.values()))
         # It waited for the one before it, or the instance was idle when it came.
         began_us = entry.sent_us if entry.sent_us > self.head_started_us else self.head_started_us
@@ -115,10 +112,6 @@ class PendingLoads:
     def get_load(self, url: str) -> InstanceLoad:
         """The load of the instance at `url`; an empty one if it was sent nothing."""
         return self._loads.get(url, NO_LOAD)
-
-    def count_decodes(self, instance: Instance) -> int:
-        """How many answers are under way at `instance`: what is in flight and has its first token."""
-        return max(instance.all_in_flight - len(self.get_load(instance.url).entries), 0)
 
     def find_entry(self, key: RequestKey) -> PendingRequest | None:
         """The pending request of `key`, None if it has its first token or is over."""
@@ -300,7 +293,12 @@ class PolicyState:
             depths = self.index.match_blocks(blocks, urls)
         else:
             depths = [request.cached_tokens_by_url.get(url, 0) // block_size for url in urls]
-        _extend_with_queued(depths, blocks, loads)
+        for position, load in enumerate(loads):
+            depth, queued_blocks = depths[position], load.queued_blocks
+            # From where the cache ends: a prefix that only begins later is of no use.
+            while depth < len(blocks) and blocks[depth] in queued_blocks:
+                depth += 1
+            depths[position] = depth
         if self.options.shared_cache:
             # After the pending ones, whose blocks will be in the shared cache as well.
             depths = [max(depths)] * len(depths)
@@ -311,28 +309,26 @@ class PolicyState:
         return [depth * block_size for depth in depths]
 
     def record_sent(
-        self,
-        request: RoutingRequest,
-        decision: Decision,
-        now_us: int,
-        key: RequestKey | None = None,
-    ) -> None:
-        """Record that `request` is sent to the chosen instance at `now_us`.
+        self, request: RoutingRequest, decision: Decision, now_us: int
+    ) -> PendingRequest:
+        """Record that `request` is sent to the chosen instance at `now_us`; returns its entry.
 
-        key: identifies the request where leg and request ID do not.
+        Its leg and request ID identify it in all further calls.
         """
         # By what was cached at the decision; later evictions are not known in time.
-        work_to_do = compute_work(request.prompt_tokens, decision.cached_tokens)
+        instance = decision.instance
         entry = PendingRequest(
-            decision.instance.url,
+            instance.url,
             now_us,
-            work_to_do,
+            compute_work(request.prompt_tokens, decision.cached_tokens),
             request.block_keys,
             self.predict_ttft(decision),
-            self.pending.count_decodes(decision.instance),
-            find_base_model([decision.instance], request.model),
+            # What is in flight and has its first token.
+            max(instance.all_in_flight - len(self.pending.get_load(instance.url).entries), 0),
+            find_base_model([instance], request.model),
         )
-        self.pending.add_pending(key or (request.leg, request.request_id), entry)
+        self.pending.add_pending((request.leg, request.request_id), entry)
+        return entry
 
     def predict_ttft(self, decision: Decision) -> float | None:
         """Predicted TTFT in seconds: queue and prefill of `decision` plus the recent average overhead."""
@@ -354,9 +350,6 @@ class PolicyState:
         # An answer can come after its instance was removed, and would bring its state back.
         if self._is_unknown(url):
             return
-        if url not in self.overheads_s and len(self.overheads_s) >= MAX_TRACKED:
-            # dicts keep insertion order: the instance added first is dropped
-            del self.overheads_s[next(iter(self.overheads_s))]
         # The first one counts fully: from 0 the average would take dozens of requests to get there.
         previous_s = self.overheads_s.get(url, overhead_s)
         self.overheads_s[url] = previous_s + LATEST_WEIGHT * (overhead_s - previous_s)
@@ -367,7 +360,6 @@ class PolicyState:
         now_us: int,
         prefill_s: float | None,
         cached_tokens: int,
-        key: RequestKey | None = None,
         prompt_tokens: int = 0,
         is_measured: bool = True,
     ) -> float | None:
@@ -383,7 +375,7 @@ class PolicyState:
                 judged.
         """
         # None if it was ended before: a first token is recorded once.
-        entry = self.record_left(request, now_us, key)
+        entry = self.record_left(request, now_us)
         if entry is None or self._is_unknown(entry.url):
             return None
         sample = None
@@ -394,12 +386,9 @@ class PolicyState:
             sample = PrefillSample(entry.base_model, *prefill_work, prefill_s, entry.decodes)
         self._learn_prefill(entry, sample)
         if self.first_token_listener is not None:
-            own_key = key or (request.leg, request.request_id)
-            self.first_token_listener(own_key, now_us, sample)
+            self.first_token_listener((request.leg, request.request_id), now_us, sample)
         if entry.predicted_s is None or not is_measured:
             return None
-        if entry.url not in self.outcomes and len(self.outcomes) >= MAX_TRACKED:
-            del self.outcomes[next(iter(self.outcomes))]
         ttft_s = (now_us - entry.sent_us) / US_PER_SECOND
         self.outcomes.setdefault(entry.url, PredictionQuality()).add_outcome(
             entry.predicted_s, ttft_s
@@ -425,24 +414,18 @@ class PolicyState:
         if entry is not None and not self._is_unknown(entry.url):
             self._learn_prefill(entry, sample)
 
-    def record_left(
-        self, request: RoutingRequest, now_us: int, key: RequestKey | None = None
-    ) -> PendingRequest | None:
+    def record_left(self, request: RoutingRequest, now_us: int) -> PendingRequest | None:
         """Remove `request` from the pending ones, however it ended; idempotent."""
-        return self.pending.remove_pending(key or (request.leg, request.request_id), now_us)
+        return self.pending.remove_pending((request.leg, request.request_id), now_us)
 
     def sync_instances(self, urls: Set[str]) -> None:
         """Learn only about the instances in `urls` from now on; drop the state of others."""
         # Pending entries stay, since their requests still run: each ends by itself.
         for url in (self.urls or frozenset()) - urls:
-            self.forget_instance(url)
+            self.outcomes.pop(url, None)
+            self.overheads_s.pop(url, None)
+            self.models.drop_instance(url)
         self.urls = urls
-
-    def forget_instance(self, url: str) -> None:
-        """Drop what was learned about the instance at `url`; its pending requests end normally."""
-        self.outcomes.pop(url, None)
-        self.overheads_s.pop(url, None)
-        self.models.drop_instance(url)
 
     def _is_unknown(self, url: str) -> bool:
         return self.urls is not None and url not in self.urls
@@ -490,16 +473,3 @@ class RoutingPolicy(abc.ABC):
     ) -> tuple[float, float]:
         """Seconds of the shortest queue of `instances` and of the prefill; 0 where nothing is predicted."""
         return 0.0, 0.0
-
-
-def _extend_with_queued(
-    depths: list[int], block_keys: Sequence[int], loads: Sequence[InstanceLoad]
-) -> None:
-    """Extend `depths`, leading blocks cached per instance, by blocks that pending prompts will add."""
-    length = len(block_keys)
-    for position, load in enumerate(loads):
-        depth, queued_blocks = depths[position], load.queued_blocks
-        # From where the cache ends: a prefix that only begins later is of no use.
-        while depth < length and block_keys[depth] in queued_blocks:
-            depth += 1
-        depths[position] = depth
