@@ -27,13 +27,14 @@ from router.routing.prefixes.test_kv_subscription import (
 from attack.watched_process import LoopStallWatch
 from lab.fake_vllm.kv_publisher import FakePublisher, run_publisher
 from lab.fake_vllm.prefix_cache import FakeEngine, build_stored_event, encode_batch
-from ttft_otel.router.routing import prefixes
-from ttft_otel.router.routing.prefixes import PrefixSource, kv_events_source
+from ttft_otel.router.routing.prefixes import kv_events_source
 from ttft_otel.router.routing.prefixes.kv_events import MAX_EVENT_TOKENS, ReportedIndex
 from ttft_otel.router.routing.prefixes.kv_events_source import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_MESSAGES,
+    KvEventsSource,
 )
+from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource
 
 # Seconds that no turn may exceed: 50 ms are required, on a core of an idle machine; these are slower.
 MAX_TURN_S = 0.15
@@ -134,7 +135,7 @@ async def run_fleet(tmp_path: Path, max_reported: int = 0, **options: Any) -> As
         (tmp_path / name).mkdir()
     honest = FakePublisher(tmp_path / "honest", FakeEngine(BLOCK_TOKENS))
     hostile = HostilePublisher(tmp_path / "hostile", FakeEngine(BLOCK_TOKENS), **options)
-    source = prefixes.build_source("kv-events")
+    source = KvEventsSource()
     assert isinstance(source.index, ReportedIndex)
     source.index.max_reported = max_reported or source.index.max_reported
     async with run_publisher(honest) as good, run_publisher(hostile) as bad:

@@ -30,10 +30,10 @@ from tests.live.conftest import BLOCK_TOKENS
 from tests.router import media_bodies
 from ttft_otel.model.endpoints import MESSAGES_PATH, RESPONSES_PATH
 from ttft_otel.router.disagg.request_body import parse_body
-from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_index import compute_block_keys
-from ttft_otel.router.routing.prefixes import PrefixSource
-from ttft_otel.router.routing.prompts.prompt_reader import LocalPromptReader, build_reader
+from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
+from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource
+from ttft_otel.router.routing.prompts.prompt_reader import PROMPT_READERS, LocalPromptReader
 from ttft_otel.router.routing.prompts.tokenizer_worker import Prompt
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.connection_pool import QueryClient
@@ -171,7 +171,7 @@ async def load_reader(queries: QueryClient, url: str, mode: Any) -> LocalPromptR
     health.queries = queries
     for each in fleet:
         assert await health.refresh_models(each) == 200
-    found = build_reader(None, mode, fleet)
+    found = PROMPT_READERS[mode](None, fleet)
     await found.start(queries)
     while await found.read_prompt(COMPLETION, "tiny", b'{"prompt": "x"}', HASHED_TOKENS) is None:
         await asyncio.sleep(0.1)
@@ -420,7 +420,7 @@ async def compare_prompts(url: str) -> tuple[list[tuple[int, int]], dict[str, in
     chance = random.Random(7)
     fleet = InstancePool({"mono": [parse_instance_url(url, "mono")]})
     async with aiohttp.ClientSession() as session, QueryClient() as queries:
-        source = prefixes.build_source("kv-events")
+        source = KvEventsSource()
         await source.start(queries, fleet)
         try:
             asker = CacheComparer(url, session, source)
@@ -432,7 +432,7 @@ async def compare_prompts(url: str) -> tuple[list[tuple[int, int]], dict[str, in
                 )
                 pairs.append((expected, both[0]))
                 await asker.wait_until_stored(ids)
-            late = prefixes.build_source("kv-events")
+            late = KvEventsSource()
             await late.start(queries, fleet)
             second = CacheComparer(url, session, late)
             await second.wait_until_stored(ids)

@@ -28,7 +28,7 @@ from ttft_otel.router.control.uvicorn_server import build_uvicorn_config
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.routing.policies.block_index import SentHistory
-from ttft_otel.router.routing.prefixes import PrefixSource
+from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.routing.upstream_client import UpstreamClient
 from ttft_otel.router.upstream.instance_pool import InstancePool

@@ -39,8 +39,9 @@ from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy.exchange_reporter import MAX_REPORTS
 from ttft_otel.router.routing import routing_service
 from ttft_otel.router.routing.policies import policy_state as states
+from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
-from ttft_otel.router.routing.prefixes import PrefixIndexName, build_source
+from ttft_otel.router.routing.prefixes import prefix_source as sources
 from ttft_otel.router.types import Instance, parse_instance_url
 from ttft_otel.router.upstream import failures
 from ttft_otel.router.upstream.connection_pool import ClientTls
@@ -67,6 +68,7 @@ ARGUMENTS_KEY: Final = "ttft_otel.arguments"
 # What SIGHUP applies; everything else is built into objects that live as long as the router.
 RELOADABLE_FIELDS: Final = ("encoder", "prefill", "decode", "backend", "api_key")
 
+PrefixIndexName = Literal["kv-events", "history"]
 PREFIX_INDEXES: Final = get_args(PrefixIndexName)
 # The only source that needs nothing of the instances, hence the default.
 HISTORY_INDEX: Final = PREFIX_INDEXES[-1]
@@ -460,20 +462,27 @@ class RouterOptions:
         # Not for the others: no child process, no index, no subscription.
         if POLICIES[self.routing_logic].reads_prompts:
             # Imported here: other policies need no tokenizer.
-            from ttft_otel.router.routing.prompts.prompt_reader import build_reader
+            from ttft_otel.router.routing.prompts.prompt_reader import PROMPT_READERS
 
             # The reader needs the pool: instances name their models' tokenizers, or render themselves.
-            knowledge["prompt_reader"] = build_reader(self.tokenizer or None, self.tokenize, pool)
-            try:
-                knowledge["prefix_source"] = build_source(
-                    self.prefix_index, kv_endpoints=self.kv_events_endpoint
-                )
-            except ValueError as error:
-                raise click.UsageError(str(error)) from error
+            knowledge["prompt_reader"] = PROMPT_READERS[self.tokenize](self.tokenizer or None, pool)
+            knowledge["prefix_source"] = self._build_prefix_source()
         encoders_policy = self.encoder_routing_logic
         return routing_service.RoutingService(
             pool, self.routing_logic, options, encoders_policy=encoders_policy, **knowledge
         )
+
+    def _build_prefix_source(self) -> sources.PrefixSource:
+        if self.prefix_index == "history":
+            index = SentHistory(sources.DEFAULT_BLOCK_SIZE, sources.MAX_HISTORY_BLOCKS)
+            return sources.PrefixSource(index)
+        try:
+            # Imported here, because a router without KV events needs no ZMQ.
+            from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
+
+            return KvEventsSource(self.kv_events_endpoint)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
 
     def _check_combinations(self) -> None:
         """Raise UsageError for flags that need another flag or exclude each other."""

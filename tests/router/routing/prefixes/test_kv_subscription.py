@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import sys
 from collections.abc import AsyncIterator
@@ -21,17 +22,21 @@ from lab.fake_vllm.prefix_cache import FakeEngine
 from router.fake_instances import wait_until
 from ttft_otel.model.names import metric_names
 from ttft_otel.router.control.app import collect_cache_metrics
-from ttft_otel.router.routing import prefixes
-from ttft_otel.router.routing.policies.block_index import compute_block_keys
-from ttft_otel.router.routing.prefixes import PrefixSource, kv_events_source
+from ttft_otel.router.routing.policies.block_index import SentHistory, compute_block_keys
+from ttft_otel.router.routing.prefixes import kv_events_source
 from ttft_otel.router.routing.prefixes.kv_events import ReportedIndex
 from ttft_otel.router.routing.prefixes.kv_events_source import (
     EventEndpoint,
+    KvEventsSource,
     parse_announced,
     parse_configured,
     resolve_address,
 )
-from ttft_otel.router.routing.prefixes.prefix_source import run_sliced
+from ttft_otel.router.routing.prefixes.prefix_source import (
+    MAX_HISTORY_BLOCKS,
+    PrefixSource,
+    run_sliced,
+)
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.connection_pool import QueryClient
 from ttft_otel.router.upstream.instance_pool import InstancePool
@@ -46,7 +51,7 @@ async def run_source(
     fleet: InstancePool, source: PrefixSource | None = None
 ) -> AsyncIterator[PrefixSource]:
     """A source that follows this fleet."""
-    source = source or prefixes.build_source("kv-events")
+    source = source or KvEventsSource()
     async with QueryClient() as queries:
         await source.start(queries, fleet)
         try:
@@ -195,7 +200,7 @@ async def test_full(
 
     publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS))
     publisher.engine.compute_prompt(PROMPT_IDS)
-    source = prefixes.build_source("kv-events")
+    source = KvEventsSource()
     assert isinstance(source.index, ReportedIndex)
     source.index.max_reported = 6  # half of it for one instance
     async with run_publisher(publisher) as url, run_source(build_fleet(url), source):
@@ -212,7 +217,8 @@ async def test_reports_instead(tmp_path: Path) -> None:
     publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS), status=404)
     async with run_publisher(publisher) as url:
         value = f"{url}={publisher.events_endpoint},{publisher.replay_endpoint}"
-        source = prefixes.build_source("kv-events", kv_endpoints=[value], block_size=BLOCK_TOKENS)
+        source = KvEventsSource([value])
+        source.index.block_size = BLOCK_TOKENS
         source.index.record_served(url, compute_block_keys(OTHER_IDS, BLOCK_TOKENS))
         publisher.engine.compute_prompt(PROMPT_IDS)
         await publisher.publish_events()
@@ -256,7 +262,7 @@ async def test_reports_no_more(
 
 async def test_unknown_instance(caplog: pytest.LogCaptureFixture) -> None:
     """An endpoint of an instance that is not there is told to the operator."""
-    source = prefixes.build_source("kv-events", kv_endpoints=["http://127.0.0.1:9=tcp://*:5557"])
+    source = KvEventsSource(["http://127.0.0.1:9=tcp://*:5557"])
     async with run_source(build_fleet(), source):
         assert source.describe_instances() == {}
     assert "http://127.0.0.1:9, which is no instance that prefills" in caplog.text
@@ -326,13 +332,13 @@ def test_without_zmq(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq.asyncio", None)
 
     with pytest.raises(ValueError, match="pip install"):
-        prefixes.build_source("kv-events")
+        importlib.import_module("ttft_otel.router.routing.prefixes.kv_events_source")
 
 
 async def test_many_instances() -> None:
     """The more instances, the less of each one's history is kept."""
     urls = [f"http://127.0.0.1:{port}" for port in range(1, 101)]
-    source = prefixes.build_source("history", block_size=BLOCK_TOKENS)
+    source = PrefixSource(SentHistory(BLOCK_TOKENS, MAX_HISTORY_BLOCKS))
     async with run_source(build_fleet(*urls), source):
         for number in range(20):
             source.index.record_served(urls[0], range(number * 1000, number * 1000 + 1000))
@@ -343,7 +349,7 @@ async def test_many_instances() -> None:
 async def run_history_source() -> AsyncIterator[tuple[InstancePool, PrefixSource]]:
     """Two instances, and the source that knows what the router has sent them."""
     here = build_fleet("http://127.0.0.1:1", "http://127.0.0.1:2")
-    history = prefixes.build_source("history", block_size=BLOCK_TOKENS)
+    history = PrefixSource(SentHistory(BLOCK_TOKENS, MAX_HISTORY_BLOCKS))
     async with run_source(here, history) as source:
         yield here, source
 

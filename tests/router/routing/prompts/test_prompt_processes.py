@@ -24,7 +24,7 @@ from router import fake_instances, small_tokenizer
 from ttft_otel.router.errors import UnreadablePrompt
 from ttft_otel.router.routing.policies.block_index import compute_block_keys, encode_extra_keys
 from ttft_otel.router.routing.prompts import prompt_reader, tokenizer_worker
-from ttft_otel.router.routing.prompts.prompt_reader import LocalPromptReader, build_reader
+from ttft_otel.router.routing.prompts.prompt_reader import PROMPT_READERS, LocalPromptReader
 from ttft_otel.router.routing.prompts.tokenizer_worker import (
     CHILD_MODULE,
     MAX_QUEUE_WAIT_S,
@@ -93,10 +93,12 @@ async def wait_for_failed_load(read: LocalPromptReader) -> None:
 
 
 @asynccontextmanager
-async def run_reader(*reader_arguments: Any, api_key: str = "") -> AsyncIterator[LocalPromptReader]:
+async def run_reader(
+    tokenizer: str | None, place: str, fleet: InstancePool, api_key: str = ""
+) -> AsyncIterator[LocalPromptReader]:
     """A reader that is closed in the end."""
     async with QueryClient(api_key=api_key) as queries:
-        reader = build_reader(*reader_arguments)
+        reader = PROMPT_READERS[place](tokenizer, fleet)
         await reader.start(queries)
         try:
             yield reader

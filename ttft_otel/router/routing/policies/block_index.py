@@ -235,38 +235,32 @@ class BlockHolders:
                 holders.pop(block, None)
 
 
-class RecentBlocks:
+class RecentBlocks(OrderedDict[int, None]):
     """The most recently used blocks of one instance, at most `max_blocks`: an LRU model of its cache."""
 
     def __init__(self, max_blocks: int) -> None:
+        super().__init__()
         self.max_blocks = max_blocks
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._blocks)
 
     def match_blocks(self, blocks: Sequence[int]) -> int:
         """The number of leading `blocks` that are present."""
         for depth, block in enumerate(blocks):
-            if block not in self._blocks:
+            if block not in self:
                 return depth
         return len(blocks)
 
     def record_use(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
         """Mark `blocks` as just used. Returns the blocks added and the blocks evicted for them."""
-        added = [block for block in blocks if block not in self._blocks]
+        added = [block for block in blocks if block not in self]
         # In reverse, so that the end of a prompt is evicted before its beginning, as vLLM does.
         for block in reversed(blocks):
-            self._blocks[block] = None
+            self[block] = None
             # Assigning to a key that is there does not move it.
-            self._blocks.move_to_end(block)
+            self.move_to_end(block)
         # Negative while there is room: range() is empty then.
         excess = min(len(self) - self.max_blocks, len(added) + MAX_EXCESS_FREED)
-        evicted = [self._blocks.popitem(last=False)[0] for _ in range(excess)]
+        evicted = [self.popitem(last=False)[0] for _ in range(excess)]
         return added, evicted
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._blocks)
 
 
 class SentHistory(BlockHolders):

@@ -48,10 +48,10 @@ class LeastTtftPolicy(RoutingPolicy):
     name = "ttft"
     reads_prompts = True
 
-    @property
-    def uses_predictions(self) -> bool:
-        """Whether it learns prefill times; comparing pairs needs none."""
-        return self.state.options.ttft_model == "calibrated"
+    def __init__(self, state: PolicyState) -> None:
+        super().__init__(state)
+        # Comparing pairs needs no prefill times.
+        self.uses_predictions = state.options.ttft_model == "calibrated"
 
     def choose_instance(
         self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
@@ -60,22 +60,14 @@ class LeastTtftPolicy(RoutingPolicy):
         state = self.state
         if (model := self._find_line(request, instances)) is not None:
             return self._choose_soonest(request, instances, *model, now_us)
-        cached_tokens = state.estimate_cached(request, instances)
+        cached = state.estimate_cached(request, instances)
         scores = [
             # Pending and own work in the same unit; no time is needed to compare them.
-            load.pairs + count_pairs(request.prompt_tokens, cached)
-            for load, cached in zip(state.pending.list_loads(instances), cached_tokens, strict=True)
+            load.pairs + count_pairs(request.prompt_tokens, tokens)
+            for load, tokens in zip(state.pending.list_loads(instances), cached, strict=True)
         ]
-        position = state.choose_least(scores)
-        return Decision(
-            instances[position],
-            scores[position],
-            "trapezoid",
-            cached_tokens[position],
-            None,
-            scores,
-            cached_tokens,
-        )
+        at = state.choose_least(scores)
+        return Decision(instances[at], scores[at], "trapezoid", cached[at], None, scores, cached)
 
     def _find_line(
         self, request: RoutingRequest, instances: Sequence[Instance]
@@ -114,16 +106,16 @@ class LeastTtftPolicy(RoutingPolicy):
         pending = self.state.pending
         loads = pending.list_loads(instances)
         # With pending prompts: their blocks are there by the time this one is prefilled.
-        cached_tokens = self.state.estimate_cached(request, instances, loads)
+        cached = self.state.estimate_cached(request, instances, loads)
         delay_cost = pending.estimate_delay_cost(now_us, len(instances))
         prompt_tokens = request.prompt_tokens
         scores, waits, prefills = _score_instances(
-            prompt_tokens, cached_tokens, instances, loads, line, speed_factors, delay_cost, now_us
+            prompt_tokens, cached, instances, loads, line, speed_factors, delay_cost, now_us
         )
-        position = self._choose_freshest(loads, scores)
+        at = self._choose_freshest(loads, scores)
         # Without a prompt length nothing is predicted.
         slo_s = self.state.find_slo_s(request)
-        if slo_s and request.prompt_tokens:
+        if slo_s and prompt_tokens:
             spent_s = (now_us - request.arrived_us) / US_PER_SECOND if request.arrived_us else 0.0
             # Encoding runs while the prompt would queue at the instance: only the longer wait counts.
             times = [
@@ -133,17 +125,9 @@ class LeastTtftPolicy(RoutingPolicy):
                 + self.state.overheads_s.get(instance.url, 0.0)
                 for wait, prefill, instance in zip(waits, prefills, instances, strict=True)
             ]
-            position = self._choose_in_time(request, loads, waits, times, position, slo_s)
-        predicted_s = waits[position] + prefills[position]
-        return Decision(
-            instances[position],
-            scores[position],
-            "calibrated",
-            cached_tokens[position],
-            predicted_s,
-            scores,
-            cached_tokens,
-        )
+            at = self._choose_in_time(request, loads, waits, times, at, slo_s)
+        ttft_s = waits[at] + prefills[at]
+        return Decision(instances[at], scores[at], "calibrated", cached[at], ttft_s, scores, cached)
 
     def _choose_in_time(
         self,
@@ -346,10 +330,9 @@ class HashRing:
         # points do not depend on the others.
         if len(self._urls) + len(new_urls) > MAX_RING_INSTANCES:
             new_urls, self._urls, self._points, self._owners = urls, set(), [], []
+        numbers = range(POINTS_PER_INSTANCE)
         points = list(zip(self._points, self._owners, strict=True))
-        points += sorted(
-            (_hash_text(f"{url}#{n}"), url) for url in new_urls for n in range(POINTS_PER_INSTANCE)
-        )
+        points += ((_hash_text(f"{url}#{n}"), url) for url in new_urls for n in numbers)
         points.sort()
         self._urls |= new_urls
         self._points = [point for point, _ in points]
@@ -463,27 +446,17 @@ class KvAwarePolicy(RoutingPolicy):
     ) -> Decision:
         """Choose the longest cached prefix, ties by session or load; the score is uncached tokens."""
         # Without loads: what is cached now counts, not what is queued.
-        cached_tokens = self.state.estimate_cached(request, instances)
-        longest = max(cached_tokens)
+        cached = self.state.estimate_cached(request, instances)
+        longest = max(cached)
         if not longest or longest < request.prompt_tokens - self.state.options.kv_aware_threshold:
             return self._fallback.choose_instance(request, instances, now_us, is_retry)
-        tied = [
-            each for each, tokens in zip(instances, cached_tokens, strict=True) if tokens == longest
-        ]
+        tied = [each for each, tokens in zip(instances, cached, strict=True) if tokens == longest]
         chosen = tied[0]
         # A prefix that all have (a system prompt, a shared cache) must not draw all requests to one.
         if len(tied) > 1:
             chosen = self._fallback.choose_instance(request, tied, now_us, is_retry).instance
-        tokens_left = [request.prompt_tokens - each for each in cached_tokens]
-        return Decision(
-            chosen,
-            request.prompt_tokens - longest,
-            "kvaware",
-            longest,
-            None,
-            tokens_left,
-            cached_tokens,
-        )
+        scores = [request.prompt_tokens - tokens for tokens in cached]
+        return Decision(chosen, min(scores), "kvaware", longest, None, scores, cached)
 
 
 POLICIES: Final[dict[str, type[RoutingPolicy]]] = {

@@ -146,7 +146,15 @@ class PendingLoads:
         if key in self._entries:
             self.remove_pending(key, entry.sent_us)
         self.drop_expired(entry.sent_us)
-        load = self._loads.get(entry.url) or self._add_load(entry.url, entry.sent_us)
+        load = self._loads.get(entry.url)
+        if load is None:
+            # Those without entries that were sent nothing lately are removed. Here and not by a timer: only
+            # new instances can make it grow.
+            outdated_us = entry.sent_us - self.window_s * US_PER_SECOND
+            for url, other in list(self._loads.items()):
+                if not other.entries and other.last_sent_us < outdated_us:
+                    del self._loads[url]
+            load = self._loads[entry.url] = InstanceLoad()
         load.last_sent_us = entry.sent_us
         # Before the counts change: the time that has passed belongs to the old ones.
         self._update_averages(entry.sent_us)
@@ -216,16 +224,6 @@ class PendingLoads:
             self._halved_us = now_us
             for load in self._loads.values():
                 load.recent_tokens //= 2
-
-    def _add_load(self, url: str, now_us: int) -> InstanceLoad:
-        """Add an instance; those without entries that were sent nothing lately are removed."""
-        # Here and not by a timer: only new instances can make it grow.
-        outdated_us = now_us - self.window_s * US_PER_SECOND
-        for other, load in list(self._loads.items()):
-            if not load.entries and load.last_sent_us < outdated_us:
-                del self._loads[other]
-        load = self._loads[url] = InstanceLoad()
-        return load
 
 
 # Weight of the latest sample in the moving average of overheads.
@@ -444,20 +442,17 @@ class PolicyState:
 class RoutingPolicy(abc.ABC):
     """Chooses instances of one leg over its `state`; called on the event loop, so it must not block.
 
-    name: in --routing-logic.
+    name: in --routing-logic. uses_predictions: whether it learns from the Server-Timing of instances, which
+    then is requested.
     """
 
     name: ClassVar[str]
+    uses_predictions = False
     # Whether it needs prompt lengths, cached prefixes and the work that is pending.
     reads_prompts: ClassVar[bool] = False
 
     def __init__(self, state: PolicyState) -> None:
         self.state = state
-
-    @property
-    def uses_predictions(self) -> bool:
-        """Whether it learns from the Server-Timing of instances, which then is requested."""
-        return False
 
     @abc.abstractmethod
     def choose_instance(

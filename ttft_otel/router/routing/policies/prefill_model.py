@@ -168,24 +168,20 @@ class PrefillFit:
     def _solve_line(self) -> PrefillLine | None:
         best, lowest = self.line, 0.0
         for subset in _SUBSETS:
-            solution = _solve_system(
-                [[self._left[i][j] for j in subset] for i in subset], self._pick_right(subset)
-            )
+            right = [self._right[i] for i in subset]
+            solution = _solve_system([[self._left[i][j] for j in subset] for i in subset], right)
             # A negative coefficient would make longer prompts look faster.
             if solution is None or min(solution) < 0:
                 continue
             # At a solution of the normal equations the error falls by
             # exactly this: no second pass over samples.
-            value = -sum(x * y for x, y in zip(solution, self._pick_right(subset), strict=True))
+            value = -sum(x * y for x, y in zip(solution, right, strict=True))
             if value < lowest:
                 coefficients = [0.0] * len(_TERMS)
                 for index, x in zip(subset, solution, strict=True):
                     coefficients[index] = x / COEFFICIENT_UNITS[index]
                 best, lowest = PrefillLine(*coefficients), value
         return best
-
-    def _pick_right(self, subset: tuple[int, ...]) -> list[float]:
-        return [self._right[i] for i in subset]
 
 
 class InstanceSpeed:

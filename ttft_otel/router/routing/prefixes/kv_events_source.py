@@ -40,6 +40,8 @@ from ttft_otel.router.routing.prefixes.kv_events import (
     ReportedIndex,
 )
 from ttft_otel.router.routing.prefixes.prefix_source import (
+    DEFAULT_BLOCK_SIZE,
+    MAX_HISTORY_BLOCKS,
     PrefixSource,
     list_prefilling,
     run_sliced,
@@ -316,9 +318,9 @@ class KvEventsSource(PrefixSource):
 
     index: ReportedIndex
 
-    def __init__(self, block_size: int, max_blocks: int, endpoints: Sequence[str]) -> None:
+    def __init__(self, endpoints: Sequence[str] = ()) -> None:
         # One index for reported and estimated blocks: policies compare instances of both kinds.
-        super().__init__(ReportedIndex(block_size, max_blocks))
+        super().__init__(ReportedIndex(DEFAULT_BLOCK_SIZE, MAX_HISTORY_BLOCKS))
         self.configured_endpoints = parse_configured(endpoints)
         self._subscriptions: dict[str, Subscription] = {}
         self._context: zmq.asyncio.Context | None = None

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cached prefixes estimated from the prompts sent: --prefix-index history, and the base of others."""
+"""Cached prefixes estimated from the prompts sent: --prefix-index history, and the base of others.
+
+router_options.py builds the source that the flag names; routing_service.py starts it and asks its index.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.connection_pool import QUERY_ERRORS, QueryClient
 from ttft_otel.router.upstream.instance_pool import InstancePool
 
+DEFAULT_BLOCK_SIZE: Final = 16  # tokens per block until an engine reports its own; vLLM's default
+MAX_HISTORY_BLOCKS: Final = 65_536  # blocks per instance: a million tokens at 16 each
 MAX_TOTAL_BLOCKS: Final = 1_000_000  # blocks of all instances together: about 200 MB
 RETRY_INTERVAL_S: Final = 10.0  # seconds before asking for the block size again
 # A gauge of value 1 whose labels are the fields of vLLM's cache configuration.

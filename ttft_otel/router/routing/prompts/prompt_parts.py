@@ -269,18 +269,15 @@ class PlaceholderCounter:
         if tokens is None:
             tokens = self._count_exactly(item) if item.modality == "image" else None
             if tokens is None:
-                return self._estimate_tokens(item.modality), key
+                if item.modality == "image" and self._counted_items:
+                    return round(self._counted_tokens / self._counted_items), key
+                return DEFAULT_ITEM_TOKENS[item.modality], key
             self._counts_by_key[cache_key] = tokens
             self._counted_tokens += tokens
             self._counted_items += 1
             if len(self._counts_by_key) > MAX_KNOWN_ITEMS:
                 self._counts_by_key.popitem(last=False)
         return tokens, key
-
-    def _estimate_tokens(self, modality: str) -> int:
-        if modality == "image" and self._counted_items:
-            return round(self._counted_tokens / self._counted_items)
-        return DEFAULT_ITEM_TOKENS[modality]
 
     def _count_exactly(self, item: MediaItem) -> int | None:
         dimensions = read_dimensions(item.url or "")

@@ -15,7 +15,7 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
@@ -443,14 +443,5 @@ def _list_spans(features: _RenderFeatures | None) -> list[PlaceholderSpan]:
     return sorted(spans, key=lambda span: span.start)
 
 
-def build_reader(
-    tokenizer: str | None, place: Literal["local", "engine"], pool: InstancePool
-) -> LocalPromptReader:
-    """Create the prompt reader of --tokenize.
-
-    Args:
-        tokenizer: folder or hub name for all models; None to use the one that /v1/models names for each.
-        place: "engine" asks the instances, and tokenizes locally where they refuse.
-    """
-    kind = LocalPromptReader if place == "local" else EnginePromptReader
-    return kind(tokenizer, pool)
+# By what --tokenize names; "engine" asks the instances, and tokenizes locally where they refuse.
+PROMPT_READERS: Final = {"local": LocalPromptReader, "engine": EnginePromptReader}
