@@ -15,7 +15,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final
@@ -243,18 +243,29 @@ async def request_replay(
     empty_replays = replayed = 0
     while empty_replays < MAX_EMPTY_REPLAYS:
         previous_number, is_complete, has_ended = next_number, True, False
-        async with aclosing(_receive_replay(context, address, start)) as answer:
-            async for number, payload in answer:
+        # A new socket for each request: late answers to an earlier one cannot mix in.
+        with _open_socket(context, zmq.DEALER) as socket:
+            socket.connect(address)
+            # The empty frame is what a REQ socket would send; vLLM's ROUTER expects it.
+            await socket.send_multipart([b"", start.to_bytes(8, "big")])
+            while not has_ended:
+                try:
+                    parts = await wait_at_most(_receive_frames(socket), REPLAY_TIMEOUT_S)
+                except asyncio.TimeoutError:
+                    break
+                if not 3 <= len(parts) <= MAX_FRAMES or len(parts[-2]) != 8:
+                    break
                 replayed += 1
                 if replayed > MAX_REPLAYED_MESSAGES:
                     raise ReplayFailed(address)
                 # Receiving a message that is already queued does not yield to the event loop.
                 if replayed % MESSAGES_PER_TURN == 0:
                     await asyncio.sleep(0)
+                number = int.from_bytes(parts[-2], "big")
                 if number == END_OF_REPLAY:
                     has_ended = True
                 elif is_complete and next_number in (None, number):
-                    yield number, payload
+                    yield number, parts[-1]
                     start = next_number = number + 1
                 else:
                     is_complete = False
@@ -262,28 +273,6 @@ async def request_replay(
             return
         empty_replays = 0 if next_number != previous_number else empty_replays + 1
     raise ReplayFailed(address)
-
-
-async def _receive_replay(
-    context: zmq.asyncio.Context, address: str, start: int
-) -> AsyncGenerator[tuple[int, bytes], None]:
-    """The messages of one replay request; complete if the last number is END_OF_REPLAY."""
-    # A new socket for each request: late answers to an earlier one cannot mix in.
-    with _open_socket(context, zmq.DEALER) as socket:
-        socket.connect(address)
-        # The empty frame is what a REQ socket would send; vLLM's ROUTER expects it.
-        await socket.send_multipart([b"", start.to_bytes(8, "big")])
-        while True:
-            try:
-                parts = await wait_at_most(_receive_frames(socket), REPLAY_TIMEOUT_S)
-            except asyncio.TimeoutError:
-                return
-            if not 3 <= len(parts) <= MAX_FRAMES or len(parts[-2]) != 8:
-                return
-            number = int.from_bytes(parts[-2], "big")
-            yield number, parts[-1]
-            if number == END_OF_REPLAY:
-                return
 
 
 async def _receive_frames(socket: zmq.asyncio.Socket) -> list[bytes]:
