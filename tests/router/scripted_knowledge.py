@@ -12,7 +12,7 @@ from typing import Any
 from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
 from ttft_otel.router.routing.policies.prefill_model import compute_work
-from ttft_otel.router.routing.prompts.tokenizer_worker import Prompt
+from ttft_otel.router.routing.prompts.prompt_parts import Prompt
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.upstream.connection_pool import QueryClient
 from ttft_otel.router.upstream.instance_pool import InstancePool

@@ -12,14 +12,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from ttft_otel.router.routing.prompts.tokenizer_worker import (
-    CHILD_MODULE,
+from ttft_otel.router.routing.prompts.prompt_parts import (
     LENGTH_BYTES,
     Prompt,
     TokenizeQuestion,
     answer_decoder,
     frame_message,
 )
+from ttft_otel.router.routing.prompts.prompt_reader import CHILD_MODULE
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}"
@@ -55,7 +55,7 @@ def start_child_process(
 
 @dataclass(slots=True)
 class TokenizerChild:
-    """The process of tokenizer_child.py, asked synchronously with the frames of tokenizer_worker.py."""
+    """The process of tokenizer_child.py, asked synchronously with its frames."""
 
     process: subprocess.Popen[bytes] = field(default_factory=start_child_process)
 

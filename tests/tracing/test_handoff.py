@@ -15,7 +15,8 @@ import pytest
 
 from ttft_otel.model.names import env_names
 from ttft_otel.router.errors import UnreadablePrompt
-from ttft_otel.router.routing.prompts.tokenizer_worker import TokenizeQuestion, TokenizerWorker
+from ttft_otel.router.routing.prompts.prompt_parts import TokenizeQuestion
+from ttft_otel.router.routing.prompts.prompt_reader import TokenizerWorker
 from ttft_otel.tracing import handoff
 from ttft_otel.tracing.handoff import RecordSender, build_child_command
 from ttft_otel.tracing.settings import Settings

@@ -25,6 +25,7 @@ from ttft_otel.router.routing.prompts.prompt_parts import (
     MediaItem,
     PlaceholderCounter,
     PlaceholderSpan,
+    Prompt,
     build_extra_keys,
     expand_placeholders,
     read_dimensions,
@@ -34,7 +35,6 @@ from ttft_otel.router.routing.prompts.tokenizer_child import (
     MIN_PIECE_CHARS,
     TextEncoder,
 )
-from ttft_otel.router.routing.prompts.tokenizer_worker import Prompt
 
 PromptReading = Callable[..., Prompt]
 PROMPT_TEXTS = st.lists(

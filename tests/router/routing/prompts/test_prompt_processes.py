@@ -23,15 +23,14 @@ from aiohttp import web
 from router import fake_instances, small_tokenizer
 from ttft_otel.router.errors import UnreadablePrompt
 from ttft_otel.router.routing.policies.block_index import compute_block_keys, encode_extra_keys
-from ttft_otel.router.routing.prompts import prompt_reader, tokenizer_worker
-from ttft_otel.router.routing.prompts.prompt_reader import PROMPT_READERS, LocalPromptReader
-from ttft_otel.router.routing.prompts.tokenizer_worker import (
+from ttft_otel.router.routing.prompts import prompt_reader
+from ttft_otel.router.routing.prompts.prompt_parts import NO_TOKENIZER, Prompt, TokenizeQuestion
+from ttft_otel.router.routing.prompts.prompt_reader import (
     CHILD_MODULE,
     MAX_QUEUE_WAIT_S,
-    NO_TOKENIZER,
+    PROMPT_READERS,
     REQUEST_WAIT_S,
-    Prompt,
-    TokenizeQuestion,
+    LocalPromptReader,
     TokenizerWorker,
 )
 from ttft_otel.router.types import parse_instance_url
@@ -287,8 +286,8 @@ async def test_missing(
 @pytest.mark.usefixtures("light_transformers")
 async def test_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A template that never ends costs its own request a second, then the child is another one."""
-    monkeypatch.setattr(tokenizer_worker, "PROMPT_TIMEOUT_S", 3.0)
-    monkeypatch.setattr(tokenizer_worker, "_RESTART_DELAY_S", 0.0)
+    monkeypatch.setattr(prompt_reader, "PROMPT_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(prompt_reader, "_RESTART_DELAY_S", 0.0)
     monkeypatch.setattr(prompt_reader, "REQUEST_WAIT_S", 0.5)
     folder = small_tokenizer.build_tokenizer(
         tmp_path, template=small_tokenizer.ENDLESS_TEMPLATE + small_tokenizer.CHAT_TEMPLATE
@@ -322,7 +321,7 @@ def start_child(code: str) -> TokenizerWorker:
 async def test_broken(code: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that dies, hangs or talks nonsense fails those who wait for it, and is not there any more."""
     # A child that dies may take long to start on a busy machine.
-    monkeypatch.setattr(tokenizer_worker, "LOAD_TIMEOUT_S", 0.3 if reason == "stuck" else 30.0)
+    monkeypatch.setattr(prompt_reader, "LOAD_TIMEOUT_S", 0.3 if reason == "stuck" else 30.0)
     found = start_child(code)
 
     try:
@@ -351,8 +350,8 @@ def test_orphan(tmp_path: Path) -> None:
 
 async def test_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more wait than may, in number or in bytes; whoever waits at the end is told."""
-    monkeypatch.setattr(tokenizer_worker, "MAX_QUESTIONS", 2)
-    monkeypatch.setattr(tokenizer_worker, "MAX_QUESTION_BYTES", 100)
+    monkeypatch.setattr(prompt_reader, "MAX_QUESTIONS", 2)
+    monkeypatch.setattr(prompt_reader, "MAX_QUESTION_BYTES", 100)
     found = start_child(STUCK_CHILD_CODE)
 
     one = asyncio.create_task(found.ask_child(TokenizeQuestion("m", "chat", b"x" * 60)))
@@ -378,7 +377,7 @@ async def test_loop_free(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     text = "".join(f"the quick brown fox {n} " for n in range(12_000))
     # The child may take its time: what counts is the loop's. Beside other tests it took more than 2 s.
-    monkeypatch.setattr(tokenizer_worker, "PROMPT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(prompt_reader, "PROMPT_TIMEOUT_S", 60.0)
     monkeypatch.setattr(prompt_reader, "REQUEST_WAIT_S", 60.0)
 
     spent_s = []
@@ -539,7 +538,7 @@ async def test_differs(folder: str, same: bool, caplog: pytest.LogCaptureFixture
 # It works at a prompt for as many seconds as its body says.
 SLOW_CHILD_CODE = """
 import sys, time
-from ttft_otel.router.routing.prompts.tokenizer_worker import (
+from ttft_otel.router.routing.prompts.prompt_parts import (
     LENGTH_BYTES, Prompt, question_decoder, frame_message,
 )
 while len(head := sys.stdin.buffer.read(LENGTH_BYTES)) == LENGTH_BYTES:

@@ -2,6 +2,8 @@
 """Parts of a prompt as vLLM makes them: messages for the chat template, and placeholders of media items.
 
 tokenizer_child.py uses both; prompt_reader.py needs the spans and extra keys of what an instance rendered.
+What the two say to each other is here, too: a frame is the length of a message, big-endian, followed by the
+message in msgpack.
 
 transformers passes messages and tools on as the client wrote them. vLLM 0.32 changes them before
 (renderers/chat_utils.py). What most clients send is converted here in the same way; the rest is not read,
@@ -43,6 +45,52 @@ _FUNCTION_FIELDS: Final = ("name", "description", "parameters")
 _BILLING_HEADER: Final = "x-anthropic-billing-header"
 _UNSET_VALUES: Final = (None, "auto")
 _PROBE_TEXT: Final = "ttft-otel-probe"
+
+
+# MessagePack does not tell its length in front, and a pipe has no message bounds.
+LENGTH_BYTES: Final = 4  # bytes of a frame's length
+# The `source` of prompts that are token ids already and need no tokenizer; no model has this name.
+NO_TOKENIZER: Final = "\0"
+
+
+# array_like: fields by position, since both ends are of the same version.
+class TokenizeQuestion(msgspec.Struct, array_like=True, frozen=True):
+    """A request to load the tokenizer `source`, or with a `path` to read the prompt of `body`."""
+
+    source: str
+    path: str = ""  # "chat" or "completion"
+    body: bytes = b""
+    block_size: int = 0  # tokens per block
+    adapter: str = ""  # the LoRA adapter, if any
+    max_prompt_tokens: int = 0  # the model's limit, 0 if unknown
+
+
+class Prompt(msgspec.Struct, array_like=True, frozen=True):
+    """A prompt as the engine will see it, or why it cannot be read: the response to a question."""
+
+    error: str = ""  # one word, "" for success
+    detail: str = ""  # for logs, about the model and never of a prompt
+    tokens: int = 0  # its length, placeholder tokens of media included
+    ids: bytes = b""  # an array("I") as bytes; empty if the ids of media placeholders are unknown
+    # Keys of the full blocks (policies/block_index.py), as far as ids are known.
+    block_keys: tuple[int, ...] = ()
+    item_tokens: tuple[int, ...] = ()  # placeholder tokens per media item, repeated ones included
+    cached_tokens: int = 0  # tokens taken from the cache of tokenizer_child.py
+
+    @property
+    def token_ids(self) -> array[int]:
+        ids = array("I")
+        ids.frombytes(self.ids)
+        return ids
+
+
+def frame_message(message: TokenizeQuestion | Prompt) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+
+question_decoder: Final = msgspec.msgpack.Decoder(TokenizeQuestion)
+answer_decoder: Final = msgspec.msgpack.Decoder(Prompt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The child process that turns request bodies into prompts, with a model's tokenizer, template and processor.
 
-tokenizer_worker.py starts it, asks on stdin and reads answers on stdout; it exits at the end of its input.
+prompt_reader.py starts it, asks on stdin and reads answers on stdout; it exits at the end of its input.
 transformers renders, tokenizes and counts in the same way as in vLLM, so that token ids are equal to the
 engine's; it is imported when the first tokenizer is loaded, without the modules that are blocked before.
 """
@@ -26,7 +26,7 @@ import msgspec
 from ttft_otel.router.errors import UnreadablePrompt
 from ttft_otel.router.routing.policies.block_index import compute_block_keys
 from ttft_otel.router.routing.prompts import prompt_parts
-from ttft_otel.router.routing.prompts.tokenizer_worker import (
+from ttft_otel.router.routing.prompts.prompt_parts import (
     LENGTH_BYTES,
     NO_TOKENIZER,
     Prompt,
