@@ -30,29 +30,19 @@ from benchmarks.routing.predicted_latency import (
     filter_candidates,
     score_deficits,
 )
-from benchmarks.routing.worker_simulation import WorkerSimulation, run_workers
+from benchmarks.routing.worker_simulation import run_workers
 from ttft_otel.router.routing.policies.block_index import BlockHolders
-from ttft_otel.router.routing.policies.policy_state import PolicyState, RoutingPolicy
-from ttft_otel.router.types import Decision, Instance, RoutingRequest, parse_instance_url
+from ttft_otel.router.routing.policies.policy_state import PolicyState
+from ttft_otel.router.types import Decision, RoutingRequest, parse_instance_url
 
 ROOT = Path(__file__).parents[3]
 SIMULATE = ROOT / "benchmarks" / "routing" / "simulate.py"
 RESULTS = ROOT / "benchmarks" / "results" / "routing-simulation.json"
 REPORT = RESULTS.with_name("2026-11-26-routing-simulation.md")
 CASES = json.loads(SIMULATE.with_name("cases.json").read_text("utf-8"))
-DEFAULT_CASE = {
-    "name": "case",
-    "kind": "recorded",
-    "requests": 1000,
-    "event": "",
-    "instances": 1,
-    "load": 1.0,
-    "slow": 0,
-    "cache": 1000,
-    "noise": 0,
-    "lag": 0,
-    "index": "events",
-}
+DEFAULT_CASE: dict[str, Any] = dict(
+    CASES["cases"][0], name="case", kind="recorded", instances=1, load=1.0, noise=0, lag=0
+)
 ALL_POLICIES = (*CASES["policies"], "oracle")
 SHARED_CASE = {**DEFAULT_CASE, "instances": 4, "load": 0.8}
 
@@ -104,12 +94,8 @@ def run_benchmark(
 def test_queue() -> None:
     """One instance: first come first served, and who comes later finds what the first left."""
     rows = [build_row(0, 1500, 1, 2), build_row(0, 1100, 1, 2), build_row(60, 100)]
-    first, second, third = (
-        compute_prefill_s(1500, 0),
-        compute_prefill_s(1100, 1024),
-        compute_prefill_s(100, 0),
-    )
-    mean = (first + first + second + third) / 3
+    prefills_s = [compute_prefill_s(*each) for each in ((1500, 0), (1100, 1024), (100, 0))]
+    mean = (prefills_s[0] + sum(prefills_s)) / 3
 
     for name, found in simulate_policies(rows).items():
         assert found["mean"] == pytest.approx(mean, abs=2e-5)
@@ -178,41 +164,33 @@ def test_command_adds_seeds(tmp_path: Path) -> None:
     assert list(found["seeds"]["2"]) == ["trapezoid"]
 
 
-def test_events() -> None:
-    """In the middle the only instance slows, or loses what it has cached."""
-    rows = [build_row(n, 1100, 1, 2) for n in range(10)]
-    usual, slows, restarts = (
-        simulate_policies(rows, ["calibrated"], event=event)["calibrated"]
-        for event in ("", "slows", "restarts")
-    )
-    cold, warm = compute_prefill_s(1100, 0), compute_prefill_s(1100, 1024)
-
-    assert usual["mean"] == pytest.approx((cold + 9 * warm) / 10, abs=2e-5)
-    assert slows["mean"] == pytest.approx((cold + 4 * warm + 5 * warm / 0.4) / 10, abs=2e-5)
-    assert restarts["mean"] == pytest.approx((2 * cold + 8 * warm) / 10, abs=2e-5)
+TURNS = [build_row(n, 1100, 1, 2) for n in range(10)]
+COLD_S, WARM_S, SHORT_S = (compute_prefill_s(*each) for each in ((1100, 0), (1100, 1024), (100, 0)))
+ADAPTER_ROWS = [
+    TraceRow(float(at), 100, (), "", adapter=adapter) for at, adapter in enumerate((1, 1, 2, 1))
+]
+IMAGE_ROWS = [*(TraceRow(0.0, 100, (), "", images=n) for n in (2, 1)), build_row(9, 100)]
 
 
-@pytest.mark.parametrize(("kept", "loads"), ((1, 3), (2, 2)))
-def test_adapters(kept: int, loads: int) -> None:
-    """An instance loads an adapter that is not among those that it keeps, and the prefill waits."""
-    rows = [
-        TraceRow(float(at), 100, (), "", adapter=adapter) for at, adapter in enumerate((1, 1, 2, 1))
-    ]
+@pytest.mark.parametrize(
+    ("rows", "case", "mean_s"),
+    [
+        (TURNS, {}, (COLD_S + 9 * WARM_S) / 10),
+        # In the middle the only instance slows, or loses what it has cached.
+        (TURNS, {"event": "slows"}, (COLD_S + 4 * WARM_S + 5 * WARM_S / 0.4) / 10),
+        (TURNS, {"event": "restarts"}, (2 * COLD_S + 8 * WARM_S) / 10),
+        # It loads an adapter that is not among those that it keeps, and the prefill waits.
+        (ADAPTER_ROWS, {"adapters": 1}, SHORT_S + 3 / 4 * 0.1),
+        (ADAPTER_ROWS, {"adapters": 2}, SHORT_S + 2 / 4 * 0.1),
+        # Three images at once: the last one waits for an encoder, its prompt for that.
+        (IMAGE_ROWS, {"encoders": 2}, SHORT_S + (0.04 + 0.08) / 3),
+    ],
+)
+def test_what_happens(rows: list[TraceRow], case: dict[str, Any], mean_s: float) -> None:
+    """Events, adapters and encoders take as long as they are said to."""
+    found = simulate_policies(rows, ["calibrated"], **case)["calibrated"]
 
-    found = simulate_policies(rows, ["decay"], adapters=kept)["decay"]
-
-    mean = compute_prefill_s(100, 0) + loads / 4 * 0.1
-    assert found["mean"] == pytest.approx(mean, abs=2e-5)
-
-
-def test_encoders() -> None:
-    """Two encoders and three images at once: the last one waits for an encoder, its prompt for that."""
-    rows = [*(TraceRow(0.0, 100, (), "", images=n) for n in (2, 1)), build_row(9, 100)]
-
-    found = simulate_policies(rows, ["decay"], encoders=2)["decay"]
-
-    mean = compute_prefill_s(100, 0) + (0.04 + 0.08) / 3
-    assert found["mean"] == pytest.approx(mean, abs=2e-5)
+    assert found["mean"] == pytest.approx(mean_s, abs=2e-5)
 
 
 @pytest.mark.parametrize("kind", load_kinds.MADE_KINDS)
@@ -339,28 +317,19 @@ def build_conversations(count: int, turns: int) -> tuple[TraceRow, ...]:
     return tuple(sorted(rows, key=lambda row: row.arrival_s))
 
 
-def run_replicas(policy: str, replicas: int) -> WorkerSimulation:
-    """The simulation with so many replicas, at its end."""
-    case = SHARED_CASE | {"load": 0.7, "index": "history"}
-    return run_workers(case, policy, build_conversations(60, 6), 1, replicas, False)
-
-
-def test_hashed_is_as_one() -> None:
-    """Whichever replica is asked, a session goes to one instance: times and hits are those of one router."""
-    one, four = run_replicas("session", 1), run_replicas("session", 4)
+def test_replicas() -> None:
+    """Whichever replica is asked, a session goes to one instance; of prefixes it knows those that it sent."""
+    case, rows = SHARED_CASE | {"load": 0.7, "index": "history"}, build_conversations(60, 6)
+    runs = (("session", 1), ("session", 4), ("prefix", 1), ("prefix", 4), ("hashed_prefix", 4))
+    one, four, one_knows, four_know, hashed = (
+        run_workers(case, policy, rows, 1, replicas, False) for policy, replicas in runs
+    )
 
     assert four.ttfts_s == one.ttfts_s
     assert four.cached_tokens == one.cached_tokens > 0
-
-
-def test_remembered_is_not() -> None:
-    """A replica knows the prefixes that it sent itself; what it does not know it sends anywhere."""
-    one, four = run_replicas("prefix", 1), run_replicas("prefix", 4)
-
-    assert four.cached_tokens < 0.8 * one.cached_tokens
+    assert four_know.cached_tokens < 0.8 * one_knows.cached_tokens
     # By hashing what prompts begin with the same prefixes are found by each replica.
-    hashed = run_replicas("hashed_prefix", 4).cached_tokens
-    assert hashed > four.cached_tokens
+    assert hashed.cached_tokens > four_know.cached_tokens
 
 
 def test_worker_commands(tmp_path: Path) -> None:
@@ -378,134 +347,101 @@ def test_worker_commands(tmp_path: Path) -> None:
     ]
 
 
-INSTANCES = tuple(parse_instance_url(f"http://127.0.0.1:{9000 + n}", "mono") for n in range(3))
 BLOCK_TOKENS = 512
 
 
-@pytest.fixture
-def instances() -> Sequence[Instance]:
-    """Three idle instances."""
-    return [parse_instance_url(each.url, "mono") for each in INSTANCES]
+class Peer:
+    """The policy `name` of a peer, and three idle instances of which it knows nothing yet.
+
+    depths: how many of a prompt's first blocks they have cached. work: tokens to be computed there.
+    """
+
+    def __init__(self, name: str, depths: Sequence[int] = (), work: Sequence[int] = ()) -> None:
+        self.instances = [
+            parse_instance_url(f"http://127.0.0.1:{9000 + number}", "mono") for number in range(3)
+        ]
+        self.policy = PEER_POLICIES[name](PolicyState(BlockHolders(BLOCK_TOKENS)))
+        for instance, depth in zip(self.instances, depths, strict=False):
+            self.policy.state.index.add_blocks(instance.url, range(1, depth + 1))
+        for instance, tokens in zip(self.instances, work, strict=False):
+            request = self.build_request((), instance.url, tokens)
+            self.policy.state.record_sent(request, Decision(instance, 0.0, "made"), 0)
+
+    def build_request(self, blocks: Sequence[int], name: str, tokens: int = 0) -> RoutingRequest:
+        """A prompt of these blocks, or of so many tokens."""
+        tokens = tokens or len(blocks) * BLOCK_TOKENS
+        keys = tuple(blocks)
+        return RoutingRequest(
+            "mono", "", "model", name, {}, b"", prompt_tokens=tokens, block_keys=keys
+        )
+
+    def choose(
+        self, blocks: Sequence[int] = range(1, 11), name: str = "request", count: int = 3
+    ) -> tuple[int, float]:
+        """Which of the first `count` instances it chooses for a prompt of these blocks, and its score."""
+        request = self.build_request(blocks, name)
+        found = self.policy.choose_instance(request, self.instances[:count], 0, False)
+        return self.instances.index(found.instance), found.score
 
 
-def build_policy(name: str) -> RoutingPolicy:
-    """A peer's policy that knows nothing yet."""
-    return PEER_POLICIES[name](PolicyState(BlockHolders(BLOCK_TOKENS)))
-
-
-def build_request(blocks: Sequence[int], name: str = "request") -> RoutingRequest:
-    """A prompt of these blocks."""
-    tokens = len(blocks) * BLOCK_TOKENS
-    return RoutingRequest(
-        "mono", "", "model", name, {}, b"", prompt_tokens=tokens, block_keys=tuple(blocks)
-    )
-
-
-def put_work(policy: RoutingPolicy, instance: Instance, tokens: int) -> None:
-    """So many tokens are to be computed there."""
-    request = RoutingRequest("mono", "", "model", f"work {tokens}", {}, b"", prompt_tokens=tokens)
-    policy.state.record_sent(request, Decision(instance, 0.0, "made"), 0)
-
-
-def cache_blocks(policy: RoutingPolicy, depths: Mapping[int, int]) -> None:
-    """The first so many blocks of a prompt are cached at instances, by their number."""
-    for number, depth in depths.items():
-        policy.state.index.add_blocks(INSTANCES[number].url, range(1, depth + 1))
-
-
-def test_dynamo_example(instances: Sequence[Instance]) -> None:
+def test_dynamo_example() -> None:
     """Its guide: of 10 blocks 2, 5 and 8 overlap, 10, 5 and 9 are active: costs are 18, 10 and 11."""
-    policy = build_policy("dynamo")
-    assert isinstance(policy, DynamoPolicy)
-    cache_blocks(policy, {0: 2, 1: 5, 2: 8})
-    for instance, active in zip(instances, (10, 5, 9), strict=True):
-        policy._active_tokens[instance.url] = active * BLOCK_TOKENS
+    peer = Peer("dynamo", (2, 5, 8))
+    assert isinstance(peer.policy, DynamoPolicy)
+    for instance, active in zip(peer.instances, (10, 5, 9), strict=True):
+        peer.policy._active_tokens[instance.url] = active * BLOCK_TOKENS
 
-    decision = policy.choose_instance(build_request(range(1, 11)), instances, 0, False)
-
-    assert decision.instance is instances[1]
-    assert decision.score == 10 * BLOCK_TOKENS
-
-
-def test_dynamo_forgets(instances: Sequence[Instance]) -> None:
-    """An answer that has ended has no blocks any more."""
-    policy = build_policy("dynamo")
-    assert isinstance(policy, DynamoPolicy)
-    sent = policy.choose_instance(build_request(range(1, 11), "first"), instances, 0, False)
-    assert policy._active_tokens[sent.instance.url]
-
-    policy.record_end("first")
-
-    assert not any(policy._active_tokens.values())
+    assert peer.choose(name="first") == (1, 10 * BLOCK_TOKENS)
+    # An answer that has ended has no blocks any more.
+    peer.policy.record_end("first")
+    assert peer.policy._active_tokens[peer.instances[1].url] == 5 * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize(("penalty_s", "chosen"), ((0.9, 0), (1.1, 1)))
-def test_llmd_gate(instances: Sequence[Instance], penalty_s: float, chosen: int) -> None:
-    """Who has 80 % of the prompt gets it until its queue is longer than others' by the allowed time."""
-    policy = build_policy("llmd")
-    cache_blocks(policy, {0: 8, 1: 7})  # 7 of 10 are too few
-    put_work(policy, instances[0], int(penalty_s * MAX_PENALTY_S * PEAK_THROUGHPUT))
-    put_work(policy, instances[2], 50_000)
+@pytest.mark.parametrize(
+    ("depths", "work", "chosen"),
+    [
+        # Who has 80 % of the prompt gets it until its queue is longer than others' by the allowed time.
+        ((8, 7), (int(0.9 * MAX_PENALTY_S * PEAK_THROUGHPUT), 0, 50_000), 0),
+        ((8, 7), (int(1.1 * MAX_PENALTY_S * PEAK_THROUGHPUT), 0, 50_000), 1),
+        # Nobody has enough: the least tokens to compute, those of the prompt that are not cached included.
+        ((7,), (0, 1, 1), 0),
+    ],
+)
+def test_llmd(depths: Sequence[int], work: Sequence[int], chosen: int) -> None:
+    """Affinity up to a bound, else the least work."""
+    found, score = Peer("llmd", depths, work).choose()
 
-    decision = policy.choose_instance(build_request(range(1, 11)), instances, 0, False)
-
-    assert decision.instance is instances[chosen]
-
-
-def test_llmd_without_affinity(instances: Sequence[Instance]) -> None:
-    """Nobody has enough: the least tokens to compute, those of the prompt that are not cached included."""
-    policy = build_policy("llmd")
-    cache_blocks(policy, {0: 7})
-    put_work(policy, instances[1], 1)
-    put_work(policy, instances[2], 1)
-
-    decision = policy.choose_instance(build_request(range(1, 11)), instances, 0, False)
-
-    assert decision.instance is instances[0]
-    assert decision.score == 3 * BLOCK_TOKENS
+    assert found == chosen
+    assert depths != (7,) or score == 3 * BLOCK_TOKENS
 
 
-def test_cache_aware(instances: Sequence[Instance]) -> None:
+def test_cache_aware() -> None:
     """The longest match if it is more than 0.3 of the prompt, else who was sent least."""
-    policy = build_policy("cache_aware")
+    peer = Peer("cache_aware")
 
-    def choose(*blocks: int) -> Instance:
-        return policy.choose_instance(build_request(blocks), instances, 0, False).instance
-
-    first = choose(*range(1, 11))
-    assert choose(*range(1, 5), *range(100, 106)) is first  # 4 of 10
-    second = choose(*range(1, 4), *range(200, 207))  # 3 of 10
-    assert second is not first
-    third = choose(*range(300, 310))
-    assert third not in (first, second)
+    first, _ = peer.choose()
+    assert peer.choose((*range(1, 5), *range(100, 106)))[0] == first  # 4 of 10
+    second, _ = peer.choose((*range(1, 4), *range(200, 207)))  # 3 of 10
+    assert {first, second, peer.choose(range(300, 310))[0]} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("low", "high", "chosen"), ((0, 64, 0), (0, 65, 1), (200, 265, 0)))
-def test_cache_aware_imbalance(
-    instances: Sequence[Instance], low: int, high: int, chosen: int
-) -> None:
+def test_cache_aware_imbalance(low: int, high: int, chosen: int) -> None:
     """More than 64 requests apart, and half as many again: the fewest requests, whatever is cached."""
-    policy = build_policy("cache_aware")
-    first = policy.choose_instance(build_request(range(1, 11)), instances[:1], 0, False).instance
-    for instance in instances:
-        instance.in_flight = high if instance is first else low
+    peer = Peer("cache_aware")
+    peer.choose(count=1)
+    for number, instance in enumerate(peer.instances):
+        instance.in_flight = low if number else high
 
-    decision = policy.choose_instance(build_request(range(1, 11)), instances[:2], 0, False)
-
-    assert decision.instance is instances[chosen]
+    assert peer.choose(count=2)[0] == chosen
 
 
-def test_power_of_two(instances: Sequence[Instance]) -> None:
+def test_power_of_two() -> None:
     """The busiest of three is never chosen, and each of the others is."""
-    policy = build_policy("power_of_two")
-    instances[0].in_flight = 5
+    peer = Peer("power_of_two")
+    peer.instances[0].in_flight = 5
 
-    chosen = {
-        policy.choose_instance(build_request([]), instances, 0, False).instance.url
-        for _ in range(100)
-    }
-
-    assert chosen == {each.url for each in instances[1:]}
+    assert {peer.choose(())[0] for _ in range(100)} == {1, 2}
 
 
 def test_latency_deficits() -> None:
