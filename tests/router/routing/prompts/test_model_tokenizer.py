@@ -26,7 +26,7 @@ from ttft_otel.router.routing.prompts.prompt_parts import (
     PlaceholderCounter,
     PlaceholderSpan,
     Prompt,
-    build_extra_keys,
+    compute_prompt_keys,
     expand_placeholders,
     read_dimensions,
 )
@@ -336,16 +336,16 @@ def test_unknown_size(url: str) -> None:
 
 def test_expand() -> None:
     """Placeholders are repeated where they stand, in order; blocks carry the items in them."""
-    expanded = expand_placeholders(array("I", [1, 9, 2, 9, 3]), [(9, 3, "a"), (9, 2, "b")])
+    expanded = expand_placeholders(array("I", [1, 9, 2, 9, 3, 4]), [(9, 3, "a"), (9, 2, "b")])
+    extra_keys = ([("a", 1)], [("a", -2), ("b", 2)], [("b", -1)])
 
     assert expanded is not None
-    assert expanded[0].tolist() == [1, 9, 9, 9, 2, 9, 9, 3]
-    assert expanded[1] == [PlaceholderSpan(1, 3, "a"), PlaceholderSpan(5, 2, "b")]
-    assert build_extra_keys(expanded[1], 3) == {
-        0: encode_extra_keys([("a", 1)]),
-        1: encode_extra_keys([("a", -2), ("b", 2)]),
-        2: encode_extra_keys([("b", -1)]),
-    }
+    ids, spans = expanded
+    assert ids.tolist() == [1, 9, 9, 9, 2, 9, 9, 3, 4]
+    assert spans == [PlaceholderSpan(1, 3, "a"), PlaceholderSpan(5, 2, "b")]
+    assert compute_prompt_keys(ids, 3, spans) == compute_block_keys(
+        ids, 3, dict(enumerate(map(encode_extra_keys, extra_keys)))
+    )
 
 
 @pytest.mark.parametrize("items", [[(None, 1, "a")], [(9, 1, "a"), (9, 1, "b")]])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of a prompt as vLLM makes them: messages for the chat template, and placeholders of media items.
 
-tokenizer_child.py uses both; prompt_reader.py needs the spans and extra keys of what an instance rendered.
+tokenizer_child.py uses both; prompt_reader.py needs the keys of what an instance rendered.
 What the two say to each other is here, too: a frame is the length of a message, big-endian, followed by the
 message in msgpack.
 
@@ -31,7 +31,7 @@ from typing import Any, Final
 import msgspec
 
 from ttft_otel.router.errors import UnreadablePrompt
-from ttft_otel.router.routing.policies.block_index import encode_extra_keys
+from ttft_otel.router.routing.policies.block_index import compute_block_keys, encode_extra_keys
 
 # The modality by the type of a part.
 _MODALITIES: Final = {
@@ -421,29 +421,30 @@ def expand_placeholders(
     return expanded + ids[position:], spans
 
 
-def build_extra_keys(
-    spans: Sequence[PlaceholderSpan],
+def compute_prompt_keys(
+    ids: array[int],
     block_size: int,
+    spans: Sequence[PlaceholderSpan] = (),
     adapter: str = "",
     salt: str = "",
-    block_count: int = 0,
-) -> dict[int, bytes]:
-    """Extra keys of blocks by position, encoded; in vLLM's order: adapter, media items, cache salt.
+) -> tuple[int, ...]:
+    """Keys of the full blocks of a prompt, of `block_size` tokens each.
+
+    With extra keys in vLLM's order: adapter, media items, cache salt (v1/core/kv_cache_utils.py).
 
     Args:
         spans: of the media items.
-        block_size: tokens per block.
-        adapter: LoRA name, "" for none; it is in every one of `block_count` blocks.
+        adapter: LoRA name, "" for none; it is in every block.
         salt: the request's cache_salt, in the first block only.
-        block_count: full blocks of the prompt. Source: vLLM v1/core/kv_cache_utils.py.
     """
     keys: dict[int, list[Any]] = {}
     if adapter:
-        keys = {block: [adapter] for block in range(block_count)}
+        keys = {block: [adapter] for block in range(len(ids) // block_size)}
     for span in spans:
         last_block = (span.start + span.length - 1) // block_size
         for block in range(span.start // block_size, last_block + 1):
             keys.setdefault(block, []).append((span.key, span.start - block * block_size))
     if salt:
         keys.setdefault(0, []).append(salt)
-    return {block: encode_extra_keys(each) for block, each in keys.items()}
+    extra_keys = {block: encode_extra_keys(each) for block, each in keys.items()}
+    return compute_block_keys(ids, block_size, extra_keys)

@@ -26,7 +26,6 @@ from msgspec.structs import replace
 
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH, RESPONSES_PATH
 from ttft_otel.router.errors import InvalidAnswer, UnreadablePrompt
-from ttft_otel.router.routing.policies.block_index import compute_block_keys
 from ttft_otel.router.routing.prompts.prompt_parts import (
     LENGTH_BYTES,
     NO_TOKENIZER,
@@ -34,7 +33,7 @@ from ttft_otel.router.routing.prompts.prompt_parts import (
     Prompt,
     TokenizeQuestion,
     answer_decoder,
-    build_extra_keys,
+    compute_prompt_keys,
     frame_message,
 )
 from ttft_otel.router.time_limits import wait_at_most
@@ -605,16 +604,13 @@ class EnginePromptReader(LocalPromptReader):
             spans = _list_spans(first_prompt.features)
         except (*JSON_ERRORS, IndexError, OverflowError) as error:
             raise UnreadablePrompt("malformed") from error
-        extra_keys = build_extra_keys(
-            spans, block_size, adapter, first_prompt.cache_salt or "", len(ids) // block_size
-        )
-        blocks = compute_block_keys(ids, block_size, extra_keys)
+        salt = first_prompt.cache_salt or ""
         self.counts["read"] += 1
         # Each prompt of a list is a request in the engine: count all tokens, match the first one's blocks.
         return Prompt(
             tokens=sum(len(each.token_ids) for each in prompts),
             ids=ids.tobytes() if len(prompts) == 1 else b"",
-            block_keys=blocks,
+            block_keys=compute_prompt_keys(ids, block_size, spans, adapter, salt),
             item_tokens=tuple(span.length for span in spans),
         )
 

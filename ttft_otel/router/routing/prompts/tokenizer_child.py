@@ -24,13 +24,13 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from ttft_otel.router.errors import UnreadablePrompt
-from ttft_otel.router.routing.policies.block_index import compute_block_keys
 from ttft_otel.router.routing.prompts import prompt_parts
 from ttft_otel.router.routing.prompts.prompt_parts import (
     LENGTH_BYTES,
     NO_TOKENIZER,
     Prompt,
     TokenizeQuestion,
+    compute_prompt_keys,
     frame_message,
     question_decoder,
 )
@@ -118,11 +118,11 @@ class ModelTokenizer:
             tokens = len(ids) + sum(item_tokens) - len(items)
             return Prompt(tokens=tokens, item_tokens=item_tokens)
         ids, spans = expanded
-        blocks = _compute_blocks(ids, spans, body, question)
+        salt = body.get("cache_salt") or ""
         return Prompt(
             tokens=len(ids),
             ids=ids.tobytes(),
-            block_keys=blocks,
+            block_keys=compute_prompt_keys(ids, question.block_size, spans, question.adapter, salt),
             item_tokens=item_tokens,
             cached_tokens=cached,
         )
@@ -139,11 +139,12 @@ class ModelTokenizer:
             self._tokenize_prompt(each, body, question.max_prompt_tokens, True) for each in prompts
         ]
         ids, cached = tokenized[0]
+        salt = body.get("cache_salt") or ""
         return Prompt(
             # Each prompt is a request in the engine: count all tokens, but match the first one's blocks.
             tokens=sum(len(each) for each, _ in tokenized),
             ids=ids.tobytes() if len(tokenized) == 1 else b"",
-            block_keys=_compute_blocks(ids, [], body, question),
+            block_keys=compute_prompt_keys(ids, question.block_size, (), question.adapter, salt),
             cached_tokens=cached,
         )
 
@@ -209,18 +210,6 @@ class ModelTokenizer:
         if not len(ids):
             raise UnreadablePrompt("refused")
         return ids, cached
-
-
-def _compute_blocks(
-    ids: array[int],
-    spans: list[prompt_parts.PlaceholderSpan],
-    body: dict[str, Any],
-    question: TokenizeQuestion,
-) -> tuple[int, ...]:
-    """The block keys of a prompt; `spans` are the placeholders of its media items."""
-    size, salt = question.block_size, body.get("cache_salt") or ""
-    extras = prompt_parts.build_extra_keys(spans, size, question.adapter, salt, len(ids) // size)
-    return compute_block_keys(ids, size, extras)
 
 
 class TextEncoder:
