@@ -328,29 +328,6 @@ def test_never_more(
     assert len(world.index) <= len(world.engine.block_copies)
 
 
-async def test_backwards() -> None:
-    """Numbers that begin anew are another engine's, whose messages are all asked for at once."""
-    world = FeedHarness(FakeEngine(BLOCK_TOKENS))
-    first, second = [1] * 3 * BLOCK_TOKENS, [2] * BLOCK_TOKENS
-
-    await world.feed.handle_connected()
-    for ids in (first, second):
-        world.engine.compute_prompt(ids)
-        await world.deliver_events("heard")
-    world.engine.restart()
-    world.engine.compute_prompt(second)
-    await world.deliver_events("lost")
-    world.engine.compute_prompt([3] * BLOCK_TOKENS)
-    await world.deliver_events("heard")
-
-    assert [world.count_indexed_blocks(ids) for ids in (first, second, [3] * BLOCK_TOKENS)] == [
-        0,
-        1,
-        1,
-    ]
-    assert world.feed.counts["restarts"] == 1
-
-
 class HeardFeed(FeedHarness):
     """An engine whose messages are the test's own, numbered from 0 on; none can be replayed."""
 

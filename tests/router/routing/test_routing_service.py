@@ -22,7 +22,12 @@ from msgspec import structs
 from router import fake_instances, raw_http
 from router.fake_instances import TRACEPARENT, InstancePlan, run_routed_instances, wait_until
 from router.proxy import test_endpoint_soak
-from router.scripted_knowledge import ScriptedReader, ScriptedSource, build_routing_factory
+from router.scripted_knowledge import (
+    ScriptedReader,
+    ScriptedSource,
+    build_routing_factory,
+    teach_speed,
+)
 from ttft_otel.model import timing
 from ttft_otel.model.names import header_names, keys, metric_names
 from ttft_otel.model.record import Attributes, Record, Ttft
@@ -31,12 +36,7 @@ from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import PolicyState, RoutingPolicy
 from ttft_otel.router.routing.policies.prefill_model import compute_work
 from ttft_otel.router.routing.routing_service import LoadEntry, RoutingService
-from ttft_otel.router.types import (
-    Decision,
-    Instance,
-    RoutingRequest,
-    parse_instance_url,
-)
+from ttft_otel.router.types import Decision, Instance, RoutingRequest, parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.tracing import guard
 
@@ -65,16 +65,6 @@ def get_route_attributes(record: Record) -> Attributes:
     assert record.ttft is not None
     route_pieces = [piece for piece in record.ttft.pieces if piece.name == "router.route"]
     return route_pieces[-1].attributes
-
-
-def teach_prefills(
-    routing: RoutingService, url: str, seconds: float = 0.0001, model: str = "tiny"
-) -> None:
-    """Prefills that took so many seconds a token, on this instance."""
-    for tokens in range(100, 2100, 100):
-        routing.prefill_policy.state.models.add_sample(
-            model, url, compute_work(tokens, 0), tokens * seconds
-        )
 
 
 def get_routing(router: fake_instances.RunningRouter) -> RoutingService:
@@ -264,8 +254,8 @@ async def test_the_choice_is_told() -> None:
         a,
         b,
     ):
-        teach_prefills(get_routing(router), a.url, 0.0001)
-        teach_prefills(get_routing(router), b.url, 0.0002)
+        teach_speed(get_state(router), a.url, 0.0001)
+        teach_speed(get_state(router), b.url, 0.0002)
         await router.post_body(COMPLETIONS_PATH, build_completion(800), **TRACED_HEADERS)
         record = (await router.wait_for_records(2))[0]
         found = get_route_attributes(record)
@@ -380,7 +370,7 @@ async def test_events_before_the_engine_are_no_first_token() -> None:
     )
     plan = InstancePlan({}, sends_timing=False, chunks=(created, *[delta] * 60), gap_s=0.5)
     async with run_routed_instances([plan], routing=build_routing_factory()) as (router, one):
-        teach_prefills(get_routing(router), one.url)
+        teach_speed(get_state(router), one.url, 0.0001)
         state, (to,) = get_state(router), router.fleet
         before = state.models.list_fits()["tiny", one.url].samples
         async with router.client.post(
@@ -395,33 +385,25 @@ async def test_events_before_the_engine_are_no_first_token() -> None:
         assert state.outcomes == {}
 
 
-@pytest.mark.parametrize("wants", [False, True])
-async def test_without_tracing_instances_are_asked_all_the_same(wants: bool) -> None:
-    """With tracing off ttft learns from Server-Timing, which only clients that asked for it see."""
-    async with run_routed_instances(
-        [InstancePlan({"prefill.compute": 30}, rest_ms=100)],
-        routing=build_routing_factory(),
-        traced=False,
-    ) as (router, one):
+@pytest.mark.parametrize(("policy", "wants"), [("ttft", False), ("ttft", True), ("prefix", False)])
+async def test_without_tracing_instances_are_asked_all_the_same(policy: str, wants: bool) -> None:
+    """With tracing off ttft learns from Server-Timing, which only clients that asked for it see.
+
+    A policy that predicts nothing sends no header of its own, and takes none away.
+    """
+    predicts = policy == "ttft"
+    plan = InstancePlan({"prefill.compute": 30}, rest_ms=100)
+    routing = build_routing_factory(policy)
+    async with run_routed_instances([plan], routing=routing, traced=False) as (router, one):
         own = {"x_ttft_timing": "1"} if wants else {}
         _, headers, _ = await router.post_body(
             COMPLETIONS_PATH, build_completion(stream=False), **own
         )
-        assert one.received[0].headers[header_names.ASK_TIMING] == "1"
+        assert one.received[0].headers.get(header_names.ASK_TIMING) == ("1" if predicts else None)
         assert header_names.TRACEPARENT not in one.received[0].headers
-        assert ("Server-Timing" in headers) == wants
-        assert get_state(router).models.list_fits()["tiny", one.url].samples == 1
-
-
-async def test_without_tracing_nobody_is_asked_for_what_nobody_reads() -> None:
-    """A policy that predicts nothing sends no header of its own, and takes none away."""
-    async with run_routed_instances(routing=build_routing_factory("prefix"), traced=False) as (
-        router,
-        one,
-    ):
-        _, headers, _ = await router.post_body(COMPLETIONS_PATH, build_completion())
-        assert header_names.ASK_TIMING not in one.received[0].headers
-        assert "Server-Timing" in headers
+        assert ("Server-Timing" in headers) == (wants or not predicts)
+        fits = get_state(router).models.list_fits()
+        assert [fits[each].samples for each in fits if each[1]] == [1] * predicts
 
 
 async def test_prompts_that_nobody_can_read_are_guessed() -> None:
@@ -490,7 +472,7 @@ async def test_too_late_is_429(slo_s: float, limit_ms: str) -> None:
         [InstancePlan({"prefill.compute": 500})],
         routing=build_routing_factory(slo_s=slo_s),
     ) as (router, one):
-        teach_prefills(get_routing(router), one.url, 0.001)
+        teach_speed(get_state(router), one.url, 0.001)
         late = begin_request(router, 20_000, **TRACED_HEADERS, **limit)
         await wait_until(lambda: len(get_state(router).pending) == 1)
         status, headers, body = await router.post_body(
@@ -556,8 +538,8 @@ async def test_whoever_is_removed_is_forgotten() -> None:
     ):
         legs, routing = router.app.endpoint.upstream, get_routing(router)
         legs.pool.add_instance(parse_instance_url(b.url, "mono"))
-        teach_prefills(routing, a.url, 0.001)
-        teach_prefills(routing, b.url, 0.0001)
+        teach_speed(routing.prefill_policy.state, a.url, 0.001)
+        teach_speed(routing.prefill_policy.state, b.url, 0.0001)
         await router.post_body(COMPLETIONS_PATH, build_completion())
         assert len(b.received) == 1 and b.url in routing.prefill_policy.state.outcomes
         found = legs.pool.find_instance("mono", b.url)
@@ -713,7 +695,7 @@ async def test_the_error_is_what_came_less_what_was_predicted(seconds: float, la
             [InstancePlan({"prefill.compute": 300})],
             routing=build_routing_factory(),
         ) as (router, one):
-            teach_prefills(get_routing(router), one.url, seconds)
+            teach_speed(get_state(router), one.url, seconds)
             ttft = await measure_ttft(router)
             predicted = ttft.attributes[keys.PREDICTED_MS]
             error = ttft.attributes[keys.PREDICTION_ERROR_MS]
@@ -733,7 +715,7 @@ async def test_without_both_there_is_no_error(taught: float, stream: bool, told:
         [InstancePlan(sends_timing=False)], routing=build_routing_factory()
     ) as (router, one):
         if taught:
-            teach_prefills(get_routing(router), one.url, taught)
+            teach_speed(get_state(router), one.url, taught)
         ttft = await measure_ttft(router, stream)
         assert (keys.PREDICTED_MS in ttft.attributes) is told
         assert keys.PREDICTION_ERROR_MS not in ttft.attributes

@@ -322,20 +322,21 @@ def draw_data_url(width: int, height: int, kind: str = "PNG") -> str:
     return f"data:image/{kind.lower()};base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP"])
-def test_dimensions(kind: str) -> None:
-    """A picture's height and width come from its header."""
-    assert read_dimensions(draw_data_url(30, 20, kind)) == (20, 30)
-
-
-@pytest.mark.parametrize("url", ["", "http://h/a.png", "data:image/png;base64,xx", "data:,"])
-def test_unknown_size(url: str) -> None:
-    """Nothing is fetched, and what is no picture has no size."""
-    assert read_dimensions(url) is None
+def test_dimensions() -> None:
+    """A picture's height and width come from its header; nothing is fetched, and what is none has no size."""
+    for kind in ("PNG", "JPEG", "GIF", "WEBP", "BMP"):
+        assert read_dimensions(draw_data_url(30, 20, kind)) == (20, 30)
+    for url in ("", "http://h/a.png", "data:image/png;base64,xx", "data:,"):
+        assert read_dimensions(url) is None
 
 
 def test_expand() -> None:
-    """Placeholders are repeated where they stand, in order; blocks carry the items in them."""
+    """Placeholders are repeated where they stand, in order; blocks carry the items in them.
+
+    Items without a placeholder in the prompt are not inserted anywhere.
+    """
+    for unfit in ([(None, 1, "a")], [(9, 1, "a"), (9, 1, "b")]):
+        assert expand_placeholders(array("I", [1, 9, 2]), unfit) is None
     expanded = expand_placeholders(array("I", [1, 9, 2, 9, 3, 4]), [(9, 3, "a"), (9, 2, "b")])
     extra_keys = ([("a", 1)], [("a", -2), ("b", 2)], [("b", -1)])
 
@@ -346,12 +347,6 @@ def test_expand() -> None:
     assert compute_prompt_keys(ids, 3, spans) == compute_block_keys(
         ids, 3, dict(enumerate(map(encode_extra_keys, extra_keys)))
     )
-
-
-@pytest.mark.parametrize("items", [[(None, 1, "a")], [(9, 1, "a"), (9, 1, "b")]])
-def test_unfit(items: list[tuple[int | None, int, str]]) -> None:
-    """Items without a placeholder in the prompt are not inserted anywhere."""
-    assert expand_placeholders(array("I", [1, 9, 2]), items) is None
 
 
 class CountingProcessor:

@@ -430,39 +430,27 @@ IMAGE_ANSWER = {
 
 
 async def test_engine() -> None:
-    """The instance's own tokens and media are the prompt, numbered as its KV events are."""
+    """The instance's own tokens and media are the prompt, with the keys of its KV events.
+
+    Of several prompts in one request all are counted.
+    """
     vllm = FakeVllm(answer=IMAGE_ANSWER)
     async with (
         vllm.run_server() as url,
         run_reader(None, "engine", build_fleet(url), api_key="key") as read,
     ):
         found = await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
+        vllm.answer = [{"token_ids": [1, 2, 3, 4, 5]}, {"token_ids": [6, 7]}]
+        two = await read.read_prompt(COMPLETIONS_PATH, "m", b'{"prompt": ["a", "b"]}', 4)
 
-    assert found is not None
-    more = {
-        0: encode_extra_keys([("hash", 3), "s"]),
-        1: encode_extra_keys([("hash", -1)]),
-        2: encode_extra_keys([("hash", -5)]),
-    }
-    assert found.block_keys == compute_block_keys(range(12), 4, more)
+    extra_keys = ([("hash", 3), "s"], [("hash", -1)], [("hash", -5)])
+    keys = dict(enumerate(map(encode_extra_keys, extra_keys)))
+    assert found is not None and found.block_keys == compute_block_keys(range(12), 4, keys)
     assert (found.tokens, found.item_tokens) == (12, (6,))
-    assert vllm.received == [
-        (f"{CHAT_PATH}/render", {**json.loads(HELLO_BODY), "mm_payload": "none"}, "Bearer key")
-    ]
-
-
-async def test_engine_completion() -> None:
-    """Several prompts in one request are all counted."""
-    vllm = FakeVllm(answer=[{"token_ids": [1, 2, 3, 4, 5]}, {"token_ids": [6, 7]}])
-    async with vllm.run_server() as url, run_reader(None, "engine", build_fleet(url)) as read:
-        found = await read.read_prompt(COMPLETIONS_PATH, "m", b'{"prompt": ["a", "b"]}', 4)
-
-    assert found is not None
-    assert (found.tokens, list(found.token_ids), found.block_keys) == (
-        7,
-        [],
-        compute_block_keys([1, 2, 3, 4], 4),
-    )
+    rendered = {**json.loads(HELLO_BODY), "mm_payload": "none"}
+    assert vllm.received[0] == (f"{CHAT_PATH}/render", rendered, "Bearer key")
+    assert two is not None and two.block_keys == compute_block_keys([1, 2, 3, 4], 4)
+    assert (two.tokens, list(two.token_ids)) == (7, [])
 
 
 @pytest.mark.usefixtures("light_transformers")
@@ -562,19 +550,24 @@ async def classify_outcome(worker: TokenizerWorker, seconds: str) -> str:
     return "answered"
 
 
-async def test_overload() -> None:
-    """With five times what a child can do, it answers as many as it can, and the others at once."""
+@pytest.fixture
+async def slow_child() -> AsyncIterator[TokenizerWorker]:
+    """A worker whose child runs SLOW_CHILD_CODE already."""
     worker = start_child(SLOW_CHILD_CODE)
-
     await worker.ask_child(TokenizeQuestion("m"))
+    yield worker
+    await worker.close()
+
+
+async def test_overload(slow_child: TokenizerWorker) -> None:
+    """With five times what a child can do, it answers as many as it can, and the others at once."""
     tasks, begun = [], time.monotonic()
     for _ in range(150):  # 100 a second, and it can do 20
-        tasks.append(asyncio.create_task(classify_outcome(worker, "0.05")))
+        tasks.append(asyncio.create_task(classify_outcome(slow_child, "0.05")))
         await asyncio.sleep(0.01)
     lasted = time.monotonic() - begun
     fared = await asyncio.gather(*tasks)
-    assert await classify_outcome(worker, "0") == "answered"
-    await worker.close()
+    assert await classify_outcome(slow_child, "0") == "answered"
 
     half = fared[len(fared) // 2 :]
     assert half.count("answered") > 0.4 * 20 * lasted / 2
@@ -582,36 +575,27 @@ async def test_overload() -> None:
     assert set(fared) <= {"answered", "late", "busy"}
 
 
-async def test_left() -> None:
+async def test_left(slow_child: TokenizerWorker) -> None:
     """A child works for nobody who has left: the next one waits for what it is at, no longer."""
-    worker = start_child(SLOW_CHILD_CODE)
-
-    await worker.ask_child(TokenizeQuestion("m"))
-    many = [asyncio.create_task(classify_outcome(worker, "0.3")) for _ in range(30)]
+    many = [asyncio.create_task(classify_outcome(slow_child, "0.3")) for _ in range(30)]
     await asyncio.sleep(0.05)
     for task in many:
         task.cancel()
     await asyncio.gather(*many, return_exceptions=True)
-    assert await classify_outcome(worker, "0") == "answered"
-    assert worker._question_bytes == 0
-    assert not worker._waiting
-    await worker.close()
+    assert await classify_outcome(slow_child, "0") == "answered"
+    assert (slow_child._question_bytes, slow_child._waiting) == (0, {})
 
 
-async def test_late() -> None:
+async def test_late(slow_child: TokenizerWorker) -> None:
     """While a child is at a prompt that nobody waits for any more, others are told so at once."""
-    worker = start_child(SLOW_CHILD_CODE)
-
-    await worker.ask_child(TokenizeQuestion("m"))
-    assert await classify_outcome(worker, "1.8") == "late"
+    assert await classify_outcome(slow_child, "1.8") == "late"
     await asyncio.sleep(0.1)
     begun = time.monotonic()
-    assert await classify_outcome(worker, "0") == "busy"
+    assert await classify_outcome(slow_child, "0") == "busy"
     assert time.monotonic() - begun < MAX_QUEUE_WAIT_S
     async with asyncio.timeout(20):
-        while await classify_outcome(worker, "0") != "answered":
+        while await classify_outcome(slow_child, "0") != "answered":
             await asyncio.sleep(0.1)
-    await worker.close()
 
 
 async def test_many(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
