@@ -85,8 +85,6 @@ class RoutingService:
         self._policies = {self.prefilling_leg: self._build_policy(policy_name, True)}
         self._others_policy = others_policy
         self._encoders_policy = encoders_policy or others_policy
-        if pool.has_encoders:
-            self.get_policy(ENCODE)
         self._remove_listener: Callable[[], None] | None = None
         self._sync_states()
 
@@ -169,13 +167,13 @@ class RoutingService:
             policy = self._policies.pop(self.prefilling_leg)
             self.prefilling_leg = self.pool.prefilling_leg
             self._policies[self.prefilling_leg] = policy
-        if self.pool.has_encoders:
-            self.get_policy(ENCODE)
         self._sync_states()
         if self.prefix_source is not None:
             self.prefix_source.sync_instances()
 
     def _sync_states(self) -> None:
+        if self.pool.has_encoders:
+            self.get_policy(ENCODE)
         for leg, policy in self._policies.items():
             policy.state.sync_instances({each.url for each in self.pool.get(leg)})
 
@@ -268,9 +266,7 @@ class RoutingService:
                 },
                 "besides": state.overheads_s.get(url),
                 "fits": {
-                    model: describe_fit(fit)
-                    for (model, fit_url), fit in fits.items()
-                    if fit_url == url
+                    model: describe_fit(fit) for (model, at), fit in fits.items() if at == url
                 },
                 "predictions": None if outcome is None else outcome.describe_quality(),
                 "index": status.get(url),

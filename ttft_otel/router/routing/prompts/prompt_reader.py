@@ -515,16 +515,18 @@ class EnginePromptReader(LocalPromptReader):
     ) -> Prompt | None:
         """As LocalPromptReader does."""
         deadline_s = asyncio.get_running_loop().time() + REQUEST_WAIT_S
+        route = next((each for each in RENDERED_PATHS if path.endswith(each)), "")
+        is_prompt = route and block_size >= 1
         # Ends because each failure pauses the instance that failed.
-        while (instance := self._choose_instance(model)) is not None:
+        while is_prompt and (instance := self._choose_instance(model)) is not None:
             remaining_s = deadline_s - asyncio.get_running_loop().time()
             if remaining_s <= 0:
                 self.counts["failed-late"] += 1
                 return None
             try:
-                prompt = await self._read_at_instance(
-                    instance, path, body, block_size, model, remaining_s
-                )
+                answer = await self._render_prompt(instance, route, body, remaining_s)
+                if answer is not None:
+                    return self._build_prompt(route, model, answer, block_size)
             except asyncio.TimeoutError:
                 # The time is used up, so no other instance is asked.
                 self._pause_instance(instance, FAILURE_PAUSE_S)
@@ -536,29 +538,15 @@ class EnginePromptReader(LocalPromptReader):
             except UnreadablePrompt as error:
                 self.counts[f"failed-{error.reason}"] += 1
                 return None
-            else:
-                if prompt is not None:
-                    return prompt
         return await super().read_prompt(path, model, body, block_size)
 
-    async def _read_at_instance(
-        self,
-        instance: Instance,
-        path: str,
-        body: bytes,
-        block_size: int,
-        model: str,
-        remaining_s: float,
-    ) -> Prompt | None:
+    async def _render_prompt(
+        self, instance: Instance, route: str, body: bytes, timeout_s: float
+    ) -> bytes | None:
         """The prompt as `instance` renders it; None if it has no render endpoint.
 
         Raises UnreadablePrompt and QUERY_ERRORS.
         """
-        route = next(
-            (path_suffix for path_suffix in RENDERED_PATHS if path.endswith(path_suffix)), ""
-        )
-        if not route or block_size < 1:
-            raise UnreadablePrompt("path")
         if self._render_count >= MAX_CONCURRENT_RENDERS:
             raise UnreadablePrompt("busy")
         self._render_count += 1
@@ -566,7 +554,7 @@ class EnginePromptReader(LocalPromptReader):
             status, answer = await self._queries.ask(
                 f"{instance.url}{route}/render",
                 body=_omit_pixels(body),
-                timeout_s=remaining_s,
+                timeout_s=timeout_s,
                 max_bytes=MAX_RENDER_BYTES,
             )
         except InvalidAnswer as error:
@@ -579,7 +567,7 @@ class EnginePromptReader(LocalPromptReader):
         # No other instance is asked: most likely the request is at fault, which all of them refuse.
         if status != 200:
             raise UnreadablePrompt("refused")
-        return self._build_prompt(route, model, answer, block_size)
+        return answer
 
     def _choose_instance(self, model: str) -> Instance | None:
         now = asyncio.get_running_loop().time()

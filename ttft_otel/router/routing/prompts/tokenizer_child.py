@@ -184,11 +184,7 @@ class ModelTokenizer:
             return None
 
     def _tokenize_prompt(
-        self,
-        prompt: str | list[int],
-        body: dict[str, Any],
-        max_prompt_tokens: int,
-        add_special: bool,
+        self, prompt: str | list[int], body: dict[str, Any], max_tokens: int, add_special: bool
     ) -> tuple[array[int], int]:
         """Token ids, and how many came from the cache.
 
@@ -204,7 +200,7 @@ class ModelTokenizer:
             if len(prompt) > MAX_PROMPT_CHARS:
                 raise UnreadablePrompt("unsupported")
             # It exceeds the model's limit however it is tokenized.
-            if 0 < max_prompt_tokens * MAX_CHARS_PER_TOKEN < len(prompt):
+            if 0 < max_tokens * MAX_CHARS_PER_TOKEN < len(prompt):
                 raise UnreadablePrompt("refused")
             ids, cached = self._encoder.encode_text(prompt, add_special)
         if not len(ids):
