@@ -49,11 +49,8 @@ def compute_block_keys(
     keys, parent = [], 0
     # vLLM caches only full blocks, too.
     for position in range(len(tokens) // block_size):
-        parent = compute_block_key(
-            parent,
-            tokens[position * block_size : (position + 1) * block_size],
-            extra_keys.get(position, b""),
-        )
+        block = tokens[position * block_size : (position + 1) * block_size]
+        parent = compute_block_key(parent, block, extra_keys.get(position, b""))
         keys.append(parent)
     return tuple(keys)
 
@@ -69,12 +66,10 @@ def encode_extra_keys(keys: Iterable[object] | None) -> bytes:
 
 
 def _pack_tokens(token_ids: Sequence[int]) -> array[int]:
-    return (
-        token_ids
-        # Most callers have one already: a long prompt need not be copied again.
-        if isinstance(token_ids, array) and token_ids.typecode == "I"
-        else array("I", token_ids)
-    )
+    # Most callers have one already: a long prompt need not be copied again.
+    if isinstance(token_ids, array) and token_ids.typecode == "I":
+        return token_ids
+    return array("I", token_ids)
 
 
 # Blocks freed per step of `free_retired`; between two steps the event loop may run other tasks.

@@ -74,12 +74,11 @@ class PredictionQuality:
         predicted_s, actual_s: seconds.
         """
         error, forgetting = predicted_s - actual_s, OUTCOME_FORGETTING
+        relative_error = abs(error) / max(actual_s, 1e-6)
         self.outcomes += 1
         # Sums that fade and no list: constant memory, and old models do not count for ever.
         self._count = self._count * forgetting + 1
-        self._relative_error_sum = self._relative_error_sum * forgetting + abs(error) / max(
-            actual_s, 1e-6
-        )
+        self._relative_error_sum = self._relative_error_sum * forgetting + relative_error
         self._squared_error_sum = self._squared_error_sum * forgetting + error * error
         self._actual_sum = self._actual_sum * forgetting + actual_s
         self._actual_square_sum = self._actual_square_sum * forgetting + actual_s * actual_s
@@ -100,11 +99,9 @@ class PredictionQuality:
             return None
         # Of a difference of two large sums only rounding is left when all outcomes are equal.
         spread = self._actual_square_sum - self._actual_sum * self._actual_sum / self._count
-        return (
-            1 - self._squared_error_sum / spread
-            if spread > 1e-9 * self._actual_square_sum
-            else None
-        )
+        if spread <= 1e-9 * self._actual_square_sum:
+            return None
+        return 1 - self._squared_error_sum / spread
 
 
 class PrefillLine(NamedTuple):
@@ -268,11 +265,8 @@ class SharedModel:
             return 0.0  # the noise is not known yet
         deviation = speed.mean_log_ratio - self._mean_sum / len(self.speeds)
         chance = SIGNIFICANCE * self._noise_variance / speed.sample_weight
-        return (
-            deviation * (1 - chance / (deviation * deviation))
-            if deviation * deviation > chance
-            else 0.0
-        )
+        square = deviation * deviation
+        return deviation * (1 - chance / square) if square > chance else 0.0
 
 
 class PrefillModels:
@@ -303,15 +297,11 @@ class PrefillModels:
 
     def get_line(self, model: str) -> tuple[PrefillLine, Mapping[str, float]] | None:
         """The line of `model` and the speed factors other than 1, by URL; None before the first fit."""
-        shared_model = self._shared_models.get(model)
-        line = (
-            self.initial_line
-            if shared_model is None
-            else shared_model.pooled_fit.line or self.initial_line
-        )
-        if line is None:
-            return None
-        return line, {} if shared_model is None else shared_model.speed_factors
+        shared_model, line = self._shared_models.get(model), self.initial_line
+        if shared_model is None:
+            return None if line is None else (line, {})
+        line = shared_model.pooled_fit.line or line
+        return None if line is None else (line, shared_model.speed_factors)
 
     def drop_instance(self, url: str) -> None:
         """Drop what was learned about the instance at `url`."""

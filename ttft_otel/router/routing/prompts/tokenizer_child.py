@@ -111,9 +111,7 @@ class ModelTokenizer:
             for item in items
         ]
         item_tokens = tuple(count for _, count, _ in counted_items)
-        expanded = (
-            prompt_parts.expand_placeholders(ids, counted_items) if counted_items else (ids, [])
-        )
+        expanded = prompt_parts.expand_placeholders(ids, counted_items)
         if expanded is None:  # placeholders not found: the length is known, block keys are not
             tokens = len(ids) + sum(item_tokens) - len(items)
             return Prompt(tokens=tokens, item_tokens=item_tokens)
