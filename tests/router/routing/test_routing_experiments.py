@@ -85,19 +85,15 @@ def build_results(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_ratio() -> None:
-    """A policy that always takes half as long has -50 % and no doubt about it, whatever the rounds do."""
+    """A policy that always takes half as long has -50 % and no doubt about it, whatever the rounds do.
+
+    Means and rounds are in seconds, the interval holds the mean, and cached is a share of tokens.
+    """
     weighed = compare_policies(build_three_rounds(), "shared-prefix")
 
     (against,) = weighed["against"]
-    assert against["mean"] == [-0.5, -0.5, -0.5]
-    assert against["p99"] == [-0.5, -0.5, -0.5]
-    assert against["rounds"] == [-0.5, -0.5, -0.5]
-
-
-def test_means() -> None:
-    """Means and rounds are in seconds, the interval holds the mean, and cached is a share of tokens."""
-    each = compare_policies(build_three_rounds(), "shared-prefix")["policies"]["trapezoid"]
-
+    assert [against[each] for each in ("mean", "p99", "rounds")] == [[-0.5] * 3] * 3
+    each = weighed["policies"]["trapezoid"]
     value, low, high = each["mean"]
     assert value == pytest.approx(3.2 / 12, abs=1e-4)
     assert low < value < high
@@ -109,34 +105,30 @@ def test_means() -> None:
 def test_incomplete() -> None:
     """A round that lacks a policy, or its answers, does not count; nor do other experiments."""
     other = {**build_run("kvaware", 1, 1), "experiment": "multi-round"}
-    runs = [
-        *build_three_rounds(),
-        build_run("trapezoid", 4, 9),
-        build_run("trapezoid", 5, 9),
-        build_run("qps", 5),
-        other,
-    ]
+    lone = (build_run("trapezoid", 4, 9), build_run("trapezoid", 5, 9), build_run("qps", 5))
+    runs = [*build_three_rounds(), *lone, other]
 
     assert compare_policies(runs, "shared-prefix")["rounds"] == 3
     assert compare_policies([build_run("qps", 1)], "shared-prefix") == {}
     assert build_results([])["figures"] == {}
 
 
+FIGURES = ("trapezoid_to_qps", "calibrated_to_trapezoid")
+
+
 def test_figures() -> None:
     """Goals are met by what was measured, missed ones are said to be."""
     slow = [
-        build_run("calibrated", n, *(row[1] * 1.1 for row in each["requests"]))
-        for n, each in enumerate(
-            (each for each in build_three_rounds() if each["policy"] == "trapezoid"), 1
-        )
+        {**each, "policy": "calibrated"}
+        for each in build_three_rounds(1.1)
+        if each["policy"] == "trapezoid"
     ]
 
     found = build_results([*build_three_rounds(), *slow])["figures"]
 
-    assert found["shared_prefix_trapezoid_to_qps"]["met"] is True
-    assert found["shared_prefix_trapezoid_to_qps"]["goal"] == -0.15
-    assert found["shared_prefix_calibrated_to_trapezoid"]["met"] is False
-    assert found["shared_prefix_calibrated_to_trapezoid"]["value"] == pytest.approx(0.1)
+    fast, late = (found[f"shared_prefix_{each}"] for each in FIGURES)
+    assert (fast["met"], fast["goal"], late["met"]) == (True, -0.15, False)
+    assert late["value"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(("rounds", "more"), [(2, {}), (3, {"valid": False})])
@@ -170,22 +162,17 @@ def test_mape() -> None:
     for _ in range(40):
         quality[0].add_outcome(1.2, 1.0)
     after = build_predictions([70, 30], [each.mape or 0 for each in quality])
+    unjudged = {"instances": [{"url": "0", "results": {}, "predictions": None}]}
 
     assert compute_mape(before, after) == pytest.approx(0.2, abs=1e-4)
     assert compute_mape(None, before) == pytest.approx(0.25, abs=0.01)
-    assert (
-        compute_mape(None, {"instances": [{"url": "0", "results": {}, "predictions": None}]})
-        is None
-    )
+    assert compute_mape(None, unjudged) is None
 
 
 def test_mapes() -> None:
     """A run of `calibrated` starts from the one before, of any experiment; the first from the warm-up."""
-    states = [
-        build_predictions([20], [0.5]),
-        build_predictions([60], [0.3]),
-        build_predictions([90], [0.3]),
-    ]
+    learned = ((20, 0.5), (60, 0.3), (90, 0.3))
+    states = [build_predictions([count], [error]) for count, error in learned]
     own = build_run("calibrated", 1, 1, learnt=states[1])
     runs = [own, {**own, "experiment": "multi-round", "learnt": states[2]}]
     found = {"runs": runs, "warm": {"calibrated": states[0]}}
@@ -229,26 +216,17 @@ def test_order() -> None:
 
 def test_seed() -> None:
     """Loads differ in nothing but their seed."""
-    for experiment in EXPERIMENTS.values():
-        assert [
-            a
-            for a, b in zip(
-                experiment.build_load_flags(1), experiment.build_load_flags(2), strict=True
-            )
-            if a != b
-        ] == ["1"]
+    for each in EXPERIMENTS.values():
+        pairs = zip(each.build_load_flags(1), each.build_load_flags(2), strict=True)
+        assert [a for a, b in pairs if a != b] == ["1"]
 
 
 def test_bench_takes_loads() -> None:
     """`ttft-otel bench` knows all flags of the loads."""
     paced = [replace(each, rate=2) for each in EXPERIMENTS.values()]
-    full = [each.build_saturation_flags(1) for each in paced if each.share]
-    for flags in (
-        *(each.build_load_flags(1) for each in paced),
-        *full,
-        list(WARMUP_FLAGS),
-        list(SINGLE_PROMPT_FLAGS),
-    ):
+    loads = [each.build_load_flags(1) for each in paced]
+    loads += [each.build_saturation_flags(1) for each in paced if each.share]
+    for flags in (*loads, WARMUP_FLAGS, SINGLE_PROMPT_FLAGS):
         given = bench.make_context("bench", ["--url", "http://127.0.0.1:1", *flags]).params
         assert str(given["input_len"]) in flags
 
