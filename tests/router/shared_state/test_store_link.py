@@ -185,7 +185,7 @@ def test_a_snapshot_has_no_content() -> None:
     one = Replica("ttft")
     requests = [build_request(987_654_321), build_request(123_456_789)]
     attempts = [one.send(each) for each in requests]
-    one.state.record_first_token(requests[0], clock.now_us(), 0.25, 0, (LEG, attempts[0].span_id))
+    one.state.record_first_token(requests[0], clock.now_us(), 0.25, 0)
 
     value = build_snapshot(one.pool, one.own)
 

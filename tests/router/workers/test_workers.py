@@ -433,9 +433,7 @@ def test_an_end_is_told() -> None:
     assert len(other.state.pending) == 1
     assert other.pool.get(LEG)[URLS.index(attempt.instance.url)].all_in_flight == 1
 
-    one.state.record_first_token(
-        request, clock.now_us(), 0.25, 0, (LEG, attempt.span_id), is_measured=True
-    )
+    one.state.record_first_token(request, clock.now_us(), 0.25, 0)
     deliver(one, other)
     assert not len(other.state.pending)
     assert other.count_elsewhere() == 1, "its answer goes on"

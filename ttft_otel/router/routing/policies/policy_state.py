@@ -291,10 +291,11 @@ class PolicyState:
             depths = self.index.match_blocks(blocks, urls)
         else:
             depths = [request.cached_tokens_by_url.get(url, 0) // block_size for url in urls]
+        length = len(blocks)
         for position, load in enumerate(loads):
             depth, queued_blocks = depths[position], load.queued_blocks
             # From where the cache ends: a prefix that only begins later is of no use.
-            while depth < len(blocks) and blocks[depth] in queued_blocks:
+            while depth < length and blocks[depth] in queued_blocks:
                 depth += 1
             depths[position] = depth
         if self.options.shared_cache:
