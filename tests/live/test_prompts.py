@@ -33,6 +33,7 @@ from ttft_otel.router.disagg.request_body import parse_body
 from ttft_otel.router.routing.policies.block_index import compute_block_keys
 from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
 from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource
+from ttft_otel.router.routing.prompts.prompt_parts import Prompt
 from ttft_otel.router.routing.prompts.prompt_reader import PROMPT_READERS, LocalPromptReader
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.connection_pool import QueryClient
