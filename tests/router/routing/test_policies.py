@@ -612,30 +612,16 @@ def test_any_order(events: list[tuple[str, int, Instance, int]], name: str) -> N
         else:
             state.record_left(request, now)
             there.pop(number, None)
-        assert compute_sums(pending) == [expect_sums(there, each.url) for each in INSTANCES]
+        from_scratch = build_state()
+        for each, sent in there.items():
+            from_scratch.record_sent(build_shared_prompt(each), *sent)
+        assert compute_sums(pending) == compute_sums(from_scratch.pending)
 
     pending.drop_expired(now + PATIENCE_S * US_PER_SECOND)
 
     assert len(pending) == 0
     assert compute_sums(pending) == [(0, 0, 0, 0)] * len(INSTANCES)
     assert pending.estimate_delay_cost(now, 1) == 0  # no instance counts as busy
-
-
-def expect_sums(
-    requests_by_number: dict[int, tuple[Decision, int]], url: str
-) -> tuple[int, int, int, int]:
-    """The sums of one instance, from scratch."""
-    requests_here = [
-        (build_shared_prompt(number), choice.cached_tokens)
-        for number, (choice, _) in requests_by_number.items()
-        if choice.instance.url == url
-    ]
-    return (
-        len(requests_here),
-        sum(request.prompt_tokens - cached for request, cached in requests_here),
-        sum(count_pairs(request.prompt_tokens, cached) for request, cached in requests_here),
-        sum(len(request.block_keys) for request, _ in requests_here),
-    )
 
 
 def test_running() -> None:

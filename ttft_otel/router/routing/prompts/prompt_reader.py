@@ -495,8 +495,8 @@ class _RenderedPrompt(msgspec.Struct):
     cache_salt: str | None = None
 
 
-_prompt_decoder: Final = msgspec.json.Decoder(_RenderedPrompt)
-_prompts_decoder: Final = msgspec.json.Decoder(list[_RenderedPrompt])
+# Of a completion request it is a list.
+_rendered_decoder: Final = msgspec.json.Decoder(_RenderedPrompt | list[_RenderedPrompt])
 
 
 class EnginePromptReader(LocalPromptReader):
@@ -526,7 +526,7 @@ class EnginePromptReader(LocalPromptReader):
             try:
                 answer = await self._render_prompt(instance, route, body, remaining_s)
                 if answer is not None:
-                    return self._build_prompt(route, model, answer, block_size)
+                    return self._build_prompt(model, answer, block_size)
             except asyncio.TimeoutError:
                 # The time is used up, so no other instance is asked.
                 self._pause_instance(instance, FAILURE_PAUSE_S)
@@ -570,20 +570,16 @@ class EnginePromptReader(LocalPromptReader):
         return answer
 
     def _choose_instance(self, model: str) -> Instance | None:
-        now = asyncio.get_running_loop().time()
-        for instance, until_s in list(self._paused_until_s.items()):
-            if until_s < now:
-                del self._paused_until_s[instance]
+        paused, now_s = self._paused_until_s, asyncio.get_running_loop().time()
+        self._paused_until_s = {each: end_s for each, end_s in paused.items() if end_s >= now_s}
         candidates = self._pool.get_candidates(self._pool.prefilling_leg, model)
         available = [instance for instance in candidates if instance not in self._paused_until_s]
         return min(available, key=lambda instance: instance.in_flight, default=None)
 
-    def _build_prompt(self, route: str, model: str, answer: bytes, block_size: int) -> Prompt:
+    def _build_prompt(self, model: str, answer: bytes, block_size: int) -> Prompt:
         try:
-            is_list = PROMPT_KINDS.get(route) == "completion"
-            prompts = (
-                _prompts_decoder.decode(answer) if is_list else [_prompt_decoder.decode(answer)]
-            )
+            rendered = _rendered_decoder.decode(answer)
+            prompts = rendered if isinstance(rendered, list) else [rendered]
             first_prompt = prompts[0]
             ids = array("I", first_prompt.token_ids)
             tokenizer = self.find_tokenizer(model)
