@@ -17,7 +17,7 @@ from ttft_otel.hooks import api_server
 from ttft_otel.model.endpoints import CHAT_PATH
 from ttft_otel.model.names import header_names
 from ttft_otel.tracing import carrier, clock
-from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing.carrier import EngineTimeline
 
 
 async def serve_one_chunk(scope: Any, receive: Any, send: Any) -> None:

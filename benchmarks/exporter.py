@@ -32,7 +32,7 @@ from benchmarks.figures import (
 )
 from benchmarks.process_cpu import read_process_cpu_s
 from lab import session_processes
-from ttft_otel.exporter.metrics.request_metrics import MAX_PENDING_ROWS
+from ttft_otel.exporter.request_metrics import MAX_PENDING_ROWS
 from ttft_otel.model.names import env_names
 from ttft_otel.tracing import handoff
 from ttft_otel.tracing.settings import Settings

@@ -10,7 +10,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from benchmarks.otlp_bodies import SERVER_STAGES, build_benchmark_record
-from ttft_otel.exporter.spans.span_builder import build_spans
+from ttft_otel.exporter.span_batch import build_spans
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import Attributes, Piece, Record, encode_record
 from ttft_otel.tracing.measurement import encode_for_exporter

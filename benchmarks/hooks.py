@@ -37,7 +37,7 @@ from benchmarks.figures import (
 from benchmarks.sdk_exporter import build_exported_spans
 from benchmarks.waiting_steps import run_waiting_steps
 from ttft_otel.model.endpoints import CHAT_PATH
-from ttft_otel.tracing import handoff, roles
+from ttft_otel.tracing import handoff, request_trace
 from ttft_otel.tracing.asgi import TracingMiddleware
 from ttft_otel.tracing.settings import Settings
 
@@ -210,7 +210,7 @@ def measure_case(case: HookCase, rounds: int = ROUNDS) -> dict[str, Figure]:
 def measure_hook_figures(rounds: int = ROUNDS) -> dict[str, Figure]:
     """All figures of all cases."""
     handoff.get_sender = DiscardingSink  # type: ignore[assignment]
-    roles.identity.role = "mono"
+    request_trace.identity.role = "mono"
     figures: dict[str, Figure] = {}
     for case in list_cases():
         figures.update(measure_case(case, rounds))

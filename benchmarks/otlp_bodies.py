@@ -12,7 +12,7 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from ttft_otel.exporter.spans import span_builder as exporter
+from ttft_otel.exporter import span_batch as exporter
 from ttft_otel.model import stages
 from ttft_otel.model.endpoints import CHAT_PATH
 from ttft_otel.model.names import keys, span_names

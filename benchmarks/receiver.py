@@ -40,8 +40,7 @@ from benchmarks.figures import (
 )
 from benchmarks.process_cpu import read_process_cpu_s
 from ttft_otel.exporter.export_worker import MAX_BATCH_RECORDS
-from ttft_otel.exporter.spans.resource_cache import ResourceCache
-from ttft_otel.exporter.spans.span_batch import BatchBuilder
+from ttft_otel.exporter.span_batch import BatchBuilder, ResourceCache
 from ttft_otel.model.record import Record
 
 PROTOCOLS: Final = ("http", "grpc")

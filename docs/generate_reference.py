@@ -20,7 +20,7 @@ import click
 import yaml
 
 from ttft_otel.commands import main as cli
-from ttft_otel.model.names import otel_variables
+from ttft_otel.model.names import env_names
 from ttft_otel.report.foreign.products import PRODUCTS
 from ttft_otel.router.limits import RouterLimits
 
@@ -109,11 +109,11 @@ def render_variables() -> str:
     """Make the lists of OpenTelemetry's variables: those that are followed, and the others."""
     followed = [
         f"- `{name}`{'' if default == '-' else f' ({default})'}: {meaning}\n"
-        for name, (default, meaning) in otel_variables.FOLLOWED.items()
+        for name, (default, meaning) in env_names.FOLLOWED.items()
     ]
     others = [
         f"- {', '.join(f'`{name}`' for name in names)}: {reason}\n"
-        for reason, names in otel_variables.NOT_FOLLOWED.items()
+        for reason, names in env_names.NOT_FOLLOWED.items()
     ]
     return f"{''.join(followed)}\nNot followed:\n\n{''.join(others)}"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ttft_otel.model import palette
-from ttft_otel.model.ttft_report import to_ms
+from ttft_otel.model.timing import to_ms
 from ttft_otel.report.assemble.summary import (
     Summary,
     collect_recomputed,

@@ -23,7 +23,7 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "testing": ("exporter", "tracing", "model"),
     "plugin": ("hooks",),
-    "distro": ("exporter", "model"),
+    "distro": ("model",),
     "explain": ("report", "router", "tracing", "model"),
     "bench": ("http", "tracing", "model"),
     "report": ("exporter", "http", "tracing", "model"),

@@ -21,7 +21,7 @@ from hooks.process import PATCHER, count_state
 from hooks.server import FakeApiServer, FakeClient
 
 from ttft_otel.tracing import guard, recorder
-from ttft_otel.tracing.roles import identity
+from ttft_otel.tracing.request_trace import identity
 from ttft_otel.tracing.settings import Settings
 
 # With --hypothesis-profile quick, as in scripts/test --quick; by default there are a hundred examples.

@@ -22,8 +22,8 @@ from ttft_otel.commands import main as cli
 from ttft_otel.commands.router import router_options
 from ttft_otel.commands.router.command import command as router
 from ttft_otel.hooks import target_check
-from ttft_otel.model import stages, timing, ttft_report
-from ttft_otel.model.names import env_names, header_names, keys, otel_variables
+from ttft_otel.model import stages, timing
+from ttft_otel.model.names import env_names, header_names, keys
 from ttft_otel.report.foreign.products import PRODUCTS
 from ttft_otel.router import errors
 from ttft_otel.tracing import settings
@@ -158,20 +158,20 @@ def test_services() -> None:
 
 
 def test_report_fields() -> None:
-    """The report's fields are the sums that ttft_report.py makes."""
+    """The report's fields are the sums that timing.py makes."""
     found = {strip_code(row[0]): row[1] for row in read_rows(REFERENCE["report"])}
     sums = {field: tuple(WORD.findall(text)) for field, text in found.items()}
 
     assert stages.REPORT_FIELDS == {field: sums[field] for field in stages.REPORT_FIELDS}
     assert set(found) == {
         *stages.REPORT_FIELDS,
-        *(ttft_report.TTFT_MS_KEY, ttft_report.UNATTRIBUTED_MS_KEY, ttft_report.STAGES_KEY),
+        *(timing.TTFT_MS_KEY, timing.UNATTRIBUTED_MS_KEY, timing.STAGES_KEY),
     }
 
 
 def test_names() -> None:
     """Every attribute, header, metric and variable is documented somewhere."""
-    words = (name for word in WORD.findall(TEXT) for name in otel_variables.expand_names(word))
+    words = (name for word in WORD.findall(TEXT) for name in env_names.expand_names(word))
     told = {word.removesuffix("_total") for word in words}
 
     assert [] == sorted(set(list_constants().values()) - told)
@@ -192,8 +192,8 @@ def test_variables() -> None:
         strip_code(row[0]): row[1] for row in read_rows(read_section(SETTINGS, "Variables"))
     } | {
         name: default
-        for pattern, (default, _) in otel_variables.FOLLOWED.items()
-        for name in otel_variables.expand_names(pattern)
+        for pattern, (default, _) in env_names.FOLLOWED.items()
+        for name in env_names.expand_names(pattern)
     }
     plain = settings.Settings()
     defaults = {
@@ -620,5 +620,5 @@ def test_missing_functions() -> None:
     ]
     assert list_missing_functions("`tracing/clock.py` `start_context()`") == ["start_context"]
     assert list_missing_functions("`start_context()`") == ["start_context"]
-    assert list_missing_members("`engine_timeline.TIMELINE_VERSION`, `breakdown.Marks`") == []
+    assert list_missing_members("`carrier.TIMELINE_VERSION`, `breakdown.Marks`") == []
     assert list_missing_members("`carrier.AGE_LIMIT`, `other.thing`") == ["carrier.AGE_LIMIT"]

@@ -593,7 +593,7 @@ TEST_PACKAGES: Final = (
     *("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema"),
 )
 UNITS: Final = (
-    *("tests/model", "tests/exporter/spans", "tests/exporter/metrics"),
+    *("tests/model", "tests/exporter/test_request_metrics.py", "tests/exporter/test_spans.py"),
     *(
         "tests/explain/test_diff.py::test_cause",
         "tests/explain/test_stored_windows.py::test_holders",

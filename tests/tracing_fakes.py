@@ -56,14 +56,14 @@ class MemorySender(handoff.RecordSender):
     def build_spans(self) -> list[ReadableSpan]:
         """The spans that the exporter would build from the records in `kept`."""
         # Imported here because the SDK takes 0.2 s, which tests without spans need not pay.
-        from ttft_otel.exporter.spans import span_builder
-        from ttft_otel.exporter.spans.resource_cache import ResourceCache
+        from ttft_otel.exporter import span_batch
+        from ttft_otel.exporter.span_batch import ResourceCache
 
         resources = ResourceCache(0)
         return [
             span
             for each in self.kept
-            for span in span_builder.build_spans(each, resources.get(each.service))
+            for span in span_batch.build_spans(each, resources.get(each.service))
         ]
 
 

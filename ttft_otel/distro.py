@@ -22,8 +22,8 @@ from opentelemetry.instrumentation.environment_variables import (
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
 from opentelemetry.sdk.resources import Resource, ResourceDetector
 
-from ttft_otel.exporter.spans.resource_cache import DISTRO
 from ttft_otel.model.names import env_names, keys
+from ttft_otel.model.names.span_names import DISTRO
 
 # Of all entry points of ours but the instrumentor, which has the name of its library.
 NAME: Final = "ttft_otel"

@@ -16,7 +16,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
 from benchmarks.answers.known_engine import Chance
 from benchmarks.answers.known_fleet import ServerLeg, Visit
-from ttft_otel.exporter.spans.span_writer import write_spans
+from ttft_otel.exporter.span_writer import write_spans
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import (
     RECORD_VERSION,

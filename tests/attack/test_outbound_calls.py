@@ -33,13 +33,12 @@ from router import fake_instances, raw_http
 from router.fake_instances import FakeInstance, InstancePlan, RunningRouter, find_unused_url
 
 from lab.certificates import make_certificate, sign_certificate
-from ttft_otel.exporter import batch_exporter
-from ttft_otel.exporter.batch_exporter import BatchExporter
-from ttft_otel.exporter.exporter_counters import ExporterCounters
-from ttft_otel.exporter.metrics.metric_series import SeriesRegistry
-from ttft_otel.exporter.metrics.request_metrics import MetricPusher, RequestMetrics
+from ttft_otel.exporter import export_worker
+from ttft_otel.exporter.export_worker import BatchExporter
 from ttft_otel.exporter.otlp_exporter import build_metric_exporter, build_span_exporter
-from ttft_otel.exporter.spans.resource_cache import ResourceCache
+from ttft_otel.exporter.record_queue import ExporterCounters
+from ttft_otel.exporter.request_metrics import MetricPusher, RequestMetrics, SeriesRegistry
+from ttft_otel.exporter.span_batch import ResourceCache
 from ttft_otel.router.routing.prefixes.prefix_source import parse_block_size
 from ttft_otel.router.upstream import connection_pool
 from ttft_otel.router.upstream.connection_pool import ClientTls
@@ -590,7 +589,7 @@ def test_exports_over_grpc_follow_the_files(
         ("CLIENT_KEY", key), ("TIMEOUT", 2),
     ):  # fmt: skip
         monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{name}", str(value))
-    monkeypatch.setattr(batch_exporter, "RETRY_PAUSES_S", (0.1,))
+    monkeypatch.setattr(export_worker, "RETRY_PAUSES_S", (0.1,))
     send = build_senders(url)[sender]
     right, renewed = authorities.signed["right"], authorities.signed["renewed"]
     with run_grpc_collector(right, authorities.old[0], port):

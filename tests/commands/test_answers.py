@@ -28,7 +28,7 @@ from tests.explain.stored_records import (
 from tests.fake_tempo import FakeTempo
 from tests.report.sample_records import make_routed_records
 from ttft_otel.commands import command_options
-from ttft_otel.exporter.spans import span_builder
+from ttft_otel.exporter import span_batch
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import Record, Server
 from ttft_otel.report.tempo import tempo_source
@@ -384,7 +384,7 @@ def test_instances_behind_router(tmp_path: Path) -> None:
             if number < 2 and record.role == "encode":
                 place = "vllm-1" if instance == "vllm-0" else "vllm-0"
             resource = {"service.name": record.service, "service.instance.id": place}
-            spans += span_builder.build_spans(record, Resource.create(resource))
+            spans += span_batch.build_spans(record, Resource.create(resource))
     versions = store_spans(tmp_path / "spans.db", spans)
     words = ["--by", "service.instance.id", "--a", "vllm-0", "--b", "vllm-1"]
     result = DIFF.run(versions, *words)

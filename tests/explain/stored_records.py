@@ -30,7 +30,7 @@ from tests.explain.scheduler_truth import (
 from tests.fake_tempo import FakeTempo
 from ttft_otel.commands import main as cli
 from ttft_otel.explain.whatif.engine_model import EngineLimits
-from ttft_otel.exporter.spans import span_builder
+from ttft_otel.exporter import span_batch
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, Piece, Record, Server, Ttft
 from ttft_otel.report.receive import otlp_decoder
@@ -175,7 +175,7 @@ def delay(arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
 def build_spans(records: Sequence[Record], attributes: dict[str, Any]) -> list[ReadableSpan]:
     """Their spans, of the service `vllm` with these other resource attributes."""
     resource = Resource.create({"service.name": "vllm", **attributes})
-    return [span for record in records for span in span_builder.build_spans(record, resource)]
+    return [span for record in records for span in span_batch.build_spans(record, resource)]
 
 
 def store_spans(path: Path, spans: Sequence[ReadableSpan]) -> Path:

@@ -40,7 +40,7 @@ from ttft_otel.explain.window.window_reading import (
     describe_reading,
     read_window,
 )
-from ttft_otel.exporter.spans import span_builder
+from ttft_otel.exporter import span_batch
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import HeldBy, Record
 from ttft_otel.model.statistics import compute_quantile, compute_weighted_quantiles
@@ -438,7 +438,7 @@ def make_foreign_spans(seed: int) -> list[StoredSpan]:
                 "service.version": f"{number % 2}{CONTROLS}",
             }
         )
-        message = encode_spans(span_builder.build_spans(make_record(number), resource))
+        message = encode_spans(span_batch.build_spans(make_record(number), resource))
         for span in otlp_decoder.decode_export(message.SerializeToString()).spans:
             texts = {
                 name: f"{value}{CONTROLS}"

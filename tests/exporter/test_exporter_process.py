@@ -8,7 +8,6 @@ import select
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,31 +39,14 @@ print("sent", flush=True)
 """
 
 
-class HostProcess(subprocess.Popen[str]):
-    """A process that sends records, reports that, and then runs the code in `after`."""
-
-    def __init__(self, data: Path, env: dict[str, str], before: str, after: str) -> None:
-        code = HOST_CODE.format(records=RECORDS, before=textwrap.dedent(before), after=after)
-        super().__init__(
-            [sys.executable, "-c", code, str(data)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def wait_until_sent(self) -> None:
-        """Wait until it has handed all its records over."""
-        assert self.stdout is not None
-        assert self.stdout.readline() == "sent\n"
+HostProcess = subprocess.Popen[str]
 
 
 @pytest.fixture
 def start_host(
     tmp_path: Path, collector: Any, make_record: Callable[[], Record]
 ) -> Iterator[Callable[..., HostProcess]]:
-    """Start hosts that export to the collector of this test, and wait until they have sent."""
+    """Start hosts that export to the collector of this test, wait until they have sent, run `after`."""
     data = tmp_path / "record"
     data.write_bytes(encode_record(make_record()))
     started: list[HostProcess] = []
@@ -77,9 +59,18 @@ def start_host(
         }
         # Importing vLLM on a CPU preloads torch's libgomp into every process that this one starts.
         env.pop("LD_PRELOAD", None)
-        started.append(HostProcess(data, env, before, after))
-        started[-1].wait_until_sent()
-        return started[-1]
+        code = HOST_CODE.format(records=RECORDS, before=before, after=after)
+        host = HostProcess(
+            [sys.executable, "-c", code, str(data)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(host)
+        assert host.stdout is not None and host.stdout.readline() == "sent\n"
+        return host
 
     yield start_process
     for each in started:
@@ -217,7 +208,7 @@ from multiprocessing import get_context
 def child():
     for _ in range({records}):
         assert handoff.get_sender().send(data)
-process = get_context("{method}").Process(target=child)
+process = get_context("fork").Process(target=child)
 process.start()
 process.join()
 assert process.exitcode == 0
@@ -226,7 +217,7 @@ assert process.exitcode == 0
 
 def test_forked_child_sends(start_host: Any, collector: Any, eventually: Any) -> None:
     """A child that multiprocessing forked has an exporter of its own, told of its end."""
-    started = start_host(after=FORKED_CHILD_CODE.format(records=RECORDS, method="fork"))
+    started = start_host(after=FORKED_CHILD_CODE.format(records=RECORDS))
     assert started.wait(20) == 0, started.stderr.read()
     eventually(lambda: len(collector.spans) == 2 * RECORDS * SPANS, ARRIVED_S)
 

@@ -23,21 +23,20 @@ from lab.certificates import make_certificate
 from lab.otlp_sinks import SpanSink
 from ttft_otel.commands import doctor
 from ttft_otel.exporter.export_worker import run_worker
-from ttft_otel.exporter.exporter_counters import ExporterCounters
-from ttft_otel.exporter.record_queue import RecordQueue
-from ttft_otel.model.names import env_names, otel_variables, span_names
+from ttft_otel.exporter.record_queue import ExporterCounters, RecordQueue
+from ttft_otel.model.names import env_names, span_names
 from ttft_otel.model.record import Record, encode_record
 from ttft_otel.tracing import context
 from ttft_otel.tracing.settings import read_settings
 
 FOLLOWED: Final = [
-    name for pattern in otel_variables.FOLLOWED for name in otel_variables.expand_names(pattern)
+    name for pattern in env_names.FOLLOWED for name in env_names.expand_names(pattern)
 ]
 NOT_FOLLOWED: Final = [
     name
-    for patterns in otel_variables.NOT_FOLLOWED.values()
+    for patterns in env_names.NOT_FOLLOWED.values()
     for pattern in patterns
-    for name in otel_variables.expand_names(pattern)
+    for name in env_names.expand_names(pattern)
 ]
 # tests/test_plugin.py sets these, in processes that opentelemetry-instrument starts; and
 # tests/tracing/test_settings.py.

@@ -28,7 +28,7 @@ from hooks.fakes import (
     media_item,
 )
 from hooks.process import wrap_copy, wrap_ec_connector
-from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing.carrier import EngineTimeline
 
 WIDTH = 8  # of an encoding; float16: 16 bytes a row, one row a block
 ROWS = 2

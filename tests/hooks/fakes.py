@@ -19,8 +19,7 @@ from lab.fake_vllm.engine_objects import build_media_item, build_request, build_
 from ttft_otel.model.breakdown import Marks
 from ttft_otel.model.names import header_names
 from ttft_otel.tracing import carrier
-from ttft_otel.tracing.carrier import decode_timeline
-from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing.carrier import EngineTimeline, decode_timeline
 
 HEADERS = {
     header_names.TRACEPARENT: "00-" + "a" * 32 + "-" + "b" * 16 + "-01",

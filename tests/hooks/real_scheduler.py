@@ -36,7 +36,7 @@ from ttft_otel.model.breakdown import CODE_FORWARD, Breakdown, Marks
 from ttft_otel.model.names import header_names
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing import clock as clocks
-from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing.carrier import EngineTimeline
 
 BLOCK_SIZE = 16
 STEP_US = 10_000

@@ -23,7 +23,7 @@ from ttft_otel.model.names import header_names
 from ttft_otel.model.record import Ttft
 from ttft_otel.tracing import carrier, clock
 from ttft_otel.tracing.asgi import TracingMiddleware
-from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
+from ttft_otel.tracing.carrier import EngineDetails, EngineTimeline
 from ttft_otel.tracing.settings import Settings
 
 FIRST_TOKEN_US = 900  # until process_outputs has returned

@@ -19,7 +19,7 @@ from ttft_otel.hooks import api_server, vllm_fields
 from ttft_otel.model import endpoints
 from ttft_otel.model.names import env_names, header_names, keys, span_names
 from ttft_otel.tracing import carrier, clock, handoff, recorder, settings
-from ttft_otel.tracing.roles import identity
+from ttft_otel.tracing.request_trace import identity
 from ttft_otel.tracing.settings import Settings
 
 

@@ -25,11 +25,15 @@ from ttft_otel.hooks.engine_core import transfers
 from ttft_otel.hooks.worker import model_runners
 from ttft_otel.hooks.worker.device import StepClock
 from ttft_otel.model.breakdown import CODE_EC_TRANSFER, LOST_ENCODER, LOST_SAVE
-from ttft_otel.tracing import carrier, media_items
-from ttft_otel.tracing.carrier import KEPT_ITEMS_BIT, KeptItems, decode_answer
+from ttft_otel.tracing import carrier
+from ttft_otel.tracing.carrier import (
+    KEPT_ITEMS_BIT,
+    EngineTimeline,
+    ItemCounts,
+    KeptItems,
+    decode_answer,
+)
 from ttft_otel.tracing.clock import CLOCK_HOST
-from ttft_otel.tracing.engine_timeline import EngineTimeline
-from ttft_otel.tracing.media_items import ItemCounts
 
 if TYPE_CHECKING:
     from hooks.ec_cpu import InstancePair
@@ -63,7 +67,7 @@ def pair(connectors: None, nothing_patched: None, clock: FakeClock) -> Iterator[
 
 def count_items_of(timeline: EngineTimeline, encoded_before: bool = False) -> ItemCounts:
     """The sources of a timeline's media items."""
-    return media_items.count_items(timeline.read_details().media, timeline.complete, encoded_before)
+    return carrier.count_items(timeline.read_details().media, timeline.complete, encoded_before)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +168,7 @@ def test_encoder(pair: InstancePair) -> None:
     timeline = pair.encoder.finish_request("b")
 
     assert count_items_of(timeline)[:4] == (2, 1, 0, 1)
-    assert timeline.read_details().media[media_items.INDEX_OWN] == 1
+    assert timeline.read_details().media[carrier.INDEX_OWN] == 1
 
 
 def test_aborted(pair: InstancePair) -> None:
@@ -321,7 +325,7 @@ def test_hostile_params() -> None:
     vllm_request.sampling_params = SimpleNamespace(extra_args={"ec_transfer_params": odd})
     assert vllm_fields.find_item_bytes(None, vllm_request, "b") == 0
     transfers.open_items(timeline, vllm_request, None, is_seen=True, available=True)
-    assert timeline.read_details().media == [0, 0, 0, media_items.SOURCES_UNKNOWN, 0]
+    assert timeline.read_details().media == [0, 0, 0, carrier.SOURCES_UNKNOWN, 0]
 
 
 # How long an encoder keeps encodings after its answer.

@@ -16,8 +16,8 @@ import yaml
 from opentelemetry.sdk.metrics.export import Metric, Sum
 
 from lab import architecture_picture, collector_config, room_imports
-from ttft_otel.exporter.metrics.metric_series import SeriesRegistry
-from ttft_otel.exporter.spans.resource_cache import ResourceCache
+from ttft_otel.exporter.request_metrics import SeriesRegistry
+from ttft_otel.exporter.span_batch import ResourceCache
 from ttft_otel.model import stages
 from ttft_otel.model.metric_table import METRICS, OVERFLOW_LABEL, PLACE_LABELS, STATUS_LABEL
 from ttft_otel.model.names import keys, span_names

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import ttft_otel
-from ttft_otel.model import stages, ttft_report
+from ttft_otel.model import stages, timing
 from ttft_otel.model.names import env_names, header_names, keys, metric_names, span_names
 from ttft_otel.tracing import settings
 
@@ -69,9 +69,9 @@ def build_vocabulary() -> dict[str, Any]:
         "holding kinds": [*stages.HOLDING_KINDS],
         "report fields": stages.REPORT_FIELDS,
         "report totals": [
-            ttft_report.TTFT_MS_KEY,
-            ttft_report.UNATTRIBUTED_MS_KEY,
-            ttft_report.STAGES_KEY,
+            timing.TTFT_MS_KEY,
+            timing.UNATTRIBUTED_MS_KEY,
+            timing.STAGES_KEY,
         ],
         "names": list_constants(),
         "on": sorted(settings.ON_WORDS),

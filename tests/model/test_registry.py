@@ -25,10 +25,9 @@ from ttft_otel.model import stages
 from ttft_otel.model.metric_table import FOREIGN_METRICS, METRICS, STATUS_LABEL
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.tracing import carrier, recorder
+from ttft_otel.tracing.carrier import EngineTimeline
 from ttft_otel.tracing.context import start_context
-from ttft_otel.tracing.engine_timeline import EngineTimeline
-from ttft_otel.tracing.request_trace import RequestTrace
-from ttft_otel.tracing.roles import identity
+from ttft_otel.tracing.request_trace import RequestTrace, identity
 from ttft_otel.tracing.settings import Settings
 
 ROOT: Final = Path(__file__).parents[2]

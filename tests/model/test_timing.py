@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ttft_otel.model import stages, timing
-from ttft_otel.model.ttft_report import build_ttft_report
+from ttft_otel.model.timing import build_ttft_report
 
 
 def test_round_trip() -> None:

@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from rich.console import Console
 
-from ttft_otel.exporter.spans import span_builder as exporter
+from ttft_otel.exporter import span_batch as exporter
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, Call, HeldBy, Piece, Record, Server, Ttft

@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from lab.delay_proxy import run_delay_proxy
 from router import fake_instances, scripted_knowledge
 from router.fake_instances import TRACEPARENT, InstancePlan, run_routed_instances, wait_until
-from ttft_otel.exporter.spans import span_builder
+from ttft_otel.exporter import span_batch
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.model.record import (
     Handover,
@@ -386,7 +386,7 @@ async def build_tree(topology: str) -> Any:
         named = {"X_Request_Id": REQUEST_ID, "traceparent": TRACEPARENT}
         await router.post_body("/v1/chat/completions", body, **named)
         records = await router.wait_for_records(1 if topology == "failed" else 2)
-        made = [span for each in records for span in span_builder.build_spans(each, Resource({}))]
+        made = [span for each in records for span in span_batch.build_spans(each, Resource({}))]
         served = {
             seen.headers["traceparent"].split("-")[2]: [seen.headers[header_names.LEG], seen.path]
             for instance in instances

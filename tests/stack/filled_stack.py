@@ -45,7 +45,7 @@ from tests.stack.known_requests import (
     send_rows,
 )
 from tests.stack.running_stack import RunningStack, StackStarter, wait_until
-from ttft_otel.exporter.spans import span_builder
+from ttft_otel.exporter import span_batch
 from ttft_otel.model.names import env_names
 from ttft_otel.stack import stack_queries
 
@@ -120,7 +120,7 @@ def send_sampled(bench: StackStarter, stack: RunningStack, rows: list[KnownReque
     resource = Resource({"service.name": "sampled"})
     export_spans(
         collector.http,
-        [span for half in halves for span in span_builder.build_spans(half, resource)],
+        [span for half in halves for span in span_batch.build_spans(half, resource)],
         SPANS_PER_BATCH,
     )
 

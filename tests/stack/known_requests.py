@@ -23,7 +23,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 
-from ttft_otel.exporter.spans import span_builder as exporter
+from ttft_otel.exporter import span_batch as exporter
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, Call, Piece, Record, Server, Ttft

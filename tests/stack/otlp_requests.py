@@ -24,7 +24,7 @@ from opentelemetry.sdk.resources import Resource
 
 from lab.otlp_sinks import MetricSink, SpanSink
 from tests.stack.running_stack import RunningCollector, wait_until
-from ttft_otel.exporter.spans import span_builder as exporter
+from ttft_otel.exporter import span_batch as exporter
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys, metric_names, span_names
 from ttft_otel.model.record import Attributes, Piece, Record, Server, Ttft

@@ -43,7 +43,7 @@ from tests.stack.otlp_requests import (
     post_records,
 )
 from tests.stack.running_stack import StackStarter, wait_until
-from ttft_otel.exporter.spans.span_builder import build_spans
+from ttft_otel.exporter.span_batch import build_spans
 from ttft_otel.model import metric_table, stages
 from ttft_otel.model.names import keys, metric_names, span_names
 from ttft_otel.model.record import Record

@@ -38,9 +38,9 @@ from tests.stack.otlp_requests import (
     post_records,
 )
 from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
-from ttft_otel.exporter.batch_exporter import BatchExporter
-from ttft_otel.exporter.exporter_counters import ExporterCounters
-from ttft_otel.exporter.spans.span_builder import build_spans
+from ttft_otel.exporter.export_worker import BatchExporter
+from ttft_otel.exporter.record_queue import ExporterCounters
+from ttft_otel.exporter.span_batch import build_spans
 from ttft_otel.model.names import metric_names, span_names
 from ttft_otel.model.record import Record
 

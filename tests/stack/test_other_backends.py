@@ -43,7 +43,7 @@ from tests.stack.running_stack import (
     obtain_tool,
     wait_until,
 )
-from ttft_otel.exporter.spans import span_builder
+from ttft_otel.exporter import span_batch
 from ttft_otel.model.names import keys
 from ttft_otel.stack import stack_queries
 
@@ -426,7 +426,7 @@ def traces(request: pytest.FixtureRequest, bench: StackStarter) -> FilledTraces:
     made = FilledTraces(api, known_requests.build_known_requests()[::SOME], time.time())
     known_requests.send_rows(collector.http, made.rows)
     record = change_full_record(start_ns=time.time_ns())
-    made.linked = span_builder.build_spans(record, Resource({SERVICE_NAME: "linked"}))
+    made.linked = span_batch.build_spans(record, Resource({SERVICE_NAME: "linked"}))
     known_requests.export_spans(collector.http, made.linked)
     return made
 

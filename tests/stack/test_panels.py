@@ -37,7 +37,7 @@ from tests.stack.known_requests import (
 )
 from tests.stack.panel_queries import PanelAsker, PanelQuery
 from tests.stack.running_stack import wait_until
-from ttft_otel.exporter.spans.span_builder import build_spans
+from ttft_otel.exporter.span_batch import build_spans
 from ttft_otel.model import metric_table
 from ttft_otel.model.metric_table import METRICS
 from ttft_otel.model.names import keys, metric_names

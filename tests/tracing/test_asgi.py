@@ -21,9 +21,9 @@ from hooks.server import (
 from ttft_otel.model import timing
 from ttft_otel.model.names import header_names, keys, span_names
 from ttft_otel.model.record import Piece, Record
-from ttft_otel.tracing import asgi, carrier, meter, recorder, trace_ending
-from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
-from ttft_otel.tracing.roles import identity
+from ttft_otel.tracing import asgi, carrier, meter, recorder
+from ttft_otel.tracing.carrier import EngineDetails, EngineTimeline
+from ttft_otel.tracing.request_trace import identity
 from ttft_otel.tracing.settings import Settings
 
 TIMING_HEADERS = {"x_ttft_timing": "1"}
@@ -264,7 +264,7 @@ def test_kept(client: FakeClient) -> None:
 @pytest.mark.parametrize("pending", [2, 9])
 def test_encoder_run(client: FakeClient, monkeypatch: pytest.MonkeyPatch, pending: int) -> None:
     """An encoder that ran on after the answer: asked again until it has ended, but not for ever."""
-    monkeypatch.setattr(trace_ending, "PENDING_PAUSES_S", (0.0,) * 4)
+    monkeypatch.setattr(asgi, "PENDING_PAUSES_S", (0.0,) * 4)
     dropped: list[str] = []
     monkeypatch.setattr(meter, "count_dropped", dropped.append)
     client.server.plan = ServerPlan(stream=False, kept=carrier.ENCODER_RUN_BIT)
@@ -288,7 +288,7 @@ def test_kept_too_many(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(meter, "count_dropped", dropped.append)
     call_server(client, ServerPlan(stream=False, kept=carrier.KEPT_ITEMS_BIT))
     assert dropped == ["kept"] and client.server.queried_ids
-    monkeypatch.setattr(trace_ending, "MAX_KEPT_SPAN_TASKS", 0)
+    monkeypatch.setattr(asgi, "MAX_KEPT_SPAN_TASKS", 0)
     asyncio.run(client.call_server())
 
     assert dropped == ["kept", "kept"]

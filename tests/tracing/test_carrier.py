@@ -16,17 +16,18 @@ from ttft_otel.model.breakdown import (
 )
 from ttft_otel.model.names import keys
 from ttft_otel.tracing import carrier, clock
-from ttft_otel.tracing.engine_timeline import MAX_STEPS, EngineTimeline
-from ttft_otel.tracing.media_items import (
+from ttft_otel.tracing.carrier import (
     BIT_ANNOUNCED,
     BIT_AWAITED,
     BIT_CACHED,
+    MAX_STEPS,
     SOURCE_ENCODED,
     SOURCE_LOCAL,
     SOURCE_REMOTE,
     SOURCE_SKIPPED,
     SOURCE_UNSEEN,
     SOURCES_UNKNOWN,
+    EngineTimeline,
     ItemCounts,
     count_items,
     list_item_attributes,

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from ttft_otel.model.breakdown import CODE_EC_TRANSFER, CODE_ENCODER, CODE_FORWARD, Breakdown
 from ttft_otel.model.names import keys
-from ttft_otel.tracing import carrier, clock, clock_offsets, recorder, trace_ending
+from ttft_otel.tracing import asgi, carrier, clock, recorder
+from ttft_otel.tracing.carrier import EngineDetails, EngineTimeline
 from ttft_otel.tracing.context import start_context
-from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.tracing.request_trace import RequestTrace
 from ttft_otel.tracing.settings import Settings
 
@@ -111,9 +111,9 @@ class ProcessClock:
 @pytest.fixture(autouse=True)
 def no_bounds() -> Iterator[None]:
     """No engine core is known yet."""
-    clock_offsets._bounds.clear()
+    clock._bounds.clear()
     yield
-    clock_offsets._bounds.clear()
+    clock._bounds.clear()
 
 
 def trace_request(
@@ -232,7 +232,7 @@ def test_requests_narrow_the_offset(records: tracing_fakes.MemorySender) -> None
     assert records.kept[0].ttft is not None
     assert records.kept[0].ttft.attributes[keys.CLOCK_ERROR_US] == 358
     assert abs(cut.stages["ipc"] - 400) <= 358
-    late, _ = trace_request(api, remote, remote, 300_000 + clock_offsets.MAX_BOUND_AGE_US)
+    late, _ = trace_request(api, remote, remote, 300_000 + clock.MAX_BOUND_AGE_US)
     assert late.clock_error == 550  # older bounds are forgotten, as clocks drift
 
 
@@ -275,7 +275,7 @@ def test_kept_blocks_on_another_host(
     engine = ProcessClock(offset, boot=7)
     kept = carrier.KeptBlocks(engine.read(70_000), engine.read(90_000), 12, 2, False)
     with tracing_fakes.frozen_clock(BASE_US + 100_000):
-        told = trace_ending.send_kept_span(
+        told = asgi.send_kept_span(
             trace, carrier.KEPT_BLOCKS_QUERY, carrier.encode_answer(kept), records
         )
 
@@ -288,11 +288,11 @@ def test_kept_blocks_on_another_host(
 
 def test_clocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engine cores that come and go leave no state without end."""
-    monkeypatch.setattr(clock_offsets, "MAX_CLOCKS", 3)
+    monkeypatch.setattr(clock, "MAX_CLOCKS", 3)
     for boot in range(10):
         remote = ProcessClock(TEN_DAYS_US, boot=boot + 1)
         for number in range(100):
             trace_request(ProcessClock(), remote, remote, number)
 
-    assert len(clock_offsets._bounds) == 3
-    assert {len(bounds) for bounds in clock_offsets._bounds.values()} == {clock_offsets.MAX_BOUNDS}
+    assert len(clock._bounds) == 3
+    assert {len(bounds) for bounds in clock._bounds.values()} == {clock.MAX_BOUNDS}

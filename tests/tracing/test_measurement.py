@@ -15,16 +15,20 @@ from ttft_otel.model import breakdown, stages
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Piece, Record, RecordDecodeError, Server, Ttft
 from ttft_otel.tracing import measurement, recorder
+from ttft_otel.tracing.carrier import (
+    BIT_ANNOUNCED,
+    SOURCE_ENCODED,
+    SOURCE_REMOTE,
+    EngineDetails,
+    EngineTimeline,
+)
 from ttft_otel.tracing.context import TraceContext
-from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.tracing.measurement import (
     MEASUREMENT_VERSION,
     NOT_MEASURED,
     MeasurementHead,
 )
-from ttft_otel.tracing.media_items import BIT_ANNOUNCED, SOURCE_ENCODED, SOURCE_REMOTE
-from ttft_otel.tracing.request_trace import EngineRequest, RequestTrace
-from ttft_otel.tracing.roles import identity
+from ttft_otel.tracing.request_trace import EngineRequest, RequestTrace, identity
 
 PIECES = (
     Piece("stage", "router.receive", 0, 10),

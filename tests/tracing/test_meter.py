@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ttft_otel.model.names import env_names, metric_names
 from ttft_otel.model.stages import WAIT_REASON_NAMES
-from ttft_otel.tracing import carrier, clock, engine_queues, guard, handoff, meter, recorder
+from ttft_otel.tracing import carrier, clock, guard, handoff, meter, recorder
 from ttft_otel.tracing.asgi import TracingMiddleware
 from ttft_otel.tracing.context import start_context
 from ttft_otel.tracing.request_trace import RequestTrace
@@ -168,13 +168,13 @@ class FakeEngine:
 @pytest.fixture
 def pending(no_state_left: None) -> Iterator[RequestTrace]:
     """A request that has waited for 10 seconds."""
-    engine_queues.latest.__init__()  # type: ignore[misc]
+    meter.latest.__init__()  # type: ignore[misc]
     trace = make_trace()
     trace.arrive = clock.now_us() - 10_000_000
     recorder.register_engine_request(trace, "a")
     yield trace
     recorder.forget_trace(trace)
-    engine_queues.latest.__init__()  # type: ignore[misc]
+    meter.latest.__init__()  # type: ignore[misc]
 
 
 async def scrape(*engines: FakeEngine) -> Seen:
@@ -212,7 +212,7 @@ async def test_all_engines_together(pending: RequestTrace) -> None:
 
     assert list_counts(seen) == {"kv_blocks": 5, "lora": 1}
     assert 0 <= (seen["age"] or 0) < 1
-    assert engine_queues.latest.describe()[0]["holders"][0] == {
+    assert meter.latest.describe()[0]["holders"][0] == {
         "request_id": "holder",
         "trace_id": "a" * 32,
         "kind": "decode",
@@ -283,7 +283,7 @@ async def test_an_engine_without_the_method_is_asked_once(
         raise RuntimeError
 
     for _ in range(3):
-        await engine_queues.latest.ask([fail])
+        await meter.latest.ask([fail])
     assert len(asked) == 1
 
 

@@ -34,7 +34,7 @@ from ttft_otel.hooks import target_check
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.model import record, stages, timing
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, MODELS_PATH
-from ttft_otel.model.names import env_names, header_names, metric_names, otel_variables
+from ttft_otel.model.names import env_names, header_names, metric_names
 from ttft_otel.tracing import context, settings
 
 CheckState = Literal["ok", "note", "fail"]
@@ -123,8 +123,8 @@ def check_settings(chosen: settings.Settings) -> Iterator[Check]:
         remedy = f"set {env_names.TTFT_OTEL}=1 where vllm serve is started"
         yield Check("settings", "note", f"{env_names.TTFT_OTEL} is off in this environment", remedy)
     yield _check_metrics(chosen)
-    for reason, patterns in otel_variables.NOT_FOLLOWED.items():
-        for name in itertools.chain(*map(otel_variables.expand_names, patterns)):
+    for reason, patterns in env_names.NOT_FOLLOWED.items():
+        for name in itertools.chain(*map(env_names.expand_names, patterns)):
             if os.environ.get(name):
                 says = f"{name} has no effect on ttft-otel: {reason.replace('`', '')}"
                 yield Check("settings", "note", says)
@@ -223,19 +223,18 @@ def _check_endpoint(chosen: settings.Settings) -> Iterator[Check]:
     """Send one span with the exporter's own code, to the endpoint and protocol of `chosen`."""
     from opentelemetry.sdk.trace.export import SpanExporter  # 0.3 s that --help need not take
 
-    from ttft_otel.exporter import batch_exporter, exporter_counters, protocol_probe
-    from ttft_otel.exporter.spans import resource_cache, span_batch
+    from ttft_otel.exporter import export_worker, otlp_exporter, record_queue, span_batch
 
     logging.getLogger("ttft_otel").addHandler(logging.NullHandler())
     probe = _make_probe_record()
     stop_retrying = threading.Event()
     stop_retrying.set()  # a single attempt
-    exporter: SpanExporter = batch_exporter.create_span_exporter(chosen)
+    exporter: SpanExporter = export_worker.create_span_exporter(chosen)
     # The exporter's own class and settings: what passes here passes for a server, too.
-    sending = batch_exporter.BatchExporter(
-        exporter, exporter_counters.ExporterCounters(), chosen.endpoint, stop_retrying
+    sending = export_worker.BatchExporter(
+        exporter, record_queue.ExporterCounters(), chosen.endpoint, stop_retrying
     )
-    builder = span_batch.BatchBuilder(resource_cache.ResourceCache(os.getpid()))
+    builder = span_batch.BatchBuilder(span_batch.ResourceCache(os.getpid()))
     builder.add_record(probe)
     for batch in builder.take_batches():
         sending.export_batch(batch)
@@ -247,8 +246,8 @@ def _check_endpoint(chosen: settings.Settings) -> Iterator[Check]:
     reason = sending.failure_log.text
     # The SDK's words where there was no time to try again: they tell no cause.
     if "max retries" in reason:
-        reason = protocol_probe.find_connection_error(chosen.endpoint) or reason
-    remedy = protocol_probe.find_protocol_remedy(chosen.protocol, chosen.endpoint) or next(
+        reason = otlp_exporter.find_connection_error(chosen.endpoint) or reason
+    remedy = otlp_exporter.find_protocol_remedy(chosen.protocol, chosen.endpoint) or next(
         (text for code, text in ENDPOINT_REMEDIES.items() if code in reason), NO_RECEIVER_REMEDY
     )
     yield Check("endpoint", "fail", f"{destination}: {describe_failure(reason)}", remedy)

@@ -46,8 +46,7 @@ def run_exporter(fd: int, page: int, pid: int, engine_settings: Mapping[str, int
     engine_settings: resource attributes that the host knows.
     """
     # After the fork: until then the host has a process to reap.
-    from ttft_otel.exporter.exporter_counters import ExporterCounters
-    from ttft_otel.exporter.record_queue import RecordQueue
+    from ttft_otel.exporter.record_queue import ExporterCounters, RecordQueue
 
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     logging.raiseExceptions = False  # the process that reads our stderr may be gone

@@ -24,20 +24,17 @@ from ttft_otel.tracing import (
     carrier,
     clock,
     context,
-    engine_queues,
     guard,
     handoff,
     meter,
-    record_parts,
     recorder,
+    request_trace,
     settings,
 )
-from ttft_otel.tracing.asgi import Headers, TracingMiddleware
-from ttft_otel.tracing.engine_queues import EngineCall
+from ttft_otel.tracing.asgi import Headers, TraceEnding, TracingMiddleware
 from ttft_otel.tracing.guard import Hook
-from ttft_otel.tracing.request_trace import EngineRequest, RequestTrace
-from ttft_otel.tracing.roles import identity
-from ttft_otel.tracing.trace_ending import TraceEnding
+from ttft_otel.tracing.meter import EngineCall
+from ttft_otel.tracing.request_trace import EngineRequest, RequestTrace, identity
 
 # Shared by all requests: vLLM only reads them.
 _UNTRACED_HEADERS: Final = {header_names.CARRIER_KEY: carrier.UNTRACED}
@@ -96,8 +93,8 @@ async def show_waiting(request: Any) -> Any:
     """Answer GET endpoints.WAITING_PATH: a JSON object for each engine core that has answered."""
     from starlette.responses import JSONResponse
 
-    await engine_queues.latest.ask(list_engine_calls(request.app))
-    return JSONResponse(engine_queues.latest.describe())
+    await meter.latest.ask(list_engine_calls(request.app))
+    return JSONResponse(meter.latest.describe())
 
 
 def stamp_render(*args: Any, **kwargs: Any) -> None:
@@ -112,7 +109,7 @@ def stamp_assigned(_: None, result: Any, request: Any, *args: Any, **kwargs: Any
     """After assign_request_id(): end of preprocess; also reads the role from transfer parameters."""
     trace = recorder.current_trace.get()
     # Several prompts in one body are several engine requests; bounded like parts.
-    if trace is not None and len(trace.assign_times) < record_parts.MAX_PARTS:
+    if trace is not None and len(trace.assign_times) < request_trace.MAX_PARTS:
         trace.assign_times[request.request_id] = clock.now_us()
         if not identity.role and not trace.request_role:
             trace.request_role = vllm_fields.get_request_role(request)
@@ -443,7 +440,7 @@ def stamp_part_start(*args: Any, **kwargs: Any) -> int:
 def _make_part_hook(name: str) -> Any:
     def record_part(start: int | None, *args: Any, **kwargs: Any) -> None:
         trace = recorder.current_trace.get()
-        if trace is not None and start and len(trace.parts) < record_parts.MAX_PARTS:
+        if trace is not None and start and len(trace.parts) < request_trace.MAX_PARTS:
             trace.parts.append((name, start, clock.now_us()))
 
     return record_part

@@ -1,22 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partition a request's time to first token into stages that add up to it exactly. Pure.
 
-recorder.py passes the Marks it collected and puts the Breakdown into the Record. A cursor walks the
-marks in the order of stages.STAGES. A missing mark leaves its interval open, and the next mark closes
-both as `unattributed`: a missing hook never makes a neighbouring stage longer. Of a request without a
-first token find_failed_stage() says where it ended.
+recorder.py passes the Marks it collected and puts the Breakdown into the Record. A cursor walks the marks
+in the order of stages.STAGES. A missing mark leaves its interval open, and the next mark closes both as
+`unattributed`: a missing hook never makes a neighbouring stage longer. Of a request without a first token
+find_failed_stage() says where it ended. A call to a leg is partitioned by what its instance says in
+Server-Timing: router/timeline.py passes a request's attempts, exporter/span_writer.py those of a Record.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import functools
+from typing import Final, Protocol
 
 import msgspec
 
-from ttft_otel.model.held_waits import HeldPiece, divide_held
-from ttft_otel.model.intervals import PartitionCursor, flatten_intervals, merge_tail_pieces
-from ttft_otel.model.stages import STAGES, STAGES_BY_NAME, UNATTRIBUTED
-from ttft_otel.model.wait_reasons import WAIT_STAGES, ReasonSlice, divide_waits
+from ttft_otel.model.stages import STAGE_NAMES, STAGES, STAGES_BY_NAME, UNATTRIBUTED
+from ttft_otel.model.timing import ServerTiming
+from ttft_otel.model.waits import WAIT_STAGES, HeldPiece, ReasonSlice, divide_held, divide_waits
+
+
+class PartitionCursor:
+    """Walks from mark to mark; all time before `position` is already attributed to a stage."""
+
+    __slots__ = ("position", "clamped", "is_open", "pieces", "limit")
+
+    def __init__(self, start: int, limit: int = 0) -> None:
+        """`limit`: no mark can lie after it; 0: unknown."""
+        self.position = start
+        self.limit = limit
+        self.is_open = False
+        self.clamped = 0
+        self.pieces: list[tuple[str, int, int]] = []
+
+    def close_stage(self, stage: str, mark: int) -> None:
+        """End `stage` at `mark`; with 0 the interval stays open until the next mark (unattributed).
+
+        A mark after the limit is treated as missing: it is of a clock that is not ours.
+        """
+        if not mark or 0 < self.limit < mark:
+            self.is_open = True
+            return
+        if self.is_open:
+            stage = UNATTRIBUTED
+            self.is_open = False
+        position = self.position
+        if mark > position:
+            pieces = self.pieces
+            # One span, not two that touch: neighbouring lost intervals are one of unknown stage.
+            if pieces and pieces[-1][0] == stage:
+                pieces[-1] = (stage, pieces[-1][1], mark)
+            else:
+                pieces.append((stage, position, mark))
+            self.position = mark
+        else:
+            # Times of two processes, or of a device, may overlap a little: the sum stays exact.
+            self.clamped += position - mark
+
+
+def flatten_intervals(pairs: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Make nested intervals disjoint; the inner one wins (V1's runner saves inside the encoder call)."""
+    if len(pairs) < 2:  # a prompt's forward alone: most steps
+        return pairs
+    flat: list[tuple[int, int, int]] = []
+    # Of intervals with the same start the longer one comes first: it is the outer one.
+    for code, start, stop in sorted(pairs, key=lambda pair: (pair[1], -pair[2])):
+        if flat and start < flat[-1][2]:
+            outer, first, end = flat.pop()
+            if start > first:
+                flat.append((outer, first, start))
+            flat.append((code, start, min(stop, end)))
+            if stop < end:
+                flat.append((outer, stop, end))
+        else:
+            flat.append((code, start, stop))
+    return flat
+
+
+def merge_tail_pieces(pieces: list[tuple[str, int, int]], kept: int) -> list[tuple[str, int, int]]:
+    """Bound the number of spans: pieces after the first `kept` are merged to one per stage, end to end."""
+    merged, tail = pieces[:kept], pieces[kept:]
+    lengths: dict[str, int] = {}
+    for label, low, high in tail:
+        lengths[label] = lengths.get(label, 0) + high - low
+    position = tail[0][1]
+    for label, length in lengths.items():
+        merged.append((label, position, position + length))
+        position += length
+    return merged
+
 
 # Codes of the worker's intervals.
 CODE_ENCODER: Final = STAGES_BY_NAME["encoder.compute"].code
@@ -64,11 +136,11 @@ class Marks(msgspec.Struct, gc=False):
     """The marks of one request: CLOCK_MONOTONIC in microseconds, 0 for a mark that is missing.
 
     waits: (stage, start, end) intervals inside the queue that belong to connectors.
-    reasons, held: why the scheduler left it out (since when, code), and what ran (held_waits.py).
+    reasons, held: why the scheduler left it out (since when, code), and what ran (waits.py).
     foreign: the worker's clock is not the engine core's, or it gives lengths only: the places of its
         intervals are not usable.
     clock_offset, clock_error: what was subtracted from the engine core's times because its clock is
-        another one, and by how much that may be wrong; see clock_offsets.py.
+        another one, and by how much that may be wrong; see clock.py.
     egress: 0 when the TTFT ends with `output`. encode_only: the language model does not run.
     truncated: steps were dropped. queue_lost: a wait whose hook is missing may hide in the queue.
     turns: of each step after the first one, by the engine core: when the request's step before it had ended,
@@ -416,3 +488,95 @@ def find_failed_stage(marks: Marks) -> str:
     if marks.encode_only:
         return "encoder.compute" if not marks.entered else "output"
     return "output" if marks.steps[-1].sampled and not marks.partial else "prefill.compute"
+
+
+# A breakdown that is longer than its leg by more cannot be placed; by less, it is cut to the leg.
+MAX_EXCESS_US: Final = 1000
+MAX_STAGE_LISTS: Final = 256  # servers name few combinations of stages, again and again
+_STAGE_ORDER: Final = {name: place for place, name in enumerate(STAGE_NAMES)}
+
+
+class LegTimes(Protocol):
+    """Times of one call to a leg, microseconds of one clock; 0 if not reached.
+
+    first_byte_us: the end of the leg on the way to the first token. is_lost: it failed, and another call
+    followed at resumed_us.
+    """
+
+    @property
+    def leg(self) -> str: ...
+    @property
+    def sent_us(self) -> int: ...
+    @property
+    def first_byte_us(self) -> int: ...
+    @property
+    def ended_us(self) -> int: ...
+    @property
+    def is_lost(self) -> bool: ...
+    @property
+    def resumed_us(self) -> int: ...
+
+
+def place_leg(
+    cursor: PartitionCursor,
+    times: LegTimes,
+    server_timing: ServerTiming | None,
+    ended_us: int,
+    is_last: bool,
+) -> None:
+    """Move `cursor` to the end of a call, over the routing before it, the hop and the leg's stages.
+
+    server_timing: what the instance says, None for nothing. ended_us: when the partitioned time ends, 0
+    where only the last call tells it (`is_last`), because the answer is not streamed.
+    """
+    cursor.close_stage("router.route", times.sent_us)
+    # A cancelled call may have neither a first byte nor an end: the request's is its end.
+    stop_us = max(times.first_byte_us or times.ended_us or ended_us, cursor.position)
+    if times.is_lost:
+        # With its back-off, as neither brought the first token nearer.
+        cursor.close_stage("router.retry", max(stop_us, times.resumed_us))
+    elif (
+        server_timing is None
+        or not times.first_byte_us
+        or _exceeds_leg(server_timing, stop_us - times.sent_us)
+    ):
+        cursor.close_stage(UNATTRIBUTED, stop_us)
+    else:
+        rest_us = server_timing.rest or 0
+        # Not streamed: `rest` is what the server did after its first token.
+        if is_last and not ended_us:
+            stop_us, rest_us = max(stop_us - rest_us, cursor.position), 0
+        _place_leg_stages(cursor, times.leg, server_timing, stop_us, rest_us)
+
+
+def _exceeds_leg(server_timing: ServerTiming, length_us: int) -> bool:
+    """Whether a server accounts for so much more than its leg's `length_us` that it must be wrong."""
+    accounted_us = server_timing.ttft + (server_timing.rest or 0)
+    return accounted_us > length_us + MAX_EXCESS_US + length_us // 1000  # two clocks' rates differ
+
+
+def _place_leg_stages(
+    cursor: PartitionCursor, leg: str, server_timing: ServerTiming, stop_us: int, rest_us: int
+) -> None:
+    """Place the network hop, then the leg's stages in their order: only their lengths are known."""
+    hop_us = stop_us - cursor.position - server_timing.ttft - rest_us
+    # The server says more than there is room for; `clamped` tells by how much.
+    if hop_us < 0:
+        cursor.clamped -= hop_us
+        hop_us = 0
+    cursor.close_stage(f"router.hop.{leg}", cursor.position + hop_us)
+    lengths = server_timing.stages
+    for name, full_name in _order_stages(leg, tuple(lengths)):
+        mark = cursor.position + lengths[name]
+        cursor.close_stage(full_name, mark if mark < stop_us else stop_us)
+    cursor.close_stage(UNATTRIBUTED, stop_us)
+
+
+@functools.lru_cache(MAX_STAGE_LISTS)
+def _order_stages(leg: str, names: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """The known ones of a leg's stages in their order, each with its full name.
+
+    Stages of a newer release have no known place: they stay in what is unattributed.
+    """
+    known = sorted((name for name in names if name in _STAGE_ORDER), key=_STAGE_ORDER.__getitem__)
+    return tuple((name, f"{leg}.{name}") for name in known)

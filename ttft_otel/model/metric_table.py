@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All metrics of TTFTs in one table: names, units, labels and buckets, whoever makes them.
 
-exporter/metrics/ counts requests into these series; lab/collector_config.py writes the collector's
+exporter/request_metrics.py counts requests into these series; lab/collector_config.py writes the collector's
 configuration, which makes the same ones of spans.
 """
 

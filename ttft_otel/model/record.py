@@ -95,7 +95,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=
 
 
 class HandoverCall(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """A call to the decode leg after the client had its first token; fields as of leg_partition.LegTimes.
+    """A call to the decode leg after the client had its first token; fields as of breakdown.LegTimes.
 
     server_timing: the header as the instance sent it, "" for none.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of one client request in the router: its attempts with their times, its stages, its steps.
 
-Stages add up exactly to the TTFT; leg_partition.py places those of the attempts. Other modules read the
+Stages add up exactly to the TTFT; breakdown.py places those of the attempts. Other modules read the
 fields of attempts, timelines and exchanges and write them only by their methods;
 tests/router/test_timeline.py holds them to that. proxy/exchange_reporter.py tells them.
 """
@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ttft_otel.model.breakdown import Breakdown
+from ttft_otel.model.breakdown import Breakdown, PartitionCursor, place_leg
 from ttft_otel.model.endpoints import RESPONSES_PATH
-from ttft_otel.model.intervals import PartitionCursor
-from ttft_otel.model.leg_partition import place_leg
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import HELD_BY_QUEUES, HOLD, UNATTRIBUTED
 from ttft_otel.model.timing import ServerTiming, parse_server_timing

@@ -24,7 +24,7 @@ from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resou
 from rich.console import Console
 from rich.text import Text
 
-from ttft_otel.exporter.spans import span_builder
+from ttft_otel.exporter import span_batch
 from ttft_otel.model import record
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.stack import stack_folder
@@ -300,7 +300,7 @@ def send_smoke_trace(endpoints: StackEndpoints, trace_id: str) -> bool:
     resource = Resource({SERVICE_NAME: SMOKE_SERVICE, SERVICE_INSTANCE_ID: SMOKE_SERVICE})
     # With the exporter's own code: what passes here is what servers send.
     body = encode_spans(
-        span_builder.build_spans(build_smoke_record(trace_id), resource)
+        span_batch.build_spans(build_smoke_record(trace_id), resource)
     ).SerializeToString()
     send_body(f"{endpoints.otlp}/v1/traces", body)
     return True

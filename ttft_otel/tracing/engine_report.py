@@ -73,9 +73,8 @@ def decode_message(data: bytes) -> Record:
 def _build_record(report: EngineReport) -> Record:
     """The Record of a `ttft` span right below the caller's span: the end of the answer is not seen."""
     # Here, because only the exporter of an engine core needs it: prometheus_client takes 50 ms.
-    from ttft_otel.tracing import record_parts, recorder
-    from ttft_otel.tracing.request_trace import EngineRequest, RequestTrace
-    from ttft_otel.tracing.roles import identity
+    from ttft_otel.tracing import recorder, request_trace
+    from ttft_otel.tracing.request_trace import EngineRequest, RequestTrace, identity
 
     identity.model, identity.takes_encodings = report.model, report.takes_encodings
     identity.kv_connector, identity.ec_connector = report.kv_connector, report.ec_connector
@@ -91,7 +90,7 @@ def _build_record(report: EngineReport) -> Record:
     else:
         engine.output, trace.first_output = report.left, engine
         cut = recorder.close_ttft(trace, 0)
-    ttft = record_parts.make_ttft(trace, cut)
+    ttft = request_trace.make_ttft(trace, cut)
     attributes = {key: value for key, value in ttft.attributes.items() if key != keys.STREAMING}
     ttft = msgspec.structs.replace(ttft, span_id=context.span_id, attributes=attributes)
     record = recorder.make_record(trace, ttft)

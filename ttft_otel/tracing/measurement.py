@@ -15,11 +15,10 @@ from ttft_otel.model import stages
 from ttft_otel.model.breakdown import Breakdown
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Piece, Record, RecordDecodeError, Ttft, encode_record
-from ttft_otel.model.wait_reasons import ReasonSlice
-from ttft_otel.tracing import record_parts
+from ttft_otel.model.waits import ReasonSlice
+from ttft_otel.tracing import request_trace
 from ttft_otel.tracing.context import SAMPLED_FLAG
-from ttft_otel.tracing.request_trace import RequestTrace
-from ttft_otel.tracing.roles import identity, is_outermost, resolve_role
+from ttft_otel.tracing.request_trace import RequestTrace, identity, is_outermost, resolve_role
 
 # Host and exporter are one installation, but a restarted exporter may be a newer one.
 MEASUREMENT_VERSION: Final = 3
@@ -233,13 +232,13 @@ def encode_trace_measurement(trace: RequestTrace, cut: Breakdown | None, with_en
     if with_end and outermost and not trace.is_background:
         end_error = _find_end_error(trace)
         times_us.append(max(0, trace.end - trace.arrive))
-    token_time_us = record_parts.measure_token_time(trace, role) if with_end else 0
+    token_time_us = request_trace.measure_token_time(trace, role) if with_end else 0
     if token_time_us:
         times_us.append(token_time_us)
     if not times_us:
         return b""
     error = trace.error if cut is not None and not trace.has_first_token else ""
-    operation = record_parts.name_operation(trace)
+    operation = request_trace.name_operation(trace)
     key = (
         *(role, identity.model, operation, error, outermost, is_encoder, stage_names),
         *(cut is not None, end_error, token_time_us > 0),
@@ -275,7 +274,7 @@ def _list_trace_waits(cut: Breakdown) -> tuple[Waits, Waits]:
             reasons.append((_REASON_CODES[part.reason], part.end - part.start))
     reasons += [
         (_REASON_CODES[part.reason], part.end - part.start)
-        for part in several[: record_parts.MAX_REASON_PIECES]
+        for part in several[: request_trace.MAX_REASON_PIECES]
         if part.stage in stages.QUEUE_STAGES
     ]
     held = [
@@ -291,7 +290,7 @@ def _list_trace_waits(cut: Breakdown) -> tuple[Waits, Waits]:
 def _count_trace_recomputed(trace: RequestTrace) -> int:
     if trace.timeline is None or not identity.ec_connector:
         return NOT_MEASURED
-    counts = record_parts.count_trace_items(trace)
+    counts = request_trace.count_trace_items(trace)
     return NOT_MEASURED if counts is None or counts.recomputed is None else counts.recomputed
 
 

@@ -2,14 +2,17 @@
 """Prometheus metrics on vLLM's existing /metrics: records, losses, failed hooks, pending requests.
 
 recorder.py counts drops here; the router builds its metrics as this does. Uses the prometheus_client of the
-host process and its default registry.
+host process and its default registry. What each engine core says of the requests in its queue is asked only
+while somebody looks: asgi.py asks before vLLM shows /metrics, hooks/api_server.py for WAITING_PATH. An engine
+core that hangs does not answer: its last word stays, with its age.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from prometheus_client import REGISTRY, Counter, Gauge
@@ -17,8 +20,88 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ttft_otel.model.names import metric_names
-from ttft_otel.model.stages import WAIT_REASON_NAMES
-from ttft_otel.tracing import clock, engine_queues, guard
+from ttft_otel.model.stages import HOLDING_KIND_NAMES, WAIT_REASON_NAMES
+from ttft_otel.tracing import carrier, clock, guard
+from ttft_otel.tracing.guard import Guard
+
+EngineCall: TypeAlias = Callable[[], Awaitable[str]]
+
+TRACE_ID_PLACE: Final = slice(3, 35)  # in a traceparent
+# An engine core answers between two steps; a later answer is kept, too.
+ANSWER_TIMEOUT_S: Final = 0.25
+PAUSE_US: Final = 500_000  # between two questions, however often /metrics is read
+
+
+class EngineQueues:
+    """The latest report of each engine core, by its number."""
+
+    def __init__(self) -> None:
+        self.reports: dict[int, tuple[int, carrier.QueueReport]] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._asked_us = 0
+
+    async def ask(self, calls: Sequence[EngineCall]) -> None:
+        """Ask all engine cores but those that have not answered yet; wait for at most ANSWER_TIMEOUT_S.
+
+        Within PAUSE_US of the last question nobody is asked: the reports, with their ages, stay.
+        """
+        if (now := clock.now_us()) - self._asked_us >= PAUSE_US:
+            self._asked_us = now
+            for number, call in enumerate(calls):
+                if number not in self._tasks:
+                    self._tasks[number] = asyncio.ensure_future(self._ask_one(number, call))
+        if self._tasks:
+            await asyncio.wait([*self._tasks.values()], timeout=ANSWER_TIMEOUT_S)
+
+    async def _ask_one(self, number: int, call: EngineCall) -> None:
+        # A call that fails stays in _tasks: vLLM logs each call of a method that it does not have.
+        with Guard("engine queues"):
+            report = carrier.decode_answer(carrier.QueueReport, await call())
+            if report is not None:
+                self.reports[number] = (clock.now_us(), report)
+            del self._tasks[number]
+
+    def read(self, since: int) -> tuple[dict[str, int], float] | None:
+        """How many requests wait for which reason, and the age of that in seconds; None: nobody was asked.
+
+        since: when the oldest pending request came; what was said before is not about it.
+        """
+        if not self._tasks and not self.reports:
+            return None
+        found = dict.fromkeys(WAIT_REASON_NAMES, 0)
+        oldest = now = clock.now_us()
+        for number in {*self._tasks, *self.reports}:
+            at, report = self.reports.get(number, (0, None))
+            oldest = min(oldest, max(at, since))
+            if report is not None and at >= since:
+                for code, count in report.reasons.items():
+                    found[WAIT_REASON_NAMES[code]] += count
+        return found, (now - oldest) / 1e6
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The reports as JSON objects, with the holders of the request that waits longest in each queue."""
+        now = clock.now_us()
+        return [
+            {
+                "age_s": (now - at) / 1e6,
+                "waiting": {WAIT_REASON_NAMES[code]: n for code, n in report.reasons.items()},
+                "holders": [
+                    {
+                        "request_id": request_id,
+                        "trace_id": parent[TRACE_ID_PLACE],
+                        "kind": HOLDING_KIND_NAMES[kind],
+                        "held_s": us / 1e6,
+                        "tokens": tokens,
+                    }
+                    for us, tokens, kind, request_id, parent in report.holders
+                ],
+            }
+            for _, (at, report) in sorted(self.reports.items())
+        ]
+
+
+latest: Final = EngineQueues()
+
 
 if TYPE_CHECKING:
     from ttft_otel.tracing.request_trace import RequestTrace
@@ -97,7 +180,7 @@ def read_waiting(awaiting: AwaitingTraces) -> tuple[Mapping[str, int], float] | 
     oldest = _find_oldest(awaiting)
     if oldest is None:
         return dict.fromkeys(WAIT_REASON_NAMES, 0), 0.0
-    return engine_queues.latest.read(oldest.arrive)
+    return latest.read(oldest.arrive)
 
 
 def build_counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
@@ -153,7 +236,7 @@ class SharedPublisher:
 
     def publish_waiting(self) -> None:
         """Write what the engine cores have just been asked."""
-        waiting = engine_queues.latest.read(0)
+        waiting = latest.read(0)
         if waiting is not None:
             for reason, number in waiting[0].items():
                 self._waiting.labels(reason).set(number)
@@ -187,12 +270,12 @@ def publish_counts() -> bool:
     return bool(_publishers)
 
 
-async def ask_engines(awaiting: AwaitingTraces, calls: Sequence[engine_queues.EngineCall]) -> None:
+async def ask_engines(awaiting: AwaitingTraces, calls: Sequence[EngineCall]) -> None:
     """Before /metrics is shown: ask the engine cores what waits, if anything does.
 
     Where processes share one page, others' requests may wait: there they are always asked.
     """
     if awaiting or _publishers:
-        await engine_queues.latest.ask(calls)
+        await latest.ask(calls)
     for publisher in _publishers:
         publisher.publish_waiting()

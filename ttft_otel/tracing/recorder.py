@@ -16,20 +16,11 @@ from typing import Final
 from ttft_otel.model import breakdown, stages, timing
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.model.record import RECORD_VERSION, Piece, Record, Server, Ttft, encode_record
-from ttft_otel.tracing import (
-    carrier,
-    clock,
-    clock_offsets,
-    context,
-    media_items,
-    meter,
-    record_parts,
-)
-from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing import carrier, clock, context, meter, request_trace
+from ttft_otel.tracing.carrier import EngineTimeline
 from ttft_otel.tracing.handoff import RecordSender
 from ttft_otel.tracing.measurement import encode_trace_measurement
-from ttft_otel.tracing.request_trace import EngineRequest, RequestTrace
-from ttft_otel.tracing.roles import is_outermost, resolve_role
+from ttft_otel.tracing.request_trace import EngineRequest, RequestTrace, is_outermost, resolve_role
 from ttft_otel.tracing.settings import Settings
 
 log = logging.getLogger("ttft_otel")
@@ -171,7 +162,7 @@ def collect_marks(trace: RequestTrace, egress: int, end: int = 0) -> breakdown.M
     trace.timeline = carrier.decode_timeline(engine.marks, marks) if engine.marks else None
     if trace.timeline is not None:
         arrived = marks.received or marks.output or end
-        clock_offsets.align_marks(marks, trace.timeline.boot, trace.timeline.rank, arrived)
+        clock.align_marks(marks, trace.timeline.boot, trace.timeline.rank, arrived)
         trace.clock_offset = marks.clock_offset
         trace.clock_error = marks.clock_error
     # An ec_both instance used as an encoder also runs the language model.
@@ -218,7 +209,7 @@ def _add_engine_parts(trace: RequestTrace, marks: breakdown.Marks) -> None:
     if trace.breakdown is not None:
         parts = breakdown.divide_dispatch(trace.breakdown.pieces, marks)
         # All or none: they add up to their stage.
-        if len(trace.parts) + len(parts) <= record_parts.MAX_PARTS:
+        if len(trace.parts) + len(parts) <= request_trace.MAX_PARTS:
             trace.parts += parts
 
 
@@ -231,7 +222,7 @@ def format_timing_header(trace: RequestTrace, now: int) -> str:
     rest = None if trace.streamed else now - cut.end
     total = cut.end - cut.start
     tokens = _make_token_counts(trace.timeline)
-    ec = media_items.summarize_items(record_parts.count_trace_items(trace))
+    ec = carrier.summarize_items(request_trace.count_trace_items(trace))
     note = carrier.read_clock(trace.timeline)
     return timing.format_server_timing(cut.stages, cut.unattributed, total, rest, tokens, ec, note)
 
@@ -255,9 +246,9 @@ def send_known_halves(trace: RequestTrace, sender: RecordSender, *, server: bool
         if trace.is_counted:
             _send_bytes(encode_trace_measurement(trace, cut, server), sender)
         return
-    ttft = None if cut is None else record_parts.make_ttft(trace, cut)
+    ttft = None if cut is None else request_trace.make_ttft(trace, cut)
     trace.ttft_sent = trace.ttft_sent or ttft is not None
-    send_record(trace, sender, ttft, record_parts.make_server(trace) if server else None)
+    send_record(trace, sender, ttft, request_trace.make_server(trace) if server else None)
 
 
 def send_record(
@@ -296,7 +287,7 @@ def make_record(
         stages.SERVICE_NAMES.get(role, "vllm"),  # type: ignore[call-overload]
         trace.request_id,
         -1 if trace.timeline is None else trace.timeline.rank,
-        record_parts.list_identity_attributes(trace),
+        request_trace.list_identity_attributes(trace),
         ttft,
         server,
         (),

@@ -11,7 +11,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from ttft_otel.model import stages
-from ttft_otel.model.names import env_names, otel_variables
+from ttft_otel.model.names import env_names
 
 # plugin.py has the same words once more: it must not import anything while tracing is off.
 ON_WORDS: Final = frozenset({"1", "true", "yes", "on"})
@@ -28,7 +28,7 @@ PROTOCOLS: Final = ("http/protobuf", "grpc")
 COMPRESSIONS: Final = {"http/protobuf": ("none", "gzip", "deflate"), "grpc": ("gzip",)}
 EXPORTERS: Final = ("otlp", "none")
 PROPAGATOR: Final = "tracecontext"
-DETAILS: Final = ("full", "stages", "ttft")  # exporter/spans/span_writer.py: which spans each has
+DETAILS: Final = ("full", "stages", "ttft")  # exporter/span_writer.py: which spans each has
 # lowmemory: delta where the SDK need not keep a sum for it, which is so for all of our metrics.
 TEMPORALITIES: Final = ("cumulative", "delta", "lowmemory")
 SERVER_ROLES: Final = ("", *(role for role in stages.ROLES if role != "router"))
@@ -51,8 +51,8 @@ class Settings:
     detail: which spans the exporter makes of a request, one of DETAILS.
     metrics: the exporter process counts every request, sampled or not, and sends metrics of them.
     temporality: of these metrics, one of TEMPORALITIES.
-    numbers: those of otel_variables.NUMBERS that are set.
-    variables: what a configuration file says, as variables; the others of otel_variables.REPLACED are not
+    numbers: those of env_names.NUMBERS that are set.
+    variables: what a configuration file says, as variables; the others of env_names.REPLACED are not
         followed then. None without a file.
     unreadable: variables for which the SDK's exporter would raise; it must not see them.
     problems: one line for each invalid variable: "what is wrong; remedy".
@@ -139,7 +139,7 @@ def replace_variables(
     """`env` with Settings.variables in place of those that a configuration file replaces."""
     if variables is None:
         return env
-    kept = {name: value for name, value in env.items() if name not in otel_variables.REPLACED}
+    kept = {name: value for name, value in env.items() if name not in env_names.REPLACED}
     kept.pop(env_names.OTEL_CONFIG_FILE, None)
     return {**kept, **variables}
 
@@ -262,9 +262,9 @@ def _check_propagators(source: Mapping[str, str], problems: list[str]) -> None:
 
 
 def _read_numbers(source: Mapping[str, str], problems: list[str]) -> dict[str, int]:
-    """Those of otel_variables.NUMBERS that are set, and are whole numbers from their least one."""
+    """Those of env_names.NUMBERS that are set, and are whole numbers from their least one."""
     numbers: dict[str, int] = {}
-    for name, least in otel_variables.NUMBERS.items():
+    for name, least in env_names.NUMBERS.items():
         text = source.get(name, "").strip()
         if text.isdecimal() and int(text) >= least:
             numbers[name] = int(text)
@@ -281,12 +281,12 @@ def _find_unreadable(
     """Variables for which the SDK's exporter raises instead of taking its default."""
     found: list[str] = []
     words = COMPRESSIONS[protocol]
-    for name in otel_variables.TIMEOUTS:
+    for name in env_names.TIMEOUTS:
         text = source.get(name) or "1"
         if not re.fullmatch(r"\d+(\.\d+)?", text):
             found.append(name)
             problems.append(f"{name}={text!r} is no time; use a number of seconds, or unset it")
-    for name in otel_variables.COMPRESSIONS:
+    for name in env_names.COMPRESSIONS:
         text = source.get(name, "").strip().lower()
         if name in source and text not in words:
             found.append(name)

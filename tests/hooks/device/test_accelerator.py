@@ -36,9 +36,9 @@ from hooks.process import WORKER
 from ttft_otel.hooks.worker import device, model_runners
 from ttft_otel.model import breakdown
 from ttft_otel.model.names import keys
-from ttft_otel.tracing import carrier, clock, clock_offsets, recorder
+from ttft_otel.tracing import carrier, clock, recorder
+from ttft_otel.tracing.carrier import EngineTimeline
 from ttft_otel.tracing.context import start_context
-from ttft_otel.tracing.engine_timeline import EngineTimeline
 from ttft_otel.tracing.request_trace import RequestTrace
 from ttft_otel.tracing.settings import Settings
 
@@ -262,9 +262,9 @@ REMOTE_HOSTS = (SimulatedClock(7, TEN_DAYS_US, 40.0), SimulatedClock(8, -400_000
 @pytest.fixture(autouse=True)
 def no_bounds() -> Iterator[None]:
     """No engine core is known yet."""
-    clock_offsets._bounds.clear()
+    clock._bounds.clear()
     yield
-    clock_offsets._bounds.clear()
+    clock._bounds.clear()
 
 
 def convert_record(record: tuple[int, ...], worker: SimulatedClock) -> tuple[int, ...]:
@@ -390,7 +390,7 @@ def test_engine_cores_on_two_hosts(kinds: dict[str, Any], name: str, loop: str) 
 
 def test_marks_taken_as_local(kinds: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What a release without offsets would tell of another host's marks: nothing is right, or all is lost."""
-    monkeypatch.setattr(clock_offsets, "align_marks", lambda *_: None)
+    monkeypatch.setattr(clock, "align_marks", lambda *_: None)
     for each in see_case(kinds, "device-bound, 40 ms", "async", (REMOTE_HOSTS[1],)):
         length = each.true_cut.stages["prefill.compute"]
         assert abs(each.cut.stages.get("prefill.compute", 0) - length) > length / 2

@@ -16,9 +16,13 @@ from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.model.breakdown import CODE_FORWARD, find_failed_stage
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.tracing import clock as clocks
-from ttft_otel.tracing import context, record_parts, settings
-from ttft_otel.tracing.carrier import KeptBlocks, decode_answer, list_timeline_attributes
-from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing import context, request_trace, settings
+from ttft_otel.tracing.carrier import (
+    EngineTimeline,
+    KeptBlocks,
+    decode_answer,
+    list_timeline_attributes,
+)
 from ttft_otel.tracing.request_trace import RequestTrace
 
 READ = SimpleNamespace(data={"bytes_transferred": [100, 28], "transfer_duration": [0.002, 0.003]})
@@ -171,8 +175,8 @@ def list_attributes(timeline: EngineTimeline) -> dict[str, Any]:
     trace = RequestTrace(0, context.start_context("", "", settings.Settings()), False, False)
     trace.timeline = timeline
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record_parts.identity, "kv_connector", "MultiConnector")
-        return dict(record_parts._list_ttft_attributes(trace))
+        patch.setattr(request_trace.identity, "kv_connector", "MultiConnector")
+        return dict(request_trace._list_ttft_attributes(trace))
 
 
 def test_looking(kv_core: Any) -> None:

@@ -21,7 +21,7 @@ from ttft_otel.model.record import Ttft
 from ttft_otel.tracing import clock as clocks
 from ttft_otel.tracing import settings
 from ttft_otel.tracing.context import TraceContext
-from ttft_otel.tracing.roles import identity
+from ttft_otel.tracing.request_trace import identity
 from ttft_otel.tracing.settings import Settings
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

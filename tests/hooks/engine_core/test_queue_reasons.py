@@ -22,7 +22,7 @@ from ttft_otel.model.stages import (
     STALL_STAGE,
     WAIT_REASON_NAMES,
 )
-from ttft_otel.model.wait_reasons import divide_waits
+from ttft_otel.model.waits import divide_waits
 from ttft_otel.tracing import carrier
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -17,8 +17,13 @@ from ttft_otel.model.breakdown import Marks
 from ttft_otel.model.names import header_names
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing import clock as clocks
-from ttft_otel.tracing.engine_timeline import EngineTimeline
-from ttft_otel.tracing.media_items import INDEX_OWN, SOURCE_ENCODED, SOURCE_UNSEEN, SOURCES_UNKNOWN
+from ttft_otel.tracing.carrier import (
+    INDEX_OWN,
+    SOURCE_ENCODED,
+    SOURCE_UNSEEN,
+    SOURCES_UNKNOWN,
+    EngineTimeline,
+)
 
 BOOT = clocks.get_boot_number()
 STEP = (BOOT, 5000, 0, 10, 3000, 4000)

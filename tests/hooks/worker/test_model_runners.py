@@ -42,7 +42,7 @@ from ttft_otel.hooks.worker import device, model_runners
 from ttft_otel.model import breakdown
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing import clock as clocks
-from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing.carrier import EngineTimeline
 
 RunnerMaker = Callable[..., Any]
 START_US = 1_000_000

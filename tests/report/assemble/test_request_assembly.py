@@ -35,9 +35,7 @@ from sample_records import (
 )
 
 from lab import report_files
-from ttft_otel.exporter.spans.resource_cache import ResourceCache
-from ttft_otel.exporter.spans.span_batch import SpanBatch
-from ttft_otel.exporter.spans.span_builder import build_spans
+from ttft_otel.exporter.span_batch import ResourceCache, SpanBatch, build_spans
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Record
 from ttft_otel.model.stages import INTERMEDIATE_ROLES

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from router import fake_instances
-from ttft_otel.exporter.spans.span_content import cut_handover
+from ttft_otel.exporter.span_writer import cut_handover
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Ttft
 from ttft_otel.tracing import clock

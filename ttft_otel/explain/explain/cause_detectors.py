@@ -37,7 +37,7 @@ from ttft_otel.explain.explain.window_pair import (
 from ttft_otel.explain.window.request_facts import HOP, RequestFacts, count_values
 from ttft_otel.explain.window.request_table import BLOCKS, Contrast, Floats, Mask
 from ttft_otel.model.stages import HOLD, RETRY
-from ttft_otel.model.wait_reasons import WAIT_STAGES
+from ttft_otel.model.waits import WAIT_STAGES
 from ttft_otel.report.show.terminal import format_short
 
 MIN_BLOCKS: Final = 3  # separate pieces of time that must carry a cause

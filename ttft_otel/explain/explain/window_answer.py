@@ -35,7 +35,7 @@ from ttft_otel.explain.window.window_reading import (
     track_replays,
 )
 from ttft_otel.model.names import keys
-from ttft_otel.model.wait_reasons import WAIT_STAGES
+from ttft_otel.model.waits import WAIT_STAGES
 from ttft_otel.report.breakdown_source import (
     BreakdownSource,
     ComparedWindows,

@@ -27,9 +27,9 @@ from ttft_otel.hooks.engine_core.step_log import (
     describe_step,
     take_out_own,
 )
-from ttft_otel.model.held_waits import MAX_SEGMENTS, SEGMENT_SIZE, halve_segments, split_step
+from ttft_otel.model.waits import MAX_SEGMENTS, SEGMENT_SIZE, halve_segments, split_step
 from ttft_otel.tracing import clock
-from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing.carrier import EngineTimeline
 
 MAX_FOLLOWED: Final = 512  # requests; more are not followed
 _NO_STEP: Final = SimpleNamespace(

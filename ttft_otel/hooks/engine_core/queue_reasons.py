@@ -26,9 +26,9 @@ from ttft_otel.hooks.engine_core.held_steps import (
 )
 from ttft_otel.hooks.vllm_fields import SchedulerFacts, get_facts
 from ttft_otel.model.stages import WAIT_REASON_NAMES
-from ttft_otel.model.wait_reasons import gather_reasons
+from ttft_otel.model.waits import gather_reasons
 from ttft_otel.tracing import clock
-from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing.carrier import EngineTimeline
 
 (
     IN_STEP,

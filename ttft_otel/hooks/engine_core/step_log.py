@@ -17,9 +17,9 @@ from typing import Any, Final
 
 import msgspec
 
-from ttft_otel.model.held_waits import SEGMENT_SIZE, split_step
 from ttft_otel.model.names import header_names
 from ttft_otel.model.stages import HOLDING_KIND_NAMES
+from ttft_otel.model.waits import SEGMENT_SIZE, split_step
 
 PREFILL, DECODE, ENCODER, OWN, IDLE, OTHER_RANK = range(len(HOLDING_KIND_NAMES))
 MAX_LOOKED_AT: Final = 32  # requests of a step that are looked at to find prompts

@@ -26,12 +26,17 @@ from ttft_otel.hooks.wrap import Patcher
 from ttft_otel.model import breakdown
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.tracing import carrier, clock, context, guard, handoff, settings
-from ttft_otel.tracing.carrier import EncoderRun, QueueReport
+from ttft_otel.tracing.carrier import (
+    HEADER_LENGTH,
+    SOURCE_ALLOCATED,
+    SOURCE_MASK,
+    EncoderRun,
+    EngineTimeline,
+    QueueReport,
+)
 from ttft_otel.tracing.engine_report import REPORT_VERSION, EngineReport, encode_report
-from ttft_otel.tracing.engine_timeline import EngineTimeline
 from ttft_otel.tracing.guard import Hook
-from ttft_otel.tracing.media_items import HEADER_LENGTH, SOURCE_ALLOCATED, SOURCE_MASK
-from ttft_otel.tracing.roles import identity
+from ttft_otel.tracing.request_trace import identity
 
 log = logging.getLogger("ttft_otel")
 MAX_AWAITING_REQUESTS: Final = 8192  # in EngineCoreTracer.awaiting, .resumed and .own_reports

@@ -26,28 +26,26 @@ from ttft_otel.hooks import vllm_fields
 from ttft_otel.hooks.vllm_fields import SchedulerFacts
 from ttft_otel.hooks.wrap import Patcher
 from ttft_otel.model import breakdown
-from ttft_otel.tracing import clock, media_items
+from ttft_otel.tracing import carrier, clock
 from ttft_otel.tracing.carrier import (
-    KEPT_BLOCKS_BIT,
-    KEPT_ITEMS_BIT,
-    KeptBlocks,
-    KeptItems,
-    encode_answer,
-)
-from ttft_otel.tracing.engine_timeline import EngineTimeline
-from ttft_otel.tracing.guard import Hook
-from ttft_otel.tracing.media_items import (
     BIT_ANNOUNCED,
     BIT_AWAITED,
     BIT_CACHED,
     HEADER_LENGTH,
+    KEPT_BLOCKS_BIT,
+    KEPT_ITEMS_BIT,
     SOURCE_ALLOCATED,
     SOURCE_ENCODED,
     SOURCE_LOCAL,
     SOURCE_MASK,
     SOURCE_REMOTE,
     SOURCE_SKIPPED,
+    EngineTimeline,
+    KeptBlocks,
+    KeptItems,
+    encode_answer,
 )
+from ttft_otel.tracing.guard import Hook
 
 log = logging.getLogger("ttft_otel")
 
@@ -234,7 +232,7 @@ def open_items(
     # `added` is 0 where the hook at the engine core's input is missing: the timeline was then created
     # after schedule(), too late for this request's first allocations.
     if connector is None or not (is_seen and timeline.added):
-        media[media_items.INDEX_UNMATCHED] = media_items.SOURCES_UNKNOWN
+        media[carrier.INDEX_UNMATCHED] = carrier.SOURCES_UNKNOWN
         return media
     params = vllm_fields.get_announced_params(request)
     if params:
@@ -257,7 +255,7 @@ def _mark_named(media: list[int], features: Any, params: dict[str, Any]) -> None
     for place in places:
         if place < len(features):
             media[HEADER_LENGTH + place] |= BIT_ANNOUNCED
-    media[media_items.INDEX_UNMATCHED] = len(names) - len(matched)
+    media[carrier.INDEX_UNMATCHED] = len(names) - len(matched)
 
 
 def _mark_cached(
@@ -305,8 +303,8 @@ def settle_items(
     The first source of an item stays, unless it is encoded here later, for example after a preemption.
     """
     media = timeline.open_details().media
-    media[media_items.INDEX_OWN] += len(encoded)
-    media[media_items.INDEX_STEP] += step_items
+    media[carrier.INDEX_OWN] += len(encoded)
+    media[carrier.INDEX_STEP] += step_items
     for index in encoded:
         # The other bits stay: an announced item that is encoded here counts as recomputed.
         media[HEADER_LENGTH + index] = media[HEADER_LENGTH + index] & ~SOURCE_MASK | SOURCE_ENCODED
@@ -317,7 +315,7 @@ def settle_items(
         media[at] += source - SOURCE_ALLOCATED
         if source == SOURCE_REMOTE:
             name = request.mm_features[at - HEADER_LENGTH].identifier
-            media[media_items.INDEX_BYTES] += vllm_fields.find_item_bytes(connector, request, name)
+            media[carrier.INDEX_BYTES] += vllm_fields.find_item_bytes(connector, request, name)
 
 
 class EncodingLease(msgspec.Struct, eq=False):

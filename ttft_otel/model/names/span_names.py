@@ -5,9 +5,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from ttft_otel import __version__
+
 SCOPE: Final = "ttft_otel"  # instrumentation scope of every span of ours
 # OpenTelemetry's conventions that names beside our own follow; ours are registered in semconv/.
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
+
+# OpenTelemetry's attributes of a distribution; distro.py tells them to other SDKs, too.
+DISTRO: Final = {"telemetry.distro.name": "ttft-otel", "telemetry.distro.version": __version__}
 
 # Spans. A stage span is named after its stage.
 TTFT: Final = "ttft"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final, Literal
 
-from ttft_otel.model import intervals, stages
+from ttft_otel.model import breakdown, stages
 from ttft_otel.model.names import keys, metric_names, span_names
 from ttft_otel.report.report_types import STATUS_ERROR, StoredSpan
 
@@ -262,7 +262,7 @@ class _ForeignRequest:
     def sum_stages(self) -> dict[str, int]:
         """Microseconds by stage; {} where they are more than the TTFT."""
         lengths: dict[str, int] = {}
-        for code, start, stop in intervals.flatten_intervals(sorted(self.pieces)):
+        for code, start, stop in breakdown.flatten_intervals(sorted(self.pieces)):
             lengths[_NAMES[code]] = lengths.get(_NAMES[code], 0) + stop - start
         lengths = self.told_us | lengths
         return lengths if sum(lengths.values()) <= self.total_us else {}

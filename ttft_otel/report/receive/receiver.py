@@ -29,8 +29,7 @@ from google.rpc import code_pb2, status_pb2  # type: ignore[import-untyped]
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from starlette.requests import ClientDisconnect
 
-from ttft_otel.http.body_decoding import BodyTooLargeError, unpack_body
-from ttft_otel.http.byte_budget import ByteBudget
+from ttft_otel.http.bodies import BodyTooLargeError, ByteBudget, unpack_body
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.store.span_store import SpanStore, StoreUnavailableError
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ttft_otel.model.timing import ServerTiming
-from ttft_otel.model.ttft_report import build_ttft_report, to_ms
+from ttft_otel.model.timing import ServerTiming, build_ttft_report, to_ms
 from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.assemble.summary import (
     Recomputed,

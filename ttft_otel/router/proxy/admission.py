@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ttft_otel.http.byte_budget import ByteBudget
+from ttft_otel.http.bodies import ByteBudget
 from ttft_otel.model.endpoints import KNOWN_ROUTES
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.model.stages import HELD_BY_PRIORITY

@@ -29,8 +29,7 @@ from ttft_otel.model.record import (
     Ttft,
 )
 from ttft_otel.model.stages import ENCODE
-from ttft_otel.model.timing import MAX_HEADER_CHARS, ServerTiming
-from ttft_otel.model.ttft_report import build_ttft_report
+from ttft_otel.model.timing import MAX_HEADER_CHARS, ServerTiming, build_ttft_report
 from ttft_otel.router.timeline import Attempt, Exchange, RequestTimeline, partition_timeline
 from ttft_otel.router.types import DEFAULT_POLICY, MODE_STRIP, Decision
 from ttft_otel.tracing import clock

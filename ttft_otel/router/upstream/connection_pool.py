@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 import aiohttp
 from yarl import URL
 
-from ttft_otel.http.body_decoding import BodyTooLargeError, unpack_body
+from ttft_otel.http.bodies import BodyTooLargeError, unpack_body
 from ttft_otel.router.errors import InvalidAnswer
 from ttft_otel.router.time_limits import DeadlineQueue, end_with_host, wait_at_most
 from ttft_otel.router.timeline import Attempt

@@ -20,18 +20,19 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.metrics.view import ExponentialBucketHistogramAggregation, View
 
 from lab.otlp_sinks import to_attributes
-from ttft_otel.exporter.exporter_counters import ExporterCounters
-from ttft_otel.exporter.metrics import request_metrics
-from ttft_otel.exporter.metrics.metric_series import (
+from ttft_otel.exporter import request_metrics
+from ttft_otel.exporter.otlp_exporter import build_metric_exporter
+from ttft_otel.exporter.record_queue import ExporterCounters
+from ttft_otel.exporter.request_metrics import (
     MAX_IDLE_NS,
     MAX_SCALE,
     US_PER_S,
     ExponentialSeries,
+    MetricPusher,
+    RequestMetrics,
     SeriesRegistry,
 )
-from ttft_otel.exporter.metrics.request_metrics import MetricPusher, RequestMetrics
-from ttft_otel.exporter.otlp_exporter import build_metric_exporter
-from ttft_otel.exporter.spans.resource_cache import ResourceCache
+from ttft_otel.exporter.span_batch import ResourceCache
 from ttft_otel.model.metric_table import (
     MAX_HISTOGRAM_BUCKETS,
     MAX_SERIES,

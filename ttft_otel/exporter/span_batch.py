@@ -1,31 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collect records' spans in OTLP messages of bounded size, and let the SDK's exporters send them as they are.
 
-export_worker.py adds records; batch_exporter.py gives the batches to the SDK's exporter, whose transport,
-retries and variables stay its own.
+export_worker.py adds records and gives the batches to the SDK's exporter, whose transport, retries and
+variables stay its own. Resources of spans and metrics, one per service name, are found here. The messages
+can be read as the SDK's read-only spans: where an SDK does not take messages, and by tests.
 """
 
 from __future__ import annotations
 
+import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Final
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue
-from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import (
+    ResourceSpans,
+    ScopeSpans,
+    Span,
+    SpanFlags,
+    Status,
+)
 from opentelemetry.sdk import environment_variables as names
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.resources import (
+    PROCESS_PID,
+    SERVICE_INSTANCE_ID,
+    SERVICE_NAME,
+    OTELResourceDetector,
+    Resource,
+)
+from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter
-from opentelemetry.trace import INVALID_SPAN_CONTEXT
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import (
+    INVALID_SPAN_CONTEXT,
+    Link,
+    SpanContext,
+    SpanKind,
+    TraceFlags,
+    TraceState,
+)
+from opentelemetry.trace.status import Status as SdkStatus
+from opentelemetry.trace.status import StatusCode
 
-from ttft_otel.exporter.spans.resource_cache import MAX_SERVICES, ResourceCache
-from ttft_otel.exporter.spans.span_builder import SCOPE, read_span
-from ttft_otel.exporter.spans.span_writer import count_spans, write_spans
-from ttft_otel.model.record import Record
+from ttft_otel import __version__
+from ttft_otel.exporter.span_writer import count_spans, write_spans
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys, span_names
+from ttft_otel.model.record import Attributes, Record, Value
+
+MAX_SERVICES: Final = 16  # service names per host process; ours are one per role
+
+
+class ResourceCache:
+    """One resource per service name, bounded; the operator's OTEL_* variables take precedence.
+
+    pid: the host process, for service.instance.id and process.pid.
+    counts_requests: metrics come from this process too, and are not to be made of its spans again.
+    engine_settings: attributes that the host knows, keys.ENGINE_SETTINGS.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        counts_requests: bool = False,
+        engine_settings: Mapping[str, int] | None = None,
+    ) -> None:
+        self.pid = pid
+        attributes: dict[str, str | int] = {
+            # Host and process: several servers on one host must not share a series.
+            SERVICE_INSTANCE_ID: f"{socket.gethostname()}:{pid}",
+            PROCESS_PID: pid,
+            **span_names.DISTRO,
+            **(engine_settings or {}),
+        }
+        if counts_requests:
+            attributes[keys.METRICS_SOURCE] = keys.METRICS_FROM_EXPORTER
+        # Read apart from the rest: what the operator set is merged last, and has to win.
+        self._operator = OTELResourceDetector().detect()
+        self._base = Resource.create().merge(Resource(attributes)).merge(self._operator)
+        self._resources: dict[str, Resource] = {}
+
+    def get(self, service: str) -> Resource:
+        """The resource for records of `service`, "" for the default name; one object for equal ones.
+
+        OTEL_SERVICE_NAME, where set, replaces the name in all of them.
+        """
+        found = self._resources.get(service)
+        # A name comes from a record; the bound keeps a wrong sender from filling the memory.
+        if found is None and len(self._resources) >= MAX_SERVICES:
+            found = self._resources.get("")
+        if found is None:
+            found = self._build_resource(service if len(self._resources) < MAX_SERVICES else "")
+        return found
+
+    def build_metrics_resource(self, resource: Resource) -> Resource:
+        """The resource of metrics beside spans of `resource`, with a service.instance.id of this process.
+
+        The operator may have given one to a server of several processes. Spans can share it; sums cannot:
+        each process would send its own under the same name.
+        """
+        given = self._operator.attributes.get(SERVICE_INSTANCE_ID)
+        if given is None:
+            return resource
+        return resource.merge(Resource({SERVICE_INSTANCE_ID: f"{given}:{self.pid}"}))
+
+    def _build_resource(self, service: str) -> Resource:
+        name = Resource({SERVICE_NAME: service or stages.SERVICE_NAMES["mono"]})
+        built = self._base.merge(name).merge(self._operator)
+        # Last, and only where no detector has one: the SDK drops a side if two that it merges differ.
+        built = Resource(built.attributes, built.schema_url or span_names.SCHEMA_URL)
+        # With OTEL_SERVICE_NAME all are equal: one object, because others look it up by id().
+        equal = (other for other in self._resources.values() if other == built)
+        self._resources[service] = next(equal, built)
+        return self._resources[service]
+
 
 # At some 290 bytes a span 0.3 MB, far below gRPC's usual limit of 4 MB for a message.
 MAX_BATCH_SPANS: Final = 1024  # spans per OTLP message
@@ -205,3 +297,65 @@ def _cut_value(value: AnyValue, characters: int) -> None:
         value.string_value = value.string_value[:characters]
     for each in value.array_value.values:
         _cut_value(each, characters)
+
+
+SCOPE: Final = InstrumentationScope(span_names.SCOPE, __version__, span_names.SCHEMA_URL)
+# OTLP has a kind 0 (unspecified) before the SDK's first.
+_KINDS: Final = {kind.value + 1: kind for kind in SpanKind}
+_SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)  # others are not exported
+
+
+def build_spans(record: Record, resource: Resource) -> list[ReadableSpan]:
+    """All spans of `record`, parents before their children; [] when it is not sampled.
+
+    Raises ValueError as write_spans() does.
+    """
+    scope_spans = ScopeSpans()
+    write_spans(record, scope_spans.spans)
+    return [read_span(span, resource) for span in scope_spans.spans]
+
+
+def read_span(span: Span, resource: Resource) -> ReadableSpan:
+    """The SDK's span of one message that write_spans() has made."""
+    trace_id = int.from_bytes(span.trace_id, "big")
+    state = TraceState.from_header([span.trace_state]) if span.trace_state else TraceState()
+    is_remote = bool(span.flags & SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK)
+
+    # A span's own context is never remote; its parent's is where another process made it.
+    def make_context(span_id: bytes, remote: bool) -> SpanContext:
+        return SpanContext(trace_id, int.from_bytes(span_id, "big"), remote, _SAMPLED, state)
+
+    failed = span.status.code == Status.STATUS_CODE_ERROR
+    return ReadableSpan(
+        name=span.name,
+        context=make_context(span.span_id, False),
+        parent=make_context(span.parent_span_id, is_remote) if span.parent_span_id else None,
+        resource=resource,
+        attributes=_read_attributes(span.attributes),
+        kind=_KINDS[span.kind],
+        links=[_read_link(link) for link in span.links],
+        events=[
+            Event(each.name, _read_attributes(each.attributes), each.time_unix_nano)
+            for each in span.events
+        ],
+        status=SdkStatus(StatusCode.ERROR if failed else StatusCode.UNSET),
+        start_time=span.start_time_unix_nano,
+        end_time=span.end_time_unix_nano,
+        instrumentation_scope=SCOPE,
+    )
+
+
+def _read_link(link: Span.Link) -> Link:
+    trace_id, span_id = (int.from_bytes(each, "big") for each in (link.trace_id, link.span_id))
+    return Link(SpanContext(trace_id, span_id, True, _SAMPLED), _read_attributes(link.attributes))
+
+
+def _read_attributes(attributes: Iterable[KeyValue]) -> Attributes:
+    return {each.key: _read_value(each.value) for each in attributes}
+
+
+def _read_value(value: AnyValue) -> Value:
+    if value.HasField("array_value"):
+        return tuple(_read_value(each) for each in value.array_value.values)  # type: ignore[misc]
+    field = value.WhichOneof("value")
+    return getattr(value, field) if field else ""
