@@ -322,29 +322,26 @@ def check_inputs(records: MemorySender, ends: list[int]) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-async def test_inputs_one_by_one(engine: FakeEngine, records: MemorySender, tokens: int) -> None:
-    """Each input of a stream is a request, which begins when vLLM has taken it."""
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_inputs(
+    engine: FakeEngine, records: MemorySender, at_once: bool, tokens: int
+) -> None:
+    """Each input of a stream is a request, which begins when vLLM has taken it.
+
+    Where they come at once, outputs of one are not taken for the first one of those behind it.
+    """
     session = FakeSession(engine.server)
     await engine.add_request("s", session, PARAMS)
+    if at_once:
+        await session.put(True, True, True, False)
     for number in range(3):
-        engine.server.clock.tick(1_000_000)  # nobody speaks
-        await session.put(True)
+        if not at_once:
+            engine.server.clock.tick(1_000_000)  # nobody speaks
+            await session.put(True)
         await session.answer(number, tokens)
     await session.put(False)
 
-    check_inputs(records, [0, 0, 0])
-
-
-@pytest.mark.parametrize("tokens", [1, 3])
-async def test_inputs_at_once(engine: FakeEngine, records: MemorySender, tokens: int) -> None:
-    """Outputs of one input are not taken for the first one of those behind it."""
-    session = FakeSession(engine.server)
-    await engine.add_request("s", session, PARAMS)
-    await session.put(True, True, True, False)
-    for number in range(3):
-        await session.answer(number, tokens)
-
-    each = 904 + (tokens - 1) * (DECODE_US + 4)
+    each = (904 + (tokens - 1) * (DECODE_US + 4)) * at_once
     check_inputs(records, [0, each, 2 * each])
 
 

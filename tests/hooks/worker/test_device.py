@@ -239,24 +239,23 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         (["accelerator"], clocks.CLOCK_LENGTHS),  # XPU
         (["accelerator", "untimed"], clocks.CLOCK_NONE),
         ([], clocks.CLOCK_NONE),
+        (["no vllm.platforms"], clocks.CLOCK_HOST),
+        (["no torch"], clocks.CLOCK_HOST),
     ],
 )
-def test_choice(platform: SimpleNamespace, has: list[str], kind: int) -> None:
-    """A device clock is used only where it was tested; launch times are never reported as compute."""
+def test_choice(
+    platform: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, has: list[str], kind: int
+) -> None:
+    """A device clock is used only where it was tested; launch times are never reported as compute.
+
+    Where no platform is known, the host's clock is used.
+    """
     for name in has:
         setattr(platform, name, True)
+        if name.startswith("no "):
+            monkeypatch.setitem(sys.modules, name.removeprefix("no "), None)
 
     assert device.choose_clock().kind == kind
-
-
-@pytest.mark.parametrize("missing", ["vllm.platforms", "torch"])
-def test_choice_without_vllm(
-    platform: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    """Where no platform is known, the host's clock is used."""
-    monkeypatch.setitem(sys.modules, missing, None)
-
-    assert device.choose_clock().kind == clocks.CLOCK_HOST
 
 
 SLEWED_CASES = [case for case in CASES if "slewed" in case.name]
