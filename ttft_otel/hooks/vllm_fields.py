@@ -191,16 +191,13 @@ def find_block_source(connector: Any, request: Any, tokens: int) -> tuple[str, s
         with guard.Guard("kv.source"):  # a connector's own code
             found = ask(request, tokens)
     # The farthest of several tiers: that one is waited for longest.
-    words = [word for word in keys.KV_SOURCES if word in {*map(_read_word, found)}]
+    named = {str(getattr(each, "value", each)) for each in found}  # of vLLM's CacheHitSource
+    words = [word for word in keys.KV_SOURCES if word in named]
     source: str = words[-1] if words else keys.KV_SOURCE_UNKNOWN
     if source == keys.KV_SOURCE_UNKNOWN:  # older releases and connectors that do not tell
         known = (word for start, word in KV_SOURCE_BY_CLASS.items() if name.startswith(start))
         source = next(known, source)
     return (name[:256] if index >= 0 else ""), source
-
-
-def _read_word(value: Any) -> str:
-    return str(getattr(value, "value", value))  # of vLLM's CacheHitSource
 
 
 def list_connector_stats(output: Any) -> dict[str, dict[str, Any]]:

@@ -107,11 +107,10 @@ class Patcher(importlib.abc.MetaPathFinder):
     def patch_attribute(self, target: PatchTarget, owner: Any, name: str, hook: Hook) -> None:
         """Patch the attribute `name` of `owner` once; static and class methods stay such."""
         raw = inspect.getattr_static(owner, name)
-        call = _unwrap_kind(raw)
         # Factories hand out the same class for each connector, and plugins may be loaded twice.
-        if hasattr(call, "__ttft_otel__"):
+        if hasattr(_unwrap_kind(raw), "__ttft_otel__"):
             return
-        wrapper = _restore_kind(raw, _build_wrapper(target.name, call, hook))
+        wrapper = _build_wrapper(target.name, raw, hook)
         setattr(owner, name, wrapper)
         self.installed.setdefault(target.name, []).append(Patch(owner, name, raw, wrapper, hook))
         if hook.extend is not None:
@@ -145,12 +144,11 @@ class Patcher(importlib.abc.MetaPathFinder):
             for patch in patches:
                 value = patch.original if name in self.disabled else patch.wrapper
                 if name in failing:
-                    raw = patch.original
                     # Without `ready`, so that it fails without a traced request, too.
                     hook = Hook(
                         _raise_error, _raise_error, runs_after_error=patch.hook.runs_after_error
                     )
-                    value = _restore_kind(raw, _build_wrapper(name, _unwrap_kind(raw), hook))
+                    value = _build_wrapper(name, patch.original, hook)
                 setattr(patch.owner, patch.name, value)
 
     def find_spec(
@@ -195,15 +193,15 @@ def _unwrap_kind(raw: Any) -> AnyCall:
     return call
 
 
-def _restore_kind(raw: Any, wrapper: AnyCall) -> Any:
-    return type(raw)(wrapper) if isinstance(raw, (staticmethod, classmethod)) else wrapper
+def _build_wrapper(place: str, raw: Any, hook: Hook) -> Any:
+    """Build the wrapper of `raw`, which stays a static or class method if it is one.
 
-
-def _build_wrapper(place: str, original: AnyCall, hook: Hook) -> AnyCall:
-    """Build the wrapper; its attribute __ttft_otel__ marks it, so that it is not wrapped again."""
-    wrapper: AnyCall = hook.wrap(place, original, hook)
+    Its attribute __ttft_otel__ marks it, so that it is not wrapped again.
+    """
+    call = _unwrap_kind(raw)
+    wrapper: AnyCall = hook.wrap(place, call, hook)
     wrapper.__dict__["__ttft_otel__"] = place
-    return wrapper
+    return wrapper if call is raw else type(raw)(wrapper)
 
 
 def _raise_error(*args: Any, **kwargs: Any) -> None:

@@ -270,11 +270,6 @@ def _mark_cached(
         seen.add(feature.identifier)
 
 
-def _is_named(timeline: EngineTimeline) -> bool:
-    """Whether ec_transfer_params name an item of this request: an encoder has worked for it."""
-    return any(code & BIT_ANNOUNCED for code in timeline.read_details().media[HEADER_LENGTH:])
-
-
 def skip_cached(timeline: EngineTimeline, features: Any, computed: int) -> None:
     """Mark the items that need no encoding, because the prefix cache covers all their tokens.
 
@@ -370,9 +365,12 @@ class EncodingLeases:
         # An encoder's timeline is sent after this call; one that was sent has had its token.
         if timeline is None or timeline.sent or not timeline.complete:
             return
-        if not self.patcher.is_active("transfer.fetched") or _is_named(timeline):
+        items = timeline.read_details().media[HEADER_LENGTH:]
+        if getattr(request, "kv_transfer_params", None) or any(
+            each & BIT_ANNOUNCED for each in items
+        ):
             return
-        if getattr(request, "kv_transfer_params", None):
+        if not self.patcher.is_active("transfer.fetched"):
             return
         # result: (whether vLLM frees the cache later, ec_transfer_params of the answer).
         announced = result[1] if isinstance(result[1], dict) else {}
