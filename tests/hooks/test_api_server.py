@@ -263,40 +263,48 @@ def read_end(records: MemorySender) -> dict[str, Any]:
     return {key: value for key, value in last.server.attributes.items() if key in END_NAMES}
 
 
-@pytest.mark.parametrize(("stream", "finish_reason"), [(True, "stop"), (False, "repetition")])
-def test_generation_end(client: FakeClient, stream: bool, finish_reason: str) -> None:
-    """vLLM's own words and numbers; the time after the first token is shared by the tokens after it."""
-    client.run(ServerPlan(stream=stream, tokens=5, finish_reason=finish_reason))
-
-    # From the first token, processed EGRESS_US before its chunk, to the last one.
-    assert read_end(client.records) == {
-        keys.OUTPUT_TOKENS: 5,
-        keys.FINISH_REASONS: (finish_reason,),
-        keys.TIME_PER_OUTPUT_TOKEN_US: round((EGRESS_US + DECODE_US) / 4),
-    }
+# From the first token, processed EGRESS_US before its chunk, to the last one.
+PER_TOKEN_US = round((EGRESS_US + DECODE_US) / 4)
 
 
 @pytest.mark.parametrize(
-    ("plan", "tokens", "reasons"),
+    ("plan", "tokens", "reasons", "per_token_us"),
     [
-        pytest.param(ServerPlan(tokens=1, finish_reason="length"), 1, ("length",), id="one token"),
+        pytest.param(ServerPlan(), 5, ("stop",), PER_TOKEN_US, id="stream"),
+        pytest.param(
+            ServerPlan(False, finish_reason="repetition"),
+            5,
+            ("repetition",),
+            PER_TOKEN_US,
+            id="whole",
+        ),
+        pytest.param(
+            ServerPlan(tokens=1, finish_reason="length"), 1, ("length",), 0, id="one token"
+        ),
         # Tokens add up, each generation has its reason, and no time per token is one's own.
-        pytest.param(ServerPlan(count=3, tokens=4), 12, ("stop",) * 3, id="several generations"),
+        pytest.param(ServerPlan(count=3, tokens=4), 12, ("stop",) * 3, 0, id="several generations"),
         # A list that is cut would not be one reason for each generation.
-        pytest.param(ServerPlan(count=65, tokens=4), 260, None, id="more generations than fit"),
+        pytest.param(ServerPlan(count=65, tokens=4), 260, (), 0, id="more generations than fit"),
         # The convention has times per token of successful answers only.
-        pytest.param(ServerPlan(tokens=3, finish_reason="error"), 3, ("error",), id="engine fails"),
-        pytest.param(ServerPlan(status=404), None, None, id="refused"),
+        pytest.param(
+            ServerPlan(tokens=3, finish_reason="error"), 3, ("error",), 0, id="engine fails"
+        ),
+        pytest.param(ServerPlan(status=404), 0, (), 0, id="refused"),
     ],
 )
-def test_no_time_per_token(
-    client: FakeClient, plan: ServerPlan, tokens: int | None, reasons: tuple[str, ...] | None
+def test_generation_end(
+    client: FakeClient, plan: ServerPlan, tokens: int, reasons: tuple[str, ...], per_token_us: int
 ) -> None:
-    """What is known is told; a time per token only where one request had steps after its first token."""
+    """vLLM's own words and numbers; the time after the first token is shared by the tokens after it.
+
+    What is known is told; a time per token only where one request had steps after its first token.
+    """
     client.run(plan)
 
-    told = {keys.OUTPUT_TOKENS: tokens, keys.FINISH_REASONS: reasons}
-    assert read_end(client.records) == {key: value for key, value in told.items() if value}
+    values = (tokens, reasons, per_token_us)
+    names = (keys.OUTPUT_TOKENS, keys.FINISH_REASONS, keys.TIME_PER_OUTPUT_TOKEN_US)
+    told = {name: value for name, value in zip(names, values, strict=True) if value}
+    assert read_end(client.records) == told
 
 
 async def test_all_tokens_in_one_step(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,39 +179,33 @@ def list_attributes(timeline: EngineTimeline) -> dict[str, Any]:
         return dict(request_trace._list_ttft_attributes(trace))
 
 
-def test_looking(kv_core: Any) -> None:
-    """While a connector still looks for blocks they are on their way already."""
-    began = add_request(kv_core, *[(None, False)] * 3, (0, False))
-    marks, timeline = finish_first_chunk(kv_core)
-
-    assert marks.waits == [("kv.transfer", began, began + 3000)]
-    assert keys.KV_TOKENS not in list_timeline_attributes(timeline)
-
-
-def test_no_room(kv_core: Any) -> None:
-    """As long as there is no room for its blocks it queues: only the last answer counts."""
-    add_request(kv_core, *[LATER] * 3)
-    tell(kv_core, "a")
-    marks, _ = finish_first_chunk(kv_core)
-
-    assert [(name, end - start) for name, start, end in marks.waits] == [("kv.transfer", 1000)]
-
-
 @pytest.mark.parametrize(
-    ("answers", "tokens"),
+    ("answers", "come", "waited_us", "tokens"),
     [
-        ([LATER, (0, False)], None),  # another request has fetched them meanwhile
-        ([(0, False)], None),  # found nowhere
-        ([(32, False)], 32),  # loaded in the step
-        ([LATER], 39),  # scheduled at once after all
+        (
+            [(None, False)] * 3 + [(0, False)],
+            False,
+            [3000],
+            None,
+        ),  # looked for: on their way already
+        ([LATER] * 3, True, [1000], 39),  # no room for them: it queues, only the last answer counts
+        ([LATER, (0, False)], False, [], None),  # another request has fetched them meanwhile
+        ([(0, False)], False, [], None),  # found nowhere
+        ([(32, False)], False, [], 32),  # loaded in the step
+        ([LATER], False, [], 39),  # scheduled at once after all
     ],
 )
-def test_nobody_waits(kv_core: Any, answers: list[Any], tokens: int | None) -> None:
-    """Where no blocks are waited for there is no wait; what was found nowhere leaves no details."""
+def test_answers(
+    kv_core: Any, answers: list[Any], come: bool, waited_us: list[int], tokens: int | None
+) -> None:
+    """Only where blocks are waited for there is a wait; what was found nowhere leaves no details."""
     add_request(kv_core, *answers)
-    assert bool(CORE.blocks.tracked) == (answers == [LATER])
+    assert bool(CORE.blocks.tracked) == (answers[-1] == LATER)
+    tell(kv_core, *["a"] * come)
     marks, timeline = finish_first_chunk(kv_core)
-    assert not marks.waits and not marks.queue_lost and not marks.moving
+    waits = [(name, end - start) for name, start, end in marks.waits]
+    assert waits == [("kv.transfer", us) for us in waited_us]
+    assert not marks.queue_lost and not marks.moving
     assert list_timeline_attributes(timeline).get(keys.KV_TOKENS) == tokens
     assert timeline.details is not None or answers == [(0, False)]
 

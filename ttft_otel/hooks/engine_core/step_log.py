@@ -286,8 +286,9 @@ class HolderLog:
         new = work.output.scheduled_new_reqs
         if not (work.parts or new):
             return
+        total = work.total
         for holder, tokens in work.parts:
-            holder.held += (length << SCALE) * tokens // work.total
+            holder.held += (length << SCALE) * tokens // total
             holder.tokens += tokens
         counts = work.output.num_scheduled_tokens
         for data in new:
