@@ -226,38 +226,6 @@ class AcceleratedRunnerV1(AcceleratedRunner):
         self.run_drafter()
 
 
-class AcceleratedEncoderRunner:
-    """v1/worker/gpu/mm/encoder_runner.py:150."""
-
-    def __init__(self, runner: AcceleratedRunner) -> None:
-        self.runner = runner
-
-    def execute_mm_encoder(self, scheduled: Any) -> None:
-        """Called only with items."""
-        begin = self.runner.device.main.mark()
-        self.runner.launch_encoder()
-        self.runner.note(breakdown.CODE_ENCODER, begin)
-
-
-class AcceleratedStepTiming:
-    """A:94."""
-
-    def forward_start(self) -> None:
-        """The forward begins."""
-
-
-class AcceleratedPreForward:
-    """What begins before V2's forward up to vLLM 0.28: v1/worker/gpu/kv_connector.py:51 of 0.24."""
-
-    def __init__(self, runner: AcceleratedRunner) -> None:
-        self.runner = runner
-
-    def pre_forward(self) -> None:
-        """Loads of KV blocks begin here, whether the forward needs them or not."""
-        if self.runner.kv_connector is not None:
-            self.runner.kv_connector.start_load_kv(self.runner)
-
-
 class AcceleratedRunnerV2(AcceleratedRunner):
     """R2, and E where it only encodes. Its outputs are always asynchronous (A:115)."""
 
@@ -272,7 +240,7 @@ class AcceleratedRunnerV2(AcceleratedRunner):
             # R2:1950, E:170
             if self.ec_connector is not None:
                 self.ec_connector.start_save_caches(self)
-            AcceleratedEncoderRunner(self).execute_mm_encoder(scheduler_output)
+            self.execute_mm_encoder(scheduler_output)
             if self.ec_connector is not None:
                 self.ec_connector.save_caches(self)
                 self.ec_connector.get_finished(self)
@@ -285,9 +253,18 @@ class AcceleratedRunnerV2(AcceleratedRunner):
         self.note(breakdown.CODE_FORWARD, begin)
         return None
 
+    def execute_mm_encoder(self, scheduled: Any) -> None:
+        """v1/worker/gpu/mm/encoder_runner.py:150; called only with items."""
+        begin = self.device.main.mark()
+        self.launch_encoder()
+        self.note(breakdown.CODE_ENCODER, begin)
+
+    def forward_start(self) -> None:
+        """A:94."""
+
     def begin_forward(self) -> Any:
         """R2:1995, C2:89; the truth of where it begins."""
-        AcceleratedStepTiming().forward_start()
+        self.forward_start()
         begin = self.device.main.mark()
         if self.kv_connector is not None and self.scheduled.has_sync_kv_loads:
             self.kv_connector.start_load_kv(self)
@@ -325,10 +302,15 @@ class AcceleratedRunnerV2Of033(AcceleratedRunnerV2):
 class AcceleratedRunnerV2Of026(AcceleratedRunnerV2):
     """As up to vLLM 0.28: hooked where loads begin, before the forward and nowhere else."""
 
+    def pre_forward(self) -> None:
+        """v1/worker/gpu/kv_connector.py:51 of 0.24: loads begin, whether the forward needs them or not."""
+        if self.kv_connector is not None:
+            self.kv_connector.start_load_kv(self)
+
     def begin_forward(self) -> Any:
         """R2:1261 of 0.24."""
         begin = self.device.main.mark()
-        AcceleratedPreForward(self).pre_forward()
+        self.pre_forward()
         return begin
 
     def _start_load(self) -> None:
@@ -389,13 +371,16 @@ def wrap_accelerated_classes() -> dict[str, type[AcceleratedRunner]]:
         "worker.sample": "_sample",
         "worker.draft": "propose_draft_token_ids",
     }
+    of_v2 = {
+        "worker.encoder": "execute_mm_encoder",
+        "worker.forward": "forward_start",
+        "worker.sample": "sample",
+    }
     for owner, method_by_target in (
         (AcceleratedRunnerV1, steps | inner),
-        (AcceleratedRunnerV2, {**steps, "worker.sample": "sample"}),
-        (AcceleratedEncoderRunner, {"worker.encoder": "execute_mm_encoder"}),
-        (AcceleratedStepTiming, {"worker.forward": "forward_start"}),
+        (AcceleratedRunnerV2, steps | of_v2),
+        (AcceleratedRunnerV2Of026, {"worker.forward": "pre_forward"}),
         (AsyncRunnerOutput, {"worker.output": "get_output"}),
-        (AcceleratedPreForward, {"worker.forward": "pre_forward"}),
         (AcceleratedKvConnector, {"kv.load": "start_load_kv", "kv.save": "wait_for_save"}),
     ):
         wrap_methods(owner, method_by_target)
