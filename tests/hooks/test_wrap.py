@@ -74,13 +74,7 @@ class Guest:
         """Patch these places with `hook`, or with the one that remembers; more: of that one."""
         places = tuple(TargetPlace(module, name) for name in names)
         target = PatchTarget(
-            name="host.call",
-            process="api",
-            places=places,
-            reads=reads,
-            marks="",
-            why="",
-            drop_when="",
+            name="host.call", places=places, reads=reads, marks="", why="", drop_when=""
         )
         self.monkeypatch.setattr(wrap, "TARGETS", (target,))
         PATCHER.install_hooks({target.name: hook or guard.Hook(self.before, self.after, **more)})

@@ -51,8 +51,6 @@ class PatchTarget:
     """One patched function."""
 
     name: str
-    #: The vLLM processes in which it runs: "api", "core", "worker" or "core+worker".
-    process: str
     #: Where it is in each release; () for a connector's method.
     places: tuple[TargetPlace, ...] = ()
     #: A connector's method on vLLM's base classes; it is wrapped on the class that vLLM's factory makes.
@@ -71,14 +69,14 @@ class PatchTarget:
     lost_encode: tuple[str, ...] | None = None
 
 
+_target: Final = partial(PatchTarget, drop_when=VLLM_EMITS_IT)
+
 # In the API server, from the ASGI call to the engine and back; hooks: api_server.py.
 _RENDERER: Final = "vllm.renderers.base"
 _OUTPUTS: Final = "vllm.v1.engine.output_processor"
 
-_api_target: Final = partial(PatchTarget, process="api", drop_when=VLLM_EMITS_IT)
-
 _FRONTEND: Final[tuple[PatchTarget, ...]] = (
-    _api_target(
+    _target(
         # Starlette builds the stack at the first call, after all add_middleware(): ours is outside.
         name="frontend.app",
         places=(TargetPlace("fastapi.applications", "FastAPI.build_middleware_stack"),),
@@ -87,7 +85,7 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
         why="--middleware needs a flag and endpoint plugins (0.29) VLLM_PLUGINS; a patch is always outermost",
         drop_when="a plugin that nobody has to name can add the outermost middleware",
     ),
-    _api_target(
+    _target(
         # Each sets arrival_time in its first line (renderers/base.py): no rendering is before.
         name="frontend.render",
         places=(
@@ -98,7 +96,7 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
         lost=("receive", "preprocess"),
         why="vLLM sets arrival_time here and does not hand it out",
     ),
-    _api_target(
+    _target(
         # Once per URL of a message, so that a request has as many parts as it has media.
         name="frontend.media",
         places=(
@@ -107,14 +105,14 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
         marks="part of preprocess: fetch and decode",
         why="vLLM has no event for it",
     ),
-    _api_target(
+    _target(
         # The plural method: render_cmpl_async() gathers its prompts through it in one call.
         name="frontend.tokenize",
         places=(TargetPlace(_RENDERER, "BaseRenderer.tokenize_prompts_async"),),
         marks="part of preprocess: tokenizer",
         why="vLLM has no event for it",
     ),
-    _api_target(
+    _target(
         # Called for text as well: the hook reads `prompt` to leave that out.
         name="frontend.multimodal",
         places=(TargetPlace(_RENDERER, "BaseRenderer.process_for_engine_async"),),
@@ -122,7 +120,7 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
         why="enable_mm_processor_stats only sums it, per server",
         reads=("prompt",),
     ),
-    _api_target(
+    _target(
         # Whoever calls an engine: vLLM's own servers, too, whose HTTP request has a trace already.
         name="frontend.direct",
         places=(
@@ -134,7 +132,7 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
         drop_when="vLLM begins a span of its own at the engine",
         reads=("request_id", "params", "arrival_time", "trace_headers"),
     ),
-    _api_target(
+    _target(
         # Adds 8 random characters to the client's ID; all paths of AsyncLLM call it.
         name="frontend.assign",
         places=(TargetPlace("vllm.v1.engine.input_processor", "InputProcessor.assign_request_id"),),
@@ -143,7 +141,7 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
         why="the last call before the request leaves for the engine, in all releases",
         reads=("request",),
     ),
-    _api_target(
+    _target(
         # Late enough: before, AsyncLLM.add_request() drops headers if vLLM's tracing is off.
         name="frontend.register",
         places=(TargetPlace(_OUTPUTS, "OutputProcessor.add_request"),),
@@ -153,7 +151,7 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
         drop_when="trace headers reach the engine core without --otlp-traces-endpoint",
         reads=("request",),
     ),
-    _api_target(
+    _target(
         # Called for slices of a batch (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE), each with its own times.
         name="frontend.outputs",
         places=(TargetPlace(_OUTPUTS, "OutputProcessor.process_outputs"),),
@@ -162,7 +160,7 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
         why="vLLM's own first-token time is a wall-clock difference",
         reads=("engine_core_outputs",),
     ),
-    _api_target(
+    _target(
         # Once for each request, whether or not vLLM keeps statistics; not for one that is aborted.
         name="frontend.end",
         places=(TargetPlace(_OUTPUTS, "OutputProcessor._update_stats_from_finished"),),
@@ -170,7 +168,7 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
         why="process_outputs() would have to be asked at each decode step",
         reads=("req_state", "finish_reason"),
     ),
-    _api_target(
+    _target(
         # The middleware sees that an HTTP client has left; of other callers nobody else says it.
         name="frontend.abort",
         places=(TargetPlace(_OUTPUTS, "OutputProcessor.abort_requests"),),
@@ -183,10 +181,8 @@ _FRONTEND: Final[tuple[PatchTarget, ...]] = (
 # In the engine core: input and scheduler; hooks: engine_core/tracer.py.
 _SCHEDULER: Final = "vllm.v1.core.sched.scheduler"
 
-_core_target: Final = partial(PatchTarget, process="core", drop_when=VLLM_EMITS_IT)
-
 _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
-    _core_target(
+    _target(
         # In the input thread (process_input_sockets), while a step may run on the main thread.
         name="engine.input",
         places=(TargetPlace("vllm.v1.engine.core", "EngineCore.preprocess_add_request"),),
@@ -196,7 +192,7 @@ _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
         drop_when="a QUEUED event at the input thread",
         reads=("request",),
     ),
-    _core_target(
+    _target(
         # AsyncScheduler and other subclasses inherit it, so that a patch of the base reaches them.
         name="scheduler.schedule",
         places=(TargetPlace(_SCHEDULER, "Scheduler.schedule"),),
@@ -205,7 +201,7 @@ _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
         why="a custom scheduler_cls would exclude the operator's own",
         drop_when="scheduled events carry the step and its encoder inputs",
     ),
-    _core_target(
+    _target(
         # Its argument names the step's requests; under async scheduling another step runs already.
         name="scheduler.update",
         places=(TargetPlace(_SCHEDULER, "Scheduler.update_from_output"),),
@@ -215,7 +211,7 @@ _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
         drop_when="EngineCoreOutput has a field for timings",
         reads=("scheduler_output", "model_runner_output"),
     ),
-    _core_target(
+    _target(
         # Called for a pause and for its end alike; the state is the argument.
         name="scheduler.pause",
         places=(TargetPlace(_SCHEDULER, "Scheduler.set_pause_state"),),
@@ -224,7 +220,7 @@ _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
         drop_when="scheduling events say that requests wait, and why",
         reads=("pause_state",),
     ),
-    _core_target(
+    _target(
         # DPEngineCoreProc's loop, for models with experts; every rank takes part in each step of any.
         name="engine.dummy",
         places=(TargetPlace("vllm.v1.engine.core", "EngineCore.execute_dummy_batch"),),
@@ -232,7 +228,7 @@ _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
         why="it runs without schedule(), so that no step is seen",
         drop_when="scheduling events say that requests wait, and why",
     ),
-    _core_target(
+    _target(
         # Called by finish_requests() (aborts) and by update_from_output(): hooks distinguish them.
         name="scheduler.free",
         places=(TargetPlace(_SCHEDULER, "Scheduler._free_request"),),
@@ -241,7 +237,7 @@ _ENGINE_CORE: Final[tuple[PatchTarget, ...]] = (
         drop_when="vLLM reports aborted requests",
         reads=("request",),
     ),
-    _core_target(
+    _target(
         # Called when the input comes, or when the answer to the one before it ends.
         name="scheduler.session",
         places=(TargetPlace(_SCHEDULER, "Scheduler._update_request_as_session"),),
@@ -258,12 +254,7 @@ _V1: Final = "vllm.v1.worker.gpu_model_runner"
 _GPU: Final = "vllm.v1.worker.gpu"
 _V2: Final = f"{_GPU}.model_runner"
 
-_worker_target: Final = partial(
-    PatchTarget,
-    process="worker",
-    why="runner internals have no events",
-    drop_when=VLLM_EMITS_IT,
-)
+_worker_target: Final = partial(_target, why="runner internals have no events")
 
 _WORKER: Final[tuple[PatchTarget, ...]] = (
     _worker_target(
@@ -366,7 +357,8 @@ _WORKER: Final[tuple[PatchTarget, ...]] = (
 
 # In encoder-cache and KV connectors, which can be third-party classes; hooks: install.py. Their methods are
 # wrapped on the class that vLLM's factory makes, and checked on vLLM's base classes. The session that serves
-# an encoder's fetches has only one class.
+# an encoder's fetches has only one class. Loads, saves and flushes run in the worker, the factories there and
+# in the engine core, all others in the engine core alone.
 _EC_FOLDER: Final = "vllm.distributed.ec_transfer.ec_connector"
 _EC: Final = f"{_EC_FOLDER}.base"
 _SESSION: Final = f"{_EC_FOLDER}.cpu.session"
@@ -383,7 +375,6 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
     _connector_target(
         # In both processes: the scheduler's half waits for encodings, the worker's half moves them.
         name="transfer.create",
-        process="core+worker",
         places=(TargetPlace(f"{_EC_FOLDER}.factory", "ECConnectorFactory.create_connector"),),
         marks="finds the encoder-cache connector's class",
         lost=(*QUEUE_STAGES, "dispatch", "ec.transfer", "encoder.compute"),
@@ -393,7 +384,6 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
     _connector_target(
         # An encoder waits for nobody's encodings, hence nothing is lost on one.
         name="transfer.wait",
-        process="core",
         methods=(
             # Before 0.24 an encoder-cache connector could not make a request wait.
             TargetPlace(_EC, "ECConnectorBase.ensure_cache_available", since="0.24"),
@@ -405,7 +395,6 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
     ),
     _connector_target(
         name="transfer.load",
-        process="worker",
         methods=(TargetPlace(_EC, "ECConnectorBase.start_load_caches"),),
         marks="ec.transfer: load",
         lost=("dispatch", "ec.transfer"),
@@ -414,7 +403,6 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
     _connector_target(
         # V1 saves inside of the encoder's call, whose length would have the save in it.
         name="transfer.save",
-        process="worker",
         methods=(
             TargetPlace(_EC, "ECConnectorBase.save_caches"),
             # Publishes what an earlier step has encoded: save_caches() is never called for that.
@@ -427,7 +415,6 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
     _connector_target(
         # vLLM calls it after each step, also of connectors that do nothing in it.
         name="transfer.flush",
-        process="worker",
         methods=(TargetPlace(_EC, "ECConnectorBase.get_finished"),),
         marks="ec.transfer: get_finished(), where ECCPUConnector starts the copies of what a step encoded",
         lost=("ec.transfer", "encoder.compute", "dispatch"),
@@ -436,7 +423,6 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
     ),
     _connector_target(
         name="transfer.place",
-        process="core",
         methods=(TargetPlace(_EC, "ECConnectorBase.update_state_after_alloc"),),
         marks="whether a media item was fetched, found in a cache or encoded here",
         why="vLLM does not report per request which of its items it encoded",
@@ -445,7 +431,6 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
     ),
     _connector_target(
         name="transfer.keep",
-        process="core",
         methods=(TargetPlace(_EC, "ECConnectorBase.request_finished"),),
         marks="how long encodings are kept for another instance after the answer",
         why="request_finished is the only place that has the request and what it announces",
@@ -453,7 +438,6 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
     ),
     _connector_target(
         name="transfer.ready",
-        process="core",
         methods=(TargetPlace(_EC, "ECConnectorBase.update_connector_output"),),
         marks="since when kept encodings can be read: the worker's copies are over",
         why="a consumer that asks earlier has to ask again, and no event is emitted",
@@ -461,21 +445,18 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
     _connector_target(
         # A fetch that is gone after _drain_notifs() was read; after _sweep_timeouts() it was not.
         name="transfer.fetched",
-        process="core",
         methods=(TargetPlace(_SESSION, "ProducerSession._drain_notifs", since="0.32"),),
         marks="kept encodings were read (ECCPUConnector's ProducerSession._drain_notifs)",
         why="only that session is notified; ECMooncakeConnector's scheduler never is",
     ),
     _connector_target(
         name="transfer.lease",
-        process="core",
         methods=(TargetPlace(_SESSION, "ProducerSession._sweep_timeouts", since="0.32"),),
         marks="kept encodings were not read in time, or evicted (ProducerSession._sweep_timeouts)",
         why="vLLM only logs it",
     ),
     _connector_target(
         name="kv.create",
-        process="core+worker",
         places=(TargetPlace(f"{_KV_FOLDER}.factory", "KVConnectorFactory.create_connector"),),
         marks="finds the KV connector's class",
         lost=(*QUEUE_STAGES, *COMPUTE_STAGES, "kv.transfer", "sample", "output"),
@@ -484,7 +465,6 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
     _connector_target(
         # Called again until blocks are allocated; only the last answer before that counts.
         name="kv.match",
-        process="core",
         methods=(TargetPlace(_KV, "KVConnectorBase_V1.get_num_new_matched_tokens"),),
         marks="kv.transfer: how much comes from elsewhere, and since when it is on its way",
         lost=(*QUEUE_STAGES, "kv.transfer"),
@@ -494,7 +474,6 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
     _connector_target(
         # On the scheduler, not on connectors: one address, whatever the connector's class is.
         name="kv.arrive",
-        process="core",
         places=(TargetPlace(_SCHEDULER, "Scheduler._update_from_kv_xfer_finished"),),
         marks="kv.transfer: the blocks are there; those kept for another instance are freed",
         lost=(*QUEUE_STAGES, "kv.transfer"),
@@ -503,7 +482,6 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
     ),
     _connector_target(
         name="kv.keep",
-        process="core",
         methods=(
             TargetPlace(_KV, "KVConnectorBase_V1.request_finished"),
             # The scheduler calls it instead for all SupportsHMA connectors (hybrid KV caches).
@@ -516,7 +494,6 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
     _connector_target(
         # V1 and V2 call it inside the step, before the forward or (async loads, newer V2) after it.
         name="kv.load",
-        process="worker",
         methods=(TargetPlace(_KV, "KVConnectorBase_V1.start_load_kv"),),
         marks="kv.transfer: a load inside a step",
         lost=("dispatch", "prefill.compute", "prefill.stall", "kv.transfer", "sample", "output"),
@@ -524,7 +501,6 @@ _CONNECTORS: Final[tuple[PatchTarget, ...]] = (
     _connector_target(
         # wait_for_save() returns when all is saved: its length is time that the step spends in it.
         name="kv.save",
-        process="worker",
         methods=(TargetPlace(_KV, "KVConnectorBase_V1.wait_for_save"),),
         marks="kv.transfer: a save that its step waits for",
         lost=("kv.transfer", "prefill.stall", "sample", "output"),
