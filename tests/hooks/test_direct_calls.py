@@ -36,16 +36,7 @@ class FakeEngine:
         self.engine_core = server
         self.sent: dict[str, int] = {}
 
-    async def add_request(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: Any,
-        arrival_time: float | None = None,
-        lora_request: Any = None,
-        tokenization_kwargs: Any = None,
-        trace_headers: Any = None,
-    ) -> str:
+    async def add_request(self, request_id: str, prompt: Any, params: Any, **more: Any) -> str:
         """Preprocess, then hand over; of a stream each input, in a task of its own."""
         if isinstance(prompt, FakeSession):
             prompt.start(request_id)

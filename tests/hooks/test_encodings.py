@@ -256,16 +256,8 @@ class PushedItems:
         return SimpleNamespace(done=lambda: True, result=lambda: True)
 
     def push_item(self, transfer_id: str, name: str) -> None:
-        self.events.append(
-            {
-                "ready": True,
-                "transfer_id": transfer_id,
-                "mm_hash": name,
-                "nbytes": 64,
-                "shape": [2, 16],
-                "dtype": "float16",
-            }
-        )
+        tensor = {"nbytes": 64, "shape": [2, 16], "dtype": "float16"}
+        self.events.append({"ready": True, "transfer_id": transfer_id, "mm_hash": name, **tensor})
         self.connector._scheduler._drain_pending = True
 
 

@@ -141,20 +141,12 @@ class FakeEcConnector:
     def ensure_cache_available(self, request: Any, computed: int) -> bool:
         return request.request_id not in self.missing
 
-    def has_cache_item(self, identifier: str) -> bool:
-        return False
-
-    def build_connector_meta(self, output: Any) -> None:
-        return None
-
     def request_finished(self, request: Any) -> tuple[bool, None]:
         return False, None
 
-    def update_state_after_alloc(self, request: Any, index: int) -> None:
-        return None
-
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None if "stats" in name else ()
+        """All else finds nothing."""
+        return lambda *args, **kwargs: None if "stats" in name or "meta" in name else ()
 
 
 def test_grammar(drive: MakeDriver) -> None:
