@@ -14,6 +14,7 @@ api_server                arrival to first chunk
 engine_core/tracer        EngineCoreTracer: a request from the engine core's input to its first output
 engine_core/queue_reasons WaitingQueue: why requests wait
 engine_core/held_steps    HeldRequests: whose work held them up
+engine_core/step_log      StepLog: what steps computed meanwhile, and for whom
 engine_core/transfers     waits for KV blocks, sources of media items, what is kept for others
 worker/model_runners      WorkerTracer: both model runners
 worker/device             host or device clock
