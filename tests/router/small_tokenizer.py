@@ -95,12 +95,8 @@ class PlainTokenizer:
         self.backend_tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
         self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
 
-    def __call__(
-        self, text: str, add_special_tokens: bool, max_length: int | None = None, **_: Any
-    ) -> dict[str, list[int]]:
-        """Token ids of `text`, truncated from the left to `max_length`."""
-        if max_length:
-            self.backend_tokenizer.enable_truncation(max_length, direction="left")
+    def __call__(self, text: str, add_special_tokens: bool, **_: Any) -> dict[str, list[int]]:
+        """Token ids of `text`."""
         encoded = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return {"input_ids": encoded.ids}
 

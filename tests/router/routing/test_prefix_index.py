@@ -117,21 +117,6 @@ def test_limit() -> None:
     assert index.match_blocks(range(10_000, 10_010), ["a"]) == [10]
 
 
-def test_too_many_instances() -> None:
-    """For one instance too many the oldest counts no more at once; its memory goes in steps."""
-    index = SentHistory(16, 10_000, max_instances=2)
-    index.record_served("a", range(10_000))
-    index.record_served("b", range(10_000, 10_001))
-
-    index.record_served("c", range(10_001, 10_002))
-
-    assert index.match_blocks(range(5), ["a"]) == [0]
-    assert 9_000 < len(index) < 10_000
-    for _ in range(30):
-        index.record_served("c", range(10_001, 10_002))
-    assert len(index) == 2
-
-
 def test_history() -> None:
     """What was sent counts as cached; the latest blocks stay, ends of prompts go before beginnings."""
     index = SentHistory(16, 6)
@@ -476,19 +461,10 @@ def test_malformed(payload: bytes) -> None:
     assert world.count_indexed_blocks(ids) == 1
 
 
-def test_bounded() -> None:
-    """Blocks beyond the largest possible cache of an instance are not counted."""
-    world = HeardFeed()
-    world.ledger.max_blocks = 10
-
-    world.hear(*(encode_batch(build_stored_event([at], [at] * BLOCK_TOKENS)) for at in range(100)))
-    assert len(world.index) == len(world.ledger) == 10
-    assert world.ledger.counts["dropped"] == 90
-
-
 def test_total() -> None:
     """Half of the index is for whoever comes first; of the rest each instance has its share, and no more."""
-    index = ReportedIndex(BLOCK_TOKENS, 100, max_reported=12)
+    index = ReportedIndex(BLOCK_TOKENS, 100)
+    index.max_reported = 12
     feeds = [EventFeed(BlockLedger(index, f"http://{number}", 0)) for number in range(3)]
     index.reporting |= {feed.ledger.url for feed in feeds}
 

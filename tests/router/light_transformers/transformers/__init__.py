@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -22,15 +22,6 @@ def compile_template(chat_template: str) -> Any:
     """The template in an environment like that of transformers."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(chat_template)
-
-
-class PretrainedConfig:
-    """Reads config.json."""
-
-    @staticmethod
-    def get_config_dict(source: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The config of the folder `source`, and no arguments left over."""
-        return json.loads((Path(source) / "config.json").read_text()), {}
 
 
 class PreTrainedTokenizerBase(PlainTokenizer):
@@ -53,13 +44,11 @@ class PreTrainedTokenizerBase(PlainTokenizer):
         )
 
 
-class AutoTokenizer:
-    """Loads tokenizers."""
-
-    @staticmethod
-    def from_pretrained(source: str, **_: Any) -> PreTrainedTokenizerBase:
-        """The tokenizer of the folder `source`."""
-        return PreTrainedTokenizerBase(source)
+# The config of a folder, and no arguments left over.
+PretrainedConfig = SimpleNamespace(
+    get_config_dict=lambda source: (json.loads((Path(source) / "config.json").read_text()), {})
+)
+AutoTokenizer = SimpleNamespace(from_pretrained=lambda source, **_: PreTrainedTokenizerBase(source))
 
 
 def add_module(name: str, **contents: Any) -> ModuleType:
@@ -74,6 +63,5 @@ add_module("utils.chat_template_utils", _compile_jinja_template=compile_template
 add_module("models")
 add_module("models.auto")
 add_module("models.auto.processing_auto", PROCESSOR_MAPPING_NAMES={})
-logging = ModuleType("logging")
-vars(logging)["set_verbosity_error"] = lambda: None
+logging = SimpleNamespace(set_verbosity_error=lambda: None)
 utils = add_module("utils", logging=logging, cached_file=lambda *_, **__: None)

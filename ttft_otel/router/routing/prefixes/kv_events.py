@@ -211,14 +211,14 @@ def _shorten_hash(value: int | bytes) -> int:
     return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else value & _HASH_MASK
 
 
-MAX_BLOCKS_PER_CACHE: Final = 2_000_000  # further blocks are counted as dropped, and as not cached
 # Media whose removals vLLM reports; blocks on others would seem to stay forever. The values mark hashes
 # (64 bits) by medium, since a block may be on both.
 MEDIUM_MARKS: Final = {"GPU": 0, "CPU": 1 << 64}
 # KV cache kinds in which a block attends to all tokens before it, so that it implies its whole prefix;
 # sliding-window groups, for instance, keep blocks without their prefix. "": releases that do not say.
 PREFIX_CACHE_KINDS: Final = ("", "full_attention", "mla_attention", "sink_full_attention")
-MAX_REPORTED_BLOCKS: Final = 4_000_000  # reported blocks of all caches together: about 1 GB
+# Reported blocks of all caches together: about 1 GB. Further ones are counted as dropped, and as not cached.
+MAX_REPORTED_BLOCKS: Final = 4_000_000
 
 
 class ReportedIndex(SentHistory):
@@ -230,11 +230,9 @@ class ReportedIndex(SentHistory):
     are in ledgers now.
     """
 
-    def __init__(
-        self, block_size: int, max_blocks: int, max_reported: int = MAX_REPORTED_BLOCKS
-    ) -> None:
+    def __init__(self, block_size: int, max_blocks: int) -> None:
         super().__init__(block_size, max_blocks)
-        self.max_reported = max_reported
+        self.max_reported = MAX_REPORTED_BLOCKS
         self.reported_blocks = 0
         self.blocks_by_url: Counter[str] = Counter()
         self.reporting: set[str] = set()
@@ -305,13 +303,10 @@ class BlockLedger:
     first with a kind in PREFIX_CACHE_KINDS; None until one was seen.
     """
 
-    def __init__(
-        self, index: ReportedIndex, url: str, rank: int, max_blocks: int = MAX_BLOCKS_PER_CACHE
-    ) -> None:
+    def __init__(self, index: ReportedIndex, url: str, rank: int) -> None:
         self.index = index
         self.url = url
         self.rank = rank
-        self.max_blocks = max_blocks
         self.counts: Counter[str] = Counter()
         self.cache_group: int | None = None
         self._size = 0
@@ -396,7 +391,7 @@ class BlockLedger:
         # Two requests computed it side by side; it is cached until both copies are gone.
         if key in self._keys_by_hash:
             self._extra_copies[key] = self._extra_copies.get(key, 0) + 1
-        elif self._size >= self.max_blocks or self.index.is_full_for(self.url):
+        elif self.index.is_full_for(self.url):
             self.counts["dropped"] += 1
         else:
             self._keys_by_hash[key] = block_key

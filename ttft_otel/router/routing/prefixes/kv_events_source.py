@@ -33,7 +33,6 @@ except ImportError as error:
 
 from ttft_otel.router.errors import ReplayFailed
 from ttft_otel.router.routing.prefixes.kv_events import (
-    MAX_BLOCKS_PER_CACHE,
     MAX_REPORTED_BLOCKS,
     BlockLedger,
     EventFeed,
@@ -492,7 +491,7 @@ class Subscription:
                 )
         if any(feed.ledger.counts["dropped"] for feed in self._feeds.values()):
             self._warn_once(
-                f"has more KV blocks cached than the router tracks ({MAX_BLOCKS_PER_CACHE} per cache, "
+                f"has more KV blocks cached than the router tracks ({MAX_REPORTED_BLOCKS // 2} per cache, "
                 f"{MAX_REPORTED_BLOCKS} in all): the rest counts as not cached; see `dropped` on "
                 "/metrics"
             )
