@@ -42,7 +42,6 @@ from ttft_otel.router.routing.prefixes.prefix_source import (
     DEFAULT_BLOCK_SIZE,
     MAX_HISTORY_BLOCKS,
     PrefixSource,
-    list_prefilling,
     run_sliced,
 )
 from ttft_otel.router.time_limits import wait_at_most
@@ -336,7 +335,7 @@ class KvEventsSource(PrefixSource):
 
     def sync_instances(self) -> None:
         """Subscribe to added instances, and end the subscriptions of removed ones."""
-        urls = {each.url for each in list_prefilling(self._pool)}
+        urls = self._list_urls()
         for url in self._subscriptions.keys() - urls:
             self._subscriptions.pop(url).close()
         if self._context is not None:

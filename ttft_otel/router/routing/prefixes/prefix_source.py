@@ -45,11 +45,6 @@ def parse_block_size(metrics_page: bytes) -> int:
     return int(found[1]) if found else 0
 
 
-def list_prefilling(pool: InstancePool | None) -> tuple[Instance, ...]:
-    """The instances of `pool` that prefill, whose caches hold prefixes."""
-    return () if pool is None else pool.get(pool.prefilling_leg)
-
-
 class PrefixSource:
     """Keeps an index of the prompt blocks that instances have cached.
 
@@ -58,11 +53,11 @@ class PrefixSource:
     """
 
     _queries: QueryClient  # from start() on
+    _pool: InstancePool
 
     def __init__(self, index: SentHistory) -> None:
         self.index = index
         self._max_blocks = index.max_blocks
-        self._pool: InstancePool | None = None
         self._urls: set[str] = set()
         self._size_task: asyncio.Future[None] | None = None
         self._free_task: asyncio.Future[None] | None = None
@@ -90,12 +85,15 @@ class PrefixSource:
 
     def sync_instances(self) -> None:
         """Drop removed instances, and share the memory limit among the present ones."""
-        urls = {each.url for each in list_prefilling(self._pool)}
-        self._urls = urls
+        urls = self._urls = self._list_urls()
         self.index.sync_instances(urls)
         # A share for each: the limit is of the process, however many instances there are.
         self.index.set_max_blocks(min(self._max_blocks, MAX_TOTAL_BLOCKS // max(1, len(urls))))
         self.free_memory()
+
+    def _list_urls(self) -> set[str]:
+        """The instances that prefill, whose caches hold prefixes."""
+        return {each.url for each in self._pool.get(self._pool.prefilling_leg)}
 
     def _handle_return(self, instance: Instance) -> None:
         """Drop the estimate of an `instance` that was unreachable: it may have been restarted."""
