@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import logging
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from time import monotonic
-from typing import Any
 
 import pytest
 import zmq.asyncio
@@ -35,7 +32,6 @@ from ttft_otel.router.routing.prefixes.kv_events_source import (
 from ttft_otel.router.routing.prefixes.prefix_source import (
     MAX_HISTORY_BLOCKS,
     PrefixSource,
-    run_sliced,
 )
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.connection_pool import QueryClient
@@ -266,23 +262,6 @@ async def test_unknown_instance(caplog: pytest.LogCaptureFixture) -> None:
     async with run_source(build_fleet(), source):
         assert source.describe_instances() == {}
     assert "http://127.0.0.1:9, which is no instance that prefills" in caplog.text
-
-
-async def test_slices() -> None:
-    """Long work yields to the event loop at short intervals."""
-
-    def work_in_slices() -> Any:
-        for _ in range(50):
-            end = monotonic() + 0.001
-            while monotonic() < end:
-                pass
-            yield
-
-    turns, task = 0, asyncio.ensure_future(run_sliced(work_in_slices()))
-    while not task.done():
-        turns += 1
-        await asyncio.sleep(0)
-    assert turns > 20
 
 
 def test_given() -> None:
