@@ -12,11 +12,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Final
 
-from benchmarks.routing.fleet_simulation import (
-    MODEL_NAME,
-    SESSION_HEADER,
-    Simulation,
-)
+from benchmarks.routing.fleet_simulation import MODEL_NAME, SESSION_HEADER, Simulation
 from benchmarks.routing.mooncake_traces import TRACE_BLOCK_TOKENS, TraceRow, compute_speedup
 from benchmarks.routing.peer_policies import PEER_POLICIES
 from benchmarks.routing.simulated_instance import SimulatedInstance

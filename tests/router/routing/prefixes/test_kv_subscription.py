@@ -29,10 +29,7 @@ from ttft_otel.router.routing.prefixes.kv_events_source import (
     parse_configured,
     resolve_address,
 )
-from ttft_otel.router.routing.prefixes.prefix_source import (
-    MAX_HISTORY_BLOCKS,
-    PrefixSource,
-)
+from ttft_otel.router.routing.prefixes.prefix_source import MAX_HISTORY_BLOCKS, PrefixSource
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.connection_pool import QueryClient
 from ttft_otel.router.upstream.instance_pool import InstancePool
