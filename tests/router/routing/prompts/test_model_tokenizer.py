@@ -80,32 +80,25 @@ def convert_messages(
     return messages
 
 
+TEXT_PART = {"type": "text", "text": "a"}
+LINK_PART = {"type": "image_url", "image_url": "u"}
+USER_CASES: list[tuple[Any, bool, Any]] = [
+    ("a", False, "a"),
+    ("a", True, [TEXT_PART]),
+    (None, False, ""),
+    (["a", {"type": "text", "text": "b"}], False, "a\nb"),
+    ([{"type": "text", "text": ""}, "b"], False, "b"),
+    ([{**TEXT_PART, "cache": 1}], True, [{**TEXT_PART, "cache": 1}]),
+    (["a", {"type": "image_url", "image_url": {"url": "u"}}], False, "<image>\na"),
+    (["a", LINK_PART], True, [TEXT_PART, {"type": "image"}]),
+    (["<image> a", LINK_PART], False, "<image> a"),
+]
 MESSAGE_CASES: list[tuple[dict[str, Any], bool, dict[str, Any]]] = [
-    ({"role": "user", "content": "a"}, False, {"role": "user", "content": "a"}),
-    ({"role": "user", "content": "a"}, True, {"content": [{"type": "text", "text": "a"}]}),
+    *(
+        ({"role": "user", "content": content}, wrap, {"role": "user", "content": wanted})
+        for content, wrap, wanted in USER_CASES
+    ),
     ({"role": "user"}, False, {"content": ""}),
-    ({"role": "user", "content": ["a", {"type": "text", "text": "b"}]}, False, {"content": "a\nb"}),
-    ({"role": "user", "content": [{"type": "text", "text": ""}, "b"]}, False, {"content": "b"}),
-    (
-        {"role": "user", "content": [{"type": "text", "text": "a", "cache": 1}]},
-        True,
-        {"content": [{"type": "text", "text": "a", "cache": 1}]},
-    ),
-    (
-        {"role": "user", "content": ["a", {"type": "image_url", "image_url": {"url": "u"}}]},
-        False,
-        {"content": "<image>\na"},
-    ),
-    (
-        {"role": "user", "content": ["a", {"type": "image_url", "image_url": "u"}]},
-        True,
-        {"content": [{"type": "text", "text": "a"}, {"type": "image"}]},
-    ),
-    (
-        {"role": "user", "content": ["<image> a", {"type": "image_url", "image_url": "u"}]},
-        False,
-        {"content": "<image> a"},
-    ),
     ({"role": "user", "content": "a", "name": "n", "other": 1}, False, {"name": "n"}),
     (
         {"role": "assistant", "content": "a", "reasoning_content": "r"},
