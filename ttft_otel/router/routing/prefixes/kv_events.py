@@ -464,7 +464,7 @@ ReplayRequest = Callable[[int], AsyncGenerator[tuple[int, bytes], None]]
 
 
 class EventFeed:
-    """The messages of one data-parallel rank; its methods must not run concurrently.
+    """The messages of one data-parallel rank; its methods must not run concurrently, so take its lock.
 
     replay: requests all messages from a number on; None if the publisher has no replay socket.
     counts: events and incidents, for /metrics. last_applied: message number; None: accept any as next.
@@ -479,6 +479,8 @@ class EventFeed:
         self.replay = replay
         self.last_applied: int | None = None if replay is None else NO_MESSAGE
         self.counts: Counter[str] = Counter()
+        # A replay awaits: without it the next message would be applied in the middle of that.
+        self.lock = asyncio.Lock()
         self.is_connected = False
         self.changed_at_s = monotonic()
         self._is_disconnected = False

@@ -183,23 +183,19 @@ async def receive_events(
         # A SUB socket without a subscription receives nothing.
         socket.setsockopt(zmq.SUBSCRIBE, endpoint.topic.encode())
         socket.connect(endpoint.events)
-        # A replay awaits: without the lock the next message would be applied in the middle of it.
-        lock = asyncio.Lock()
         tasks = [
-            asyncio.ensure_future(_watch_connection(monitor, feed, lock, on_connection)),
-            asyncio.ensure_future(_receive_messages(socket, feed, lock)),
+            asyncio.ensure_future(_watch_connection(monitor, feed, on_connection)),
+            asyncio.ensure_future(_receive_messages(socket, feed)),
         ]
         for task in tasks:
             stack.callback(task.cancel)
         await asyncio.gather(*tasks)
 
 
-async def _receive_messages(
-    socket: zmq.asyncio.Socket, feed: EventFeed, lock: asyncio.Lock
-) -> None:
+async def _receive_messages(socket: zmq.asyncio.Socket, feed: EventFeed) -> None:
     for turns in itertools.count(1):
         parts = await _receive_frames(socket)
-        async with lock:
+        async with feed.lock:
             # Topic, number (8 bytes, big-endian), events.
             if len(parts) == 3 and len(parts[1]) == 8:
                 await feed.receive_message(int.from_bytes(parts[1], "big"), parts[2])
@@ -211,10 +207,7 @@ async def _receive_messages(
 
 
 async def _watch_connection(
-    monitor: zmq.asyncio.Socket,
-    feed: EventFeed,
-    lock: asyncio.Lock,
-    on_connection: Callable[[bool], None],
+    monitor: zmq.asyncio.Socket, feed: EventFeed, on_connection: Callable[[bool], None]
 ) -> None:
     while True:
         event = await recv_monitor_message(monitor)
@@ -222,7 +215,7 @@ async def _watch_connection(
         feed.changed_at_s = monotonic()
         on_connection(feed.is_connected)
         if feed.is_connected:
-            async with lock:
+            async with feed.lock:
                 await feed.handle_connected()
         else:
             # Without the lock: it only sets a flag, and must not wait for a replay.
