@@ -67,13 +67,9 @@ class Attempt(msgspec.Struct, eq=False):
         self.sent_us = clock.now_us()
         self.is_new_connection = is_new_connection
 
-    def begin_wait(self, task: asyncio.Task[Any] | None) -> None:
-        """From now on `task` waits for its first byte."""
+    def record_waiting(self, task: asyncio.Task[Any] | None) -> None:
+        """From now on `task` waits for its first byte, or with None nobody does."""
         self.waiting_task = task
-
-    def end_wait(self) -> None:
-        """Its task waits no longer."""
-        self.waiting_task = None
 
     def time_out(self) -> None:
         """The time for its first byte is over: cancel the task that waits for it."""

@@ -342,17 +342,13 @@ def take_kv_params(answer: _BlocksAnswer) -> Raw | None:
     params, answer.kv_transfer_params = bytes(answer.kv_transfer_params), _NULL_JSON
     # The decode instance refuses what is no UTF-8, which a decoder of raw JSON does not look at (nor at how
     # large numbers are).
-    if params[:1] != b"{" or not params[1:-1].strip() or not _is_utf8(params):
+    try:
+        params.decode()
+    except UnicodeDecodeError:
+        return None
+    if params[:1] != b"{" or not params[1:-1].strip():
         return None
     return Raw(params)  # a copy: the other one would keep all of the prefill answer
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _may_begin_stop(text: str, stop_strings: tuple[str, ...]) -> bool:

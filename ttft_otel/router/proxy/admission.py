@@ -139,9 +139,8 @@ class AdmissionGate:
         self._requests_by_owner[owner] += 1
 
     def end_request(self, owner: str) -> None:
-        """A request that was admitted is over."""
-        if owner:
-            self._requests_by_owner[owner] -= 1
+        """A request of `owner` that was admitted is over."""
+        self._requests_by_owner[owner] -= 1
 
     def check_api_key(self, authorization: str) -> str:
         """The owner of what has the key in `authorization`: the same for one key, whichever worker asks.

@@ -176,7 +176,7 @@ class ClientStream:
         if self._reporter is None or not (exchange.is_streaming and has_more):
             return
         if exchange.operation and exchange.has_answered:
-            self._reporter.report_first_token(exchange)
+            self._reporter.report(exchange, is_over=False)
 
     async def _send_start(self, status: int, response_headers: HeaderList) -> None:
         """Send `status` and headers, adding the request ID, by which a client can find its report."""

@@ -596,7 +596,7 @@ class ProxyEndpoint:
             f"{exchange.status // 100}xx" if exchange.status else exchange.error
         ] += 1
         if self.reporter is not None:
-            self.reporter.report_end(exchange)
+            self.reporter.report(exchange, is_over=True)
 
 
 def _cancel_request(exchange: Exchange, task: asyncio.Task[Any] | None) -> None:

@@ -117,18 +117,11 @@ class ExchangeReporter:
         self.counts_all = counts_all
         self._waiting: list[tuple[Exchange, int]] = []  # and when it ended, 0 for its first token
 
-    def report_first_token(self, exchange: Exchange) -> None:
-        """The first token of a stream is out: its TTFT is reported before a crash can lose it."""
-        self._add(exchange, 0)
-
-    def report_end(self, exchange: Exchange) -> None:
-        """It is over, however it ended."""
-        self._add(exchange, clock.now_us())
-
-    def _add(self, exchange: Exchange, ended_us: int) -> None:
+    def report(self, exchange: Exchange, is_over: bool) -> None:
+        """It is over, however it ended; or the first token of a stream is out, before a crash can lose it."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._report_waiting)
-        self._waiting.append((exchange, ended_us))
+        self._waiting.append((exchange, clock.now_us() if is_over else 0))
 
     def _report_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from typing import Final
+
+import aiohttp
 
 from ttft_otel.model import timing
 from ttft_otel.model.names import header_names, keys
@@ -100,7 +103,8 @@ class UpstreamClient:
                 if not candidates:
                     raise failures.build_unavailable_error(request.leg, error) from error
             else:
-                if not failures.is_retryable_status(request.leg, response.status):
+                is_retryable = response.status in failures.UNAVAILABLE_STATUSES
+                if not (is_retryable or (request.leg == ENCODE and response.status >= 500)):
                     return response
                 candidates = self._record_refusal(request, attempts)
                 if not candidates:
@@ -115,7 +119,8 @@ class UpstreamClient:
         """Record a failed connection of the last attempt. Returns candidates for a retry, () for none."""
         attempt = attempts[-1]
         attempt.record_lost(type(error).__name__)
-        is_unsent = failures.is_unsent_error(error)
+        # Without a connection the instance read nothing.
+        is_unsent = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
         is_race = failures.is_idle_close_race(attempt, error)
         if not is_race and failures.is_instance_failure(error):
             self.pool.record_failure(attempt.instance, failures.describe_error(error), is_unsent)
@@ -175,7 +180,8 @@ class UpstreamClient:
         # Before the pause, in which the instance has no work of this request.
         self.pool.record_ended(attempt)
         try:
-            await asyncio.sleep(failures.choose_backoff_s(attempt.number))
+            longest_s = failures.FIRST_BACKOFF_S * 2 ** (attempt.number - 1)
+            await asyncio.sleep(random.uniform(0, longest_s))
         finally:
             attempt.record_resumed()
 
@@ -255,10 +261,10 @@ class FirstByteWait:
         if self._attempt.is_overdue:
             raise FirstByteTimeout(TIMED_OUT_MESSAGE)
         self._task = asyncio.current_task()
-        self._attempt.begin_wait(self._task)
+        self._attempt.record_waiting(self._task)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._attempt.end_wait()
+        self._attempt.record_waiting(None)
         # If the client left as well, its cancellation has to go on.
         if kind is asyncio.CancelledError and self._attempt.is_overdue and self._is_own_cancel():
             raise FirstByteTimeout(TIMED_OUT_MESSAGE) from error

@@ -12,6 +12,7 @@ tests/attack/test_outbound_calls.py fails on another HTTP client in the router.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -92,16 +93,13 @@ class ClientTls:
         return context
 
     def _read_stamps(self) -> list[tuple[int, ...]]:
-        return [_read_stamp(each) for each in self._files]
-
-
-def _read_stamp(path: str) -> tuple[int, ...]:
-    """What differs once the file at `path`, or a link on the way to it, was replaced."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return ()
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        """What differs once a file, or a link on the way to it, was replaced."""
+        stamps = list[tuple[int, ...]]()
+        for path in self._files:
+            with contextlib.suppress(OSError):
+                status = os.stat(path)
+                stamps.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+        return stamps
 
 
 ANY_TIME_S: Final = 1e8  # three years

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import random
 from typing import Final
 
 import aiohttp
 
-from ttft_otel.model.stages import ENCODE
 from ttft_otel.router.errors import FirstByteTimeout, InvalidAnswer, UpstreamUnavailable
 from ttft_otel.router.timeline import Attempt
 
@@ -101,19 +99,6 @@ class RetryBudget:
             return False
         self.available_retries -= 1
         return True
-
-
-def choose_backoff_s(number: int) -> float:
-    return random.uniform(0, FIRST_BACKOFF_S * 2 ** (number - 1))
-
-
-def is_retryable_status(leg: str, status: int) -> bool:
-    return status in UNAVAILABLE_STATUSES or (leg == ENCODE and status >= 500)
-
-
-def is_unsent_error(error: BaseException) -> bool:
-    """Whether `error` shows that no connection was made, so the instance read nothing."""
-    return isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
 
 
 def is_idle_close_race(attempt: Attempt, error: BaseException) -> bool:

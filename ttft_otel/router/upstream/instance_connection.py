@@ -465,7 +465,9 @@ class InstanceConnection(asyncio.Protocol):
         status = self._parser.get_status_code()
         headers, self._headers = self._headers, []
         if 200 <= status <= _MAX_STATUS:
-            if status in _BODILESS_STATUSES and _announces_body(headers):
+            if status in _BODILESS_STATUSES and any(
+                name == b"content-length" and value.strip(b" 0") for name, value in headers
+            ):
                 raise aiohttp.ClientPayloadError(f"a length with status {status}")
             self._answer.begin(status, headers)
             self._keeps_alive = self._parser.should_keep_alive()
@@ -486,10 +488,6 @@ class InstanceConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._is_complete = self._answer is not None and bool(self._answer.status)
-
-
-def _announces_body(headers: HeaderList) -> bool:
-    return any(name == b"content-length" and value.strip(b" 0") for name, value in headers)
 
 
 def _ends_with_connection(answer: InstanceAnswer) -> bool:
