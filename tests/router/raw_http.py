@@ -241,14 +241,12 @@ def encode_request(
     mood: str = "",
     body: bytes = b'{"model": "tiny", "messages": []}',
     path: str = "/v1/chat/completions",
-    request_id: str = "",
 ) -> bytes:
     """Encode a POST request with the header `x-mood`."""
-    more_lines = f"x-request-id: {request_id}\r\n" if request_id else ""
-    more_lines += f"x-mood: {mood}\r\n" if mood else ""
+    mood_line = f"x-mood: {mood}\r\n" if mood else ""
     return (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"{more_lines}Content-Length: {len(body)}\r\n\r\n"
+        f"{mood_line}Content-Length: {len(body)}\r\n\r\n"
     ).encode() + body
 
 

@@ -320,23 +320,22 @@ async def test_a_request_with_too_many_items_is_no_encoders_fault() -> None:
         assert [each.breaker.consecutive_failures for each in router.fleet.get("encode")] == [0, 0]
 
 
-async def test_who_is_told_that_items_are_encoded() -> None:
-    """The header is set for the leg after encoders only, and removed from a client's request."""
-    async with run_routed_instances(encoders=[plan_encoder()]) as (router, e, server):
+@pytest.mark.parametrize("traced", [True, False])
+async def test_who_is_told_that_items_are_encoded(traced: bool) -> None:
+    """The header is set for the leg after encoders only, with tracing; a client's own is removed then.
+
+    Parameters travel with tracing off, too.
+    """
+    encoders = [plan_encoder()]
+    async with run_routed_instances(encoders=encoders, traced=traced) as (router, e, server):
+        told = {"x_ttft_encoded": "yes"} if traced else {}
         for images in (("a",), ()):
-            assert (await router.post_chat(*images, x_ttft_encoded="yes"))[0] == 200
-        with_image, without = (each.headers for each in server.received)
-        assert with_image[header_names.MEDIA_ENCODED] == "1"
-        assert header_names.MEDIA_ENCODED not in without
+            assert (await router.post_chat(*images, **told))[0] == 200
+        with_image, without = server.received
+        assert with_image.json[EC_PARAMS_FIELD] == expect_params("a")
+        assert with_image.headers.get(header_names.MEDIA_ENCODED) == ("1" if traced else None)
+        assert header_names.MEDIA_ENCODED not in without.headers
         assert len(e.received) == 1 and header_names.MEDIA_ENCODED not in e.received[0].headers
-
-
-async def test_with_tracing_off_parameters_still_travel() -> None:
-    """With tracing off the parameters are still passed on, without our header."""
-    async with run_routed_instances(encoders=[plan_encoder()], traced=False) as (router, e, server):
-        assert (await router.post_chat("a"))[0] == 200
-        assert server.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
-        assert header_names.MEDIA_ENCODED not in server.received[0].headers
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA", "detail": "low"}}
