@@ -324,7 +324,7 @@ def list_writes(path: Path) -> Iterator[tuple[str, str]]:
 def test_nobody_else_writes() -> None:
     """Fields of exchanges, timelines and attempts are written in their own files, a breaker's by itself."""
     owned = ("exchange", "timeline", "attempt", "attempts[-1]")
-    of_breaker = {name for name in CircuitBreaker.__slots__ if not name.startswith("_")}
+    of_breaker = {name for name in CircuitBreaker.__struct_fields__ if not name.startswith("_")}
     writes = [
         (path.name, owner, name)
         for path in ROUTER.rglob("*.py")

@@ -30,29 +30,19 @@ _NEVER_US: Final = 1 << 62
 BreakerState = Literal["closed", "open", "half-open"]
 
 
-class CircuitBreaker:
+class CircuitBreaker(msgspec.Struct, eq=False):
     """Closed: requests pass. Open: none does. Half-open: one does, the trial, and others wait for it.
 
     The trial keeps others away until the instance responds to anything, the trial ends, or
     `release_trial` is called because it takes too long or a health probe succeeded.
     """
 
-    __slots__ = (
-        "state",
-        "consecutive_failures",
-        "opening_number",
-        "is_trial_in_flight",
-        "_consecutive_openings",
-        "_trial_number",
-    )
-
-    def __init__(self) -> None:
-        self.state: BreakerState = "closed"
-        self.consecutive_failures = 0  # of requests, in a row
-        self.opening_number = 0  # of the current open period: timers of earlier ones are ignored
-        self.is_trial_in_flight = False
-        self._consecutive_openings = 0  # doubles the open period
-        self._trial_number = 0
+    state: BreakerState = "closed"
+    consecutive_failures: int = 0  # of requests, in a row
+    opening_number: int = 0  # of the current open period: timers of earlier ones are ignored
+    is_trial_in_flight: bool = False
+    _consecutive_openings: int = 0  # doubles the open period
+    _trial_number: int = 0
 
     @property
     def admits_requests(self) -> bool:

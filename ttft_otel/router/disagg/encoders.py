@@ -224,7 +224,7 @@ _NO_OBJECT_MESSAGE: Final = f"its answer, or {EC_PARAMS_FIELD} in it, is not a J
 _TOO_DEEP_MESSAGE: Final = f"its answer, or {EC_PARAMS_FIELD} in it, is nested too deeply"
 
 
-class TransferParams:
+class TransferParams(msgspec.Struct):
     """The entries of all encoder answers of one request, by the hash of the item.
 
     What an entry holds is the connector's own and passes byte for byte, unknown keys included.
@@ -232,11 +232,8 @@ class TransferParams:
     consumer of vLLM 0.32 reads them (they are written in ec_connector/utils.py and nowhere read).
     """
 
-    __slots__ = ("_entries", "_size_bytes")
-
-    def __init__(self) -> None:
-        self._entries: dict[str, bytes] = {}
-        self._size_bytes = 0  # bytes
+    _entries: dict[str, bytes] = {}
+    _size_bytes: int = 0
 
     def add_answer(self, data: bytes) -> None:
         """Add the parameters in `data`, an encoder's answer; it may have none.

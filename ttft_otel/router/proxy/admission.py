@@ -232,7 +232,7 @@ def is_json_type(content_type: str) -> bool:
     )
 
 
-class ClientBody:
+class ClientBody(msgspec.Struct, eq=False):
     """The body of one request, which the task `reader` reads.
 
     owner: whose key it came with, "" without keys. owner_bytes: of the owner's share.
@@ -240,15 +240,12 @@ class ClientBody:
     unless that was done here.
     """
 
-    __slots__ = ("data", "error", "counted_bytes", "owner", "owner_bytes", "_reader")
-
-    def __init__(self, reader: asyncio.Task[Any] | None, owner: str) -> None:
-        self.data = b""
-        self.owner = owner
-        self.owner_bytes = 0
-        self.counted_bytes = 0
-        self.error: RequestRejected | None = None
-        self._reader = reader
+    _reader: asyncio.Task[Any] | None
+    owner: str
+    owner_bytes: int = 0
+    counted_bytes: int = 0
+    data: bytes = b""
+    error: RequestRejected | None = None
 
     def take_data(self) -> bytes:
         """All of it, for the only one who holds it from here on: it may be large, and the answer long."""

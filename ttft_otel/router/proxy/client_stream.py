@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -35,6 +36,7 @@ OUTPUT_EXTENSION: Final = "ttft_otel.output"  # of the scope: a ClientOutput
 _ERROR_EVENT: Final = b'data: {"error":'
 
 
+@dataclass(slots=True, eq=False)
 class ClientOutput(asyncio.Transport):
     """In place of the transport, of which a request's cycle calls `write`, `close` and `is_closing`.
 
@@ -42,26 +44,14 @@ class ClientOutput(asyncio.Transport):
     can_push: whether parts can be written without the cycle.
     """
 
-    __slots__ = (
-        "can_push",
-        "_transport",
-        "_flow",
-        "_reader",
-        "_waits_with_head",
-        "_head",
-        "_is_lost",
-        "_on_lost",
-    )
-
-    def __init__(self, transport: asyncio.Transport, flow: FlowControl, can_push: bool) -> None:
-        self.can_push = can_push
-        self._transport = transport
-        self._flow = flow
-        self._reader: InstanceAnswer | None = None
-        self._waits_with_head = False
-        self._head = b""
-        self._is_lost = False
-        self._on_lost: Callable[[], None] | None = None
+    _transport: asyncio.Transport
+    _flow: FlowControl
+    can_push: bool
+    _reader: InstanceAnswer | None = None
+    _waits_with_head: bool = False
+    _head: bytes = b""
+    _is_lost: bool = False
+    _on_lost: Callable[[], None] | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write `data`, or keep it as the head that waits."""
@@ -133,24 +123,16 @@ class ClientOutput(asyncio.Transport):
             self._reader.resume_reading()
 
 
-class ClientStream:
+class ClientStream(msgspec.Struct):
     """One request's client. `output`: its connection. `wants_timing`: it wants Server-Timing. `reporter`:
     None without tracing."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        send: AsgiSend,
-        output: ClientOutput,
-        wants_timing: bool,
-        reporter: ExchangeReporter | None,
-    ) -> None:
-        self._output = output
-        self._has_length = False
-        self.exchange = exchange
-        self.send = send
-        self.wants_timing = wants_timing
-        self._reporter = reporter
+    exchange: Exchange
+    send: AsgiSend
+    _output: ClientOutput
+    wants_timing: bool
+    _reporter: ExchangeReporter | None
+    _has_length: bool = False
 
     async def send_first_chunk(
         self, status: int, response_headers: HeaderList, data: bytes, has_more: bool
@@ -321,17 +303,14 @@ def _record_chunk(load_entry: AttemptLoad, data: bytes) -> bytes:
     return data
 
 
-class AnswerReading:
+class AnswerReading(msgspec.Struct):
     """Context manager for reading `response`: notes how that ended in `attempt`, and finishes it.
 
     Not a generator: making and closing one for each answer costs more.
     """
 
-    __slots__ = ("_response", "_attempt")
-
-    def __init__(self, response: InstanceAnswer, attempt: Attempt) -> None:
-        self._response = response
-        self._attempt = attempt
+    _response: InstanceAnswer
+    _attempt: Attempt
 
     def __enter__(self) -> None:
         return None

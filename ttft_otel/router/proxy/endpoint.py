@@ -99,7 +99,7 @@ class DisaggregatedRequest(msgspec.Struct):
         self.on_sent()
 
 
-class PrefillDecodeFlow:
+class PrefillDecodeFlow(msgspec.Struct):
     """Serves requests by both legs, and releases KV blocks that no decode instance will fetch.
 
     The prefill instance keeps the blocks of a request until a time-out (NIXL: half a minute to eight minutes,
@@ -107,11 +107,10 @@ class PrefillDecodeFlow:
     so a decode instance is sent a request that it must refuse, in the background.
     """
 
-    def __init__(self, upstream: UpstreamClient) -> None:
-        self.upstream = upstream
-        self._releases: set[asyncio.Task[None]] = set()
-        # Requests whose first token the decode instance generated differently.
-        self.mismatch_count = 0
+    upstream: UpstreamClient
+    _releases: set[asyncio.Task[None]] = set()
+    # Requests whose first token the decode instance generated differently.
+    mismatch_count: int = 0
 
     async def serve_request(self, job: DisaggregatedRequest) -> None:
         plan, exchange, client_stream = job.plan, job.exchange, job.client_stream

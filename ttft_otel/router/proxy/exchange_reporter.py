@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from operator import itemgetter
 from typing import Any, Final, TypeAlias
 
+import msgspec
+
 from ttft_otel.model import stages
 from ttft_otel.model.breakdown import Breakdown
 from ttft_otel.model.endpoints import find_route
@@ -48,7 +50,7 @@ DatedReport: TypeAlias = tuple[int, dict[str, Any]]
 ReportFinder = Callable[[str, str], Awaitable[list[DatedReport]]]
 
 
-class RecentReports:
+class RecentReports(msgspec.Struct):
     """Breakdowns of the latest `max_reports` requests, by request ID and owner.
 
     An owner is who has sent the request, as admission.py tells by its key: "" where keys are not checked.
@@ -56,13 +58,12 @@ class RecentReports:
     whether the others are the same caller's.
     """
 
-    def __init__(self, max_reports: int = MAX_REPORTS) -> None:
-        self.max_reports = max_reports
-        self.ask_elsewhere: ReportFinder | None = None  # of other workers, with --workers
-        # By owner and request ID: when it ended, its legs, and the whole.
-        self._reports = OrderedDict[
-            tuple[str, str], tuple[int, dict[str, ServerTiming], ServerTiming]
-        ]()
+    max_reports: int = MAX_REPORTS
+    ask_elsewhere: ReportFinder | None = None  # of other workers, with --workers
+    # By owner and request ID: when it ended, its legs, and the whole.
+    _reports: OrderedDict[tuple[str, str], tuple[int, dict[str, ServerTiming], ServerTiming]] = (
+        msgspec.field(default_factory=OrderedDict)
+    )
 
     def __len__(self) -> int:
         return len(self._reports)
@@ -101,7 +102,7 @@ class RecentReports:
         return choose(found, key=itemgetter(0))[1] if found else None
 
 
-class ExchangeReporter:
+class ExchangeReporter(msgspec.Struct):
     """Reports what happened in one turn of the event loop together, at its end.
 
     One after the other that costs half as much, as code and data of the last one are still in the
@@ -109,13 +110,10 @@ class ExchangeReporter:
     bytes and never waits. counts_all: metrics count every request, sampled or not.
     """
 
-    def __init__(
-        self, send_record: Callable[[bytes], bool], reports: RecentReports, counts_all: bool
-    ) -> None:
-        self.send_record = send_record
-        self.reports = reports
-        self.counts_all = counts_all
-        self._waiting: list[tuple[Exchange, int]] = []  # and when it ended, 0 for its first token
+    send_record: Callable[[bytes], bool]
+    reports: RecentReports
+    counts_all: bool
+    _waiting: list[tuple[Exchange, int]] = []  # and when it ended, 0 for its first token
 
     def report(self, exchange: Exchange, is_over: bool) -> None:
         """It is over, however it ended; or the first token of a stream is out, before a crash can lose it."""

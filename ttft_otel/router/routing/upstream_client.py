@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
+import msgspec
 
 from ttft_otel.model import timing
 from ttft_otel.model.names import header_names, keys
@@ -248,13 +249,11 @@ class UpstreamClient:
 TIMED_OUT_MESSAGE: Final = "it did not begin to answer in time"
 
 
-class FirstByteWait:
+class FirstByteWait(msgspec.Struct):
     """Context manager that raises FirstByteTimeout once the time of `attempt` is over."""
 
-    __slots__ = ("_attempt", "_task")
-
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
+    _attempt: Attempt
+    _task: asyncio.Task[Any] | None = None
 
     def __enter__(self) -> None:
         # The time may have ended between two waits, when there was nobody to cancel.

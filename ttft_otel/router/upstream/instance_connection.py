@@ -14,6 +14,7 @@ from typing import Final
 
 import aiohttp
 import httptools
+import msgspec
 from aiohttp.connector import Connection
 
 from ttft_otel.router.time_limits import DeadlineQueue
@@ -33,38 +34,23 @@ _BODILESS_STATUSES: Final = (204, 304)
 _MAX_STATUS: Final = 599
 
 
-class InstanceAnswer:
+class InstanceAnswer(msgspec.Struct, eq=False):
     """Head and body of an answer; bodies pass as they came, content encodings included.
 
     status: 0 until the head is here. raw_headers: lower-case names. is_complete: its end was received.
     """
 
-    __slots__ = (
-        "status",
-        "raw_headers",
-        "is_complete",
-        "_source",
-        "_error",
-        "_parts",
-        "_unread_bytes",
-        "_is_paused",
-        "_waiter",
-        "_sink",
-        "_timer",
-    )
-
-    def __init__(self, source: InstanceConnection) -> None:
-        self.status = 0
-        self.raw_headers: HeaderList = []
-        self.is_complete = False
-        self._source = source
-        self._error: BaseException | None = None
-        self._parts: list[bytes] = []
-        self._unread_bytes = 0
-        self._is_paused = False
-        self._waiter: asyncio.Future[None] | None = None
-        self._sink: Callable[[bytes], None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+    _source: InstanceConnection
+    status: int = 0
+    raw_headers: HeaderList = []
+    is_complete: bool = False
+    _error: BaseException | None = None
+    _parts: list[bytes] = []
+    _unread_bytes: int = 0
+    _is_paused: bool = False
+    _waiter: asyncio.Future[None] | None = None
+    _sink: Callable[[bytes], None] | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     # What the head says.
 
