@@ -14,7 +14,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from ttft_otel.model import palette, stages
+from ttft_otel.model import stages
 from ttft_otel.report.show.terminal import remove_controls
 
 # Wide enough for the table of requests; Rich would assume 80.
@@ -110,6 +110,6 @@ def format_largest_stages(parts: Mapping[str, float], count: int = 3) -> Text:
     for name in sorted(chosen, key=stages.rank_stage):
         leg = stages.find_leg(name)
         word = "hop" if name.startswith("router.hop.") else stages.split_stage(name)[1]
-        text.append("■ ", style=palette.find_color(name))
-        text.append(f"{palette.ROLE_SHORT.get(leg, leg)} {word}".strip() + f" {parts[name]:.1f}  ")
+        text.append("■ ", style=stages.find_color(name))
+        text.append(f"{stages.ROLE_SHORT.get(leg, leg)} {word}".strip() + f" {parts[name]:.1f}  ")
     return text

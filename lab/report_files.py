@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ttft_otel.model import palette
+from ttft_otel.model import stages
 from ttft_otel.model.timing import to_ms
 from ttft_otel.report.assemble.summary import (
     Summary,
@@ -133,7 +133,7 @@ def render_document(
     from ttft_otel.report.show import pages
 
     static = pages.PACKAGE_FOLDER / "static"
-    style_sheet = (static / "style.css").read_text("utf-8") + palette.build_style_sheet()
+    style_sheet = (static / "style.css").read_text("utf-8") + stages.build_style_sheet()
     return pages.render_template(
         "document.html",
         title=title,

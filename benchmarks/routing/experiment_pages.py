@@ -14,7 +14,7 @@ from benchmarks.routing.experiment_statistics import (
     list_mapes,
 )
 
-# Mean and tail in the hues of prefill.compute and prefill.stall (ttft_otel/model/palette.py).
+# Mean and tail in the hues of prefill.compute and prefill.stall (ttft_otel/model/stages.py).
 MEAN_COLOR, TAIL_COLOR, ROUND_COLOR, TEXT_COLOR, LINE_COLOR = (
     "#5b5bf0",
     "#ea6a12",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dashboards as code: `python -m grafana.build` writes grafana/dashboards/*.json from this folder.
 
-Input are the vocabulary (ttft_otel/model/stages.py, names/), its colours (palette.py) and the
+Input are the vocabulary (ttft_otel/model/stages.py, names/), its colours (stages.py) and the
 metrics that the collector makes (ttft_queries.py, pipeline_queries.py); Grafana reads the JSON.
 """
 

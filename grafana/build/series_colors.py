@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The colours of palette.py as field overrides, so that a stage looks the same everywhere."""
+"""The colours of stages.py as field overrides, so that a stage looks the same everywhere."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any, Final
 
 from grafana_foundation_sdk.models.dashboard import DynamicConfigValue
 
-from ttft_otel.model import palette, stages
+from ttft_otel.model import stages
 
 Override = tuple[str, list[DynamicConfigValue]]
 
 # Lines that are no stage's: percentiles from calm to loud, and the SLO.
-CALM_COLOR: Final = palette.STAGE_COLORS["ipc"]
-MIDDLE_COLOR: Final = palette.STAGE_COLORS["prefill.compute"]
-LOUD_COLOR: Final = palette.STAGE_COLORS["prefill.stall"]
-LIMIT_COLOR: Final = palette.STAGE_COLORS["router.retry"]
-GOOD_COLOR: Final = palette.STAGE_COLORS["output"]
-NEUTRAL_COLOR: Final = palette.STAGE_COLORS["dispatch"]
+CALM_COLOR: Final = stages.STAGE_COLORS["ipc"]
+MIDDLE_COLOR: Final = stages.STAGE_COLORS["prefill.compute"]
+LOUD_COLOR: Final = stages.STAGE_COLORS["prefill.stall"]
+LIMIT_COLOR: Final = stages.STAGE_COLORS["router.retry"]
+GOOD_COLOR: Final = stages.STAGE_COLORS["output"]
+NEUTRAL_COLOR: Final = stages.STAGE_COLORS["dispatch"]
 
 
 # Kept in field overrides: Grafana's palette goes by a series'
@@ -35,13 +35,13 @@ def set_property(name: str, value: Any) -> DynamicConfigValue:
 def list_stage_colors() -> list[Override]:
     """One override per word of the vocabulary, for every leg that has it."""
     return [
-        (_build_name_pattern(word), [fix_color(hue)]) for word, hue in palette.STAGE_COLORS.items()
+        (_build_name_pattern(word), [fix_color(hue)]) for word, hue in stages.STAGE_COLORS.items()
     ]
 
 
 def list_role_colors() -> list[Override]:
     """One override per role."""
-    return [(f"^{role}$", [fix_color(hue)]) for role, hue in palette.ROLE_COLORS.items()]
+    return [(f"^{role}$", [fix_color(hue)]) for role, hue in stages.ROLE_COLORS.items()]
 
 
 def _build_name_pattern(word: str) -> str:

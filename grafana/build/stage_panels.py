@@ -15,12 +15,12 @@ from grafana.build import (
     ttft_queries,
 )
 from grafana.build.ttft_queries import RANGE, RATE
-from ttft_otel.model import palette
+from ttft_otel.model import stages
 
 
 def add_stages(dashboard_builder: Any) -> None:
     sums = "Colours say the kind: " + ", ".join(
-        f"{hue} {palette.KIND_LABELS[kind]}"
+        f"{hue} {stages.KIND_LABELS[kind]}"
         for kind, hue in (
             ("wait", "yellow"),
             ("work", "violet"),

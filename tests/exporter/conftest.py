@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import pytest
-from full_record import make_short_record
 from opentelemetry import context
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from tracing_fakes import make_short_record
 
 from lab.http_servers import HttpServerThread, SilentHandler
 from lab.otlp_sinks import SpanSink, to_attributes

@@ -13,11 +13,11 @@ from types import ModuleType
 from typing import Any, Final
 
 import pytest
-from full_record import FULL_RECORD
 from msgspec.structs import replace
 from opentelemetry import environment_variables as api_variables
 from opentelemetry.instrumentation import environment_variables as python_variables
 from opentelemetry.sdk import environment_variables as sdk_variables
+from tracing_fakes import FULL_RECORD
 
 from lab.certificates import make_certificate
 from lab.otlp_sinks import SpanSink

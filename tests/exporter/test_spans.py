@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from full_record import change_full_record, make_short_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common import trace_encoder
@@ -23,6 +22,7 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 from opentelemetry.trace.status import Status, StatusCode
+from tracing_fakes import change_full_record, make_short_record
 
 from benchmarks import otlp_bodies
 from lab.otlp_sinks import SpanSink

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from full_record import FULL_RECORD, change_full_record
+from tracing_fakes import FULL_RECORD, change_full_record
 
 from ttft_otel.model.record import (
     RECORD_VERSION,

@@ -17,7 +17,7 @@ from grafana.build import ttft_queries
 from lab.vllm_plugins.inject.ttft_inject import places
 from ttft_otel.explain.explain.remedies import LOOK_AT
 from ttft_otel.hooks.targets import TARGETS, WORKER_STAGES
-from ttft_otel.model import breakdown, palette, stages
+from ttft_otel.model import breakdown, stages
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import STAGES, Stage
 
@@ -233,7 +233,7 @@ def test_rows() -> None:
     """Every stage has a sentence, a code and a colour of its own, roles and parts that exist."""
     for stage in stages.STAGES:
         assert stage.says.endswith(".") and set(stage.roles) <= {*stages.ROLES} - {"router"}
-    colors = [*palette.STAGE_COLORS.values()]
+    colors = [*stages.STAGE_COLORS.values()]
     assert len(colors) == len(set(colors))
     assert all(re.fullmatch(r"#[0-9a-f]{6}", color) for color in colors)
     assert len({stage.code for stage in STAGES}) == len(STAGES)

@@ -17,11 +17,11 @@ from statistics import fmean
 from typing import Final
 
 import msgspec
-from full_record import make_short_record
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
+from tracing_fakes import make_short_record
 
 from ttft_otel.exporter import span_batch as exporter
 from ttft_otel.model import stages

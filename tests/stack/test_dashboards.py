@@ -31,7 +31,7 @@ from lab.stack.program_pins import CHECKOUT
 from lab.tiny_models import get_cache_root
 from tests.stack.panel_queries import CommittedDashboard, list_dashboards, list_queries
 from ttft_otel.commands import main as cli
-from ttft_otel.model import palette, stages
+from ttft_otel.model import stages
 from ttft_otel.model.names import keys, span_names
 
 FOLDER = CHECKOUT / "grafana"
@@ -202,7 +202,7 @@ def test_every_stage_is_in_one_stack() -> None:
             for pattern, properties in series_colors.list_stage_colors()
             if re.search(pattern, name)
         ]
-        assert hues == [palette.find_color(name)]
+        assert hues == [stages.find_color(name)]
 
 
 def test_older_grafanas() -> None:

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from full_record import FULL_RECORD, change_full_record
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan
+from tracing_fakes import FULL_RECORD, change_full_record
 
 from lab import free_ports
 from lab.server_commands import HOST, ServerCommand

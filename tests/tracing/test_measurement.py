@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import tracing_fakes
-from full_record import make_short_record
+from tracing_fakes import make_short_record
 
 from ttft_otel.model import breakdown, stages
 from ttft_otel.model.names import keys, span_names

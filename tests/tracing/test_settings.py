@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from full_record import FULL_RECORD
+from tracing_fakes import FULL_RECORD
 
 from lab.http_servers import HttpServerThread, SilentHandler
 from ttft_otel.model.names import env_names

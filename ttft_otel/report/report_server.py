@@ -31,7 +31,7 @@ from starlette.staticfiles import StaticFiles
 from ttft_otel import __version__
 from ttft_otel.http.bounded_connection import BoundedConnection
 from ttft_otel.http.head_checks import CallerRules, HeadLimits
-from ttft_otel.model import palette
+from ttft_otel.model import stages
 from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.breakdown_source import (
     ComparedWindows,
@@ -409,7 +409,7 @@ def _add_page_routes(app: FastAPI, options: ServeOptions) -> None:
 
     @app.get("/stages.css", include_in_schema=False)
     def stages_css() -> Response:
-        return Response(palette.build_style_sheet(), media_type="text/css")
+        return Response(stages.build_style_sheet(), media_type="text/css")
 
 
 def _add_why_routes(

@@ -26,7 +26,7 @@ from sample_records import (
 )
 
 from lab import report_files
-from ttft_otel.model import palette, stages
+from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import Record
 from ttft_otel.report.assemble.summary import (
@@ -65,12 +65,12 @@ def test_means_add_up() -> None:
 def test_every_stage_has_a_colour() -> None:
     """Each word of the vocabulary has a kind, a colour of its own, a class and a sentence."""
     words = [*stages.STAGE_NAMES, *stages.ROUTER_STAGES]
-    assert len({palette.find_color(word) for word in words}) == len(words)
+    assert len({stages.find_color(word) for word in words}) == len(words)
     for word in (*words, "encode.preprocess", "router.hop.encode"):
-        assert stages.find_kind(word) in palette.KIND_LABELS
+        assert stages.find_kind(word) in stages.KIND_LABELS
         assert stages.describe_stage(word)
-        assert f".{palette.get_css_class(word)}{{" in palette.build_style_sheet()
-    assert palette.get_css_class("<script>") == palette.get_css_class(stages.UNATTRIBUTED)
+        assert f".{stages.get_css_class(word)}{{" in stages.build_style_sheet()
+    assert stages.get_css_class("<script>") == stages.get_css_class(stages.UNATTRIBUTED)
 
 
 def test_order() -> None:

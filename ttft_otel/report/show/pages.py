@@ -19,7 +19,7 @@ from urllib.parse import urlencode
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ttft_otel import __version__
-from ttft_otel.model import palette, stages
+from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.assemble.summary import Summary, describe_notes, summarize
@@ -52,7 +52,7 @@ class Segment:
 
     @property
     def css(self) -> str:
-        return palette.get_css_class(self.name)
+        return stages.get_css_class(self.name)
 
     @property
     def word(self) -> str:
@@ -310,10 +310,10 @@ def compute_share(part: float, whole: float) -> float:
 
 def list_legend() -> list[tuple[str, str, list[str]]]:
     """The legend: (kind, its label, its stages); each stage once."""
-    words = [word for word in palette.STAGE_COLORS if word != stages.UNATTRIBUTED]
+    words = [word for word in stages.STAGE_COLORS if word != stages.UNATTRIBUTED]
     groups = [
         (kind, says, [word for word in words if stages.find_kind(word) == kind])
-        for kind, says in palette.KIND_LABELS.items()
+        for kind, says in stages.KIND_LABELS.items()
     ]
     return [*groups, ("", "no mark accounts for it", [stages.UNATTRIBUTED])]
 
@@ -352,7 +352,6 @@ def _create_environment() -> Environment:
     )  # fmt: skip
     environment.globals.update(
         {each.__name__: each for each in functions},
-        palette=palette,
         stages=stages,
         keys=keys,
         version=__version__,

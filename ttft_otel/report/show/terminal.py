@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ttft_otel.model import palette, stages
+from ttft_otel.model import stages
 from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.assemble.summary import Notes, Summary, SummaryLine, describe_notes, summarize
 from ttft_otel.report.report_types import Request, TimeBefore
@@ -79,9 +79,9 @@ def print_waterfall(
             (row.span.end_ns - start) / (end - start),
         )
         color = (
-            palette.find_color(row.stage)
+            stages.find_color(row.stage)
             if row.what == "stage"
-            else palette.ROLE_COLORS.get(row.role, "#9a9a9a")
+            else stages.ROLE_COLORS.get(row.role, "#9a9a9a")
         )
         grid.add_row(
             name,
@@ -196,7 +196,7 @@ def _draw_bar(parts: Sequence[tuple[str, float]], width: int) -> Text:
         at += value
         upto = round(width * at / total)
         glyph = "░" if name == stages.UNATTRIBUTED else "█"
-        text.append(glyph * (upto - done), style=palette.find_color(name))
+        text.append(glyph * (upto - done), style=stages.find_color(name))
         done = max(done, upto)
     return text
 
@@ -221,7 +221,7 @@ def _draw_track(place: tuple[float, float], axis_width: int, color: str, kind: s
 
 
 def _draw_swatch(name: str) -> Text:
-    text = Text("■ ", style=palette.find_color(name))
+    text = Text("■ ", style=stages.find_color(name))
     text.append(remove_controls(name), style="default")
     return text
 
