@@ -66,13 +66,20 @@ def test_topologies() -> None:
 
 
 def test_order(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flag takes precedence over its environment variable, that over the file, that over the default."""
-    config_file.write_text("retries: 1\nmax_body: 1\nreports: 1\ndrain-delay: 0.5\n")
-    monkeypatch.setenv("TTFT_OTEL_ROUTER_RETRIES", "2")
-    monkeypatch.setenv("TTFT_OTEL_ROUTER_MAX_BODY", "2")
-    made = read_options("--config", str(config_file), "--max-body", "3")
+    """A flag takes precedence over its environment variable, that over the file, that over the default.
+
+    Variables alone suffice; their lists are separated by blanks.
+    """
+    config_file.write_text(
+        "retries: 1\nmax_body: 1\nreports: 1\ndrain-delay: 0.5\nbackend: [http://127.0.0.1:2]\n"
+    )
+    env = {"CONFIG": str(config_file), "RETRIES": "2", "MAX_BODY": "2", "ADMIN_TOKEN": "t"}
+    for name, value in (env | {"BACKEND": f"{INSTANCE_URL} {INSTANCE_URL}"}).items():
+        monkeypatch.setenv(f"TTFT_OTEL_ROUTER_{name}", value)
+    made = read_options("--max-body", "3")
     assert (made.reports, made.retries, made.limits.max_body) == (1, 2, 3)
-    assert (made.drain_delay, made.port) == (0.5, 8000)
+    assert (made.drain_delay, made.port, made.admin_token) == (0.5, 8000, "t")
+    assert [each.url for each in made.build_instances()["mono"]] == [INSTANCE_URL]
 
 
 def test_file_speaks_yaml(config_file: Path) -> None:
@@ -341,14 +348,17 @@ async def test_drain_timeout(tmp_path: Path, second: bool) -> None:
 
 
 async def test_reload(tmp_path: Path) -> None:
-    """SIGHUP applies other instances and keys; an open stream goes on at its instance."""
+    """SIGHUP applies other instances and keys; orders need the token; an open stream goes on where it is."""
     file = tmp_path / "router.yaml"
     async with (
         fake_instances.run_instance(InstancePlan(gap_s=0.6)) as a,
         fake_instances.run_instance(InstancePlan({})) as b,
     ):
         file.write_text(f"backend: [{a.url}]\nhealth-interval: 0.2\n")
-        async with run_command(tmp_path, "--config", str(file)) as it:
+        token = {"TTFT_OTEL_ROUTER_ADMIN_TOKEN": "t"}
+        async with run_command(tmp_path, "--config", str(file), **token) as it:
+            assert await it.get_status(f"{it.admin}/instances") == 401
+            assert (await it.ask(f"{it.admin}/instances", Authorization="Bearer t"))[0] == 200
             stream = asyncio.create_task(it.router.post_chat())
             while not a.received:
                 await asyncio.sleep(0.01)
@@ -398,23 +408,6 @@ async def test_a_bad_file_changes_nothing(tmp_path: Path) -> None:
                 b'ttft_otel_router_reloads_total{result="failed"} 11.0'
                 in (await it.ask("/metrics"))[1]
             )
-
-
-async def test_everything_by_environment(tmp_path: Path) -> None:
-    """Environment variables alone start the router; flags override them, and they override the file."""
-    file = tmp_path / "router.yaml"
-    file.write_text("backend: [http://127.0.0.1:1]\napi-key: [file]\nport: 1\n")
-    async with fake_instances.run_instance(InstancePlan({})) as one:
-        env = {"CONFIG": str(file), "BACKEND": f"{one.url} {one.url}", "ADMIN_TOKEN": "t"}
-        named = {f"TTFT_OTEL_ROUTER_{name}": value for name, value in env.items()}
-        async with run_command(tmp_path, "--api-key", "flag", **named) as it:
-            assert (await it.router.post_chat(Authorization="Bearer file"))[0] == 401
-            assert (await it.router.post_chat(Authorization="Bearer flag"))[0] == 200
-            instances = f"{it.admin}/instances"
-            assert await it.get_status(instances) == 401
-            status, said = await it.ask(instances, Authorization="Bearer t")
-            assert status == 200
-            assert [each["url"] for each in json.loads(said)["instances"]] == [one.url]
 
 
 async def test_wrong_telemetry_serves(tmp_path: Path) -> None:
