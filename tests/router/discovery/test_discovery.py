@@ -279,7 +279,10 @@ def test_a_configuration_that_does_not_fit_changes_nothing() -> None:
 
 
 async def test_a_router_without_instances_says_what_it_waits_for() -> None:
-    """Not ready, and requests are refused naming the missing leg, until the first instance is found."""
+    """Not ready, and requests are refused naming the missing leg, until the first instance is found.
+
+    It looks by itself whether one that leaves is idle, while its sources cannot be asked.
+    """
     flags = (*UNREACHABLE_SOURCE, fake_instances.find_unused_url())
     async with (
         fake_instances.run_instance(InstancePlan({})) as one,
@@ -290,22 +293,15 @@ async def test_a_router_without_instances_says_what_it_waits_for() -> None:
         status, headers, body = await site.router.post_chat()
         assert (status, headers["Retry-After"]) == (503, "1")
         assert b"There is no prefill_decode instance." in body
-        assert site.router.app.discovery is not None
-        site.router.app.discovery.add_instance("prefill_decode", one.url)
-        assert (await site.router.get_json("/readyz"))[0] == 200
-        assert (await site.router.post_chat())[2] == b"".join(STREAM_EVENTS)
-
-
-async def test_who_leaves_is_removed_once_it_is_idle() -> None:
-    """The router looks by itself, while its sources cannot be asked."""
-    flags = (*UNREACHABLE_SOURCE, fake_instances.find_unused_url())
-    async with run_discovery_site(*flags) as site:
         found = site.router.app.discovery
         assert found is not None
-        found.add_instance("encode", A)
+        found.add_instance("prefill_decode", one.url)
+        assert (await site.router.get_json("/readyz"))[0] == 200
+        assert (await site.router.post_chat())[2] == b"".join(STREAM_EVENTS)
         (instance,) = found.pool
         instance.in_flight = 1
-        found.drop_instance(A)
+        found.drop_instance(one.url)
+        assert list(found.pool) == [instance]
         instance.in_flight = 0
         while list(found.pool):
             await asyncio.sleep(0.01)
