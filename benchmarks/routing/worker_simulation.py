@@ -28,7 +28,7 @@ from ttft_otel.router.routing.policies.policy_state import (
     RoutingPolicy,
 )
 from ttft_otel.router.workers import messages
-from ttft_otel.router.workers.process_loads import MIN_TELL_INTERVAL_S, RemoteLoads
+from ttft_otel.router.workers.messages import MIN_TELL_INTERVAL_S, RemoteLoads
 
 LEG: Final = "prefill"
 # Two that decide in the same moment know nothing of each other: as long as four workers wait between two

@@ -144,7 +144,7 @@ class Instance:
     # Of these, those that it has not begun to answer, and from when on it is late with them.
     owed_answers: int = 0
     overdue_from_us: int = _NEVER_US
-    # Of other workers and replicas: workers/process_loads.py keeps what they have sent to it.
+    # Of other workers and replicas: workers/messages.py keeps what they have sent to it.
     in_flight_elsewhere: int = 0  # of all of them
     # Results of ended attempts, by worker.
     results_elsewhere: dict[Hashable, Mapping[str, int]] = field(default_factory=dict)

@@ -24,18 +24,20 @@ from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.workers import messages, process_loads, supervisor, worker
+from ttft_otel.router.workers import messages, supervisor, worker
 from ttft_otel.router.workers.messages import (
     Answer,
     Ended,
+    LoadLink,
     Message,
+    OwnLoads,
     Question,
+    RemoteLoads,
     WorkerSocket,
     decode_frame,
     encode_frame,
     make_socket_pairs,
 )
-from ttft_otel.router.workers.process_loads import LoadLink, OwnLoads, RemoteLoads
 from ttft_otel.router.workers.supervisor import SILENCE_US, SharedMemory
 from ttft_otel.tracing import clock
 
@@ -532,13 +534,13 @@ def test_all_anew_is_bounded() -> None:
     assert len(told) == 60 and all(sent.pairs for sent in told)
     # Of a very long prompt only the first blocks are told, so that a message fits into a datagram.
     assert [len(sent.block_keys) for sent in told[:2]] == [messages.MAX_BLOCK_KEYS] * 2
-    assert sum(len(sent.block_keys) for sent in told) == process_loads.MAX_RESENT_KEYS
+    assert sum(len(sent.block_keys) for sent in told) == messages.MAX_RESENT_KEYS
     assert len(messages.encode_frame(0, told[:1])) < messages.MAX_JOINED_BYTES
 
 
 async def test_a_burst_is_one_datagram(monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens in a moment is told together, by the latest numbers; after a pause at once."""
-    monkeypatch.setattr(process_loads, "TELL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(messages, "TELL_INTERVAL_S", 0.05)
     one, other = JoinedWorker("least_requests"), JoinedWorker("ttft")
     told: list[list[messages.Message]] = []
     for each in (one, other):

@@ -53,7 +53,7 @@ from ttft_otel.router.upstream.instance_pool import (
 
 if TYPE_CHECKING:
     from ttft_otel.router.shared_state.store_link import StoreLink
-    from ttft_otel.router.workers.process_loads import OwnLoads, RemoteLoads
+    from ttft_otel.router.workers.messages import OwnLoads, RemoteLoads
     from ttft_otel.router.workers.worker import WorkerLink
 
 ENV_PREFIX: Final = "TTFT_OTEL_ROUTER_"
@@ -702,7 +702,7 @@ def build_lone_link(
     # Workers have one each (build_worker_link).
     if not options.shared_state or options.workers > 1:
         return None
-    from ttft_otel.router.workers.process_loads import OwnLoads, RemoteLoads
+    from ttft_otel.router.workers.messages import OwnLoads, RemoteLoads
 
     # Nobody else keeps account of the load.
     own = OwnLoads(pool, routing, lambda _: None)

@@ -41,8 +41,7 @@ from ttft_otel.router.discovery.discovery import end_tasks
 from ttft_otel.router.routing.policies.policy_state import MAX_PENDING_US
 from ttft_otel.router.types import JSON_ERRORS, Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.workers.messages import Sent
-from ttft_otel.router.workers.process_loads import OwnLoads, RemoteLoads
+from ttft_otel.router.workers.messages import OwnLoads, RemoteLoads, Sent
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.guard import Guard
 from ttft_otel.tracing.meter import build_counter, build_gauge

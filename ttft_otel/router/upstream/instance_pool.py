@@ -92,7 +92,7 @@ class InstancePool:
         self.return_listeners: Listeners[[Instance]] = Listeners()  # it was away, and is back
         self.change_listeners: Listeners[[]] = Listeners()  # there are other instances now
         self.order_listeners: Listeners[[str, str, str]] = Listeners()  # action, leg, URL
-        # Where load is shared (workers/process_loads.py): a request goes to its instance, and it is over.
+        # Where load is shared (workers/messages.py): a request goes to its instance, and it is over.
         self.on_sent: Callable[[Attempt], None] | None = None
         self.on_ended: Callable[[Attempt], None] | None = None
         self._away_instances: set[Instance] = set()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker: its server on the shared port, joined to the other workers; command.py runs it.
 
-process_loads.py has the load. That, reports, operators' orders and the instances of a successor go through
-messages.py, metrics through memory that all share: who is scraped adds them up. The successor of a dead
-worker goes on from its counters.
+The load, reports, operators' orders and the instances of a successor go through messages.py, metrics through
+memory that all share: who is scraped adds them up. The successor of a dead worker goes on from its counters.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from ttft_otel.router.proxy.exchange_reporter import DatedReport
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.workers import messages
-from ttft_otel.router.workers.process_loads import LoadLink
 from ttft_otel.router.workers.supervisor import SharedMemory, WorkerSlot, bind_shared_port
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.guard import Guard
@@ -80,7 +78,9 @@ class WorkerLink:
         self.app = app
         self.pool = app.endpoint.upstream.pool
         self.socket = messages.WorkerSocket(slot.sockets, slot.number, self.receive_messages)
-        self.loads = LoadLink(self.pool, app.endpoint.routing, self.socket.others, self.socket.send)
+        self.loads = messages.LoadLink(
+            self.pool, app.endpoint.routing, self.socket.others, self.socket.send
+        )
         self._inherited = read_counters(slot.shared, slot.number)
         # Not from 1: an answer to a predecessor may come late.
         self._numbers = itertools.count(clock.now_us())
