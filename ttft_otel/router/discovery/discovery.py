@@ -383,8 +383,7 @@ class Discovery:
         self._note_problem(watched, refusal or findings.problem)
 
     def _note_problem(self, watched: WatchedSource, problem: str) -> None:
-        """Keep a problem, "" for none, and log each change once."""
-        # Each change once: a source may say the same every few seconds.
+        """Keep a problem, "" for none, and log each change once: a source may say it every few seconds."""
         if problem == watched.problem:
             return
         watched.problem = problem

@@ -194,26 +194,22 @@ class WorkerLink:
     def _answer_question(self, number: int, question: messages.Question) -> None:
         if question.topic == "load":
             self.loads.tell_all(number)
-            return
-        if question.topic == "orders":
+        elif question.topic == "orders":
             self._repeat_orders(number, int(question.subject))
-            return
-        data = b""
-        if question.topic == "instances":
-            data = encode_instances(self.app)
         else:
+            data = b""
             owner, _, request_id = question.subject.partition(" ")
-            if (report := self.app.endpoint.reports.get_report(owner, request_id)) is not None:
+            if question.topic == "instances":
+                data = encode_instances(self.app)
+            elif (report := self.app.endpoint.reports.get_report(owner, request_id)) is not None:
                 data = msgspec.json.encode(report)
-        self.socket.send([messages.Answer(question.number, data)], [number])
+            self.socket.send([messages.Answer(question.number, data)], [number])
 
     def _take_answer(self, sender: int, answer: messages.Answer) -> None:
         if answer.number < 0:  # to _ask_for_orders()
             self._orders_taken[sender] = -answer.number
             apply_instances(self.app, answer.data)
-            return
-        waiting = self._answers.get(answer.number)
-        if waiting is not None:
+        elif (waiting := self._answers.get(answer.number)) is not None:
             waiting.put_nowait(answer.data)
 
     async def _ask_others(self, topic: str, subject: str = "", wanted: int = 0) -> list[bytes]:
@@ -221,7 +217,6 @@ class WorkerLink:
         question = messages.Question(next(self._numbers), topic, subject)
         answers = self._answers[question.number] = asyncio.Queue()
         self.socket.send([question], self.socket.others)
-
         found: list[bytes] = []
 
         async def take_answers() -> None:
@@ -233,9 +228,8 @@ class WorkerLink:
                         return
 
         try:
-            await wait_at_most(take_answers(), ANSWER_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            pass
+            with contextlib.suppress(asyncio.TimeoutError):
+                await wait_at_most(take_answers(), ANSWER_TIMEOUT_S)
         finally:
             del self._answers[question.number]
         return found
