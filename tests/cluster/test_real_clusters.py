@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 from router import fake_instances
-from router.discovery.discovery_site import (
+from router.discovery.test_sources import (
     DiscoverySite,
     build_endpoint,
     build_slice,

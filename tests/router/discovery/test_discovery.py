@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from router import fake_instances
-from router.discovery.discovery_site import run_discovery_site
+from router.discovery.test_sources import run_discovery_site
 from router.fake_instances import STREAM_EVENTS, InstancePlan
 from ttft_otel.router.discovery import discovery
 from ttft_otel.router.discovery.discovery import (
