@@ -232,7 +232,10 @@ def test_demo(tmp_path: Path, marked_environment: dict[str, str]) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(
-    tmp_path: Path, marked_environment: dict[str, str], number: signal.Signals
+    tmp_path: Path,
+    marked_environment: dict[str, str],
+    number: signal.Signals,
+    eventually: Callable[..., None],
 ) -> None:
     """Ctrl-C (or SIGTERM) while servers start ends all of them."""
     with subprocess.Popen(
@@ -242,7 +245,7 @@ def test_interrupted(
         stderr=subprocess.STDOUT,
     ) as process:
         try:
-            wait_until(lambda: "vllm" in " ".join(find_marked(marked_environment[MARK]).values()))
+            eventually(lambda: "vllm" in str(find_marked(marked_environment[MARK])), 120)
             time.sleep(5)  # well into vLLM's imports, with children of its own
             process.send_signal(number)
             process.communicate(timeout=60)
@@ -250,14 +253,6 @@ def test_interrupted(
             process.kill()
 
     assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
-
-
-def wait_until(true: Callable[[], bool], bound: float = 120.0) -> None:
-    """Wait until something is the case."""
-    deadline = time.monotonic() + bound
-    while not true():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.2)
 
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

@@ -448,15 +448,7 @@ def test_a_file_that_is_gone(
     assert caplog.text.count("was removed or replaced") == 1
 
 
-def wait_for(is_so: Callable[[], bool]) -> None:
-    """Wait until it is."""
-    until_s = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
-
-
-def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+def test_a_folder_that_is_gone(tmp_path: Path, eventually: Callable[..., None]) -> None:
     """While it cannot be opened nothing is confirmed; then all is."""
     path = tmp_path / "folder" / "spans.db"
     store = SpanStore(path)
@@ -464,11 +456,11 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
         store_span(store, 1)
         shutil.rmtree(path.parent)
         path.parent.write_text("no folder")
-        wait_for(lambda: "choose another" in store.last_error)
+        eventually(lambda: "choose another" in store.last_error, 20)
         with pytest.raises(Exception, match="database|choose"):
             store_span(store, 2)
         path.parent.unlink()
-        wait_for(lambda: not store.last_error)
+        eventually(lambda: not store.last_error, 20)
         store_span(store, 3)
         assert count_traces(path) == 1
     finally:
