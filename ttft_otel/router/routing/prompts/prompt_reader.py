@@ -90,17 +90,6 @@ class TokenizerWorker:
     def is_loading(self) -> bool:
         return self.load_task is not None and not self.load_task.done() and not self.is_loaded
 
-    async def load_tokenizer(self, source: str) -> Prompt:
-        """Have the child load the tokenizer `source`; the answer says what was wrong."""
-        try:
-            answer = await self.ask_child(TokenizeQuestion(source))
-        except UnreadablePrompt as error:
-            detail = f"the tokenizer process of {source!r} failed: {error.reason}"
-            return Prompt(error.reason, detail)
-        if not answer.error:
-            self._loaded_child = self._child_count
-        return answer
-
     async def ask_child(self, question: TokenizeQuestion) -> Prompt:
         """Send `question` and return the answer. Raises UnreadablePrompt: busy, stuck, died or closed."""
         if self._is_overloaded(question):
@@ -187,6 +176,8 @@ class TokenizerWorker:
                 if question.path:
                     spent_s = asyncio.get_running_loop().time() - self._begun_s
                     self._mean_prompt_s += (spent_s - self._mean_prompt_s) * MEAN_WEIGHT
+                elif not answer.error:
+                    self._loaded_child = self._child_count
                 if not future.done():
                     future.set_result(answer)
                 self._restart_timer()
@@ -385,7 +376,11 @@ class LocalPromptReader:
         return worker
 
     async def _load_tokenizer(self, source: str, worker: TokenizerWorker) -> None:
-        answer = await worker.load_tokenizer(source)
+        try:
+            answer = await worker.ask_child(TokenizeQuestion(source))
+        except UnreadablePrompt as error:
+            detail = f"the tokenizer process of {source!r} failed: {error.reason}"
+            answer = Prompt(error.reason, detail)
         if answer.error == "closed":
             return
         if answer.error:
