@@ -35,6 +35,19 @@ from ttft_otel.router.upstream.instance_connection import (
     InstanceConnection,
 )
 
+ANY_TIME_S: Final = 1e8  # three years
+# Seconds; vLLM closes idle connections after 5, and must not win that race.
+KEEPALIVE_S: Final = 4.0
+CONNECT_TIMEOUT_S: Final = 10.0  # seconds to connect; a response may take any time
+# A tab is allowed in a header's value (RFC 9110 section 5.5); a line break would end it.
+_CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+# Seconds for a question, from the connection to the answer's last byte.
+QUERY_TIMEOUT_S: Final = 5.0
+MAX_PAGE_BYTES: Final = 8 << 20  # bytes of an answer, unpacked: /metrics is the longest
+MAX_HEADER_BYTES: Final = 65_536  # bytes of one header of an answer, unless a flag says otherwise
+# Who cannot be asked now, or does not answer so that it can be read. TimeoutError is no OSError before
+# Python 3.11.
+QUERY_ERRORS: Final = (aiohttp.ClientError, InvalidAnswer, OSError, asyncio.TimeoutError)
 log: Final = logging.getLogger("ttft_otel")
 
 
@@ -100,14 +113,6 @@ class ClientTls:
                 status = os.stat(path)
                 stamps.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
         return stamps
-
-
-ANY_TIME_S: Final = 1e8  # three years
-# Seconds; vLLM closes idle connections after 5, and must not win that race.
-KEEPALIVE_S: Final = 4.0
-CONNECT_TIMEOUT_S: Final = 10.0  # seconds to connect; a response may take any time
-# A tab is allowed in a header's value (RFC 9110 section 5.5); a line break would end it.
-_CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class InstanceOrigin:
@@ -275,15 +280,6 @@ def _encode_head(
         raise ValueError("control characters in the headers of a request")
     start = f"{method} {origin.path_prefix}{target} HTTP/1.1\r\nHost: {origin.host}\r\n"
     return (start + "\r\n".join(lines) + "\r\n\r\n").encode()
-
-
-# Seconds for a question, from the connection to the answer's last byte.
-QUERY_TIMEOUT_S: Final = 5.0
-MAX_PAGE_BYTES: Final = 8 << 20  # bytes of an answer, unpacked: /metrics is the longest
-MAX_HEADER_BYTES: Final = 65_536  # bytes of one header of an answer, unless a flag says otherwise
-# Who cannot be asked now, or does not answer so that it can be read. TimeoutError is no OSError before
-# Python 3.11.
-QUERY_ERRORS: Final = (aiohttp.ClientError, InvalidAnswer, OSError, asyncio.TimeoutError)
 
 
 class QueryAnswer(NamedTuple):
