@@ -11,7 +11,6 @@ import json
 import random
 import re
 import socket
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, ClassVar
 
 import aiohttp
 import pytest
+from anyio.from_thread import start_blocking_portal
 from attack.test_json_bodies import make_body
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as some
@@ -301,41 +301,17 @@ def run_fleet(
     fleet: str, log: Path, *more_flags: str
 ) -> Iterator[tuple[str, raw_http.RawInstance]]:
     """A router's process before an instance that answers everything, in a thread's loop."""
-    ready, ended = threading.Event(), asyncio.Event()
-    running: list[tuple[str, raw_http.RawInstance]] = []
-    loop = asyncio.new_event_loop()
-
-    async def serve_until_ended() -> None:
-        async with raw_http.run_instance() as one:
-            flags = [word for flag in FLEETS[fleet] for word in (flag, one.url)]
-            flags += more_flags
-            if fleet in MODES:
-                flags += ["--first-token", MODES[fleet]]
-            traced = {"TTFT_OTEL": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": one.url}
-            async with raw_http.run_router_process(*flags, log=log, **traced) as router:
-                running.append((router.url, one))
-                ready.set()
-                await ended.wait()
-
-    failed: list[BaseException] = []
-
-    def run_loop() -> None:
-        try:
-            loop.run_until_complete(serve_until_ended())
-        except BaseException as error:  # noqa: BLE001 - the test's own thread raises it below
-            failed.append(error)
-            ready.set()
-
-    thread = threading.Thread(target=run_loop)
-    thread.start()
-    try:
-        assert ready.wait(60) and not failed, failed
-        yield running[0]
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join(60)
-        loop.close()
-    assert not failed, failed
+    traced = {"TTFT_OTEL": "1"}
+    flags = ["--first-token", MODES[fleet], *more_flags] if fleet in MODES else [*more_flags]
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(raw_http.run_instance()) as one,
+    ):
+        flags += [word for flag in FLEETS[fleet] for word in (flag, one.url)]
+        traced["OTEL_EXPORTER_OTLP_ENDPOINT"] = one.url
+        process = raw_http.run_router_process(*flags, log=log, **traced)
+        with portal.wrap_async_context_manager(process) as router:
+            yield router.url, one
 
 
 def repeatable_examples(number: int, first: int) -> Callable[[Any], Any]:
