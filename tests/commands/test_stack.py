@@ -73,13 +73,11 @@ def test_up_ports(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """A port that another program has is named before containers are started; those of the stack are not."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        monkeypatch.setattr(
-            stack_folder.require_free_ports, "__defaults__", ((port,),), raising=True
-        )
+        monkeypatch.setattr(stack_folder, "PORTS", {port: "stack"})
         taken = run("up", folder)
         again = run("up", folder, services=RUNNING)
 
-    assert 1 == taken.exit_code and f"ports in use: {port}" in taken.output
+    assert 1 == taken.exit_code and f"ports in use: {port} (stack)" in taken.output
     assert 0 == again.exit_code
 
 

@@ -412,7 +412,12 @@ def test_one_trace_for_many(tmp_path: Path) -> None:
 def test_foreign_text() -> None:
     """Only our own spans name holders; whatever somebody sends as such: no holder, and no error."""
     reported = json.dumps([{"us": 1, "tokens": 2, "kind": "k", "request_id": "r", "trace_id": ""}])
-    foreign = ("", "[]", "[1]", "{}", '[{"us": 1}]', '[{"us": "x", "tokens": 1}]', "[[", 7)
+    tokens = '"tokens": 1, "kind": "a", "request_id": "b"'
+    lengths = ("1e999", "-5", f"1{'0' * 3000}")  # that no span can have
+    foreign = (
+        *("", "[]", "[1]", "{}", "{", '[{"us": 1}]', '[{"us": "x", "tokens": 1}]', "[[", 7, None),
+        *("[" * 4000, *(f'[{{"us": {us}, {tokens}}}]' for us in lengths)),
+    )
 
     def read(text: object, scope: str = span_names.SCOPE) -> list[StoredHolder]:
         attributes = {keys.HELD_BY: text}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: one file for each command of ttft-otel, which parses flags and calls the other rooms."""
+"""The command line: the commands of ttft-otel, which parse flags and call the other rooms."""

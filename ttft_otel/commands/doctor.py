@@ -307,16 +307,15 @@ def _check_server(url: str, timeout: float) -> Iterator[Check]:
         )
         yield Check(base, "fail", "answers without timings: it is not traced", remedy)
         return
-    unattributed = parsed.unattributed
+    says = (
+        f"first token after {parsed.ttft / 1000:.1f} ms in {len(parsed.stages)} stages, "
+        f"{parsed.unattributed / 1000:.1f} ms {stages.UNATTRIBUTED}"
+    )
     # More than 5 % (a twentieth) unattributed: a patch target is probably missing.
-    message = f"first token after {parsed.ttft / 1000:.1f} ms in {len(parsed.stages)} stages"
-    if unattributed * 20 > parsed.ttft:
-        remedy = "its log names the targets that are missing"
-        yield Check(
-            base, "note", f"{message}, {unattributed / 1000:.1f} ms {stages.UNATTRIBUTED}", remedy
-        )
+    if parsed.unattributed * 20 > parsed.ttft:
+        yield Check(base, "note", says, "its log names the targets that are missing")
     else:
-        yield Check(base, "ok", f"{message}, {unattributed / 1000:.1f} ms {stages.UNATTRIBUTED}")
+        yield Check(base, "ok", says)
     if parsed.clock is not None:
         yield _check_clock(f"{base} worker", parsed.clock)
     yield from _check_recomputed_items(base, timeout)

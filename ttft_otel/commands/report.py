@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from ttft_otel.report import breakdown_source
 from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.breakdown_source import WINDOW_HELP, BreakdownSource, filter_window
 from ttft_otel.report.report_types import Request, SourceChoice
-from ttft_otel.report.show import json_answers, perfetto_trace, terminal
+from ttft_otel.report.show import json_answers, terminal
 from ttft_otel.report.store.database_reader import (
     MAX_REQUESTS,
     DatabaseReader,
@@ -117,19 +117,18 @@ def report(
     with refusals, breakdown_source.open_source(source) as opened:
         count = last or (MAX_REQUESTS if joined_file else 200)
         listed = partial(_list_requests, opened, filter_window(since, model, count), instance)
+        name, request = trace_id, None
+        if request_id is not None:
+            name, request = request_id, opened.find_request(request_id)
+            trace_id = request.trace_id if request else ""
         if perfetto:
-            _write_perfetto(_find_traces(opened, listed, trace_id, request_id), perfetto)
-        elif request_id is not None:
-            request = opened.find_request(request_id)
-            _print_trace(
-                opened.find_trace(request.trace_id) if request else None,
-                request,
-                request_id,
-                as_json,
+            wanted = (
+                [each.trace_id for each in listed()] if trace_id is None else [trace_id.lower()]
             )
+            _write_perfetto(_find_traces(opened, wanted), perfetto)
         elif trace_id is not None:
-            # All requests of the trace; --request shows the sum of its own only.
-            _print_trace(opened.find_trace(trace_id.lower()), None, trace_id, as_json)
+            # Without --request all requests of the trace; with it the sum of its own only.
+            _print_trace(opened.find_trace(trace_id.lower()), request, name or "", as_json)
         elif joined_file:
             # Before the requests are read, which takes a while from Tempo: a wrong file is told at once.
             client_ttfts = read_client_ttfts(joined_file, join_prefix)
@@ -153,20 +152,8 @@ def _list_requests(opened: BreakdownSource, wanted: RequestFilter, instance: str
     ][: wanted.last]
 
 
-def _find_traces(
-    opened: BreakdownSource,
-    listed: Callable[[], list[Request]],
-    trace_id: str | None,
-    request_id: str | None,
-) -> list[StoredTrace]:
-    """The traces that the options name, each once, newest first. listed: those without an ID."""
-    if trace_id is not None:
-        wanted = [trace_id.lower()]
-    elif request_id is not None:
-        request = opened.find_request(request_id)
-        wanted = [request.trace_id] if request else []
-    else:
-        wanted = [request.trace_id for request in listed()]
+def _find_traces(opened: BreakdownSource, wanted: Sequence[str]) -> list[StoredTrace]:
+    """The stored ones of these traces, each once, in their order."""
     console = Console(stderr=True)
     # Tempo draws a bar of its own, and has read these traces before.
     is_drawn = console.is_terminal and isinstance(opened, DatabaseReader)
@@ -184,7 +171,7 @@ def _find_traces(
 def _write_perfetto(traces: list[StoredTrace], path: Path) -> None:
     if not traces:
         raise click.ClickException("nothing is stored for that; `ttft-otel report --last 20` lists")
-    document = perfetto_trace.build_document(traces)
+    document = json_answers.build_perfetto_trace(traces)
     try:
         # Perfetto shows escapes of characters beyond ASCII as they are written.
         write_whole(path, json.dumps(document, ensure_ascii=False))

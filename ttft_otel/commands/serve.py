@@ -288,17 +288,6 @@ def send_requests(url: str, model: str) -> None:
         list(pool.map(send, [f"demo-{number:02}" for number in range(1, REQUESTS + 1)]))
 
 
-def _serve_page(database: Path, explain: Explainer | None, http_port: int, told: str) -> None:
-    """The page of a database until Ctrl-C; `told` is printed before its address."""
-    options = ServeOptions(database, http_port=http_port, grpc_port=-1, explain=explain)
-    with contextlib.suppress(KeyboardInterrupt):
-        run_server(options, lambda server: click.echo(f"{told}{_describe_page(server)}"))
-
-
-def _describe_page(server: ReportServer) -> str:
-    return f"Page: http://{LOOPBACK}:{server.http_port}   Ctrl-C ends it"
-
-
 def trace_live(model: str, arguments: Sequence[str], database: Path) -> None:
     """Store the traces of REQUESTS requests to a vLLM that runs for them alone. Raises ClickException."""
     if importlib.util.find_spec("vllm") is None:
@@ -395,7 +384,14 @@ def demo(
         if db:
             click.echo(told)
         else:
-            _serve_page(database, explain, http_port, f"{told}\n")
+            options = ServeOptions(database, http_port=http_port, grpc_port=-1, explain=explain)
+            with contextlib.suppress(KeyboardInterrupt):
+                run_server(
+                    options,
+                    lambda server: click.echo(
+                        f"{told}\nPage: http://{LOOPBACK}:{server.http_port}   Ctrl-C ends it"
+                    ),
+                )
 
 
 def _read_spans(database: Path) -> list[StoredSpan]:

@@ -271,16 +271,10 @@ def top(servers: tuple[str, ...], every: float, once: bool, as_json: bool) -> No
         elif once:
             console.print(build_table(views))
         else:
-            _redraw(console, views, look, every)
+            # Draw until Ctrl-C.
+            table = Live(build_table(views), console=console, auto_refresh=False, screen=False)
+            with suppress(KeyboardInterrupt), table as live:
+                while True:
+                    time.sleep(every)
+                    live.update(build_table(look()), refresh=True)
     sys.exit(1 if any(view.error for view in views) else 0)
-
-
-def _redraw(console: Console, views: list[ServerView], look: Any, every: float) -> None:
-    """Draw until Ctrl-C."""
-    try:
-        with Live(build_table(views), console=console, auto_refresh=False, screen=False) as live:
-            while True:
-                time.sleep(every)
-                live.update(build_table(look()), refresh=True)
-    except KeyboardInterrupt:
-        return

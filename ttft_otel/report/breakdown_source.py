@@ -125,17 +125,6 @@ def open_source(choice: SourceChoice) -> Iterator[BreakdownSource]:
         raise database_schema.StoreError(
             f"--tempo needs {error.name}, which is not installed: pip install 'ttft-otel[explain]'"
         ) from error
-    with show_progress() as report_progress:
-        # To stderr, as the bar is.
-        with closing(
-            TempoSource(choice, report_progress, lambda text: click.echo(f"note: {text}", err=True))
-        ) as tempo:
-            yield tempo
-
-
-@contextmanager
-def show_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal's stderr, nothing elsewhere; it is there while its text is not empty."""
     console = Console(stderr=True)
     bar = Progress(console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task("", total=None)
@@ -149,7 +138,10 @@ def show_progress() -> Iterator[Callable[[str, int, int], None]]:
             bar.stop()
 
     try:
-        yield report_progress
+        with closing(
+            TempoSource(choice, report_progress, lambda text: click.echo(f"note: {text}", err=True))
+        ) as tempo:
+            yield tempo
     finally:
         bar.stop()
 

@@ -179,14 +179,14 @@ def require_docker() -> None:
             raise StackError(f"{missing}; {DOCKER_REMEDY}") from error
 
 
-def require_free_ports(ports: Sequence[int] = tuple(PORTS)) -> None:
+def require_free_ports() -> None:
     """Raise StackError where another program has a port of the stack."""
     taken = list[str]()
-    for port in ports:
+    for port, user in PORTS.items():
         with socket.socket() as probe:
             # Connected and not bound: a port in TIME_WAIT is free for Docker.
             if probe.connect_ex(("127.0.0.1", port)) == 0:
-                taken.append(f"{port} ({PORTS.get(port, 'stack')})")
+                taken.append(f"{port} ({user})")
     if taken:
         raise StackError(
             f"ports in use: {', '.join(taken)}; stop what has them "

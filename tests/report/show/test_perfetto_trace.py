@@ -35,7 +35,7 @@ from ttft_otel.model.names import keys
 from ttft_otel.model.record import Record
 from ttft_otel.report.receive.otlp_decoder import StoredHolder, read_holders
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.show import perfetto_trace
+from ttft_otel.report.show import json_answers
 from ttft_otel.report.store.database_reader import StoredTrace
 from ttft_otel.report.store.span_store import SpanStore
 
@@ -55,7 +55,7 @@ def make_span(
 
 def draw_spans(*spans: StoredSpan) -> dict[str, Event]:
     """The slices of one trace, by name."""
-    document = perfetto_trace.build_document([StoredTrace("t", spans, ())])
+    document = json_answers.build_perfetto_trace([StoredTrace("t", spans, ())])
     check_rules(document)
     return {each["name"]: each for each in document["traceEvents"] if each["ph"] == "X"}
 
@@ -195,24 +195,10 @@ def test_stored() -> None:
     assert read_holders(alone.attributes) == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("[{}]", "{", "7", "[3]", '[{"us": "x"}]', 5, None),
-        *("[" * 4000, '[{"us": 1e999, "tokens": 1, "kind": "a", "request_id": "b"}]'),
-        f'[{{"us": 1{"0" * 3000}, "tokens": 1, "kind": "a", "request_id": "b"}}]',
-        '[{"us": -5, "tokens": 1, "kind": "a", "request_id": "b"}]',
-    ],
-)
-def test_foreign(text: Any) -> None:
-    """An attribute of this name in another form is no holder."""
-    assert read_holders({keys.HELD_BY: text}) == []
-
-
 def build_events(*records: Record) -> list[Event]:
     """The events of these records' traces."""
     traces = [StoredTrace(each.trace_id, tuple(make_stored_spans([each])), ()) for each in records]
-    events: list[Event] = perfetto_trace.build_document(traces)["traceEvents"]
+    events: list[Event] = json_answers.build_perfetto_trace(traces)["traceEvents"]
     return events
 
 
@@ -242,7 +228,7 @@ def test_engine_steps() -> None:
         assert record.ttft is not None
         ttft = msgspec.structs.replace(record.ttft, attributes={**record.ttft.attributes, **tokens})
         records.append(msgspec.structs.replace(record, ttft=ttft))
-    shared, alone = perfetto_trace.find_steps(make_stored_spans(records))
+    shared, alone = json_answers.find_steps(make_stored_spans(records))
     drawn = [each for each in build_events(*records) if each.get("cat") == "engine step"]
 
     assert (shared.word, shared.requests, shared.request_ids) == ("forward", 2, ["r0", "r1"])

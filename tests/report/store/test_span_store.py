@@ -138,11 +138,12 @@ def test_private(store: SpanStore) -> None:
     assert not [file for file in files if file.stat().st_mode & 0o077]
 
 
-def test_default() -> None:
+@pytest.mark.parametrize(("state", "folder"), [("/s", "/s"), ("", "~/.local/state")])
+def test_default(state: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default path follows XDG."""
-    get_path, place = database_schema.get_default_path, Path("ttft-otel/spans.db")
-    assert get_path({"XDG_STATE_HOME": "/s"}) == Path("/s") / place
-    assert get_path({}) == Path.home() / ".local/state" / place
+    monkeypatch.setenv("XDG_STATE_HOME", state)
+    path = Path(folder).expanduser() / "ttft-otel/spans.db"
+    assert database_schema.get_default_path() == path
 
 
 def test_names(store: SpanStore) -> None:

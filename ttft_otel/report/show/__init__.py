@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests as pages, terminal tables, JSON and Perfetto traces."""
+"""Requests as pages, terminal tables and JSON."""

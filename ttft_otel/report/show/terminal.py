@@ -25,6 +25,7 @@ from ttft_otel.report.report_types import Request, TimeBefore
 from ttft_otel.report.store.database_reader import StoredTrace
 
 EIGHTHS: Final = " ▏▎▍▌▋▊▉"
+QUANTILES: Final = ("p50", "p95", "p99", "mean")  # of a SummaryLine
 MAX_SHOWN_ROWS: Final = 400  # spans shown in one waterfall
 UNIT_GAP: Final = re.compile(r"(?<=\d) (?=(?:µs|ms|s|%|tokens|requests)(?!\w))")
 
@@ -124,21 +125,16 @@ def _format_headline(summary: Summary) -> Text:
         text.append(f", {summary.failed} failed", style="red")
         text.append(f" ({summary.left} clients left, {summary.refused} refused)", style="dim")
     text.append("\nTTFT", style="dim")
-    for word, value in (
-        ("p50", line.p50),
-        ("p95", line.p95),
-        ("p99", line.p99),
-        ("mean", line.mean),
-    ):
+    for word in QUANTILES:
         text.append(f" {word} ", style="dim")
-        text.append(format_short(value * 1000), style="bold")
+        text.append(format_short(getattr(line, word) * 1000), style="bold")
     return text
 
 
 def _build_percentile_table(summary: Summary) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("stage, ms", no_wrap=True)
-    for word in ("in", "p50", "p95", "p99", "mean", "share"):
+    for word in ("in", *QUANTILES, "share"):
         table.add_column(word, justify="right", no_wrap=True)
     for line in (*summary.stages, summary.ttft):
         last = line is summary.ttft
@@ -155,7 +151,7 @@ def _build_percentile_table(summary: Summary) -> Table:
 
 
 def _list_quantiles(line: SummaryLine) -> list[str]:
-    return [format_ms(1000 * value) for value in (line.p50, line.p95, line.p99, line.mean)]
+    return [format_ms(1000 * getattr(line, word)) for word in QUANTILES]
 
 
 def _build_sum_panel(request: Request, width: int) -> Panel:

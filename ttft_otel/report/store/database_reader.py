@@ -46,6 +46,8 @@ ANSWER_ID_PREFIXES: Final = ("chatcmpl-", "cmpl-")  # vLLM puts them before the 
 MAX_TRACE_TRUNKS: Final = 1000  # spans of one trace of which requests are made
 MAX_REQUESTS: Final = 2000  # requests in one result
 SERVED: Final = "error='' AND NOT pending"  # requests that got a first token
+# A request's trace, its number in the trace, and the trace's ID.
+ROW: Final = "trace, number, (SELECT trace_id FROM traces WHERE traces.id=trace) FROM requests"
 REFUSED_ERROR: Final = "error GLOB '4[0-9][0-9]'"  # as keys.is_refusal() says it
 
 
@@ -230,9 +232,7 @@ class DatabaseReader:
         spans: list[StoredSpan] = []
         for row, stratum in chosen:
             found, number, trace_id = self._connection.execute(
-                "SELECT trace, number, (SELECT trace_id FROM traces WHERE traces.id=trace) "
-                "FROM requests WHERE id=?",
-                (row,),
+                f"SELECT {ROW} WHERE id=?", (row,)
             ).fetchone()
             if found != trace:
                 trace = found
@@ -290,9 +290,7 @@ class DatabaseReader:
     def _load_requests(self, where: str, values: Sequence[object], limit: int) -> list[Request]:
         """Assemble the newest requests that match a condition on the table `requests`, newest first."""
         rows = self._connection.execute(
-            "SELECT trace, number, (SELECT trace_id FROM traces WHERE traces.id=trace) "
-            f"FROM requests {where} ORDER BY start_ns DESC LIMIT ?",
-            (*values, limit),
+            f"SELECT {ROW} {where} ORDER BY start_ns DESC LIMIT ?", (*values, limit)
         ).fetchall()
         # A trace may have several of the requests: it is assembled once.
         built: dict[int, list[Request]] = {}

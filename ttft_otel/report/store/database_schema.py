@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -62,11 +62,10 @@ class StoreError(Exception):
     """The database (or a port) cannot be used; the text says why and what to do."""
 
 
-def get_default_path(env: Mapping[str, str] | None = None) -> Path:
+def get_default_path() -> Path:
     """${XDG_STATE_HOME:-~/.local/state}/ttft-otel/spans.db"""
-    source = os.environ if env is None else env
     # State and not cache: nobody should delete it to save space.
-    state = source.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "ttft-otel" / "spans.db"
 
 
