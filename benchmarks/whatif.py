@@ -10,7 +10,7 @@ first by more than a tenth, something else used the machine meanwhile, and the p
 judged. Parts: load, limits, encoders (whatif_changes.py); each takes six to ten minutes.
 Every forward pass sleeps for --delay milliseconds, and every run of an encoder for three times that, so that
 two servers on few cores are still two; what the processor itself adds is in the figures as noise.
-tests/live/test_bench.py asserts the goal.
+tests/live/test_commands.py asserts the goal.
 """
 
 from __future__ import annotations

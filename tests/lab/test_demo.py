@@ -107,6 +107,9 @@ def test_warming() -> None:
 def test_closed(images: int) -> None:
     """A whole trace with exact sums has no fault."""
     assert demo.judge_requests([build_observation(build_routed_spans(images), images)]) == {}
+    # A consumer that has encoded nothing again says so.
+    none_twice = change_span(-1, attributes={keys.EC_RECOMPUTED_ITEMS: 0})
+    assert demo.find_faults(none_twice) == []
 
 
 def change_span(place: int, **fields: object) -> RequestObservation:
@@ -143,11 +146,6 @@ PREPROCESS = keys.name_stage_attribute("preprocess")
 def test_faults(observed: RequestObservation, fault: str) -> None:
     """What is wrong with a request or its trace is told."""
     assert fault in "; ".join(demo.find_faults(observed))
-
-
-def test_nothing_encoded_twice_is_no_fault() -> None:
-    """A consumer that says so, with a count of 0."""
-    assert demo.find_faults(change_span(-1, attributes={keys.EC_RECOMPUTED_ITEMS: 0})) == []
 
 
 def test_clean(tmp_path: Path) -> None:

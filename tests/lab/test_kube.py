@@ -7,8 +7,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,26 +28,20 @@ from lab.server_commands import HOST
 TELL = "hostname; ls /proc | grep -c '^[0-9]'; sleep 1000 & echo $!; cat /proc/net/dev | wc -l"
 
 
-@pytest.fixture
-def kernel(tmp_path: Path) -> Path:
-    """A folder in the form of /proc/sys with two of the settings."""
-    for name in kube_host.SETTINGS[:2]:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("0\n")
-    return tmp_path
-
-
-def test_changed_settings_are_put_back(kernel: Path) -> None:
+def test_changed_settings_are_put_back(tmp_path: Path) -> None:
     """Only what differs is written; settings that a kernel lacks are left out."""
     first, second = kube_host.SETTINGS[:2]
-    before = kube_host.read_settings(kernel)
+    for name in (first, second):  # in the form of /proc/sys
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("0\n")
+    before = kube_host.read_settings(tmp_path)
     assert before == {first: "0", second: "0"}
 
-    (kernel / first).write_text("1\n")
+    (tmp_path / first).write_text("1\n")
 
-    assert kube_host.restore_settings(before, kernel) == [first]
-    assert kube_host.read_settings(kernel) == before
-    assert kube_host.restore_settings(before, kernel) == []
+    assert kube_host.restore_settings(before, tmp_path) == [first]
+    assert kube_host.read_settings(tmp_path) == before
+    assert kube_host.restore_settings(before, tmp_path) == []
 
 
 def test_groups_go_from_the_inside(tmp_path: Path) -> None:
@@ -90,13 +83,13 @@ def test_a_killed_run_is_put_back_by_the_next(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
-def test_processes_end_with_the_block(tmp_path: Path) -> None:
+def test_processes_end_with_the_block(tmp_path: Path, eventually: Callable[..., None]) -> None:
     """A node's host name, network and processes are its own, and none of them outlives it."""
     reported = tmp_path / "reported"
     mark = f"100{os.getpid()}"
     script = f"{{ {TELL.replace('1000', mark)}; }} > {reported}; echo end >> {reported}; wait"
     with kube_host.run_inside("ttft-test", ("bash", "-c", script)):
-        wait_for_text(reported, "end")
+        eventually(lambda: reported.exists() and reported.read_text().endswith("end\n"), 60)
         assert list_sleepers(mark)
 
     name, count, _, interfaces, _ = reported.read_text().split()
@@ -105,12 +98,6 @@ def test_processes_end_with_the_block(tmp_path: Path) -> None:
     # Two lines of headings and the loopback, with the machine's own interfaces outside.
     assert int(interfaces) == 3 or "eth" not in Path("/proc/net/dev").read_text()
     assert not list_sleepers(mark)
-
-
-def wait_for_text(path: Path, text: str) -> None:
-    """Wait until a file ends with `text`."""
-    command = f"until tail -1 {path} 2>/dev/null | grep -q {text}; do sleep 0.05; done"
-    subprocess.run(("bash", "-c", command), check=True, timeout=60)
 
 
 def list_sleepers(seconds: str) -> list[str]:
@@ -220,13 +207,14 @@ def test_connections(server: ScriptedServer, kept_alive: bool, connections: int)
     assert len(server.peers) == connections
 
 
-def test_load_goes_on_after_failures(server: ScriptedServer) -> None:
+def test_load_goes_on_after_failures(
+    server: ScriptedServer, eventually: Callable[..., None]
+) -> None:
     """Every request has an outcome, failed ones in between too."""
     server.script = ["good", "busy", "reset", "good"]
     load = SteadyLoad(HOST, server.server_address[1], [LoadClient(8, kept_alive=True)])
     load.start()
-    while len(load.outcomes) < 5:
-        threading.Event().wait(0.05)
+    eventually(lambda: len(load.outcomes) >= 5)
 
     reported = summarize_outcomes(load.stop())
 
@@ -259,7 +247,11 @@ VLLM, MODEL = Path("/node/vllm"), Path("/node/model")
 
 
 def test_the_manifest_is_tried_as_it_is() -> None:
-    """Probes, hooks and init container are the manifest's; what a machine without a GPU lacks is left out."""
+    """Probes, hooks and init container are the manifest's; what a machine without a GPU lacks is left out.
+
+    The pod cannot write into what it gets of the checkout, and the injected folder comes first. With
+    --stand-in only image, command and arguments of the server differ.
+    """
     before = list(yaml.safe_load_all(kube_workload.MANIFEST.read_text("utf-8")))
     service, deployment = kube_workload.build_vllm_objects(VLLM, MODEL)
 
@@ -273,19 +265,20 @@ def test_the_manifest_is_tried_as_it_is() -> None:
     assert new_server["env"][1 : len(old_server["env"])] == old_server["env"][1:]
     assert "resources" in old_server and "resources" not in new_server
 
-
-def test_the_environment_is_mounted_read_only() -> None:
-    """The pod cannot write into what it gets of the checkout, and the injected folder comes first."""
-    _, deployment = kube_workload.build_vllm_objects(VLLM, MODEL)
-    (server,) = deployment["spec"]["template"]["spec"]["containers"]
-    volumes = deployment["spec"]["template"]["spec"]["volumes"]
-    mounted = {each["name"] for each in volumes if "hostPath" in each}
-
-    writable = {each["name"] for each in server["volumeMounts"] if not each.get("readOnly")}
-    paths = {each["name"]: each.get("value") for each in server["env"]}["PYTHONPATH"].split(":")
-
+    mounted = {each["name"] for each in new["volumes"] if "hostPath" in each}
+    writable = {each["name"] for each in new_server["volumeMounts"] if not each.get("readOnly")}
     assert {"vllm", "model"} <= mounted and not mounted & writable
-    assert paths[0] == "/ttft-otel"
+    paths = {each["name"]: each.get("value") for each in new_server["env"]}["PYTHONPATH"]
+    assert paths.split(":")[0] == "/ttft-otel"
+
+    _, small = kube_workload.build_vllm_objects(VLLM, MODEL)
+    kube_workload.replace_vllm(small)
+    (stand_in,) = small["spec"]["template"]["spec"]["containers"]
+    names = new_server | stand_in
+    assert {key for key in names if new_server.get(key) != stand_in.get(key)} == {
+        "image", "command", "args", "volumeMounts",
+    }  # fmt: skip
+    assert stand_in["image"] in kube_images.list_image_names()
 
 
 def test_images_have_the_names_of_the_manifests(tmp_path: Path) -> None:
@@ -330,16 +323,3 @@ def test_archives_follow_the_sources(tmp_path: Path) -> None:
     (package / "a.py").write_text("")
 
     assert kube_images.build_archive_folder(Programs, tmp_path) != first  # type: ignore[arg-type]
-
-
-def test_a_stand_in_keeps_the_pod() -> None:
-    """With --stand-in only image, command and arguments of the server differ."""
-    _, server = kube_workload.build_vllm_objects(VLLM, MODEL)
-    _, small = kube_workload.build_vllm_objects(VLLM, MODEL)
-    kube_workload.replace_vllm(small)
-
-    (old,), (new,) = (each["spec"]["template"]["spec"]["containers"] for each in (server, small))
-    assert {key for key in old | new if old.get(key) != new.get(key)} == {
-        "image", "command", "args", "volumeMounts",
-    }  # fmt: skip
-    assert new["image"] in kube_images.list_image_names()

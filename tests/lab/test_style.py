@@ -37,93 +37,77 @@ def test_limits() -> None:
     assert not over, "\n".join(f"{name}: {place}" for name in over for place in places[name])
 
 
-def test_one_word_functions(measured_folder: Path) -> None:
-    """Functions and methods of one word count, private ones too; properties and dunders do not."""
-    names = ("read", "_write", "read_file", "write_file")
-    functions = "\n".join(f"def {name}(): ..." for name in names)
-    methods = "class File:\n    @property\n    def size(self): ...\n    def __init__(self): ..."
-    write_module(measured_folder, "files", f"{functions}\n{methods}")
+LONG = "def read_all():\n" + "    print()\n" * style.MAX_FUNCTION_LINES
+USUAL = "def read_file():\n" + "    print()\n" * (style.MAX_FUNCTION_LINES - 1)
+NAMES = "def read(): ...\ndef _write(): ...\ndef read_file(): ...\ndef write_file(): ..."
+STATE = (
+    "from collections import deque\nNAMES: Final = {'a': 1}\nORDER = (1, 2)\nopen_steps = []\n"
+    "runs: dict[str, int] = {}\nqueue: Final = deque()\ncount = 0\n"
+    "def add_one():\n    global count\n    count += 1"
+)
+# Modules by their path, beside one with a function; a figure, what it is then, and the places that count.
+CASES: dict[str, tuple[dict[str, str], str, float, list[str]]] = {
+    # Private ones too; properties and dunders do not count.
+    "functions of one word": (
+        {"package/files": f"{NAMES}\nclass File:\n    @property\n    def size(self): ...\n"
+         "    def __init__(self): ..."},
+        "one_word_functions_percent", 40.0, ["package/files.py:2 read", "package/files.py:3 write"],
+    ),
+    # Once; twice in one file it does not count.
+    "class names in several files": (
+        {**dict.fromkeys(("package/first", "package/second", "package/third"), "class Server: ..."),
+         "package/fourth": "class Client: ...\nclass Client: ..."},
+        "class_names_in_several_files", 1,
+        ["Server: package/first.py, package/second.py, package/third.py"],
+    ),
+    # Unless every package has such a module.
+    "module names in two folders": (
+        {f"package/{folder}/{module}": "" for folder in ("one", "two")
+         for module in ("state", *style.SHARED_MODULES)},
+        "module_names_used_twice", 1, ["state: package/one/state.py, package/two/state.py"],
+    ),
+    "product lines": (  # docstring, class, functions, last line
+        {"package/files": f"class File: ...\n{LONG}{USUAL}", "tests/test_files": ""},
+        "product_lines", 1 + 1 + 61 + 60 + 1 + 2, [],
+    ),
+    "test lines": ({"tests/test_files": "class FakeFile: ..."}, "test_lines", 2, []),
+    "classes": (
+        {"package/files": "class File: ...", "tests/test_files": "class FakeFile: ..."},
+        "classes", 1, ["package/files.py:2 File"],
+    ),
+    "long functions": (
+        {"package/files": f"class File: ...\n{LONG}{USUAL}"},
+        "functions_over_60_lines", 1, ["package/files.py:3 read_all 61"],
+    ),
+    # In whatever form it is imported; one that two import does not count.
+    "modules with one importer": (
+        {"package/names": "A = 1", "package/sums": "A = 1",
+         "package/first": "from package import names, sums",
+         "package/second": "from package.names import A\nimport package.first"},
+        "modules_with_one_importer", 2,
+        ["package.sums: package.first", "package.first: package.second"],
+    ),
+    # What functions bind anew or fill, in the hooks' folder alone; tables and tuples do not count.
+    "state of modules": (
+        {"package/elsewhere": STATE, f"{style.STATELESS_FOLDER}/tracer": STATE},
+        "module_globals_in_hooks", 4,
+        [f"{style.STATELESS_FOLDER}/tracer.py {name}" for name in
+         ("count", "open_steps", "runs", "queue")],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_figures(measured_folder: Path, case: str) -> None:
+    """Each figure counts what it is there for, and tells where that is."""
+    modules, figure, expected, told = CASES[case]
+    for name, source in {"package/other": "def open_file(): ...", **modules}.items():
+        write_module(measured_folder.parent, name, source)
 
     figures, places = style.measure_style()
 
-    assert figures["functions"] == 4
-    assert figures["one_word_functions_percent"] == 50.0
-    assert [place.split()[1] for place in places["one_word_functions_percent"]] == ["read", "write"]
-
-
-def test_shared_class_names(measured_folder: Path) -> None:
-    """A class name in several files counts once; twice in one file it does not count."""
-    for module in ("first", "second", "third"):
-        write_module(measured_folder, module, "class Server: ...\ndef read_file(): ...")
-    write_module(measured_folder, "fourth", "class Client: ...\nclass Client: ...")
-
-    figures, places = style.measure_style()
-
-    assert figures["class_names_in_several_files"] == 1
-    assert places["class_names_in_several_files"] == [
-        "Server: package/first.py, package/second.py, package/third.py"
-    ]
-
-
-def test_shared_module_names(measured_folder: Path) -> None:
-    """A module name in two folders counts, unless every package has such a module."""
-    for folder in ("one", "two"):
-        for module in ("state", *style.SHARED_MODULES):
-            write_module(measured_folder, f"{folder}/{module}", "def read_file(): ...")
-
-    figures, places = style.measure_style()
-
-    assert figures["module_names_used_twice"] == 1
-    assert places["module_names_used_twice"] == [
-        "state: package/one/state.py, package/two/state.py"
-    ]
-
-
-def test_sizes(measured_folder: Path) -> None:
-    """Lines of the package and of tests, classes, functions of more than 60 lines; with their places."""
-    long = "def read_all():\n" + "    print()\n" * style.MAX_FUNCTION_LINES
-    usual = "def read_file():\n" + "    print()\n" * (style.MAX_FUNCTION_LINES - 1)
-    write_module(measured_folder, "files", f"class File: ...\n{long}{usual}")
-    write_module(measured_folder.parent / "tests", "test_files", "class FakeFile: ...")
-
-    figures, places = style.measure_style()
-
-    assert figures["product_lines"] == 1 + 1 + 61 + 60 + 1  # docstring, class, functions, last line
-    assert figures["test_lines"] == 2
-    assert places["classes"] == ["package/files.py:2 File"]
-    assert places["functions_over_60_lines"] == ["package/files.py:3 read_all 61"]
-
-
-def test_modules_with_one_importer(measured_folder: Path) -> None:
-    """A module counts that one other module imports, in whatever form; one that two import does not."""
-    write_module(measured_folder, "names", "A = 1\ndef read_file(): ...")
-    write_module(measured_folder, "sums", "A = 1")
-    write_module(measured_folder, "first", "from package import names, sums")
-    write_module(measured_folder, "second", "from package.names import A\nimport package.first")
-
-    _, places = style.measure_style()
-
-    assert places["modules_with_one_importer"] == [
-        "package.sums: package.first",
-        "package.first: package.second",
-    ]
-
-
-def test_module_state(measured_folder: Path) -> None:
-    """What functions bind anew or fill counts, in the hooks' folder alone; tables and tuples do not."""
-    source = (
-        "from collections import deque\nNAMES: Final = {'a': 1}\nORDER = (1, 2)\nopen_steps = []\n"
-        "runs: dict[str, int] = {}\nqueue: Final = deque()\ncount = 0\n"
-        "def add_one():\n    global count\n    count += 1"
-    )
-    write_module(measured_folder, "elsewhere", source)
-    write_module(measured_folder.parent / style.STATELESS_FOLDER, "tracer", source)
-
-    figures, places = style.measure_style()
-
-    assert figures["module_globals_in_hooks"] == 4
-    names = {place.split()[1] for place in places["module_globals_in_hooks"]}
-    assert names == {"count", "open_steps", "runs", "queue"}
+    assert figures[figure] == expected
+    assert not told or sorted(places[figure]) == sorted(told)
 
 
 def test_docs_words(measured_folder: Path) -> None:

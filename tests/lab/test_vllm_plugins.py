@@ -21,19 +21,6 @@ from lab import injection
 from lab.vllm_plugins import join_plugin_paths
 
 
-class InjectPlugin:
-    """The plugin's modules, imported from its folder as a server would."""
-
-    def __init__(self, control: injection.InjectionControl) -> None:
-        """Import them anew, pointed at this control file."""
-        self.control: Any = importlib.import_module("lab.vllm_plugins.inject.ttft_inject.control")
-        self.control.PATH = str(control.path)
-        self.places: Any = importlib.import_module("lab.vllm_plugins.inject.ttft_inject.places")
-        self.importing: Any = importlib.import_module(
-            "lab.vllm_plugins.inject.ttft_inject.importing"
-        )
-
-
 @pytest.fixture
 def control(tmp_path: Path) -> injection.InjectionControl:
     """A control file of this test."""
@@ -41,19 +28,21 @@ def control(tmp_path: Path) -> injection.InjectionControl:
 
 
 @pytest.fixture
-def plugin(
-    control: injection.InjectionControl, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[InjectPlugin]:
-    """The plugin for the length of a test."""
+def plugin(control: injection.InjectionControl, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The plugin's modules, imported from its folder as a server would, with this control file."""
     monkeypatch.syspath_prepend(join_plugin_paths("inject"))
     before = list(sys.meta_path)
-    yield InjectPlugin(control)
+    modules = ("control", "places", "switch")
+    package = "lab.vllm_plugins.inject.ttft_inject"
+    found = {each: importlib.import_module(f"{package}.{each}") for each in modules}
+    vars(found["control"])["PATH"] = str(control.path)
+    yield SimpleNamespace(**found)
     sys.meta_path[:] = before
     for name in [name for name in sys.modules if name.split(".")[0] in ("ttft_inject", "hosted")]:
         del sys.modules[name]
 
 
-def test_places(plugin: InjectPlugin) -> None:
+def test_places(plugin: Any) -> None:
     """Both sides of the control file know the same places."""
     assert set(injection.INJECTION_PLACES) == set(plugin.places.PLACES)
     assert {spot.place for spot in plugin.places.INJECTION_POINTS} <= set(
@@ -68,7 +57,7 @@ def test_unknown(control: injection.InjectionControl) -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_delay(control: injection.InjectionControl, plugin: InjectPlugin, busy: bool) -> None:
+def test_delay(control: injection.InjectionControl, plugin: Any, busy: bool) -> None:
     """A delay holds from the next call on, ends with its block, and is logged as it happened."""
     before_ns = time.monotonic_ns()
     with control.inject_delay("forward", 30, busy=busy):
@@ -90,22 +79,21 @@ def test_delay(control: injection.InjectionControl, plugin: InjectPlugin, busy: 
 
 
 def test_applied(
-    control: injection.InjectionControl, plugin: InjectPlugin, monkeypatch: pytest.MonkeyPatch
+    control: injection.InjectionControl, plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A change has been applied when every living process with hooks has noted its number."""
     switched: list[tuple[set[str], set[str]]] = []
     patcher = SimpleNamespace(switch=lambda off, fail: switched.append((off, fail)))
     hooks = SimpleNamespace(find_patcher=lambda: patcher)
-    module: Any = importlib.import_module("lab.vllm_plugins.inject.ttft_inject.switch")
-    switch = module.HookSwitch()
+    switch, wrap_module = plugin.switch.HookSwitch(), plugin.switch.WRAP_MODULE
     control.set_injections(off=["a"])
 
-    monkeypatch.setitem(sys.modules, module.WRAP_MODULE, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, wrap_module, SimpleNamespace())
     switch.apply_changes()
     with pytest.raises(TimeoutError, match="not applied by any"):
         control.wait_applied(0)  # this process has no hooks, and there is no other one
 
-    monkeypatch.setitem(sys.modules, module.WRAP_MODULE, hooks)
+    monkeypatch.setitem(sys.modules, wrap_module, hooks)
     switch.apply_changes()
     switch.apply_changes()
     control.wait_applied(0)
@@ -120,7 +108,7 @@ def test_applied(
     assert switched[1:] == [(set(), {"b"})]
 
 
-def test_broken(control: injection.InjectionControl, plugin: InjectPlugin) -> None:
+def test_broken(control: injection.InjectionControl, plugin: Any) -> None:
     """An unreadable control file leaves the delays as they were."""
     control.set_injections({"sample": 4})
     plugin.control.read()

@@ -24,22 +24,6 @@ from lab.http_servers import HttpServerThread, SilentHandler
 from ttft_otel.hooks import target_check
 
 
-def write_files(folder: Path, **files: str) -> Path:
-    """Files by name (double underscores are slashes, the last single one the dot)."""
-    for name, text in files.items():
-        stem, _, suffix = name.replace("__", "/").rpartition("_")
-        path = folder / f"{stem}.{suffix}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return folder
-
-
-def read_contents(folder: Path) -> dict[str, str]:
-    """Relative path -> text of every file below a folder."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_text("utf-8") for path in files}
-
-
 def test_what_python_reads(tmp_path: Path) -> None:
     """Of a wheel folders are kept, Python, and data that Python reads; nothing compiled."""
     (tmp_path / "folder").mkdir()
@@ -54,16 +38,24 @@ def test_what_python_reads(tmp_path: Path) -> None:
 
 def test_overlay(tmp_path: Path) -> None:
     """The new release's Python replaces the old one's entirely, through no link; compiled files stay."""
-    old = write_files(
-        tmp_path / "old", a_py="old", gone_py="old", cache__a_pyc="old", kernel_so="old"
-    )
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder, names in (
+        (old, ("a.py", "gone.py", "cache/a.pyc", "kernel.so")),
+        (new, ("a.py", "inside/b.json")),
+    ):
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(folder.name, "utf-8")
     os.link(old / "a.py", tmp_path / "cached.py")  # as uv does it
-    new = write_files(tmp_path / "new", a_py="new", inside__b_json="new")
 
     vllm_releases.overlay_python(new, old)
 
-    assert read_contents(old) == {"a.py": "new", "inside/b.json": "new", "kernel.so": "old"}
-    assert read_contents(new) == {"a.py": "new", "inside/b.json": "new"}
+    for folder, expected in (
+        (old, {"a.py": "new", "inside/b.json": "new", "kernel.so": "old"}),
+        (new, {"a.py": "new", "inside/b.json": "new"}),
+    ):
+        files = (path for path in folder.rglob("*") if path.is_file())
+        assert {str(path.relative_to(folder)): path.read_text() for path in files} == expected
     assert (tmp_path / "cached.py").read_text("utf-8") == "old"
 
 

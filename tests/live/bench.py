@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from lab import local_deployment, ttft_client
-from lab.injection import InjectedDelay, InjectionControl
+from lab.injection import InjectionControl
 from lab.local_deployment import LocalDeployment
 from lab.local_servers import LocalServer
 from lab.ttft_client import TimedRequest, TimedResponse
@@ -81,13 +81,6 @@ def list_trunks(spans: Iterable[dict[str, Any]], role: str = "") -> list[dict[st
 def get_trunks_by_role(spans: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Attributes of the `ttft` or `encode` span of each role."""
     return {found[keys.ROLE]: found for found in list_trunks(spans)}
-
-
-def is_whole(spans: Iterable[dict[str, Any]], *roles: str) -> bool:
-    """Whether both halves of each of these roles' requests are there, as often as the role is named."""
-    servers = Counter(span["attributes"][keys.ROLE] for span in spans if span["kind"] == "server")
-    trunks = Counter(each[keys.ROLE] for each in list_trunks(spans))
-    return Counter(roles) <= servers and Counter(roles) <= trunks
 
 
 def check_closed(spans: list[dict[str, Any]]) -> None:
@@ -184,14 +177,6 @@ class LiveDeployment:
         url = self.fleet.get_url(server) if server else self.front_url
         return read_breakdown(self.send_request(url, **fields))
 
-    def note_delays(
-        self, place: str, once: Callable[[], dict[str, int]]
-    ) -> tuple[dict[str, int], list[InjectedDelay]]:
-        """Measure once; returns the measurement and the delays of `place` that took place, oldest first."""
-        began_ns = time.monotonic_ns()
-        sample = once()
-        return sample, [each for each in self.control.read_delays(began_ns) if each.place == place]
-
     def encode_then_prefill(self) -> dict[str, int]:
         """Send a new image to the encoder, then to prefill_decode, without the router; its breakdown."""
         pictures = (self.new_picture_seed(),)
@@ -230,14 +215,27 @@ class LiveDeployment:
             time.sleep(0.2)
         raise AssertionError(f"only {[span['name'] for span in spans]} of {trace_id}")
 
-    def wait_for_roles(self, trace: str, *roles: str, also: str = "") -> list[dict[str, Any]]:
-        """The spans of a trace, once it is_whole() and has a span named `also`."""
+    def wait_for_spans(self, trace: str, name: str, many: int = 1) -> list[dict[str, Any]]:
+        """The spans of a trace, once so many of them have this name."""
         found: list[dict[str, Any]] = self.wait_for_trace(
-            trace,
-            lambda got: (
-                is_whole(got, *roles) and (not also or any(span["name"] == also for span in got))
-            ),
+            trace, lambda got: sum(span["name"] == name for span in got) >= many
         )
+        return found
+
+    def wait_for_roles(self, trace: str, *roles: str, also: str = "") -> list[dict[str, Any]]:
+        """The spans of a trace, once both halves of these roles' requests are there, as often as the role is
+        named, and a span named `also`.
+        """
+
+        def is_whole(spans: list[dict[str, Any]]) -> bool:
+            halves = [span["attributes"] for span in spans if span["kind"] == "server"]
+            counts = [
+                Counter(each[keys.ROLE] for each in got) for got in (halves, list_trunks(spans))
+            ]
+            has_also = not also or any(span["name"] == also for span in spans)
+            return has_also and all(Counter(roles) <= each for each in counts)
+
+        found: list[dict[str, Any]] = self.wait_for_trace(trace, is_whole)
         return found
 
     def fetch_ttft(self, trace: str, role: str = "") -> dict[str, Any]:
@@ -265,7 +263,6 @@ class LiveDeployment:
         before = count_at_engine(self.front_url)
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(self.send_traced, **fields)
-            time.sleep(0.3)
             self.wait_for_arrival(before, future)
             yield future
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import sys
 import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -34,7 +33,7 @@ import pytest
 
 from lab import tiny_models
 from lab.injection import InjectionControl
-from lab.local_deployment import DeploymentPlan, LocalDeployment, start_deployment
+from lab.local_deployment import DeploymentPlan, start_deployment
 from lab.local_servers import exit_on_sigterm
 from lab.server_commands import EC_CPU_CONNECTOR, VllmOptions
 from tests.live.bench import LiveDeployment
@@ -197,35 +196,23 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """
     if item.get_closest_marker("live") and not item.get_closest_marker("untimed"):
         deck = item.session.stash.get(DECK, None)
-        if deck and list_running() and read_available_gb() > 1.5 * DEPLOYMENT_GB:
-            for name in list_next_deployments(item):
-                deck.start_in_background(name)
-        wait_until_alone()
+        if deck and list_running():
+            import psutil  # which vLLM needs
+
+            if psutil.virtual_memory().available > 1.5 * DEPLOYMENT_GB * 2**30:
+                items = item.session.items
+                later = map(get_needed_deployment, items[items.index(item) :])
+                needed = [name for name in dict.fromkeys(later) if name in STARTED_AHEAD]
+                for name in needed[:MAX_AHEAD]:
+                    deck.start_in_background(name)
+        deadline = time.monotonic() + MAX_WAIT_S
+        while running := list_running():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"processes {running} did not end within {MAX_WAIT_S:.0f} s")
+            time.sleep(0.2)
         if deck:
             wait([coming.result for coming in deck.coming.values()])
     return (yield)
-
-
-def read_available_gb() -> float:
-    """The memory that is left, as Linux estimates it."""
-    lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
-    return int(next(each for each in lines if each.startswith("MemAvailable:")).split()[1]) / 2**20
-
-
-def list_next_deployments(item: pytest.Item) -> list[str]:
-    """What the tests after `item` need next, at most MAX_AHEAD."""
-    items = item.session.items
-    needed = dict.fromkeys(get_needed_deployment(each) for each in items[items.index(item) :])
-    return [name for name in needed if name in STARTED_AHEAD][:MAX_AHEAD]
-
-
-def wait_until_alone() -> None:
-    """Wait until the processes in TTFT_OTEL_LIVE_AFTER have ended: scripts/test's tests beside these."""
-    deadline = time.monotonic() + MAX_WAIT_S
-    while running := list_running():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"processes {running} did not end within {MAX_WAIT_S:.0f} s")
-        time.sleep(0.2)
 
 
 def list_running() -> list[str]:
@@ -258,61 +245,39 @@ class DeploymentDeck:
         self.stack = ExitStack()
         self.name = ""
         self.bench: LiveDeployment | None = None
+        # One that has failed stays: a start takes minutes, and is never tried twice.
         self.coming: dict[str, ComingDeployment] = {}
-        self.broken: dict[str, BaseException] = {}  # a start takes minutes: never tried twice
 
     def use_deployment(self, name: str, beside: str = "") -> LiveDeployment:
         """The deployment `name`, started unless it runs already; all injections are reset.
 
-        beside: another one that is started meanwhile in the background; use_deployment waits for it
-        once it is wanted itself.
+        beside: another one that is started meanwhile; use_deployment waits for it once it is wanted itself.
         """
         if self.name != name or self.bench is None:
-            if name in self.broken:
-                raise RuntimeError(f"{name} did not start before") from self.broken[name]
-            try:
-                coming = self.coming.pop(name, None)
-                self.stop_running()
-                if coming:
-                    self.stack = coming.stack
-                    self.bench = coming.result.result()
-                else:
-                    if beside:
-                        self.start_in_background(beside)
-                    self.bench = self.start_and_wait(name, self.stack)
-            except BaseException as error:
-                self.broken[name] = error
-                raise
-            self.name = name
-            self.bench.warm_up()
+            self.stop_running()
+            for each in filter(None, (name, beside)):
+                self.start_in_background(each)
+            bench = self.coming[name].result.result()
+            self.bench, self.stack, self.name = bench, self.coming.pop(name).stack, name
+            bench.warm_up()
         self.bench.control.max_active = 0
         self.bench.control.set_injections()
         return self.bench
-
-    def start_and_wait(self, name: str, stack: ExitStack) -> LiveDeployment:
-        """Start a deployment and wait until its servers answer; `stack` stops them."""
-        control = InjectionControl(self.folder / f"{name}.json")
-        plan = build_plan(name, self.folder / name, control)
-        started: LocalDeployment = stack.enter_context(
-            start_deployment(plan, progress=self.report_start)
-        )
-        return LiveDeployment(started, control)
 
     def start_in_background(self, name: str) -> None:
         """Begin to start `name`, unless that has begun."""
         if name == self.name or name in self.coming:
             return
-        # Seeds are the process's: not while another model is made.
-        tiny_models.build_model(tiny_models.VISION_RECIPE)
-        stack = ExitStack()
-        pool = ThreadPoolExecutor(1)
-        self.coming[name] = ComingDeployment(stack, pool.submit(self.start_and_wait, name, stack))
-        pool.shutdown(wait=False)
+        control = InjectionControl(self.folder / f"{name}.json")
+        # Not in the thread: seeds are the process's, and another model may be made meanwhile.
+        plan = build_plan(name, self.folder / name, control)
+        stack, pool = ExitStack(), ThreadPoolExecutor(1)
 
-    def report_start(self, name: str, seconds: float, line: str) -> None:
-        """Print every 20 s which server is still starting; visible with -s."""
-        if int(seconds) % 20 == 0:
-            sys.stderr.write(f"[live] {name}: {seconds:.0f} s\n")
+        def start() -> LiveDeployment:
+            return LiveDeployment(stack.enter_context(start_deployment(plan)), control)
+
+        self.coming[name] = ComingDeployment(stack, pool.submit(start))
+        pool.shutdown(wait=False)
 
     def stop_running(self) -> None:
         """Stop the deployment that runs."""

@@ -47,7 +47,7 @@ from tests.live.bench import (
     read_output_tokens,
 )
 from tests.live.conftest import GUARD, DeploymentDeck
-from tests.live.test_injected import Injection, check_stage
+from tests.live.test_injected import check_stage
 from ttft_otel.commands.main import main
 from ttft_otel.commands.serve import REQUESTS
 from ttft_otel.model import stages
@@ -168,7 +168,7 @@ def test_two_engines_give_one_record_each_with_its_rank(
     extra = ("--data-parallel-size", "2")
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     with run_alone(deck, tmp_path, extra, env=env) as bench:
-        _check_one_trace_per_rank(bench, ranks={0, 1})
+        check_one_trace_per_rank(bench, ranks={0, 1})
 
 
 @pytest.mark.parametrize(
@@ -196,18 +196,14 @@ def test_two_workers_of_one_engine(
         found = [once(words) for words in (40, 600, 40, 600)]
         assert all(each[stages.UNATTRIBUTED] == 0 for each in found), found
         assert all(("pipeline" in each) == ("pipeline" in places) for each in found), found
-        _check_parts(bench)
+        # The parts of dispatch add up to it; a delay before the step is sent is in the first of them.
+        with bench.control.inject_delay("schedule", DELAY_US / 1000):
+            _, trace = bench.send_traced(max_tokens=1)
+        parts = read_dispatch_parts(bench, trace)
+        assert DELAY_US <= parts["schedule"] < 2 * DELAY_US, parts
         # Long ones: two workers on two cores are far apart from one request to the next.
         for place, stage in places.items():
-            check_stage(bench, Injection(place, 800, 100), stage, once)
-
-
-def _check_parts(bench: LiveDeployment) -> None:
-    """The parts of dispatch add up to it; a delay before the step is sent is in the first of them."""
-    with bench.control.inject_delay("schedule", DELAY_US / 1000):
-        _, trace = bench.send_traced(max_tokens=1)
-    parts = read_dispatch_parts(bench, trace)
-    assert DELAY_US <= parts["schedule"] < 2 * DELAY_US, parts
+            check_stage(bench, place, stage, once, 800, 100)
 
 
 def read_dispatch_parts(bench: LiveDeployment, trace: str) -> dict[str, int]:
@@ -221,7 +217,7 @@ def read_dispatch_parts(bench: LiveDeployment, trace: str) -> dict[str, int]:
     return parts
 
 
-def _check_one_trace_per_rank(bench: LiveDeployment, ranks: set[int]) -> int:
+def check_one_trace_per_rank(bench: LiveDeployment, ranks: set[int]) -> int:
     """Send requests at once; each has one ttft span, of one of these ranks. Returns how many were sent."""
     traces = [make_trace_id() for _ in range(24)]
     many = [TimedRequest(max_tokens=3, headers=make_parent_header(trace)) for trace in traces]
@@ -248,7 +244,7 @@ def test_shared_metrics_page(deck: DeploymentDeck, tmp_path: Path, flags: tuple[
     # Charts set it for a single server, too; two servers get a folder of vLLM's own without it.
     env = {} if flags else {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
     with run_alone(deck, tmp_path, flags, env=env) as bench:
-        count = _check_one_trace_per_rank(bench, ranks={0})
+        count = check_one_trace_per_rank(bench, ranks={0})
         time.sleep(3 * meter.PUBLISH_PAUSE_S)
         pages = []
         for _ in range(8):  # whichever process answers
@@ -293,12 +289,12 @@ def test_ends_are_counted_by_two_api_servers(deck: DeploymentDeck, tmp_path: Pat
     flags = ("--api-server-count", "2")
     try:
         with run_alone(deck, tmp_path, flags, env=env, max_num_seqs=2) as bench:
-            before = {metric: _sum_settled(sink, metric) for metric in END_METRICS}
+            before = {metric: sum_settled(sink, metric) for metric in END_METRICS}
             bench.control.set_injections({"forward": 20})
             answers = ttft_client.send_timed_requests(bench.front_url, many)
             bench.control.set_injections({})
             refused = bench.send_request(bench.front_url, model="made-up", stream=False)
-            after = {metric: _sum_settled(sink, metric) for metric in END_METRICS}
+            after = {metric: sum_settled(sink, metric) for metric in END_METRICS}
         durations = sink.get_series(metric_names.GEN_AI_SERVER_REQUEST_DURATION)
     finally:
         sink.close()
@@ -326,7 +322,7 @@ def test_ends_are_counted_by_two_api_servers(deck: DeploymentDeck, tmp_path: Pat
     assert waited_s >= 6 * 0.02 * len(many)
 
 
-def _sum_settled(sink: MetricSink, metric: str) -> tuple[float, float]:
+def sum_settled(sink: MetricSink, metric: str) -> tuple[float, float]:
     """Count and sum of a metric, once three pushes have changed nothing."""
     deadline = time.monotonic() + 60
     last = (-1.0, -1.0)
@@ -345,7 +341,7 @@ def test_injected(deck: DeploymentDeck, tmp_path: Path) -> None:
     python = test_wheel.make_host_python(tmp_path / "host")
     env = {"PYTHONPATH": str(folder)}
     with run_alone(deck, tmp_path, python=str(python), env=env, control=None) as bench:
-        _check_one_trace_per_rank(bench, ranks={0})
+        check_one_trace_per_rank(bench, ranks={0})
         log = bench.fleet.servers["mono"].log_path.read_text(errors="replace")
     assert re.search(r"ttft-otel \S+: role mono, (\d+) of \1 targets active", log)
 
@@ -357,35 +353,20 @@ def test_off_is_plain_vllm(deck: DeploymentDeck, tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         with run_alone(deck, folder, env=env, traced=False, control=None) as bench:
-            server = bench.fleet.servers["mono"]
+            server, sockets = bench.fleet.servers["mono"], 0
             ttft_client.send_timed_request(bench.front_url, max_tokens=3)
             time.sleep(1)
-            shapes[name] = (
-                _count_sockets(server.pid),
-                len(session_processes.list_session_pids(server.pid)),
-            )
+            pids = session_processes.list_session_pids(server.pid)
+            for link in (link for pid in pids for link in Path(f"/proc/{pid}/fd").glob("*")):
+                with contextlib.suppress(OSError):
+                    sockets += os.readlink(link).startswith("socket:")
+            shapes[name] = (sockets, len(pids))
             text = server.log_path.read_text(errors="replace")
-            assert "ttft" not in _drop_own_lines(text)
+            # Paths and plugins' names have our package's in them.
+            told = "\n".join(line for line in text.splitlines() if "plugins" not in line.lower())
+            assert "ttft" not in re.sub(r"\S*[/']ttft\S*|\S*ttft_\w+\S*", "", told)
 
     assert shapes["off"] == shapes["plain"]
-
-
-def _drop_own_lines(text: str) -> str:
-    """The log without paths and plugin names in which our package's name occurs."""
-    kept = [line for line in text.splitlines() if "plugins" not in line.lower()]
-    return re.sub(r"\S*[/']ttft\S*|\S*ttft_\w+\S*", "", "\n".join(kept))
-
-
-def _count_sockets(leader: int) -> int:
-    """Number of open sockets of all processes of the session of `leader`."""
-    count = 0
-    for pid in session_processes.list_session_pids(leader):
-        for link in Path(f"/proc/{pid}/fd").glob("*"):
-            try:
-                count += os.readlink(link).startswith("socket:")
-            except OSError:
-                continue
-    return count
 
 
 @pytest.mark.parametrize("method", ["ngram", "eagle"])
@@ -435,7 +416,7 @@ def test_both_ranks_close(ranks: LiveDeployment) -> None:
 def test_a_late_rank_is_dispatch(ranks: LiveDeployment) -> None:
     """What another rank takes before it meets this one is in dispatch alone, in its part dp_sync."""
     once = partial(ranks.read_one, headers=make_rank_header(0), max_tokens=1)
-    check_stage(ranks, Injection("other_rank", 400, 100), "dispatch", once)
+    check_stage(ranks, "other_rank", "dispatch", once, 400, 100)
     with ranks.control.inject_delay("other_rank", DELAY_US / 1000):
         parts = read_dispatch_parts(ranks, trace_at_rank(ranks, 1))
 
@@ -487,14 +468,6 @@ def test_ten_requests_of_ones_own(tmp_path: Path) -> None:
     assert asking.split()[-1] == slowest.request_id
     answered = CliRunner().invoke(main, asking.split())
     assert answered.exit_code == 0 and "prefill.queue has" in answered.output, answered.output
-    assert not list_processes(mark)
-
-
-def list_processes(mark: str) -> list[str]:
-    """Processes that have this line in their environment."""
-    found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has ended
-            if mark.encode() in path.read_bytes():
-                found.append(path.parent.name)
-    return found
+            assert mark.encode() not in path.read_bytes(), path

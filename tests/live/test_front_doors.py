@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other front doors of a real vLLM than its HTTP server: AsyncLLM without a server, gRPC, batches, render,
-Dynamo, Ray Serve LLM, vLLM's front-end in Rust, and sessions of /v1/realtime.
+"""Other ways into a real vLLM than its HTTP server or our router: AsyncLLM without a server, gRPC, batches,
+render, Dynamo, Ray Serve LLM, vLLM's front-end in Rust, sessions of /v1/realtime; and servers behind a router
+without our code: one outermost span per request, each leg its role. The test plays that router by vLLM's
+contract (its toy proxy's and its EPD proxy's), with OpenTelemetry or without; docs/router.md lists the real
+ones that were tried by hand.
 
 Each starts an engine of its own and runs only with `scripts/test --full`. Packages that vLLM does not need
 are installed beside it, without what they require: theirs is a vLLM for CUDA.
@@ -13,10 +16,12 @@ import contextlib
 import importlib.util
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,16 +30,29 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from opentelemetry import propagate
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.trace import NoOpTracer, SpanKind, Tracer
 from websockets.sync.client import ClientConnection, connect
 
-from lab import free_ports, server_commands, tiny_models
+from lab import free_ports, server_commands, tiny_models, ttft_client
 from lab.injection import InjectionControl
 from lab.local_deployment import build_receiver_command, build_router_command
 from lab.local_servers import LocalServer, run_servers
 from lab.server_commands import ServerCommand, VllmOptions, build_vllm_environment
+from lab.ttft_client import TimedResponse
+from tests.live.bench import LiveDeployment
 from tests.live.conftest import DeploymentDeck
 from tests.live.test_alone import run_alone
+from tests.stack.running_stack import wait_until
 from ttft_otel.hooks import target_check
+from ttft_otel.model.names import keys, span_names
+from ttft_otel.model.stages import INTERMEDIATE_ROLES
+from ttft_otel.router.disagg.request_plan import KEEP_BLOCKS_PARAMS
+from ttft_otel.tracing import clock
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -47,7 +65,7 @@ DYNAMO = (
     "from dynamo.vllm.main import main\n"
     "main()"
 )
-CALLS, CALLED = Path(__file__).with_name("async_llm_calls.py"), 8
+PROGRAMS, CALLED = str(Path(__file__).with_name("engine_programs.py")), 8
 # May be of another release than the engine core.
 RUST_BINARY = os.environ.get("VLLM_RUST_FRONTEND_PATH", "")
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
@@ -55,44 +73,48 @@ SMALL = ("--enforce-eager", "--max-model-len", "4096")
 PARENT = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
 
 
-@pytest.fixture
-def model() -> str:
-    """The text model's folder."""
-    return str(tiny_models.build_model(tiny_models.TEXT_RECIPE))
+@dataclass(frozen=True)
+class FrontDoor:
+    """What a front door is started with.
+
+    receiver: ours, empty. environment: of a traced vLLM; packages on this process's PYTHONPATH are on its,
+    too. model: the text model's folder. folder: for files of the test.
+    """
+
+    receiver: LocalServer
+    environment: dict[str, str]
+    model: str
+    folder: Path
+
+    def wait_for_requests(
+        self, is_wanted: Callable[[dict[str, Any]], bool] = bool, count: int = 1
+    ) -> list[dict[str, Any]]:
+        """Those of the receiver's requests, once `count` of them are there."""
+
+        def list_found() -> list[dict[str, Any]]:
+            answer = httpx.get(f"{self.receiver.url}/api/requests", timeout=10)
+            answer.raise_for_status()
+            return [each for each in answer.json() if is_wanted(each)]
+
+        wait_until(lambda: len(list_found()) >= count, ARRIVAL_S)
+        found = list_found()
+        assert len(found) == count, found
+        return found
 
 
 @pytest.fixture
-def receiver(tmp_path: Path) -> Iterator[LocalServer]:
-    """Our receiver, empty."""
-    with LocalServer(build_receiver_command(tmp_path / "spans.db")) as started:
-        started.wait_until_ready()
-        yield started
-
-
-@pytest.fixture
-def environment(receiver: LocalServer, model: str) -> dict[str, str]:
-    """Of a traced vLLM; packages on this process's PYTHONPATH are on its, too."""
+def door(tmp_path: Path) -> Iterator[FrontDoor]:
+    """For one front door."""
+    model = tiny_models.build_model(tiny_models.TEXT_RECIPE)
     own = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    return {
-        **build_vllm_environment(VllmOptions(Path(model), env=own)),
-        "TTFT_OTEL": "1",
-        "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url,
-        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
-    }
-
-
-def wait_for_requests(
-    receiver: LocalServer, is_wanted: Callable[[dict[str, Any]], bool], count: int = 1
-) -> list[dict[str, Any]]:
-    """Those of the receiver's requests, once `count` of them are there."""
-    until, found = time.monotonic() + ARRIVAL_S, list[dict[str, Any]]()
-    while len(found) < count and time.monotonic() < until:
-        time.sleep(0.2)
-        answer = httpx.get(f"{receiver.url}/api/requests", timeout=10)
-        answer.raise_for_status()
-        found = [each for each in answer.json() if is_wanted(each)]
-    assert len(found) == count, answer.json()
-    return found
+    with LocalServer(build_receiver_command(tmp_path / "spans.db")) as receiver:
+        environment = {
+            **build_vllm_environment(VllmOptions(model, env=own)),
+            "TTFT_OTEL": "1",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url,
+            "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+        }
+        yield FrontDoor(receiver, environment, str(model), tmp_path)
 
 
 def check_stages(*reports: dict[str, Any]) -> None:
@@ -129,18 +151,18 @@ def require_packages(module: str, packages: str) -> pytest.MarkDecorator:
     )
 
 
-def test_calls_without_a_server(
-    receiver: LocalServer, environment: dict[str, str], model: str
-) -> None:
+def test_calls_without_a_server(door: FrontDoor) -> None:
     """Of AsyncLLM's own callers, as Dynamo's workers: what the caller's clock has more is its own wake-up.
 
     A request whose caller left is told as cancelled, and in which stage.
     """
-    told = run_to_end((sys.executable, str(CALLS), model, str(CALLED)), environment)
+    told = run_to_end(
+        (sys.executable, PROGRAMS, "call_engine", door.model, str(CALLED)), door.environment
+    )
     lines = [line.split() for line in told.splitlines() if line.startswith("request ")]
     printed = {name: text for _, name, text in lines}
     # The exporter may still send when its host has ended.
-    found = wait_for_requests(receiver, lambda each: True, CALLED + 1)
+    found = door.wait_for_requests(bool, CALLED + 1)
     reports = {each["request_id"]: each for each in found}
 
     assert reports["left"]["error"] == "cancelled" and reports["left"]["died_in"]
@@ -156,14 +178,14 @@ def test_calls_without_a_server(
     "smg_grpc_servicer",
     "smg-grpc-servicer smg-grpc-proto grpcio-health-checking grpcio-reflection",
 )
-def test_grpc(receiver: LocalServer, environment: dict[str, str], model: str) -> None:
+def test_grpc(door: FrontDoor) -> None:
     """Requests to vLLM's gRPC server have a trace, under the caller's span."""
     from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
     port = free_ports.find_free_port()
     place = ("--host", "127.0.0.1", "--port", str(port))
-    argv = (*VLLM, "serve", model, "--grpc", *place, *SMALL)
-    own = environment | {"SMG_VLLM_SERVICER_WARMUP": "off"}
+    argv = (*VLLM, "serve", door.model, "--grpc", *place, *SMALL)
+    own = door.environment | {"SMG_VLLM_SERVICER_WARMUP": "off"}
     server = LocalServer(ServerCommand("grpc", argv, own, port)).start()
     try:
         channel = grpc.insecure_channel(f"127.0.0.1:{port}")
@@ -184,52 +206,48 @@ def test_grpc(receiver: LocalServer, environment: dict[str, str], model: str) ->
         generate = vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate
         assert list(generate(request, metadata=tuple(PARENT.items()), timeout=120))
         # It warms itself up with requests of its own, which have traces, too.
-        found = wait_for_requests(receiver, lambda each: each["trace_id"] == TRACE_ID)
+        found = door.wait_for_requests(lambda each: each["trace_id"] == TRACE_ID)
         check_stages(*found)
     finally:
         server.stop()
 
 
-def test_batch(
-    receiver: LocalServer, environment: dict[str, str], model: str, tmp_path: Path
-) -> None:
+def test_batch(door: FrontDoor) -> None:
     """Each line of a batch file is a request of its own."""
     words = [{"role": "user", "content": "hello world"}]
-    body = {"model": model, "messages": words, "max_tokens": 3}
+    body = {"model": door.model, "messages": words, "max_tokens": 3}
     lines = [
         {"custom_id": f"c{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
         for number in range(2)
     ]
-    wanted, got = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    wanted, got = door.folder / "in.jsonl", door.folder / "out.jsonl"
     wanted.write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = ("-i", str(wanted), "-o", str(got))
-    run_to_end((*VLLM, "run-batch", *files, "--model", model, *SMALL), environment)
+    run_to_end((*VLLM, "run-batch", *files, "--model", door.model, *SMALL), door.environment)
     assert len(got.read_text().splitlines()) == len(lines)
-    check_stages(*wait_for_requests(receiver, lambda each: True, len(lines)))
+    check_stages(*door.wait_for_requests(bool, len(lines)))
 
 
-def test_render(
-    receiver: LocalServer, environment: dict[str, str], model: str, tmp_path: Path
-) -> None:
+def test_render(door: FrontDoor) -> None:
     """A render server's time is a leg of its own before the server that takes its tokens."""
     flags = ("--served-model-name", "tiny", "--max-model-len", "4096", "--host", "127.0.0.1")
     words = {
-        "render": ("launch", "render", model),
-        "mono": ("serve", model, "--enforce-eager", "--enable-scale-out"),
+        "render": ("launch", "render", door.model),
+        "mono": ("serve", door.model, "--enforce-eager", "--enable-scale-out"),
     }
     commands = []
     for name, own in words.items():
         port = free_ports.find_free_port()
         argv = (*VLLM, *own, *flags, "--port", str(port))
-        commands.append(ServerCommand(name, argv, environment, port))
+        commands.append(ServerCommand(name, argv, door.environment, port))
     parent = {**PARENT, "x-request-id": "both"}
-    with run_servers(*commands, timeout=600, logs=tmp_path / "logs") as (first, second):
+    with run_servers(*commands, timeout=600, logs=door.folder / "logs") as (first, second):
         body = {"model": "tiny", "prompt": "hello world " * 20, "max_tokens": 3}
         url = f"{first.url}/v1/completions/render"
         (made,) = httpx.post(url, json=body, headers=parent, timeout=60).raise_for_status().json()
         url = f"{second.url}/inference/v1/generate"
         httpx.post(url, json=made, headers=parent, timeout=60).raise_for_status()
-        (report,) = wait_for_requests(receiver, lambda each: len(each["roles"]) > 1)
+        (report,) = door.wait_for_requests(lambda each: len(each["roles"]) > 1)
 
     assert {"render.receive", "render.preprocess", "mono.prefill.compute"} <= set(report["stages"])
     check_sum(report)
@@ -260,34 +278,34 @@ def time_first_bytes(client: httpx.Client, headers: dict[str, str]) -> float:
 
 
 @require_packages("dynamo", "ai-dynamo ai-dynamo-runtime")
-def test_dynamo(
-    receiver: LocalServer, environment: dict[str, str], model: str, tmp_path: Path
-) -> None:
+def test_dynamo(door: FrontDoor) -> None:
     """A request through Dynamo's frontend to its worker: our stages in its trace, which reaches the client's.
 
     Its own spans alone are what tests/golden/foreign/dynamo.json has.
     """
     port = free_ports.find_free_port()
-    own = environment | {
-        "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(tmp_path / "kv"),
+    own = door.environment | {
+        "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(door.folder / "kv"),
         "DYN_TCP_RPC_HOST": "127.0.0.1", "OTEL_EXPORT_ENABLED": "1",
-        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{receiver.url}/v1/traces",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{door.receiver.url}/v1/traces",
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
     }  # fmt: skip
-    flags = ("--model", model, "--served-model-name", "tiny", *SMALL)
+    flags = ("--model", door.model, "--served-model-name", "tiny", *SMALL)
     worker_argv = (sys.executable, "-c", DYNAMO, *flags)
     words = ("-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port))
     frontend = LocalServer(
-        ServerCommand("frontend", (sys.executable, *words), own, port), tmp_path / "frontend.log"
+        ServerCommand("frontend", (sys.executable, *words), own, port),
+        door.folder / "frontend.log",
     )
-    worker = LocalServer(ServerCommand("worker", worker_argv, own, port), tmp_path / "worker.log")
+    worker = LocalServer(
+        ServerCommand("worker", worker_argv, own, port), door.folder / "worker.log"
+    )
     with contextlib.ExitStack() as ended:
         for server in (worker, frontend):
             ended.callback(server.start().stop)
         waited_ms = ask_until_ready(frontend.url, worker)
         # Of the frontend's span alone there is a request without stages, of ours alone one without a caller.
-        (report,) = wait_for_requests(
-            receiver,
+        (report,) = door.wait_for_requests(
             lambda each: each["trace_id"] == TRACE_ID and bool(each["stages"] and each["before"]),
         )
     check_stages(report)
@@ -296,18 +314,16 @@ def test_dynamo(
 
 
 @require_packages("ray", "ray grpcio-reflection pyarrow msgpack")
-def test_ray_serve(
-    receiver: LocalServer, environment: dict[str, str], model: str, tmp_path: Path
-) -> None:
+def test_ray_serve(door: FrontDoor) -> None:
     """A request to Ray Serve LLM has its replica's stages, in the client's trace."""
     port = free_ports.find_free_port()
-    program = str(Path(__file__).with_name("ray_serve_app.py"))
-    command = ServerCommand("ray", (sys.executable, program, model, str(port)), environment, port)
-    server = LocalServer(command, tmp_path / "ray.log")
+    argv = (sys.executable, PROGRAMS, "serve_by_ray", door.model, str(port))
+    command = ServerCommand("ray", argv, door.environment, port)
+    server = LocalServer(command, door.folder / "ray.log")
     with contextlib.ExitStack() as ended:
         ended.callback(server.start().stop)
         waited_ms = ask_until_ready(server.url, server)
-        (report,) = wait_for_requests(receiver, lambda each: each["trace_id"] == TRACE_ID)
+        (report,) = door.wait_for_requests(lambda each: each["trace_id"] == TRACE_ID)
     check_stages(report)
     assert report["ttft_ms"] < waited_ms
 
@@ -318,22 +334,23 @@ def test_ray_serve(
     "python3 -m zipfile -e vllm-*.whl /tmp/vllm-wheel; chmod +x /tmp/vllm-wheel/vllm/vllm-rs; "
     "run this test with VLLM_RUST_FRONTEND_PATH=/tmp/vllm-wheel/vllm/vllm-rs",
 )
-def test_rust_frontend(
-    receiver: LocalServer, environment: dict[str, str], model: str, tmp_path: Path
-) -> None:
+def test_rust_frontend(door: FrontDoor) -> None:
     """Of requests to vLLM's Rust front-end the engine core's own spans, alone and behind our router."""
-    own = environment | {target_check.RUST_FRONTEND: "1", "VLLM_RUST_FRONTEND_PATH": RUST_BINARY}
-    mono = server_commands.build_mono_command(VllmOptions(Path(model), env=own))
-    router = build_router_command({"mono": [f"http://{mono.host}:{mono.port}"]}, environment)
-    with run_servers(mono, router, timeout=600, logs=tmp_path / "logs") as (vllm, front):
+    own = door.environment | {
+        target_check.RUST_FRONTEND: "1",
+        "VLLM_RUST_FRONTEND_PATH": RUST_BINARY,
+    }
+    mono = server_commands.build_mono_command(VllmOptions(Path(door.model), env=own))
+    router = build_router_command({"mono": [f"http://{mono.host}:{mono.port}"]}, door.environment)
+    with run_servers(mono, router, timeout=600, logs=door.folder / "logs") as (vllm, front):
         with httpx.Client(base_url=vllm.url, timeout=60) as client:
             waited_ms = time_first_bytes(client, {"x-request-id": "alone"})
-        (alone,) = wait_for_requests(receiver, lambda each: "alone" in each["request_id"])
+        (alone,) = door.wait_for_requests(lambda each: "alone" in each["request_id"])
         with httpx.Client(base_url=front.url, timeout=60) as client:
             routed_ms = time_first_bytes(client, {})
         time.sleep(3)  # the engine core's span and the router's come by two exporters
-        (routed,) = wait_for_requests(receiver, lambda each: "router" in each["roles"])
-        assert len(wait_for_requests(receiver, lambda each: True, 2)) == 2
+        (routed,) = door.wait_for_requests(lambda each: "router" in each["roles"])
+        assert len(door.wait_for_requests(bool, 2)) == 2
         said = vllm.log_path.read_text(errors="replace")
 
     assert {"prefill.queue", "prefill.compute", "sample", "output"} <= set(alone["stages"])
@@ -425,10 +442,10 @@ def session(
             send(socket, "session.update", model="tiny")
             told = speak(socket, bench.control)
             speak(socket, bench.control)
-        count, until, found = 2 * (INPUTS + 2), time.monotonic() + ARRIVAL_S, list[Any]()
-        while len(found) < count and time.monotonic() < until:
-            time.sleep(0.5)
-            found = bench.get_json("/api/requests")
+        found = wait_until(
+            lambda: len(rows := bench.get_json("/api/requests")) >= 2 * (INPUTS + 2) and rows,
+            ARRIVAL_S,
+        )
     return told, sorted(found, key=lambda each: each["start_ns"])
 
 
@@ -462,3 +479,126 @@ def test_delays(session: tuple[Utterance, list[dict[str, Any]]]) -> None:
                 each["stages"][stage] for at, each in enumerate(inputs) if at not in (0, number)
             ]
             assert max(others) < DELAY_MS
+
+
+REQUESTS = 20
+ARRIVAL_S = 20.0
+ROUTING_S = 0.03  # what the router takes before it calls anybody
+LEGS = {
+    "pd": ("prefill", "decode"),
+    "epd": ("encode", "prefill_decode"),
+    "epd3": ("encode", "prefill", "decode"),
+}
+
+
+def send_through_foreign_router(
+    bench: LiveDeployment, shape: str, stream: bool, tracer: Tracer
+) -> str:
+    """Send one request through the instances of `shape` as vLLM's proxies do; its ID."""
+    name = f"foreign-{os.urandom(8).hex()}"
+
+    def call_instance(role: str, **fields: Any) -> TimedResponse:
+        headers: dict[str, str] = {}
+        with tracer.start_as_current_span("their call", kind=SpanKind.CLIENT):
+            propagate.inject(headers)
+            url = bench.fleet.get_url(role)
+            named = {"request_id": name, "headers": headers}
+            answer = ttft_client.send_timed_request(url, **named, **fields)
+        assert answer.status == 200, answer.body
+        return answer
+
+    asked: dict[str, Any] = {"prompt": bench.new_prompt(), "words": 200, "max_tokens": 3}
+    asked["pictures"] = () if shape == "pd" else (bench.new_picture_seed(),)
+    alone = {**asked, "max_tokens": 1, "stream": False}
+    extra: dict[str, Any] = {}
+    with tracer.start_as_current_span("their request", kind=SpanKind.SERVER):
+        time.sleep(ROUTING_S)
+        for role in LEGS[shape]:
+            if role == "encode":
+                answer = call_instance(role, **{**alone, "words": 0})
+                extra["ec_transfer_params"] = answer.json()["ec_transfer_params"]
+            elif role == "prefill":
+                kept = {**extra, "kv_transfer_params": KEEP_BLOCKS_PARAMS}
+                answer = call_instance(role, **alone, extra=kept)
+                extra["kv_transfer_params"] = answer.json()["kv_transfer_params"]
+            else:
+                call_instance(role, **asked, stream=stream, extra=extra)
+    return name
+
+
+def count_first_tokens(
+    bench: LiveDeployment, rows: list[dict[str, Any]]
+) -> tuple[Counter[tuple[str, bool]], Counter[str]]:
+    """Spans of first tokens in these requests' traces: by role and outermost; outermost by request."""
+    counts: Counter[tuple[str, bool]] = Counter()
+    outermost: Counter[str] = Counter()
+    for trace_id in {row["trace_id"] for row in rows}:
+        for span in bench.get_json(f"/api/trace/{trace_id}")["spans"]:
+            if span["name"] in (span_names.TTFT, span_names.ENCODE):
+                own = span["attributes"]
+                counts[own[keys.ROLE], own[keys.OUTERMOST]] += 1
+                outermost[own[keys.REQUEST_ID]] += own[keys.OUTERMOST]
+    return counts, outermost
+
+
+def check_once(bench: LiveDeployment, shape: str, traced: bool) -> None:
+    """Each request has exactly one outermost span, each leg its role; the time in the foreign router is
+    reported with its error, and is in no sum.
+    """
+    legs, tracer = LEGS[shape], NoOpTracer()
+    if traced:  # its spans come to our receiver
+        who = {"service.name": "their-router", "host.name": socket.gethostname()}
+        provider = TracerProvider(resource=Resource(who))
+        exporter = OTLPSpanExporter(f"{bench.fleet.get_url('receiver')}/v1/traces")
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        tracer = provider.get_tracer("their.tracer")
+    sent = [
+        send_through_foreign_router(bench, shape, number % 2 == 0, tracer)
+        for number in range(REQUESTS)
+    ]
+    many = REQUESTS if traced else REQUESTS * len(legs)
+
+    def list_rows() -> list[dict[str, Any]]:
+        """What the report has of these, once it has this many requests and all their last legs."""
+        reported = bench.get_json("/api/requests?last=500")
+        found = [row for row in reported if row["request_id"] in sent]
+        whole = sum(not row["pending"] for row in found)
+        has_caller = all(row["before"] for row in found)
+        return found if (len(found), whole, has_caller) == (many, REQUESTS, traced) else []
+
+    rows = wait_until(list_rows, ARRIVAL_S)
+    # Each instance's exporter sends when its batch is due.
+    first_tokens = REQUESTS * len(legs)
+    wait_until(lambda: count_first_tokens(bench, rows)[0].total() >= first_tokens, ARRIVAL_S)
+    counts, outermost = count_first_tokens(bench, rows)
+
+    assert counts == {(role, role not in INTERMEDIATE_ROLES): REQUESTS for role in legs}
+    assert outermost == dict.fromkeys(sent, 1)
+    whole = [row for row in rows if not row["pending"]]
+    assert len(whole) == REQUESTS and all(row["closed"] for row in whole)
+    for row in whole if traced else ():
+        assert tuple(row["roles"]) == legs
+        before = row["before"]
+        assert before["caller"] == "their-router"
+        assert before["error_ms"] == clock.WALL_ERROR_US / 1000
+        # It ends with the connection, and with vLLM's event loop, which other requests' ends may hold.
+        assert ROUTING_S * 1000 <= before["ms"] < ROUTING_S * 1000 + 100
+        reported = sum(row["stages"].values()) + row["unattributed_ms"]
+        assert reported == pytest.approx(row["ttft_ms"], abs=0.001)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_prefill_and_decode_count_once(pd: LiveDeployment, traced: bool) -> None:
+    """Prefill with do_remote_decode, decode with what prefill answered, both kv_both: decode is outermost."""
+    check_once(pd, "pd", traced)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_an_encoder_does_not_count(epd: LiveDeployment, traced: bool) -> None:
+    """The encoder, then prefill_decode with what the encoder announced: prefill_decode is outermost."""
+    check_once(epd, "epd", traced)
+
+
+def test_three_count_once(epd3: LiveDeployment) -> None:
+    """The encoder, prefill (consumer of encodings and kv_both) and decode: one trace, decode is outermost."""
+    check_once(epd3, "epd3", traced=True)

@@ -144,24 +144,17 @@ class RandomRequests:
             body["add_special_tokens"] = True
         return body
 
-    def make_completion(self) -> dict[str, Any]:
-        """One prompt or two, as text or as token ids."""
-        ids = [self.random.randint(0, 300) for _ in range(self.random.randint(1, 60))]
-        text = f"{self.make_text(200)}x"
-        body = {"prompt": self.random.choice((text, text, ids, [text, "y"], [ids, [4, 5]]))}
-        return {**body, "add_special_tokens": self.happens(0.8)}
-
     def make_request(self) -> tuple[str, bytes]:
-        """The path and the body of a random request."""
-        chat = self.happens(0.7)
-        body = self.make_chat() if chat else self.make_completion()
+        """The path and the body of a random request: a chat, or one or two prompts as text or token ids."""
+        if chat := self.happens(0.7):
+            body = self.make_chat()
+        else:
+            ids = [self.random.randint(0, 300) for _ in range(self.random.randint(1, 60))]
+            text = f"{self.make_text(200)}x"
+            prompt = self.random.choice((text, text, ids, [text, "y"], [ids, [4, 5]]))
+            body = {"prompt": prompt, "add_special_tokens": self.happens(0.8)}
         common = {"model": "tiny", "max_tokens": 1, "return_token_ids": True}
         return CHAT if chat else COMPLETION, json.dumps({**common, **body}).encode()
-
-
-def make_closing_connector() -> aiohttp.TCPConnector:
-    """A connector without keep-alive: after a 500 vLLM closes the connection, which fails a next request."""
-    return aiohttp.TCPConnector(force_close=True)
 
 
 async def load_reader(queries: QueryClient, url: str, mode: Any) -> LocalPromptReader:
@@ -178,41 +171,6 @@ async def load_reader(queries: QueryClient, url: str, mode: Any) -> LocalPromptR
     return found
 
 
-def read_engine_tokens(path: str, answer: dict[str, Any]) -> tuple[int, list[int]]:
-    """The number of prompt tokens as the engine counts them, and the first prompt's ids."""
-    first = answer if path == CHAT else answer["choices"][0]
-    return answer["usage"]["prompt_tokens"], first["prompt_token_ids"]
-
-
-async def compare_token_ids(url: str) -> tuple[int, int]:
-    """Compare each request's ids; returns the number of requests and of placeholder tokens of images."""
-    requests, taken, pictures = RandomRequests(7), 0, 0
-    async with (
-        aiohttp.ClientSession(connector=make_closing_connector()) as session,
-        QueryClient() as queries,
-    ):
-        read = await load_reader(queries, url, "local")
-        try:
-            for _ in range(REQUESTS):
-                path, body = requests.make_request()
-                named = {"Content-Type": "application/json"}
-                async with session.post(
-                    f"{url}{path}", data=BytesIO(body), headers=named
-                ) as answer:
-                    if answer.status != 200:
-                        continue
-                    tokens, ids = read_engine_tokens(path, await answer.json())
-                found = await read_patiently(read, path, body)
-                assert found.tokens == tokens, body[:2000]
-                if found.token_ids:
-                    assert list(found.token_ids) == ids, body[:2000]
-                taken, pictures = taken + 1, pictures + sum(found.item_tokens)
-        finally:
-            await read.close()
-    assert not read.counts["differs"]
-    return taken, pictures
-
-
 async def read_patiently(read: LocalPromptReader, path: str, body: bytes) -> Prompt:
     """Read a prompt with several attempts: on a busy machine the limit of one second can be too short."""
     for _ in range(30):
@@ -227,10 +185,35 @@ async def read_patiently(read: LocalPromptReader, path: str, body: bytes) -> Pro
 
 
 @pytest.mark.timeout(SLOW)
-def test_ids_are_the_engines(newer: LiveDeployment) -> None:
+async def test_ids_are_the_engines(newer: LiveDeployment) -> None:
     """For every prompt that the server accepts our ids equal its own, placeholders of images included."""
-    taken, pictures = asyncio.run(compare_token_ids(newer.front_url))
-
+    url, requests, taken, pictures = newer.front_url, RandomRequests(7), 0, 0
+    async with (
+        # After a 500 vLLM closes the connection, which fails a next request.
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
+        QueryClient() as queries,
+    ):
+        read = await load_reader(queries, url, "local")
+        try:
+            for _ in range(REQUESTS):
+                path, body = requests.make_request()
+                named = {"Content-Type": "application/json"}
+                async with session.post(
+                    f"{url}{path}", data=BytesIO(body), headers=named
+                ) as answer:
+                    if answer.status != 200:
+                        continue
+                    told = await answer.json()
+                tokens = told["usage"]["prompt_tokens"]
+                ids = (told if path == CHAT else told["choices"][0])["prompt_token_ids"]
+                found = await read_patiently(read, path, body)
+                assert found.tokens == tokens, body[:2000]
+                if found.token_ids:
+                    assert list(found.token_ids) == ids, body[:2000]
+                taken, pictures = taken + 1, pictures + sum(found.item_tokens)
+        finally:
+            await read.close()
+    assert not read.counts["differs"]
     assert taken > 0.9 * REQUESTS
     assert pictures > 1000
 
@@ -284,16 +267,16 @@ async def compare_with_renderer(url: str, requests: RandomRequests) -> None:
 
 
 @pytest.mark.timeout(SLOW)
-def test_both_ways_are_one(small: LiveDeployment) -> None:
+async def test_both_ways_are_one(small: LiveDeployment) -> None:
     """vLLM's renderer and the local tokenizer give the same ids and blocks for a prompt."""
-    asyncio.run(compare_with_renderer(small.front_url, RandomRequests(8, vision=False)))
+    await compare_with_renderer(small.front_url, RandomRequests(8, vision=False))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(SLOW)
-def test_both_ways_are_one_with_images(render: LocalServer) -> None:
+async def test_both_ways_are_one_with_images(render: LocalServer) -> None:
     """The same with images, and a template that prints all it gets."""
-    asyncio.run(compare_with_renderer(render.url, RandomRequests(8)))
+    await compare_with_renderer(render.url, RandomRequests(8))
 
 
 EC_PARAMS = {"a": {"peer_host": "h", "unknown": [1]}}
@@ -318,12 +301,6 @@ found = {
 }
 print("\\n" + json.dumps(found, default=list))
 """
-
-
-def list_router_images(path: str, body: dict[str, Any]) -> list[str]:
-    """The images that the router sends to encoders, in the prompt's order, each once."""
-    items = map(json.loads, parse_body(json.dumps(body).encode(), path).media_items)
-    return [each["image_url"]["url"] for each in items]
 
 
 def list_message_images(messages: list[dict[str, Any]]) -> list[str]:
@@ -357,7 +334,9 @@ def test_media_are_those_of_vllms_own_conversion() -> None:
         ("responses", RESPONSES_PATH, media_bodies.RESPONSES_BODY),
     ):
         urls = list_message_images(converted[name])
-        assert len(urls) == 3 and list_router_images(path, body) == urls
+        # Those that the router sends to encoders, in the prompt's order, each once.
+        items = map(json.loads, parse_body(json.dumps(body).encode(), path).media_items)
+        assert len(urls) == 3 and [each["image_url"]["url"] for each in items] == urls
     assert converted["params"] == [EC_PARAMS] * 4
 
 
@@ -393,11 +372,6 @@ class CacheComparer:
             assert monotonic() < end, self.source.describe_instances()
             await asyncio.sleep(0.02)
 
-    def count_feed_events(self) -> dict[str, int]:
-        """Counts of the feed's events."""
-        found: dict[str, int] = self.source.describe_instances()[self.url]["counts"]
-        return found
-
 
 def generate_prompts(chance: random.Random) -> Iterator[list[int]]:
     """Prompts with common beginnings, which end at a block's boundary or not."""
@@ -415,16 +389,17 @@ def generate_prompts(chance: random.Random) -> Iterator[list[int]]:
             yield ids
 
 
-async def compare_prompts(url: str) -> tuple[list[tuple[int, int]], dict[str, int]]:
-    """For each prompt the index's expectation and the engine's count; and the counts of the feed's events."""
-    chance = random.Random(7)
+@pytest.mark.timeout(SLOW)
+async def test_index_is_the_engines_cache(small: LiveDeployment) -> None:
+    """For prompts with common beginnings, repeated, concurrent or evicted, both count the same tokens."""
+    chance, url = random.Random(7), small.front_url
     fleet = InstancePool({"mono": [parse_instance_url(url, "mono")]})
+    pairs = []  # what is expected, and what the engine found
     async with aiohttp.ClientSession() as session, QueryClient() as queries:
-        source = KvEventsSource()
+        source, late = KvEventsSource(), KvEventsSource()
         await source.start(queries, fleet)
         try:
             asker = CacheComparer(url, session, source)
-            pairs = []
             for ids in generate_prompts(chance):
                 expected = asker.predict_cached_tokens(ids)
                 both = await asyncio.gather(
@@ -432,14 +407,10 @@ async def compare_prompts(url: str) -> tuple[list[tuple[int, int]], dict[str, in
                 )
                 pairs.append((expected, both[0]))
                 await asker.wait_until_stored(ids)
-            late = KvEventsSource()
             await late.start(queries, fleet)
-            second = CacheComparer(url, session, late)
-            await second.wait_until_stored(ids)
-            assert (
-                late.describe_instances()[url]["blocks"]
-                == source.describe_instances()[url]["blocks"]
-            )
+            await CacheComparer(url, session, late).wait_until_stored(ids)
+            blocks = [each.describe_instances()[url]["blocks"] for each in (source, late)]
+            assert blocks[0] == blocks[1]
             await late.close()
             async with session.post(f"{url}/reset_prefix_cache") as response:
                 assert response.status == 200
@@ -449,15 +420,9 @@ async def compare_prompts(url: str) -> tuple[list[tuple[int, int]], dict[str, in
                 assert monotonic() < end
                 await asyncio.sleep(0.02)
             pairs.append((asker.predict_cached_tokens(ids), await asker.read_cached_tokens(ids)))
-            return pairs, asker.count_feed_events()
+            counts = source.describe_instances()[url]["counts"]
         finally:
             await source.close()
-
-
-@pytest.mark.timeout(SLOW)
-def test_index_is_the_engines_cache(small: LiveDeployment) -> None:
-    """For prompts with common beginnings, repeated, concurrent or evicted, both count the same tokens."""
-    pairs, counts = asyncio.run(compare_prompts(small.front_url))
 
     assert [pair for pair in pairs if pair[0] != pair[1]] == []
     assert sum(expected > 0 for expected, _ in pairs) > 10

@@ -128,28 +128,28 @@ def test_a_copy_that_ends_after_the_answer_is_told(nixl: LiveDeployment) -> None
     loads.
     """
     limits = {"ready": ErrorTolerance(0, 10, LATE / 4), "waited": ErrorTolerance(0, 100, LATE / 2)}
+
+    def measure_round() -> Errors:
+        to_wall_ns = time.time_ns() - time.monotonic_ns()
+        began_ns = time.monotonic_ns()
+        answer, trace = nixl.send_traced(pictures=(nixl.new_picture_seed(),), max_tokens=1)
+        spans = nixl.wait_for_roles(trace, *ROLES, also=span_names.EC_KEPT)
+        (delay,) = nixl.control.read_delays(began_ns)
+        (kept,) = [span for span in spans if span["name"] == span_names.EC_KEPT]
+        ready_ns = kept["start_ns"] + kept["attributes"][keys.EC_READY_US] * 1000
+        # Loading them is a later span, inside the step.
+        own = {keys.ROLE: "prefill_decode", keys.STAGE: "ec.transfer"}
+        waits = [span for span in spans if own.items() <= span["attributes"].items()]
+        wait = min(waits, key=lambda span: int(span["start_ns"]))
+        assert read_breakdown(answer)["encode.ec.transfer"] < LATE * 100
+        # From the copy's end until it is told as ready, and from then until prefill_decode's wait ends.
+        return {
+            "ready": (ready_ns - delay.end_ns - to_wall_ns) / 1e6,
+            "waited": (wait["end_ns"] - ready_ns) / 1e6,
+        }
+
     with nixl.control.inject_delay("ec_copy", LATE):
-        measure_until_decided(lambda: measure_late_copy(nixl), lambda name: limits[name])
-
-
-def measure_late_copy(bench: LiveDeployment) -> Errors:
-    """One request: ms from the copy's end until it is told as ready, and until prefill_decode's wait ends."""
-    to_wall_ns = time.time_ns() - time.monotonic_ns()
-    began_ns = time.monotonic_ns()
-    answer, trace = bench.send_traced(pictures=(bench.new_picture_seed(),), max_tokens=1)
-    spans = bench.wait_for_roles(trace, *ROLES, also=span_names.EC_KEPT)
-    (delay,) = bench.control.read_delays(began_ns)
-    (kept,) = [span for span in spans if span["name"] == span_names.EC_KEPT]
-    ready_ns = kept["start_ns"] + kept["attributes"][keys.EC_READY_US] * 1000
-    # Loading them is a later span, inside the step.
-    own = {keys.ROLE: "prefill_decode", keys.STAGE: "ec.transfer"}
-    waits = [span for span in spans if own.items() <= span["attributes"].items()]
-    wait = min(waits, key=lambda span: int(span["start_ns"]))
-    assert read_breakdown(answer)["encode.ec.transfer"] < LATE * 100
-    return {
-        "ready": (ready_ns - delay.end_ns - to_wall_ns) / 1e6,
-        "waited": (wait["end_ns"] - ready_ns) / 1e6,
-    }
+        measure_until_decided(measure_round, lambda name: limits[name])
 
 
 def test_an_encoder_killed_after_its_answer_costs_a_wait_and_is_told(newer: LiveDeployment) -> None:

@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -49,12 +49,13 @@ from tests.live.conftest import (
     DeploymentDeck,
 )
 from tests.live.test_alone import run_alone
-from tests.live.test_explain import (
+from tests.live.test_commands import (
     FEWER_LIKE,
     MIN_SHARE,
     LikeRequests,
     check_cause,
     check_stage,
+    get_window,
 )
 from ttft_otel.commands.top import top
 from ttft_otel.model import stages
@@ -149,21 +150,15 @@ def plan_holders(bench: LiveDeployment, case: str) -> tuple[list[Fields], Fields
     return found
 
 
-def wait_behind(
-    bench: LiveDeployment, holders: Sequence[Fields], waiter: Fields
-) -> tuple[TimedResponse, str]:
-    """Send the waiter while the holders are at the engine; its answer and its trace."""
-    with bench.control.inject_delay("forward", STEP_MS), ExitStack() as stack:
-        for each in holders:
-            stack.enter_context(bench.run_request(**each))
-        return bench.send_traced(**{"max_tokens": 2, **waiter})
-
-
 def measure_case(bench: LiveDeployment, case: str, reason: str) -> str:
     """The ID of a request that waited in `case`; fails unless `reason` has nearly all of the wait."""
     seen = []
     for _ in range(ATTEMPTS):
-        answer, trace = wait_behind(bench, *plan_holders(bench, case))
+        holders, waiter = plan_holders(bench, case)
+        with bench.control.inject_delay("forward", STEP_MS), ExitStack() as stack:
+            for each in holders:
+                stack.enter_context(bench.run_request(**each))
+            answer, trace = bench.send_traced(**{"max_tokens": 2, **waiter})
         assert answer.status == 200, answer.body[:300]
         seen.append(read_reasons(bench.fetch_ttft(trace)))
         if get_share(seen[-1], reason) >= MIN_SHARE:
@@ -255,26 +250,17 @@ def test_cache_miss(small: LiveDeployment) -> None:
     assert reported["cause"]["hits_to"] < 0.1 < 0.5 < reported["cause"]["hits_from"]
 
 
-@pytest.fixture(scope="module")
-def windows() -> dict[str, LikeRequests]:
-    """Like requests by the database of the deployment."""
-    return {}
-
-
 @pytest.fixture
-def texts(features: LiveDeployment, windows: dict[str, LikeRequests]) -> LikeRequests:
-    """Like requests on the server with one place: one window serves many causes."""
-    database = str(features.fleet.database)
-    return windows.get(database) or windows.setdefault(database, LikeRequests(features))
+def texts(features: LiveDeployment) -> LikeRequests:
+    """Like requests on the server with one place."""
+    return get_window(features)
 
 
 def test_nobody_else(features: LiveDeployment) -> None:
     """At most the engine's own loop is waited for, and no span is added."""
     _, trace = features.send_traced(max_tokens=2)
-    queues = features.wait_for_trace(
-        trace, lambda got: any(span["name"] == "prefill.queue" for span in got)
-    )
-    (queue,) = [span for span in queues if span["name"] == "prefill.queue"]
+    spans = features.wait_for_spans(trace, "prefill.queue")
+    (queue,) = [span for span in spans if span["name"] == "prefill.queue"]
 
     assert set(read_reasons(features.fetch_ttft(trace))) == {"in_step"}
     assert queue["attributes"][keys.QUEUE_REASON] == "in_step"
@@ -620,14 +606,6 @@ def check_times(answer: TimedResponse, exchange: ProxiedExchange) -> int:
     return held_us
 
 
-def find_reasons(bench: LiveDeployment, trace: str) -> list[str]:
-    """Why the router held the request of this trace."""
-    spans = bench.wait_for_trace(
-        trace, lambda got: sum(each["name"] == "ttft" for each in got) == 2
-    )
-    return [each["attributes"][keys.QUEUE_REASON] for each in spans if each["name"] == HOLD]
-
-
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_burst_is_held(small: LiveDeployment, proxied: tuple[LocalServer, DelayProxy]) -> None:
@@ -647,7 +625,11 @@ def test_a_burst_is_held(small: LiveDeployment, proxied: tuple[LocalServer, Dela
         assert held_us[0] == 0 and min(held_us[1:]) > MAX_QUEUE_MS * 1000, held_us
         order = sorted(range(HELD + 1), key=lambda at: exchanges[at].began_ns)
         assert order == [0, HELD, *range(1, HELD)], held_us
-        reasons = [find_reasons(small, each) for each in traces]
+        reasons = []
+        for trace in traces:
+            spans = small.wait_for_spans(trace, "ttft", 2)
+            holds = [each["attributes"] for each in spans if each["name"] == HOLD]
+            reasons.append([each[keys.QUEUE_REASON] for each in holds])
         assert reasons == [[], *[["priority"]] * (HELD - 1), ["max_queue"]]
         # From when all that was sent is answered until the next one is there.
         done_ns = [

@@ -20,15 +20,13 @@ HELLO: Final = "SELECT displayName(), version(), revision(), timezone()"
 BLOCK_INFO: Final = b"\x01\x00\x02\xff\xff\xff\xff\x00"
 
 
-def encode_text(text: str) -> bytes:
-    """A short string as Native has it: its length, then its bytes."""
-    data = text.encode()
-    assert len(data) < 128
-    return bytes([len(data)]) + data
-
-
 def encode_hello(version: str) -> bytes:
     """The answer to a client's first question, in the newest revision, which clients expect here."""
+
+    def encode_text(text: str) -> bytes:
+        """A short string as Native has it: its length, then its bytes."""
+        return bytes([len(text)]) + text.encode()
+
     columns = (
         ("displayName()", "String", encode_text("chdb")),
         ("version()", "String", encode_text(version)),

@@ -42,29 +42,23 @@ TROUBLE_LASTS_MINUTES = 1.5
 TOP = 1390  # pixels of the dashboard that README shows: down to the stages
 
 
-def schedule_requests(rows: list[KnownRequest]) -> list[tuple[float, KnownRequest]]:
-    """For each request the second at which it ends, counted from the start."""
-    draw = random.Random(3)
-    found = []
+def send_on_schedule(rows: list[KnownRequest], *urls: str) -> float:
+    """Send every request to all receivers when it ends; returns the Unix time of the start."""
+    draw, left = random.Random(3), list[tuple[float, KnownRequest]]()
     for row in rows:
         late = row.ttft // 1000 >= SLO_MS or row.error
         begin = TROUBLE_MINUTE_BY_KIND.get(row.kind, 0.0) if late else 0.0
         lasts = TROUBLE_LASTS_MINUTES if late else MINUTES
-        found.append((60 * (begin + lasts * draw.random()), row))
-    return sorted(found, key=lambda each: each[0])
-
-
-def send_on_schedule(planned: list[tuple[float, KnownRequest]], *urls: str) -> float:
-    """Send every request at its time to all receivers; returns the Unix time of the start."""
+        left.append((60 * (begin + lasts * draw.random()), row))
+    left.sort(key=lambda each: each[0])
     start = time.time()
-    left = list(planned)
     while left:
         time.sleep(max(0.0, start + left[0][0] + 1 - time.time()))
         due = [row for at, row in left if start + at <= time.time()]
         left = left[len(due) :]
         for url in urls:
             send_rows(url, due)
-        sys.stderr.write(f"\r{len(planned) - len(left)} of {len(planned)} requests")
+        sys.stderr.write(f"\r{len(rows) - len(left)} of {len(rows)} requests")
     return start
 
 
@@ -75,11 +69,12 @@ def save_whole_page(window: GrafanaWindow, path: Path) -> None:
     window.page.screenshot(path=path)
 
 
-def picture_dashboards(browser: Browser, url: str, start: float, slow: KnownRequest) -> None:
-    """Take pictures of both dashboards and of the trace panel of one slow request."""
-    end = time.time()
-    query = {"from": f"{start * 1000:.0f}", "to": f"{end * 1000:.0f}"}
-    window = GrafanaWindow(browser, url)
+def take_pictures(
+    browser: Browser, grafana: str, receiver: str, start: float, slow: KnownRequest
+) -> None:
+    """Take pictures of both dashboards, of the report page's list, and of one slow request in each."""
+    query = {"from": f"{start * 1000:.0f}", "to": f"{time.time() * 1000:.0f}"}
+    window = GrafanaWindow(browser, grafana)
     window.open_dashboard("ttft", {**query, "var-trace": slow.trace_id}, tall=True)
     save_whole_page(window, IMAGES_FOLDER / "ttft.png")
     top = {"x": 0, "y": 0, "width": WIDTH, "height": TOP}
@@ -88,20 +83,12 @@ def picture_dashboards(browser: Browser, url: str, start: float, slow: KnownRequ
     window.open_dashboard("ttft-health", query, tall=True)
     save_whole_page(window, IMAGES_FOLDER / "health.png")
     window.close()
-
-
-def picture_report_page(browser: Browser, url: str, slow: KnownRequest) -> None:
-    """Take pictures of the report page: its list, and the same request."""
-    window = GrafanaWindow(browser, url)
-    window.open_path(f"{url}/?last=2000")
-    window.page.screenshot(path=IMAGES_FOLDER / "page.png")
-    window.open_path(f"{url}/trace/{slow.trace_id}")
-    window.page.screenshot(path=IMAGES_FOLDER / "page-trace.png")
+    window = GrafanaWindow(browser, receiver)
+    for name, path in (("page", "?last=2000"), ("page-trace", f"trace/{slow.trace_id}")):
+        window.open_path(f"{receiver}/{path}")
+        window.page.screenshot(path=IMAGES_FOLDER / f"{name}.png")
     window.close()
-
-
-def shrink_pictures() -> None:
-    """Keep 256 colours of each picture: a third of the bytes, and no difference that a reader sees."""
+    # 256 colours of each: a third of the bytes, and no difference that a reader sees.
     for path in IMAGES_FOLDER.glob("*.png"):
         with Image.open(path) as picture:
             picture.convert("RGB").quantize(256).save(path, optimize=True)
@@ -127,16 +114,12 @@ def main() -> None:
                     local_deployment.build_receiver_command(Path(scratch) / "spans.db")
                 ) as receiver,
             ):
-                start = send_on_schedule(
-                    schedule_requests(rows), stack.collector.http, receiver.url
-                )
+                start = send_on_schedule(rows, stack.collector.http, receiver.url)
                 wait_until(lambda: stack.tempo.fetch_trace(slow.trace_id), 60)
                 time.sleep(30)  # Prometheus is a push behind
                 server = bench.start_grafana(home, stack.addresses)
                 with launch_browser() as browser:
-                    picture_dashboards(browser, server.url, start, slow)
-                    picture_report_page(browser, receiver.url, slow)
-                shrink_pictures()
+                    take_pictures(browser, server.url, receiver.url, start, slow)
         finally:
             bench.close()
 

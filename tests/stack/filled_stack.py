@@ -13,17 +13,25 @@ it does not.
 What else the dashboards show has data too: a real router, scraped, that meets failures and makes no
 spans; a second collector, with sampling, which gets nothing that metrics count; and other products' golden
 traces, once a portion.
+
+Then every query of every panel, read from grafana/dashboards and asked as Grafana would ask it. Variables
+take the values that a person who opens the dashboard has; tests give the time range and where Prometheus and
+Tempo are, or a Grafana, which then asks them itself.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from opentelemetry.sdk.resources import Resource
@@ -32,9 +40,10 @@ from lab import local_deployment, ttft_client
 from lab.http_servers import HttpServerThread, SilentHandler
 from lab.local_servers import LocalServer
 from lab.server_commands import HOST
-from lab.stack import stack_parts
+from lab.stack import backend_queries, stack_parts
+from lab.stack.stack_parts import DASHBOARDS
 from tests.fake_tempo import FILES, GOLDEN
-from tests.stack import otlp_requests, panel_queries
+from tests.stack import otlp_requests
 from tests.stack.known_requests import (
     SLO_MS,
     SPANS_PER_BATCH,
@@ -95,7 +104,7 @@ def filled_stack(bench: StackStarter, rows: list[KnownRequest]) -> Iterator[Fill
         for query in LATE_QUERY:
             wait_until(partial(stack.prometheus.query_vector, query), 90)
         # A line has a point every so often: one more, after all that.
-        time.sleep(panel_queries.STEP_S)
+        time.sleep(STEP_S)
         yield FilledStack(stack, rows, start, time.time())
 
 
@@ -153,40 +162,170 @@ class InstanceHandler(SilentHandler):
 
 
 @contextmanager
-def send_requests_meanwhile(url: str) -> Iterator[None]:
-    """Send a request per second while the block runs: rates need values that grow between two scrapes."""
-    over = threading.Event()
-
-    def send_until_over() -> None:
-        while not over.wait(1.0):
-            ttft_client.send_timed_request(url, max_tokens=1)
-
-    thread = threading.Thread(target=send_until_over)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-@contextmanager
 def run_router_meanwhile(stack: RunningStack) -> Iterator[None]:
-    """Run a router in front of two instances, one of which refuses, and let the stack scrape its metrics."""
+    """Run a router in front of two instances, one of which refuses, and let the stack scrape its metrics.
+
+    It gets a request per second: rates need values that grow between two scrapes.
+    """
     instances = [HttpInstance(200), HttpInstance(503)]
     env = {
         env_names.OTEL_TRACES_SAMPLER: "always_off",
         env_names.OTEL_EXPORTER_OTLP_ENDPOINT: stack.collector.http,
     }
     targets = stack.prometheus.folder / "data" / "config" / "own" / "router.yml"
+    urls = [instance.url for instance in instances]
+    command = local_deployment.build_router_command({"mono": urls}, env)
+    over = threading.Event()
+
+    def send_until_over() -> None:
+        while not over.wait(1.0):
+            ttft_client.send_timed_request(router.url, max_tokens=1)
+
     try:
-        command = local_deployment.build_router_command(
-            {"mono": [instance.url for instance in instances]}, env
-        )
-        with LocalServer(command) as router:
+        with LocalServer(command) as router, ThreadPoolExecutor(1) as pool:
             targets.write_text(f'- targets: ["{HOST}:{command.port}"]\n', "utf-8")
-            with send_requests_meanwhile(router.url):
+            sending = pool.submit(send_until_over)
+            try:
                 yield
+            finally:
+                over.set()
+            sending.result()
     finally:
         for instance in instances:
             instance.close()
+
+
+STEP_S: Final = 5  # between the points of a line
+RATE_S: Final = 60  # four scrapes
+_VARIABLE: Final = re.compile(
+    r"\$(?:\{(?P<braced>\w+)(?::(?P<format>\w+))?\}|(?P<bare>[A-Za-z_]\w*))"
+)
+
+
+class CommittedDashboard(NamedTuple):
+    """One committed dashboard: file, fixed address, what it says, and what its templating declares."""
+
+    path: Path
+    uid: str
+    model: Mapping[str, Any]
+    variables: list[Mapping[str, Any]]
+
+    def list_panels(self) -> Iterator[Mapping[str, Any]]:
+        """All panels, those of collapsed rows too; no rows."""
+        for panel in self.model["panels"]:
+            yield from panel.get("panels", ())
+            if panel["type"] != "row":
+                yield panel
+
+
+class PanelQuery(NamedTuple):
+    """One target of one panel.
+
+    name: for a person. text: as it is written, variables and all, in PromQL if `prometheus`, else TraceQL.
+    instant: asks for one point in time. limit: of the traces that are searched for.
+    """
+
+    dashboard: CommittedDashboard
+    title: str
+    ref: str
+    name: str
+    prometheus: bool
+    text: str
+    instant: bool
+    limit: int
+
+
+def list_dashboards() -> list[CommittedDashboard]:
+    """All that are committed."""
+    found = []
+    for path in sorted(DASHBOARDS.glob("*.json")):
+        model = json.loads(path.read_text("utf-8"))
+        variables = model.get("templating", {}).get("list", [])
+        found.append(CommittedDashboard(path, model["uid"], model, variables))
+    return found
+
+
+def list_queries() -> list[PanelQuery]:
+    """All queries of all dashboards."""
+    return [
+        PanelQuery(
+            board,
+            panel["title"],
+            target["refId"],
+            f"{board.uid}/{panel['title']}/{target['refId']}",
+            "expr" in target,
+            target.get("expr", target.get("query", "")),
+            bool(target.get("instant")) and not target.get("range"),
+            int(target.get("limit") or 20),
+        )
+        for board in list_dashboards()
+        for panel in board.list_panels()
+        for target in panel.get("targets", ())
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class PanelAsker:
+    """Asks over [start, end] (Unix seconds); `chosen` overrides variables by name."""
+
+    prometheus: str
+    tempo: str
+    start: float
+    end: float
+    chosen: Mapping[str, str] = field(default_factory=dict)
+
+    def expand_variables(self, query: PanelQuery) -> str:
+        """The query's text, every variable replaced."""
+        span = round(self.end - self.start)
+        built_in = {
+            "__range": f"{span}s",
+            "__interval": f"{STEP_S}s",
+            "__rate_interval": f"{RATE_S}s",
+        }
+        opened = {}
+        for each in query.dashboard.variables:
+            value = each.get("current", {}).get("value", "")
+            opened[str(each["name"])] = str(each["allValue"] if value == "$__all" else value)
+
+        def replace_variable(found: re.Match[str]) -> str:
+            name = found["braced"] or found["bare"]
+            if name in self.chosen:
+                value = self.chosen[name]
+                if query.prometheus and not found["format"]:
+                    # As Grafana puts a chosen value into PromQL: a regular expression inside a string.
+                    value = re.sub(r"[\\^$*+?.()|{}\[\]]", r"\\\\\g<0>", value)
+                return value
+            assert name in opened or name in built_in, f"{query.name}: nobody declares ${name}"
+            return {**built_in, **opened}[name]
+
+        return _VARIABLE.sub(replace_variable, query.text)
+
+    def run_query(self, query: PanelQuery) -> list[Any]:
+        """Run it: Prometheus's series, Tempo's traces, or Tempo's series."""
+        text = self.expand_variables(query)
+        if query.prometheus:
+            return self.query_prometheus(text, query.instant)
+        if re.fullmatch("[0-9a-f]{32}", text):  # Grafana fetches what looks like an id
+            return backend_queries.fetch_trace_spans(self.tempo, text)
+        if re.search(r"\|\s*(rate|\w+_over_time|compare)\s*\(", text):  # gives series, not traces
+            fields = {"q": text, "start": int(self.start), "end": int(self.end) + 1}
+            found = stack_queries.fetch_json(
+                f"{self.tempo}/api/metrics/query_range", step=f"{STEP_S}s", **fields
+            )
+            series: list[Any] = found.get("series") or []
+            return series
+        return stack_queries.search_traces(self.tempo, text, query.limit, self.start, self.end + 1)
+
+    def query_prometheus(self, text: str, instant: bool = True) -> list[Any]:
+        """Series of a PromQL query, at the end of the range or over it."""
+        if instant:
+            return backend_queries.query_instant(self.prometheus, text, self.end)
+        fields = {"query": text, "start": self.start, "end": self.end, "step": STEP_S}
+        found: list[Any] = stack_queries.fetch_json(
+            f"{self.prometheus}/api/v1/query_range", **fields
+        )["data"]["result"]
+        return found
+
+    def query_exemplars(self, text: str) -> list[Any]:
+        """Exemplars of the series in a PromQL query."""
+        return stack_queries.query_exemplars(self.prometheus, text, self.start, self.end)

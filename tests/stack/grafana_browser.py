@@ -19,7 +19,6 @@ from playwright.sync_api import (
     Browser,
     ConsoleMessage,
     Locator,
-    Page,
     Request,
     Response,
     TimeoutError,
@@ -80,10 +79,7 @@ class GrafanaWindow:
         self.context = browser.new_context(viewport={"width": WIDTH, "height": LOW_HEIGHT})
         self.context.set_default_timeout(MAX_WAIT_S * 1000)
         self.page = self.context.new_page()
-        self.watch_page(self.page)
-
-    def watch_page(self, page: Page) -> None:
-        """Record errors and requests of a tab."""
+        page = self.page
         page.on("console", self._record_console_message)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("request", self._record_request)
@@ -99,7 +95,11 @@ class GrafanaWindow:
         if not self._has_panels():
             self.page.reload()
             self.wait_until_quiet()
-            assert self._has_panels(), self._explain_empty_page()
+            assert self._has_panels(), (
+                f"no panel after {MAX_WAIT_S:.0f} s and a reload; text: "
+                f"{self.page.inner_text('body')[:500]!r}; console: {self.errors}; "
+                f"refused: {self.refused}; elsewhere: {self.strangers}"
+            )
 
     def open_path(self, path: str, tall: bool = False) -> None:
         """Open a page of this Grafana and wait until it has no request under way."""
@@ -124,12 +124,6 @@ class GrafanaWindow:
         except TimeoutError:
             return False
         return True
-
-    def _explain_empty_page(self) -> str:
-        return (
-            f"no panel after {MAX_WAIT_S:.0f} s and a reload; text: {self.page.inner_text('body')[:500]!r};"
-            f" console: {self.errors}; refused: {self.refused}; elsewhere: {self.strangers}"
-        )
 
     def wait_until_right(self, wrong: Callable[[], object]) -> None:
         """Wait until `check` finds nothing wrong: on a busy machine panels are drawn late."""

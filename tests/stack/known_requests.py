@@ -11,7 +11,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Final
@@ -21,8 +21,8 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
-from tracing_fakes import make_short_record
 
+from tests.tracing_fakes import make_short_record
 from ttft_otel.exporter import span_batch as exporter
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys, span_names
@@ -227,7 +227,8 @@ def _build_row(draw: random.Random, shape: TrafficShape, turn: int) -> KnownRequ
     for role, base, places in shape.legs:
         place = places[(turn // 2) % len(places)] if places else instance
         hop = _draw_length(draw, 1.3) if shape.role == "router" else 0
-        leg = KnownLeg(role, place, _draw_lengths(draw, base), draw.randrange(40), hop)
+        lengths = {name: _draw_length(draw, ms) for name, ms in base.items()}
+        leg = KnownLeg(role, place, lengths, draw.randrange(40), hop)
         if role == "prefill_decode":  # one of the two encodes some items again
             leg = replace(leg, recomputed=turn % 3 if place == places[0] and turn % 20 < 4 else 0)
         legs.append(leg)
@@ -280,10 +281,6 @@ def _lengthen_stage(row: KnownRequest, place: int, stage: str, extra: int) -> Kn
     return replace(row, legs=(*row.legs[:place], grown, *row.legs[place + 1 :]))
 
 
-def _draw_lengths(draw: random.Random, base: Mapping[str, float]) -> dict[str, int]:
-    return {name: _draw_length(draw, ms) for name, ms in base.items()}
-
-
 def _draw_length(draw: random.Random, ms: float) -> int:
     """Around so many milliseconds, skewed as waits are."""
     return 1 + round(1000 * ms * min(3.0, draw.lognormvariate(0.0, 0.4)))
@@ -315,25 +312,14 @@ def list_known_records(rows: Iterable[KnownRequest], end_ns: int | None = None) 
     ]
 
 
-def list_queues_us(rows: Iterable[KnownRequest]) -> Iterator[int]:
-    """Microseconds of each queue of all servers; of spare encoders and lone ones, too."""
+def sum_queues_us(
+    rows: Iterable[KnownRequest], divide: Callable[[int], Mapping[str, int]]
+) -> dict[str, int]:
+    """Microseconds in queues of all servers, of spare encoders and lone ones too, as each is divided."""
+    sums: Counter[str] = Counter()
     for leg in (leg for row in rows for leg in (*row.legs, *row.spare)):
-        yield from (leg.lengths.get(stage, 0) for stage in QUEUE_STAGES)
-
-
-def sum_reasons_us(rows: Iterable[KnownRequest]) -> dict[str, int]:
-    """Microseconds in queues by reason."""
-    sums: Counter[str] = Counter()
-    for us in list_queues_us(rows):
-        sums[get_reason(us)] += us
-    return sums
-
-
-def sum_held_us(rows: Iterable[KnownRequest]) -> dict[str, int]:
-    """Microseconds in queues by the work that held them."""
-    sums: Counter[str] = Counter()
-    for us in list_queues_us(rows):
-        sums.update(divide_by_work(us))
+        for stage in QUEUE_STAGES:
+            sums.update(divide(leg.lengths.get(stage, 0)))
     return sums
 
 
@@ -564,14 +550,6 @@ class KnownTruth:
             for name, us in (row.stages | {UNATTRIBUTED: row.unattributed}).items():
                 sums[name] = sums.get(name, 0) + us
         return {name: us / len(self.good) / 1e6 for name, us in sums.items()}
-
-    def count_recomputed_items(self) -> dict[str, int]:
-        """Media items that encoder-cache consumers encoded again, by instance; failed requests too."""
-        items: dict[str, int] = {}
-        for leg in (leg for row in self.all for leg in row.legs):
-            if leg.recomputed is not None:
-                items[leg.instance] = items.get(leg.instance, 0) + leg.recomputed
-        return items
 
     def compute_share_over(self, ms: float = SLO_MS) -> float:
         """Share of requests that had no first token by an objective, or that a server failed."""

@@ -14,39 +14,35 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from google.protobuf.message import Message
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.resources import Resource
-from tracing_fakes import make_short_record
 
 from lab.otlp_sinks import MetricSink, SpanSink
+from tests.report.sample_records import fetch_any_status, make_leg_record
 from tests.stack.running_stack import RunningCollector, wait_until
 from ttft_otel.exporter import span_batch as exporter
-from ttft_otel.model import stages
-from ttft_otel.model.names import keys, metric_names, span_names
-from ttft_otel.model.record import Attributes, Piece, Record, Server, Ttft
+from ttft_otel.model.names import metric_names
+from ttft_otel.model.record import RECORD_VERSION, Record
+from ttft_otel.model.stages import Role
 
 PUSH_S = 0.4  # of CollectorFront's collector, from one push of metrics to the next
 span_numbers = itertools.count(1)
 
 
-def to_any_value(of: Any) -> AnyValue:
-    """A Python value as OTLP has it."""
-    if isinstance(of, bool):
-        return AnyValue(bool_value=of)
-    if isinstance(of, int):
-        return AnyValue(int_value=of)
-    if isinstance(of, float):
-        return AnyValue(double_value=of)
-    return AnyValue(string_value=of)
+VALUE_FIELDS = {bool: "bool_value", int: "int_value", float: "double_value", str: "string_value"}
 
 
 def to_key_values(of: dict[str, Any]) -> list[KeyValue]:
     """Attributes as OTLP has them."""
-    return [KeyValue(key=key, value=to_any_value(each)) for key, each in of.items()]
+    return [
+        KeyValue(key=key, value=AnyValue(**{VALUE_FIELDS[type(each)]: each}))
+        for key, each in of.items()
+    ]
 
 
 def build_raw_span(
@@ -94,49 +90,25 @@ def build_export_request(
 
 def build_own_record(
     ms: float = 100.0,
-    number: int | None = None,
-    role: str = "mono",
+    role: Role = "mono",
     outermost: bool = True,
-    error: str = "",
     model: str = "tiny",
-    name: str = span_names.TTFT,
-    service: str = "vllm",
-    state: str = "",
-    trace_id: str = "",
+    **fields: str,
 ) -> Record:
-    """A request of ours with a TTFT of so many milliseconds, most of it queue, 100 us unattributed."""
-    number = next(span_numbers) if number is None else number
-    total = round(ms * 1000)
-    parts = {"receive": total // 10, "prefill.queue": total - total // 10 - 100}
-    pieces, at = [], 0
-    for stage, us in (*parts.items(), (stages.UNATTRIBUTED, 100)):
-        pieces.append(Piece("stage", stage, at, at + us))
-        at += us
-    shared: Attributes = {keys.OPERATION: "chat", keys.PROVIDER: "vllm", keys.MODEL: model}
-    return make_short_record(
-        trace_id=trace_id or f"{number + (0x5EED << 96):032x}",
-        span_id=f"{number:016x}",
-        state=state,
+    """A request of ours with a TTFT of so many milliseconds, most of it queue."""
+    number, total = next(span_numbers), round(ms * 1000)
+    made = make_leg_record(
+        role,
+        {"receive": total // 10, "prefill.queue": total - total // 10},
+        f"{number + (0x5EED << 96):032x}",
         start_ns=time.time_ns() - total * 1000,
-        role=role,
-        outermost=outermost,
-        service=service,
         request_id=f"request-{number}",
-        attributes=shared,
-        ttft=Ttft(
-            span_id=f"{number + (1 << 40):016x}",
-            name=name,
-            start=0,
-            end=total,
-            stages=parts,
-            unattributed=100,
-            clamped=0,
-            pieces=(*pieces, Piece("part", "tokenize", 0, 10)),
-            attributes={keys.STREAMING: True},
-            error=error,
-        ),
-        server=Server("POST /v1/completions", total + 500, 500 if error else 200, {}, error),
+        outermost=outermost,
+        lost=0,
+        tail=500,
+        model=model,
     )
+    return msgspec.structs.replace(made, version=RECORD_VERSION, **{"service": "vllm", **fields})
 
 
 def build_own_resource(instance: str, service: str = "vllm") -> Resource:
@@ -163,12 +135,7 @@ def post_export(
     """The status that the collector answers."""
     data = body if isinstance(body, bytes) else body.SerializeToString()
     asked = urllib.request.Request(f"{url}{path}", data, {"content-type": kind})
-    try:
-        with urllib.request.urlopen(asked, timeout=10) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code
+    return fetch_any_status(asked)[0]
 
 
 def post_records(url: str, records: Sequence[Record], portion: int = 100) -> None:

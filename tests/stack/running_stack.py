@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -147,10 +148,6 @@ class RunningBackend(StackPart):
 class RunningTempo(RunningBackend):
     """Traces."""
 
-    def search_traces(self, query: str) -> list[dict[str, Any]]:
-        """Traces that a TraceQL query finds."""
-        return stack_queries.search_traces(self.url, query)
-
     def fetch_trace(self, trace_id: str) -> list[dict[str, Any]]:
         """All spans of a trace, OTLP JSON; none while Tempo does not know it."""
         return backend_queries.fetch_trace_spans(self.url, trace_id)
@@ -166,16 +163,6 @@ class RunningPrometheus(RunningBackend):
     def query_number(self, query: str) -> float | None:
         """The sum of an instant query's values; None when it finds no series."""
         return backend_queries.sum_instant_query(self.url, query)
-
-
-class RunningGrafana(RunningBackend):
-    """Dashboards, with our provisioning files; a browser goes to `url`."""
-
-    def has_dashboards(self) -> bool:
-        """Whether all dashboards of our files can be opened by now."""
-        found = stack_queries.fetch_json(f"{self.url}/api/search", type="dash-db")
-        wanted = {path.stem for path in stack_parts.DASHBOARDS.glob("*.json")}
-        return wanted <= {board["uid"] for board in found}
 
 
 @dataclass
@@ -256,7 +243,7 @@ class StackStarter:
 
     def start_grafana(
         self, home: Path | None, addresses: StackAddresses, *, is_provisioned: bool = True
-    ) -> RunningGrafana:
+    ) -> RunningBackend:
         """A Grafana whose data sources are those of `addresses`; without `home` the one in GRAFANA_URL.
 
         is_provisioned: wait until it has read our files.
@@ -277,14 +264,16 @@ class StackStarter:
             (made := self._make_grafana(home, addresses)).start()
         if is_provisioned:
             # Healthy comes first: files are read after it, and once more 30 s later where that failed.
-            wait_until(made.has_dashboards, 90)
+            wanted = {path.stem for path in stack_parts.DASHBOARDS.glob("*.json")}
+            asked = partial(stack_queries.fetch_json, f"{made.url}/api/search", type="dash-db")
+            wait_until(lambda: wanted <= {board["uid"] for board in asked()}, 90)
         return made
 
-    def _make_grafana(self, home: Path, addresses: StackAddresses) -> RunningGrafana:
+    def _make_grafana(self, home: Path, addresses: StackAddresses) -> RunningBackend:
         """A Grafana with a folder of its own, not started yet."""
         folder = self.make_folder("grafana")
         command = grafana_server.build_grafana_command(home, addresses, folder)
-        made = RunningGrafana(command, addresses, folder)
+        made = RunningBackend(command, addresses, folder)
         self.started.append(made)
         return made
 

@@ -19,13 +19,14 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from click.testing import CliRunner, Result
+from playwright.sync_api import Locator
 
 from grafana.build import request_panels
 from lab import free_ports
 from lab.server_commands import ServerCommand
 from lab.stack import grafana_import, grafana_server, stack_parts
 from lab.stack.stack_parts import StackAddresses
-from tests.stack import panel_queries
+from tests.stack import filled_stack
 from tests.stack.filled_stack import FilledStack
 from tests.stack.grafana_browser import (
     REMEDY,
@@ -35,7 +36,7 @@ from tests.stack.grafana_browser import (
     read_panel_number,
 )
 from tests.stack.known_requests import LEFT_ERRORS, SERVER_ERRORS, KnownTruth
-from tests.stack.running_stack import RunningGrafana, StackPart, StackStarter
+from tests.stack.running_stack import RunningBackend, StackPart, StackStarter
 from tests.stack.test_panels import BUCKET, is_near
 from ttft_otel.commands.stack import dashboards
 from ttft_otel.model import stages
@@ -44,14 +45,14 @@ from ttft_otel.stack import stack_queries
 ROUNDED = 0.006  # what a number of three digits can hide
 NEWER = {
     panel["title"]
-    for dashboard in panel_queries.list_dashboards()
+    for dashboard in filled_stack.list_dashboards()
     for panel in dashboard.list_panels()
     if "Needs Grafana" in panel.get("description", "")
 }
 
 
 @contextmanager
-def open_window(grafana: RunningGrafana) -> Iterator[GrafanaWindow]:
+def open_window(grafana: RunningBackend) -> Iterator[GrafanaWindow]:
     """A tab before a Grafana."""
     if find_chromium() is None:
         pytest.skip(REMEDY)
@@ -64,14 +65,14 @@ def open_window(grafana: RunningGrafana) -> Iterator[GrafanaWindow]:
 @pytest.fixture(scope="module")
 def provisioned(
     bench: StackStarter, filled: FilledStack, grafana_home: Path | None
-) -> Iterator[RunningGrafana]:
+) -> Iterator[RunningBackend]:
     """A Grafana with our provisioning files, on the filled stack."""
     with bench.start_grafana(grafana_home, filled.stack.addresses) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def window(provisioned: RunningGrafana) -> Iterator[GrafanaWindow]:
+def window(provisioned: RunningBackend) -> Iterator[GrafanaWindow]:
     """One tab for all tests."""
     with open_window(provisioned) as found:
         yield found
@@ -113,7 +114,7 @@ def find_undrawn_panels(window: GrafanaWindow, wanted: set[str]) -> list[tuple[s
 
 
 def open_all_rows(
-    window: GrafanaWindow, dashboard: panel_queries.CommittedDashboard, query: Mapping[str, str]
+    window: GrafanaWindow, dashboard: filled_stack.CommittedDashboard, query: Mapping[str, str]
 ) -> set[str]:
     """Open a dashboard with all rows that this Grafana can draw; the titles of their panels."""
     window.open_dashboard(dashboard.uid, query, tall=True)
@@ -135,11 +136,11 @@ def check_nothing_failed(window: GrafanaWindow) -> None:
     "dashboard",
     [
         pytest.param(each, id=each.uid, marks=[] if each.uid == "ttft" else pytest.mark.full)
-        for each in panel_queries.list_dashboards()
+        for each in filled_stack.list_dashboards()
     ],
 )
 def test_every_panel_is_drawn(
-    window: GrafanaWindow, filled: FilledStack, dashboard: panel_queries.CommittedDashboard
+    window: GrafanaWindow, filled: FilledStack, dashboard: filled_stack.CommittedDashboard
 ) -> None:
     """No error, no empty panel, nothing on the console, no request to anybody but this machine.
 
@@ -161,7 +162,7 @@ def test_no_data_is_no_error(bench: StackStarter, grafana_home: Path) -> None:
         bench.start_grafana(grafana_home, stack.addresses) as empty,
         open_window(empty) as window,
     ):
-        for dashboard in panel_queries.list_dashboards():
+        for dashboard in filled_stack.list_dashboards():
             wanted = open_all_rows(window, dashboard, {})
             assert {title for title, _, _ in window.list_panels()} == wanted
             check_nothing_failed(window)
@@ -182,13 +183,18 @@ def test_a_dot_opens_its_trace(window: GrafanaWindow, filled: FilledStack) -> No
     assert not window.errors and not window.strangers
 
 
+def open_slow_list(window: GrafanaWindow, filled: FilledStack) -> Locator:
+    """The links in the table of slow requests, of routers' alone."""
+    window.open_dashboard("ttft", {**get_sent_range(filled), "var-role": "router"}, tall=True)
+    links = window.find_panel("Requests over the SLO").get_by_role("link")
+    window.wait_until_right(lambda: not links.count())
+    return links
+
+
 def test_a_slow_request_opens_its_waterfall(window: GrafanaWindow, filled: FilledStack) -> None:
     """The table lists slow requests; a click on one shows its spans below, filters and time kept."""
     slow = {row.trace_id: row for row in filled.truth.list_slow_rows()}
-    window.open_dashboard("ttft", {**get_sent_range(filled), "var-role": "router"}, tall=True)
-    table = window.find_panel("Requests over the SLO")
-    links = table.get_by_role("link")
-    window.wait_until_right(lambda: not links.count())
+    links = open_slow_list(window, filled)
     listed = {text.zfill(32): link for link in links.all() if len(text := link.inner_text()) > 24}
     assert listed and set(listed) <= set(slow)
     assert all(slow[trace_id].routed for trace_id in listed)
@@ -210,9 +216,7 @@ def test_the_time_of_a_slow_request_leads_to_why(
 ) -> None:
     """A click on it shows the command that explains this request, through the Tempo of this dashboard."""
     slow = {row.trace_id for row in filled.truth.list_slow_rows()}
-    window.open_dashboard("ttft", {**get_sent_range(filled), "var-role": "router"}, tall=True)
-    links = window.find_panel("Requests over the SLO").get_by_role("link")
-    window.wait_until_right(lambda: not links.count())
+    links = open_slow_list(window, filled)
     times = [link for link in links.all() if re.fullmatch(r"[\d.]+ (ms|s)", link.inner_text())]
     assert times
     times[0].click()
@@ -297,7 +301,7 @@ def post_json(url: str, body: str) -> Any:
     return json.loads(stack_queries.send_body(url, body.encode(), stack_queries.JSON_CONTENT_TYPE))
 
 
-def test_provisioned(provisioned: RunningGrafana) -> None:
+def test_provisioned(provisioned: RunningBackend) -> None:
     """Anybody sees both dashboards and may ask both data sources, whose uids links rely on."""
     url = provisioned.url
     assert list_boards(url) == BOARDS

@@ -7,6 +7,7 @@ starts a container.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -44,13 +45,19 @@ PINNED = re.compile(
 def config(binaries: StackBinaries) -> Config:
     """`docker compose config` with profiles and further files."""
 
+    @functools.cache
+    def run_config(names: tuple[str, ...], words: tuple[str, ...], env: str) -> dict[str, Any]:
+        paths = [CHECKOUT / name for name in names]
+        found: dict[str, Any] = json.loads(
+            run_program(binaries.compose, *paths, *words, env=json.loads(env))
+        )
+        return found
+
     def read_config(
         *profiles: str, files: tuple[str, ...] = (), env: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        paths = [CHECKOUT / name for name in ("docker-compose.yml", *files)]
-        words = [f"+{profile}" for profile in profiles]
-        found: dict[str, Any] = json.loads(run_program(binaries.compose, *paths, *words, env=env))
-        return found
+        words = tuple(f"+{profile}" for profile in profiles)
+        return run_config(("docker-compose.yml", *files), words, json.dumps(env or {}))
 
     return read_config
 

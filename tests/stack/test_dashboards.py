@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ from grafana.build.all_dashboards import Dashboard as Schema
 from grafana.build.all_dashboards import JSONEncoder, render_dashboards
 from lab.stack.program_pins import CHECKOUT
 from lab.tiny_models import get_cache_root
-from tests.stack.panel_queries import CommittedDashboard, list_dashboards, list_queries
+from tests.stack.filled_stack import CommittedDashboard, list_dashboards, list_queries
 from ttft_otel.commands import main as cli
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys, span_names
@@ -63,42 +63,29 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
-def list_recorded_series() -> set[str]:
-    """The series that grafana/prometheus/rules makes."""
-    found = set()
-    for path in (FOLDER / "prometheus" / "rules").glob("*.yml"):
-        groups = yaml.safe_load(path.read_text("utf-8"))["groups"]
-        found |= {rule["record"] for group in groups for rule in group["rules"]}
-    return found
-
-
 def list_known_metrics() -> set[str]:
     """Every metric that a query may name: from the vocabulary, the counters and the rules."""
-    ours = {
+    rules = [
+        rule
+        for path in (FOLDER / "prometheus" / "rules").glob("*.yml")
+        for group in yaml.safe_load(path.read_text("utf-8"))["groups"]
+        for rule in group["rules"]
+    ]
+    return {
         ttft_queries.DURATION_METRIC,
         ttft_queries.STAGE_METRIC,
+        ttft_queries.CONVENTION_METRIC,
+        ttft_queries.REQUEST_METRIC,
         server_queries.REASON_METRIC,
         server_queries.HELD_METRIC,
         server_queries.RECOMPUTED_METRIC,
         server_queries.TOKEN_TIME_METRIC,
         server_queries.FOREIGN_METRIC,
         server_queries.FOREIGN_STAGE_METRIC,
-        ttft_queries.CONVENTION_METRIC,
-        ttft_queries.REQUEST_METRIC,
+        *COUNTED,
+        *(rule["record"] for rule in rules),
+        *(base for _, base in pipeline_queries.LOSSES_BY_HOP.values()),
     }
-    return (
-        ours
-        | COUNTED
-        | list_recorded_series()
-        | {base for _, base in pipeline_queries.LOSSES_BY_HOP.values()}
-    )
-
-
-def strip_query(text: str) -> str:
-    """A PromQL query without its strings, ranges and variables."""
-    text = re.sub(r'"[^"]*"', '""', text)
-    text = re.sub(r"\[[^]]*]", "", text)
-    return re.sub(r"\$\{?\w+\}?", "0", text)
 
 
 def test_rebuilt() -> None:
@@ -159,9 +146,14 @@ def test_queries(board: CommittedDashboard) -> None:
     for query in (each for each in QUERIES if each.dashboard.uid == board.uid):
         assert set(re.findall(r"\$\{?(\w+)", query.text)) <= own | built_in, query.name
         if query.prometheus:
-            words = set(re.findall(r"[a-zA-Z_][\w:]*", strip_query(query.text)))
+            # Without its strings, ranges and variables.
+            bare = re.sub(r"\[[^]]*]", "", re.sub(r'"[^"]*"', '""', query.text))
+            words = set(re.findall(r"[a-zA-Z_][\w:]*", re.sub(r"\$\{?\w+\}?", "0", bare)))
             assert not words - metrics - LABELS - FUNCTIONS, query.name
             assert words & metrics or query.text.startswith("vector"), query.name
+            # An encoder's own histogram is not mixed into TTFT.
+            durations = re.findall(rf"{ttft_queries.DURATION_METRIC}\{{([^}}]*)\}}", query.text)
+            assert all(ttft_queries.NOT_ENCODE_SELECTOR in each for each in durations), query.name
             bound = re.sub(r"\[[^]]+] @ end\(\)", "", re.sub(r'"[^"]*"', "", query.text))
             windows = set(re.findall(r"\[([^]]+)]", bound))
             assert windows <= {ttft_queries.RANGE if query.instant else ttft_queries.RATE}
@@ -171,26 +163,16 @@ def test_queries(board: CommittedDashboard) -> None:
             assert f'span:name = "{span_names.TTFT}"' in query.text
 
 
-def test_encoders_are_left_out() -> None:
-    """No panel of the TTFT dashboard mixes an encoder's own histogram into TTFT."""
-    for query in QUERIES:
-        for chosen in re.findall(rf"{ttft_queries.DURATION_METRIC}\{{([^}}]*)\}}", query.text):
-            assert ttft_queries.NOT_ENCODE_SELECTOR in chosen, query.name
-
-
-def every_stage() -> Iterator[str]:
-    """Full names of all stages, those of legs and the router's included."""
-    for role in stages.ROLES:
-        yield f"router.hop.{role}"
-    yield from (word for word in stages.ROUTER_STAGES if word != "router.hop")
-    for stage in (*stages.STAGE_NAMES, stages.UNATTRIBUTED):
-        yield stage
-        yield from (f"{role}.{stage}" for role in stages.ROLES if role != "router")
-
-
 def test_every_stage_is_in_one_stack() -> None:
     """The queries by kind have each stage once, in the kind and the colour of the page."""
-    for name in every_stage():
+    legs = [role for role in stages.ROLES if role != "router"]
+    own = (*stages.STAGE_NAMES, stages.UNATTRIBUTED)
+    names = [
+        *(f"router.hop.{role}" for role in stages.ROLES),
+        *(word for word in stages.ROUTER_STAGES if word != "router.hop"),
+        *(f"{leg}{stage}" for stage in own for leg in ("", *(f"{role}." for role in legs))),
+    ]
+    for name in names:
         kinds = [
             kind
             for kind in ttft_queries.STAGE_KINDS

@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,14 +27,13 @@ from tracing_fakes import FULL_RECORD, change_full_record
 
 from lab import free_ports
 from lab.server_commands import HOST, ServerCommand
-from lab.stack import binaries, program_pins, stack_parts
+from lab.stack import backend_queries, binaries, program_pins, stack_parts
 from lab.stack.go_builds import GoMissingError
 from lab.stack.program_pins import GoTool
 from lab.stack.stack_parts import COLLECTOR_CONFIG, StackAddresses
-from tests.stack import known_requests, panel_queries
-from tests.stack.filled_stack import COUNT_QUERY, PORTIONS, send_portion
+from tests.stack import filled_stack, known_requests
+from tests.stack.filled_stack import COUNT_QUERY, PORTIONS, PanelAsker, PanelQuery, send_portion
 from tests.stack.known_requests import KnownRequest, KnownTruth
-from tests.stack.panel_queries import PanelAsker, PanelQuery
 from tests.stack.running_stack import (
     RunningCollector,
     RunningPrometheus,
@@ -144,31 +143,19 @@ def sent(bench: StackStarter, tmp_path_factory: pytest.TempPathFactory) -> Fille
     made = FilledVictoriaMetrics(prometheus, written, pushed, known_requests.build_known_requests())
     for portion in range(PORTIONS):
         count = send_portion(collector.http, made.rows, portion)
-        wait_until(partial(equals, lambda: prometheus.query_number(COUNT_QUERY), count), 60)
-    whole = partial(sum_series, written, "ttft_duration_seconds_count")
-    wait_until(partial(equals, whole, len(made.rows)), 60)
+        wait_until(lambda count=count: prometheus.query_number(COUNT_QUERY) == count, 60)
+    wait_until(lambda: sum_series(written, "ttft_duration_seconds_count") == len(made.rows), 60)
     # Some seconds without requests, so that rates are over at the window's end. Written late: what is newer
     # than the end comes after all that is older.
     made.end = time.time() + 15
     newest = "max(timestamp(otelcol_process_uptime_seconds_total))"
-    wait_until(lambda: query_number(written, newest) > made.end, 60)
+    wait_until(lambda: sum_series(written, newest) > made.end, 60)
     return made
 
 
-def equals(ask: Callable[[], float | None], expected: int) -> bool:
-    """Whether an answer is the expected one."""
-    return ask() == expected
-
-
-def query_number(url: str, query: str) -> float:
-    """The only value of a query, now; 0 without one."""
-    found = stack_queries.fetch_json(f"{url}/api/v1/query", query=query)["data"]["result"]
-    return float(found[0]["value"][1]) if found else 0.0
-
-
-def sum_series(url: str, name: str) -> float:
-    """The sum of all series of a name, now."""
-    return query_number(url, f"sum({name})")
+def sum_series(url: str, query: str) -> float:
+    """The sum of all series of a query, now; 0 without any."""
+    return backend_queries.sum_instant_query(url, query) or 0
 
 
 def ask_panel(url: str, sent: FilledVictoriaMetrics, query: PanelQuery) -> dict[Any, float] | str:
@@ -191,7 +178,7 @@ def test_panels_in_victoriametrics(sent: FilledVictoriaMetrics) -> None:
 
     Panels on native histograms show nothing: MetricsQL lacks their functions.
     """
-    for query in (query for query in panel_queries.list_queries() if query.prometheus):
+    for query in (query for query in filled_stack.list_queries() if query.prometheus):
         expected, found = (
             ask_panel(url, sent, query) for url in (sent.prometheus.url, sent.written)
         )

@@ -23,19 +23,19 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
 from lab.stack import stack_parts
-from tests.stack import otlp_requests, panel_queries
-from tests.stack.filled_stack import FilledStack
+from tests.stack import filled_stack, otlp_requests
+from tests.stack.filled_stack import FilledStack, PanelAsker, PanelQuery
 from tests.stack.known_requests import (
     LEFT_ERRORS,
     REFUSED_ERRORS,
     SERVER_ERRORS,
     SLO_MS,
     KnownTruth,
+    divide_by_work,
+    get_reason,
     list_known_records,
-    sum_held_us,
-    sum_reasons_us,
+    sum_queues_us,
 )
-from tests.stack.panel_queries import PanelAsker, PanelQuery
 from tests.stack.running_stack import wait_until
 from ttft_otel.exporter.span_batch import build_spans
 from ttft_otel.model import metric_table
@@ -48,7 +48,7 @@ from ttft_otel.tracing.settings import Settings
 
 # Exponential histograms, 16 buckets an octave over what TTFT spans here: as wide as an error can be.
 BUCKET = 2 ** (1 / 16) - 1
-QUERIES = panel_queries.list_queries()
+QUERIES = filled_stack.list_queries()
 
 
 def build_asker(filled: FilledStack, **chosen: str) -> PanelAsker:
@@ -65,13 +65,9 @@ def ask(filled: FilledStack) -> PanelAsker:
     return build_asker(filled)
 
 
-def get_query(title: str, ref: str = "A", board: str = "ttft") -> PanelQuery:
+def get_query(title: str, ref: str = "A") -> PanelQuery:
     """A panel's query; the one of that title which gives a number, if there are two panels."""
-    found = [
-        query
-        for query in QUERIES
-        if (query.dashboard.uid, query.title, query.ref) == (board, title, ref)
-    ]
+    found = [each for each in QUERIES if each.name == f"ttft/{title}/{ref}"]
     assert found, f"no panel {title!r} with a query {ref}"
     return min(found, key=lambda query: not query.instant)
 
@@ -253,10 +249,11 @@ def test_by_instance(ask: PanelAsker, filled: FilledStack) -> None:
 
 def test_why_and_behind_what(ask: PanelAsker, filled: FilledStack) -> None:
     """Queues of all servers by reason and by the work that held them: the rows' own shares of one whole."""
-    for title, label, sums in (
-        ("Why requests wait", "ttft_queue_reason", sum_reasons_us(filled.rows)),
-        ("What held waiting requests", "ttft_held_by_kind", sum_held_us(filled.rows)),
+    for title, label, divide in (
+        ("Why requests wait", "ttft_queue_reason", lambda us: {get_reason(us): us}),
+        ("What held waiting requests", "ttft_held_by_kind", divide_by_work),
     ):
+        sums = sum_queues_us(filled.rows, divide)
         found = read_numbers(ask, title, label)
         whole, true_whole = sum(found.values()), sum(sums.values())
         assert set(found) == set(sums)
@@ -293,7 +290,10 @@ def test_whole_answers(ask: PanelAsker, filled: FilledStack, share: float) -> No
 
 def test_media_encoded_twice(ask: PanelAsker, filled: FilledStack) -> None:
     """The counter has every item that a consumer encoded again, and the panel tells by whom; 0 too."""
-    true = filled.truth.count_recomputed_items()
+    true: Counter[str] = Counter()
+    for leg in (leg for row in filled.truth.all for leg in row.legs):
+        if leg.recomputed is not None:
+            true[leg.instance] += leg.recomputed
     reported = filled.stack.prometheus.query_vector("sum by (instance) (ttft_ec_recomputed_total)")
     assert {each["metric"]["instance"]: float(each["value"][1]) for each in reported} == true
     drawn = read_numbers(ask, "Media encoded twice", "ttft_role", "instance")

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import yaml
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
 from grafana.build import pipeline_queries, ttft_queries
 from lab import free_ports
@@ -26,11 +25,10 @@ from lab.stack import stack_parts
 from lab.stack.binaries import StackBinaries
 from lab.stack.program_pins import CHECKOUT
 from lab.stack.stack_parts import StackAddresses
-from tests.report.sample_records import make_leg_record, make_spans
+from tests.report.sample_records import fill_database, make_leg_record
 from tests.stack.running_stack import StackPart, StackStarter, wait_until
 from tests.stack.test_tools import run_program
-from ttft_otel.report.receive import otlp_decoder
-from ttft_otel.report.store.span_store import SpanStore
+from ttft_otel.model.record import Record
 from ttft_otel.stack import stack_queries
 
 FOLDER = CHECKOUT / "grafana" / "prometheus"
@@ -63,19 +61,16 @@ def test_alerts_fire_when_they_should(binaries: StackBinaries, case: Path) -> No
     assert "SUCCESS" in run_program(binaries.promtool, "test", "rules", case)
 
 
-def test_every_alert_has_a_case() -> None:
-    """Each alert is seen firing in a case, with its words, and silent in another."""
+def test_alerts() -> None:
+    """Each alert is seen firing in a case, with its words, and silent in another; it has a severity, a
+    summary, a description, and a dashboard that exists.
+    """
     tests = [test for case in CASES for test in read_yaml(case)["tests"]]
     seen = [each for test in tests for each in test.get("alert_rule_test", [])]
+    boards = {path.stem for path in (CHECKOUT / "grafana" / "dashboards").glob("*.json")}
     for rule in list_rules("alert"):
         own = [each for each in seen if each["alertname"] == rule["alert"]]
         assert {bool(each["exp_alerts"]) for each in own} == {True, False}, rule["alert"]
-
-
-def test_alerts_say_what_to_do() -> None:
-    """Each alert has a severity, a summary, a description, and a dashboard that exists."""
-    boards = {path.stem for path in (CHECKOUT / "grafana" / "dashboards").glob("*.json")}
-    for rule in list_rules("alert"):
         words = rule["annotations"]
         assert rule["labels"]["severity"] in ("page", "ticket")
         assert words["summary"] and words["description"].endswith(".")
@@ -173,10 +168,10 @@ def inbox() -> Iterator[Inbox]:
     made.server.close()
 
 
-def fill_database(path: Path) -> Path:
+def make_late_records() -> list[Record]:
     """A hundred requests of the model `chat` in the last ten minutes, of which ten waited in the queue."""
     begin_s = int(time.time()) - 500
-    records = [
+    return [
         make_leg_record(
             "mono",
             {
@@ -189,11 +184,6 @@ def fill_database(path: Path) -> Path:
         )
         for number in range(100)
     ]
-    store = SpanStore(path)
-    exported = encode_spans(make_spans(records)).SerializeToString()
-    store.add(otlp_decoder.decode_export(exported).spans).result(20)
-    store.close()
-    return path
 
 
 def write_prometheus_config(folder: Path, alertmanager_port: int) -> Path:
@@ -247,7 +237,7 @@ def test_answered(
     config = write_alertmanager_config(tmp_path / "am.yml", serve_port, inbox.server.url)
     words = (
         sys.executable, "-m", "ttft_otel.commands.main", "serve", "--grpc-port=-1",
-        f"--http-port={serve_port}", f"--db={fill_database(tmp_path / 'spans.db')}",
+        f"--http-port={serve_port}", f"--db={fill_database(tmp_path / 'spans.db', *make_late_records())}",
         f"--alertmanager={alertmanager_url}", "--page-url=http://pages.example",
     )  # fmt: skip
     commands = [
