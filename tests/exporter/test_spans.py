@@ -211,13 +211,6 @@ def test_tree(record: Record, expected: str) -> None:
     assert draw_tree(build_spans(record, RESOURCE)) == expected
 
 
-def test_halves() -> None:
-    """A stream's two records together give the spans of the one that holds both halves."""
-    first = build_spans(msgspec.structs.replace(SERVER, server=None), RESOURCE)
-    second = build_spans(msgspec.structs.replace(SERVER, ttft=None), RESOURCE)
-    assert draw_tree(second + first) == draw_tree(build_spans(SERVER, RESOURCE))
-
-
 @pytest.mark.parametrize("field", ["trace_id", "span_id"])
 @pytest.mark.parametrize("value", ["", "xyz", "0" * 16])
 def test_broken_ids(field: str, value: str, make_record: Callable[[], Record]) -> None:

@@ -19,8 +19,6 @@ from ttft_otel.model.names import header_names, keys, span_names
 from ttft_otel.model.record import Attributes, Piece
 from ttft_otel.tracing import carrier, clock, handoff, meter, recorder
 from ttft_otel.tracing.guard import Guard
-from ttft_otel.tracing.handoff import RecordSender
-from ttft_otel.tracing.meter import EngineCall
 from ttft_otel.tracing.request_trace import RequestTrace, identity, resolve_role
 from ttft_otel.tracing.settings import Settings
 
@@ -163,7 +161,9 @@ def list_queries(trace: RequestTrace) -> list[str]:
     return [query for query, (bit, *_) in KEPT_QUERIES.items() if kept_bits & bit]
 
 
-def send_kept_span(trace: RequestTrace, query: str, answer: str, sender: RecordSender) -> bool:
+def send_kept_span(
+    trace: RequestTrace, query: str, answer: str, sender: handoff.RecordSender
+) -> bool:
     """Send the span described by the engine core's `answer`; False when it describes none.
 
     query: the utility call that was answered, one of KEPT_QUERIES.
@@ -252,7 +252,7 @@ class TracingMiddleware:
         identify_server: Callable[[Any], None],
         query_engine: EngineQuery,
         read_parent: Callable[[], Headers] | None = None,
-        list_engine_calls: Callable[[Any], Sequence[EngineCall]] = lambda _: (),
+        list_engine_calls: Callable[[Any], Sequence[meter.EngineCall]] = lambda _: (),
     ) -> None:
         self.app = app
         self.read_parent = read_parent

@@ -17,7 +17,6 @@ from ttft_otel.model import breakdown, stages, timing
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.model.record import RECORD_VERSION, Piece, Record, Server, Ttft, encode_record
 from ttft_otel.tracing import carrier, clock, context, meter, request_trace
-from ttft_otel.tracing.carrier import EngineTimeline
 from ttft_otel.tracing.handoff import RecordSender
 from ttft_otel.tracing.measurement import encode_trace_measurement
 from ttft_otel.tracing.request_trace import EngineRequest, RequestTrace, is_outermost, resolve_role
@@ -227,7 +226,7 @@ def format_timing_header(trace: RequestTrace, now: int) -> str:
     return timing.format_server_timing(cut.stages, cut.unattributed, total, rest, tokens, ec, note)
 
 
-def _make_token_counts(timeline: EngineTimeline | None) -> timing.TokenCounts | None:
+def _make_token_counts(timeline: carrier.EngineTimeline | None) -> timing.TokenCounts | None:
     if timeline is None or not timeline.own_tokens:
         return None
     return timing.TokenCounts(

@@ -14,14 +14,13 @@ from typing import Any, Final
 
 import msgspec
 
-from ttft_otel.model import breakdown, stages
+from ttft_otel.model import stages
 from ttft_otel.model.breakdown import Breakdown
 from ttft_otel.model.endpoints import OPERATION_BY_PATH
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, HeldBy, Piece, Server, Ttft
 from ttft_otel.model.waits import WAIT_STAGES, HeldPiece, ReasonSlice
 from ttft_otel.tracing import carrier
-from ttft_otel.tracing.carrier import EngineTimeline
 from ttft_otel.tracing.context import SAMPLED_FLAG, TraceContext, new_span_id, parse_traceparent
 
 
@@ -59,7 +58,7 @@ class RequestTrace(msgspec.Struct, eq=False, gc=False):
     is_counted: bool = False
     #: Engine request ID -> end of its preprocessing.
     assign_times: dict[str, int] = {}
-    timeline: EngineTimeline | None = None
+    timeline: carrier.EngineTimeline | None = None
     breakdown: Breakdown | None = None
     #: The engine core's clock minus this process's, estimated, and its error.
     clock_offset: int = 0
@@ -304,7 +303,7 @@ def measure_token_time(trace: RequestTrace, role: str) -> int:
     return max(1, round(length_us / later_tokens))
 
 
-def make_ttft(trace: RequestTrace, cut: breakdown.Breakdown) -> Ttft:
+def make_ttft(trace: RequestTrace, cut: Breakdown) -> Ttft:
     """The `ttft` half of the record of `trace`, whose breakdown is `cut`."""
     base = trace.arrive
     timeline = trace.timeline
@@ -333,7 +332,7 @@ def make_ttft(trace: RequestTrace, cut: breakdown.Breakdown) -> Ttft:
     )
 
 
-def list_holders(timeline: EngineTimeline) -> tuple[HeldBy, ...]:
+def list_holders(timeline: carrier.EngineTimeline) -> tuple[HeldBy, ...]:
     """The largest holders of the request's wait; one that is not sampled has no IDs of a span."""
     found = []
     for us, tokens, code, request_id, parent in timeline.read_details().holders:
@@ -348,7 +347,7 @@ def list_holders(timeline: EngineTimeline) -> tuple[HeldBy, ...]:
 
 
 def _make_stage_pieces(
-    cut: breakdown.Breakdown, holders: tuple[HeldBy, ...], sums: Attributes
+    cut: Breakdown, holders: tuple[HeldBy, ...], sums: Attributes
 ) -> list[Piece]:
     """The stages' pieces; of a waiting one with several reasons, a piece for each below it.
 
@@ -396,7 +395,7 @@ def _make_stage_pieces(
     return pieces + below[:MAX_REASON_PIECES] if below else pieces
 
 
-def _find_longest_queue(cut: breakdown.Breakdown) -> HeldPiece | None:
+def _find_longest_queue(cut: Breakdown) -> HeldPiece | None:
     queues = [part for part in cut.held if part.stage in stages.QUEUE_STAGES]
     return max(queues, key=lambda part: part.end - part.start, default=None)
 
