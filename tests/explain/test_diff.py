@@ -11,28 +11,16 @@ from xml.etree import ElementTree
 import numpy
 import pytest
 
-from tests.explain.sample_windows import SECOND_NS, make_window
+from tests.explain.stored_records import SECOND_NS, make_window
 from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.diff.change_cause import ChangeAnswer, compare_sides
-from ttft_otel.explain.diff.difference_text import MAX_LINES, list_notes, list_sentences
-from ttft_otel.explain.diff.release_gate import (
-    AS_ASKED,
-    UNKNOWN,
-    WORSE,
-    Condition,
-    build_junit,
-    build_markdown,
-    describe_gate,
-    find_outcome,
-    judge_windows,
-    parse_condition,
+from ttft_otel.explain.change_answer import (
+    MAX_LINES,
+    ChangeAnswer,
+    compare_sides,
+    list_notes,
+    list_sentences,
 )
-from ttft_otel.explain.diff.stage_difference import (
-    MIN_REQUESTS,
-    MIX,
-    compare_windows,
-)
-from ttft_otel.explain.window.request_facts import (
+from ttft_otel.explain.request_facts import (
     MEDIA,
     MIN_PER_WINDOW,
     TEXT,
@@ -42,7 +30,22 @@ from ttft_otel.explain.window.request_facts import (
     RequestFacts,
     assign_strata,
 )
-from ttft_otel.explain.window.window_reading import WindowReading
+from ttft_otel.explain.window_difference import (
+    AS_ASKED,
+    MIN_REQUESTS,
+    MIX,
+    UNKNOWN,
+    WORSE,
+    Condition,
+    build_junit,
+    build_markdown,
+    compare_windows,
+    describe_gate,
+    find_outcome,
+    judge_windows,
+    parse_condition,
+)
+from ttft_otel.explain.window_reading import WindowReading
 from ttft_otel.model import statistics
 from ttft_otel.report.report_types import LATE, LOST, OTHER, REFUSED, Coverage
 

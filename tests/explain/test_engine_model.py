@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.explain.scheduler_truth import (
+from tests.explain.stored_records import (
     BASE_US,
     GAP_US,
     TOKEN_US,
@@ -24,22 +24,22 @@ from tests.explain.scheduler_truth import (
     run_scheduler,
 )
 from tests.report.sample_records import assemble_trace
-from ttft_otel.explain.whatif.engine_model import (
+from ttft_otel.explain.engine_model import (
     EngineLimits,
     EngineModel,
+    FleetModel,
     QueuedPrompt,
     Step,
     StepLength,
 )
-from ttft_otel.explain.whatif.fleet_model import FleetModel
-from ttft_otel.explain.whatif.planned_change import parse_more, parse_rate, parse_share
-from ttft_otel.explain.whatif.replay_facts import (
+from ttft_otel.explain.replay_facts import (
     EngineVisit,
     ReplayRequest,
     collect_recording,
 )
-from ttft_otel.explain.whatif.step_fit import StepTimes
-from ttft_otel.explain.whatif.what_if import plan_cached
+from ttft_otel.explain.step_fit import StepTimes
+from ttft_otel.explain.what_if import plan_cached
+from ttft_otel.explain.window_check import parse_more, parse_rate, parse_share
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.report_types import ReadRequest, StoredSpan
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -22,28 +22,80 @@ from benchmarks.answers.known_fleet import (
     serve_asks,
 )
 from benchmarks.answers.known_windows import ROUTED, repeat_stops, slow_down, with_special
-from tests.explain.sample_windows import CASES, DELAY_US, Cause, delay_some, make_window
+from tests.explain.stored_records import make_window
 from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.explain.explanation import Explanation, divide_lateness, explain_requests
-from ttft_otel.explain.explain.explanation_text import list_explanation
-from ttft_otel.explain.explain.late_case import HIGH, LOW
-from ttft_otel.explain.explain.late_requests import (
+from ttft_otel.explain.explanation import Explanation, divide_lateness, explain_requests
+from ttft_otel.explain.late_case import HIGH, LOW
+from ttft_otel.explain.late_requests import (
     MIN_LIKE,
     MIN_WINDOW,
     choose_like,
     divide_difference,
     split_window,
 )
-from ttft_otel.explain.window.request_facts import (
+from ttft_otel.explain.request_facts import (
     HOP,
+    MEDIA,
     CannotTellError,
     LostRequests,
     RequestFacts,
 )
+from ttft_otel.explain.window_answer import list_explanation
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import UNATTRIBUTED, WAIT_REASONS
 
 SLO_US = 300_000
+DELAY_US = 400_000
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What makes a request late: a longer stage, and what else is then different of it."""
+
+    stage: str
+    reason: str = ""
+    tokens: int = 0
+    cached: int = -1
+    kind: str = ""
+
+    def apply(self, request: RequestFacts, us: int = DELAY_US) -> RequestFacts:
+        """The request with the cause."""
+        stages = {**request.stages, self.stage: request.stages.get(self.stage, 0) + us}
+        reasons = dict(request.reasons)
+        if self.reason:
+            own = dict(reasons.get(self.stage, {}))
+            reasons[self.stage] = {**own, self.reason: own.get(self.reason, 0) + us}
+        elif self.stage in reasons:
+            del reasons[self.stage]
+        return replace(
+            request,
+            stages=stages,
+            tokens=self.tokens or request.tokens,
+            cached=request.cached if self.cached < 0 else self.cached,
+            kind=self.kind or request.kind,
+            reasons=reasons,
+            instances={**request.instances, self.stage: request.instances["preprocess"]},
+        )
+
+
+def delay_some(
+    window: list[RequestFacts], cause: Cause, every: int = 25, us: int = DELAY_US
+) -> list[RequestFacts]:
+    """The window with `cause` in every 25th request."""
+    return [
+        cause.apply(each, us) if number % every == 0 else each for number, each in enumerate(window)
+    ]
+
+
+# Causes by the reason or the stage that they show in.
+CASES: dict[str, Cause] = {
+    "max_num_seqs": Cause("prefill.queue", "max_num_seqs"),
+    "token_budget": Cause("prefill_decode.prefill.queue", "token_budget"),
+    "kv_blocks": Cause("prefill.queue", "kv_blocks"),
+    "lora": Cause("prefill.queue", "lora"),
+    "paused": Cause("prefill.stall", "paused"),
+    "media_preprocessing": Cause("preprocess", kind=MEDIA),
+}
 
 
 def test_parts_add_up() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 
-from tests.explain.scheduler_truth import (
+from tests.explain.stored_records import (
     BASE_US,
     BEFORE_US,
     BUSY,
@@ -23,8 +23,11 @@ from tests.explain.scheduler_truth import (
     TOKEN_US,
     Arrival,
     Device,
+    StoreCommand,
     ask,
+    delay,
     draw_arrivals,
+    draw_busy_arrivals,
     find_token_times,
     find_truth,
     hasten,
@@ -32,22 +35,15 @@ from tests.explain.scheduler_truth import (
     predict,
     record,
     run_scheduler,
-)
-from tests.explain.stored_records import (
-    StoreCommand,
-    delay,
-    draw_busy_arrivals,
     store_served_window,
 )
-from ttft_otel.explain.explain import window_answer
-from ttft_otel.explain.whatif import plan_search, what_if, what_if_text, window_check
-from ttft_otel.explain.whatif.engine_model import EngineLimits, Step
-from ttft_otel.explain.whatif.planned_change import PlannedChange
-from ttft_otel.explain.whatif.replay_facts import Recording, ReplayRequest
-from ttft_otel.explain.whatif.step_fit import StepSamples, fit_steps
-from ttft_otel.explain.whatif.step_work import WORK
-from ttft_otel.explain.whatif.what_if import TTFT, Prediction
-from ttft_otel.explain.window.request_facts import CannotTellError
+from ttft_otel.explain import what_if, window_answer, window_check
+from ttft_otel.explain.engine_model import EngineLimits, Step
+from ttft_otel.explain.replay_facts import WORK, Recording, ReplayRequest
+from ttft_otel.explain.request_facts import CannotTellError
+from ttft_otel.explain.step_fit import StepSamples, fit_steps
+from ttft_otel.explain.what_if import TTFT, Prediction
+from ttft_otel.explain.window_check import PlannedChange
 from ttft_otel.model.names import keys
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -368,15 +364,15 @@ def search(targets: str, devices: int = 1, tells_answers: bool = True) -> Predic
     learned = learn(ARRIVALS, SMALL, tells_answers, (LINEAR,) * devices)
     calls: list[int] = []
     try:
-        return plan_search.search_plan(
+        return what_if.search_plan(
             learned,
-            plan_search.parse_targets(targets),
+            what_if.parse_targets(targets),
             PlannedChange(),
             3,
             calls.append,
         )
     finally:
-        assert len(calls) <= plan_search.count_replays(3)
+        assert len(calls) <= what_if.count_replays(3)
 
 
 def test_plan() -> None:
@@ -393,7 +389,7 @@ def test_plan() -> None:
         max_batched_tokens=change.max_batched_tokens or SMALL.max_batched_tokens,
     )
     assert find_truth(ARRIVALS, limits, shares=(0.95,))[0] <= 1000 * target_ms < before
-    text = what_if_text.name_found(found)
+    text = what_if.name_found(found)
     assert "plans that holds ttft_p95 <= " in text
     assert f": 1 instance with --max-num-seqs {change.max_num_seqs}" in text
 

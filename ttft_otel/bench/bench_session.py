@@ -11,45 +11,25 @@ import gc
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from types import FrameType
 from typing import Any, Final, TypeVar
 
-from ttft_otel.bench.http_exchange import BenchTarget, keep_timestamps_enabled
-from ttft_otel.bench.limit_search import LimitSearch
+from ttft_otel.bench.http_exchange import keep_timestamps_enabled
+from ttft_otel.bench.limit_search import LimitSearch, is_overloaded, list_waits
 from ttft_otel.bench.load_driver import LoadRun
-from ttft_otel.bench.load_plan import LoadPlan
-from ttft_otel.bench.request_factory import BenchRequest, RequestFactory
-from ttft_otel.bench.request_statistics import find_lateness, is_overloaded, list_waits
+from ttft_otel.bench.load_plan import BenchSide
+from ttft_otel.bench.request_factory import BenchRequest
 from ttft_otel.bench.terminal_report import ProgressLine
+from ttft_otel.model.statistics import compute_quantile
 
 PROGRESS_INTERVAL_S: Final = 0.5  # between two updates of the progress line
 Sent = TypeVar("Sent")
 # Share of a round by which its last request may leave late; beyond it the rate was not kept.
 MAX_LATENESS: Final = 0.05
 STOP_POLL_S: Final = 0.001  # given to the event loop while prompts are made, to notice a stop
-
-
-@dataclass(slots=True)
-class BenchSide:
-    """A target, its load, how to build requests for it, and its finished and current runs."""
-
-    target: BenchTarget
-    factory: RequestFactory
-    plan: LoadPlan
-    runs: list[LoadRun] = field(default_factory=list)
-
-    @property
-    def rate(self) -> float:
-        """Requests per second, or conversations at once; 0 for a trace's own times."""
-        return self.plan.rate or self.plan.concurrency or 0.0
-
-    @property
-    def unit(self) -> str:
-        """Of the rate."""
-        return "concurrent requests" if self.plan.concurrency else "requests/s"
 
 
 class BenchSession:
@@ -118,7 +98,7 @@ class BenchSession:
                 break
             run = probe.runs[-1]
             # Requests that left too late are another load than the one asked for.
-            if not search.is_whole and find_lateness(run) > MAX_LATENESS:
+            if not search.is_whole and _find_lateness(run) > MAX_LATENESS:
                 search.ended = f"this process cannot send {rate:g} {probe.unit} in time"
                 break
             waits = {each.metric: list_waits(run, each.metric) for each in search.conditions}
@@ -188,6 +168,16 @@ class BenchSession:
             run.overloaded &= was_cancelled
             run.stopped = was_cancelled and not run.overloaded
             await asyncio.gather(load_task, return_exceptions=was_cancelled)
+
+
+def _find_lateness(run: LoadRun) -> float:
+    """How late the last requests of `run` left (median), as a share of the time planned for all."""
+    responses = sorted((each.response for each in run.results), key=lambda each: each.due_ns)
+    if not responses:
+        return 0.0
+    last = responses[-max(1, len(responses) // 4) :]
+    late_ns = compute_quantile((each.sent_ns - each.due_ns for each in last), 0.5)
+    return late_ns / max(1, responses[-1].due_ns - responses[0].due_ns)
 
 
 @contextmanager

@@ -69,10 +69,9 @@ class BenchTarget:
         self, path: str, body: bytes, headers: dict[str, str], method: str = "POST"
     ) -> bytes:
         """The bytes of a request, to be sent with one write. `headers` take precedence over ours."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
         all_headers = {
-            "host": f"[{self.host}]:{self.port}"
-            if ":" in self.host
-            else f"{self.host}:{self.port}",
+            "host": f"{host}:{self.port}",
             "user-agent": USER_AGENT,
             "connection": "close",  # one request per connection
             "content-type": "application/json",

@@ -16,11 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import NormalDist
+from time import monotonic_ns
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ttft_otel.bench.load_driver import LoadRun
 from ttft_otel.model.statistics import compute_t_quantile
 
 CONDITION: Final = re.compile(
@@ -33,18 +35,15 @@ ERROR_PER_VERDICT: Final = 0.0007
 PRECISION: Final = 1.1  # ratio of the interval's ends at which the search ends
 MIN_ROUNDS: Final = 2  # behind each verdict
 MAX_ROUNDS: Final = 30  # of a search, by default
-WARMUP_SHARE: Final = (
-    0.25  # of a round's requests: the queue they meet is still shorter than it will be
-)
+# Of a round's requests: the queue they meet is still shorter than it will be
+WARMUP_SHARE: Final = 0.25
 BATCHES: Final = 5  # of a round, whose spread tells how far requests depend on each other
 TAIL_REQUESTS: Final = 10  # of a round, expected beyond the limit
-LIMITS_PER_ROUND: Final = (
-    40  # a round lasts so many times as long as the limit: queues settle slowly
-)
+# A round lasts so many times as long as the limit: queues settle slowly
+LIMITS_PER_ROUND: Final = 40
 ROUNDS_PER_CLIENT: Final = 20  # requests of each client of a closed loop in a round
-COARSE_RATIO: Final = (
-    1.25  # between two rates, up to which the limit is only bracketed by single rounds
-)
+# Between two rates, up to which the limit is only bracketed by single rounds
+COARSE_RATIO: Final = 1.25
 # A round ends early where so many of its requests are beyond a limit that allows a tenth of it at most.
 OVERLOAD_SHARE: Final = 0.3
 MAX_OVERLOAD_TAIL: Final = 0.1
@@ -281,3 +280,37 @@ class LimitSearch:
 
 def _get_share(block: tuple[int, int, Any]) -> float:
     return block[0] / max(1, block[1])
+
+
+def list_waits(run: LoadRun, metric: str, now_ns: float = math.inf) -> list[float]:
+    """Milliseconds of `metric` (ttft, tpot or latency), in the order of sending.
+
+    Infinite for a request that failed; 0 where it has no value, such as the TPOT of a single token. One that
+    is unanswered has waited until `now_ns`, in a run that has ended for ever.
+    """
+    waits = [
+        (each.response.sent_ns, math.inf if each.error else getattr(each, f"{metric}_ms") or 0.0)
+        for each in run.results
+    ]
+    if metric != "tpot":
+        # Of those with a first piece nobody knows how they would have ended.
+        waits += [
+            (each.sent_ns, (now_ns - each.sent_ns) / 1e6)
+            for each in run.in_flight.values()
+            if each.sent_ns and not each.pieces
+        ]
+    return [wait_ms for _, wait_ms in sorted(waits)]
+
+
+def is_overloaded(run: LoadRun, conditions: Sequence[LimitCondition], planned: int) -> bool:
+    """Whether a run in progress already has far too many first tokens beyond a limit: the queue grows.
+
+    planned: requests of the whole run.
+    """
+    # The first ones do not count; what is left is to prove something.
+    waits_ms = list_waits(run, "ttft", monotonic_ns())[int(WARMUP_SHARE * planned) :]
+    return any(
+        sum(wait_ms > each.limit_ms for wait_ms in waits_ms) > OVERLOAD_SHARE * planned
+        for each in conditions
+        if each.metric == "ttft" and each.tail <= MAX_OVERLOAD_TAIL
+    )

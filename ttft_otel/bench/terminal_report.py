@@ -11,8 +11,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ttft_otel.bench.comparison import MIN_ROUNDS
 from ttft_otel.bench.load_driver import LoadRun
+from ttft_otel.bench.result_document import MIN_ROUNDS
 
 # Stages of a bar, the one that differs most first; blocks of other heights are hard to tell apart.
 BAR_PARTS: Final = (("█", "red"), ("▒", "blue"), ("░", "green"))

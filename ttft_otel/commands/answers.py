@@ -18,26 +18,24 @@ from rich.console import Console
 
 from ttft_otel.commands import source_options
 from ttft_otel.commands.command_options import add_watch_option, make_parsed_option, write_whole
-from ttft_otel.explain.diff import difference_text, release_gate
-from ttft_otel.explain.diff.change_cause import ChangeAnswer, compare_sides
-from ttft_otel.explain.diff.release_gate import Condition, Verdict
-from ttft_otel.explain.explain import explanation_text
-from ttft_otel.explain.explain.window_answer import LIKE_LAST, explain_one, explain_window
-from ttft_otel.explain.whatif import plan_search, what_if, what_if_text
-from ttft_otel.explain.whatif.planned_change import (
-    PlannedChange,
-    parse_more,
-    parse_rate,
-    parse_share,
-)
-from ttft_otel.explain.whatif.what_if import Targets
-from ttft_otel.explain.window.request_facts import (
+from ttft_otel.explain import change_answer, what_if, window_answer, window_difference
+from ttft_otel.explain.change_answer import ChangeAnswer, compare_sides
+from ttft_otel.explain.request_facts import (
     CannotTellError,
     RequestFacts,
     build_facts,
     count_lost,
 )
-from ttft_otel.explain.window.window_reading import (
+from ttft_otel.explain.what_if import Targets
+from ttft_otel.explain.window_answer import LIKE_LAST, explain_one, explain_window
+from ttft_otel.explain.window_check import (
+    PlannedChange,
+    parse_more,
+    parse_rate,
+    parse_share,
+)
+from ttft_otel.explain.window_difference import Condition, Verdict
+from ttft_otel.explain.window_reading import (
     WindowReading,
     describe_coverage,
     describe_reading,
@@ -137,9 +135,9 @@ def explain(
             wanted = filter_window(since, model, last or (0 if since else MAX_REQUESTS))
             explanation = explain_window(opened, wanted, slo_us, group_by, thorough=predict)
     if as_json:
-        click.echo(json.dumps(explanation_text.describe_explanation(explanation), indent=2))
+        click.echo(json.dumps(window_answer.describe_explanation(explanation), indent=2))
     else:
-        explanation_text.print_explanation(explanation, verbose)
+        window_answer.print_explanation(explanation, verbose)
 
 
 @click.command(
@@ -169,7 +167,7 @@ Examples:
 @make_parsed_option(
     "--fail-if",
     "CONDITION",
-    release_gate.parse_condition,
+    window_difference.parse_condition,
     "'ttft.p95 > +10%', 'prefill.queue.mean > +20ms'; several times. The exit code is 1 if one "
     "holds, 2 if that cannot be told, else 0.",
     list_name="conditions",
@@ -213,32 +211,32 @@ def diff(
         raise click.UsageError("--junit goes with --fail-if")
     if markdown and as_json:
         raise click.UsageError("--markdown and --json exclude each other")
-    cannot_tell = release_gate.EXIT_CODES[release_gate.UNKNOWN] if conditions else 1
+    cannot_tell = window_difference.EXIT_CODES[window_difference.UNKNOWN] if conditions else 1
     with source_options.report_refusals(CannotTellError, as_json=as_json, exit_code=cannot_tell):
         try:
             with open_source(source) as opened:
                 sides = _load_sides(opened, a, b, by, since, model, group_by)
             answer = compare_sides(*sides)
         except (CannotTellError, StoreError) as error:
-            verdicts = release_gate.refuse_all(conditions, remove_controls(str(error)))
+            verdicts = window_difference.refuse_all(conditions, remove_controls(str(error)))
             _write_verdicts(verdicts, junit)
             if markdown:
-                click.echo(release_gate.build_markdown(verdicts, ()), nl=False)
+                click.echo(window_difference.build_markdown(verdicts, ()), nl=False)
             raise
-    verdicts = release_gate.judge_windows(
+    verdicts = window_difference.judge_windows(
         conditions, sides[0].requests, sides[1].requests, (sides[0].lost_share, sides[1].lost_share)
     )
     _write_verdicts(verdicts, junit)
     _print_answer(answer, verdicts, as_json, markdown, verbose)
     if verdicts:
-        outcome = release_gate.find_outcome(verdicts)
-        click.get_current_context().exit(release_gate.EXIT_CODES[outcome])
+        outcome = window_difference.find_outcome(verdicts)
+        click.get_current_context().exit(window_difference.EXIT_CODES[outcome])
 
 
 def _write_verdicts(verdicts: Sequence[Verdict], junit: Path | None) -> None:
     if junit:
         try:
-            write_whole(junit, release_gate.build_junit(verdicts))
+            write_whole(junit, window_difference.build_junit(verdicts))
         except OSError as error:
             raise click.ClickException(f"cannot write {junit}: {error.strerror}") from error
 
@@ -248,16 +246,16 @@ def _print_answer(
 ) -> None:
     # The form is a contract: tests compare it with docs/diff.schema.json.
     if as_json:
-        described = difference_text.describe_answer(answer)
-        gate = {"gate": release_gate.describe_gate(verdicts)} if verdicts else {}
+        described = change_answer.describe_answer(answer)
+        gate = {"gate": window_difference.describe_gate(verdicts)} if verdicts else {}
         click.echo(json.dumps({**described, **gate}, indent=2))
     elif markdown:
-        sentences = difference_text.list_sentences(answer, verbose=True)
-        click.echo(release_gate.build_markdown(verdicts, sentences), nl=False)
+        sentences = change_answer.list_sentences(answer, verbose=True)
+        click.echo(window_difference.build_markdown(verdicts, sentences), nl=False)
     else:
-        for line in release_gate.list_lines(verdicts):
+        for line in window_difference.list_lines(verdicts):
             print_sentence(Console(highlight=False), remove_controls(line))
-        difference_text.print_answer(answer, verbose)
+        change_answer.print_answer(answer, verbose)
 
 
 def _load_sides(
@@ -360,7 +358,7 @@ Examples:
 @make_parsed_option(
     "--autotune",
     "TARGETS",
-    plan_search.parse_targets,
+    what_if.parse_targets,
     "Search the cheapest instances and settings that hold targets in ms: ttft_p99=500,tpot_p99=50.",
 )
 @click.option("--since", metavar="WINDOW", default="1h..", show_default=True, help=WINDOW_HELP)
@@ -409,20 +407,20 @@ def whatif(
         with open_source(source) as opened:
             wanted = filter_window(since, model, MAX_REQUESTS)
             recording, coverage = record_window(opened, wanted, f"reading {since}")
-        replays = plan_search.count_replays(repetitions) if autotune else repetitions
+        replays = what_if.count_replays(repetitions) if autotune else repetitions
         with track_replays(replays) as track:
             fleet = what_if.learn_fleet(recording, recorded)
             answer = (
-                plan_search.search_plan(fleet, autotune, change, repetitions, track)
+                what_if.search_plan(fleet, autotune, change, repetitions, track)
                 if autotune
                 else what_if.predict_fleet(fleet, change, repetitions, track)
             )
-    described = what_if_text.describe_answer(answer)
+    described = what_if.describe_answer(answer)
     if as_json:
         click.echo(json.dumps({**described, "coverage": describe_coverage(coverage)}, indent=2))
         return
     console = Console(highlight=False)
     print_sentence(console, describe_reading(coverage))
     if autotune:
-        print_sentence(console, what_if_text.name_found(answer))
-    what_if_text.print_answer(answer, console)
+        print_sentence(console, what_if.name_found(answer))
+    what_if.print_answer(answer, console)

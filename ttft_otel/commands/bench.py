@@ -19,22 +19,33 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from ttft_otel.bench import data_file, request_factory, result_document, terminal_report
-from ttft_otel.bench.bench_session import BenchSession, BenchSide
-from ttft_otel.bench.comparison import compare_targets, list_load_differences
+from ttft_otel.bench import request_factory, result_document, terminal_report
+from ttft_otel.bench.bench_session import BenchSession
 from ttft_otel.bench.http_exchange import BenchTarget
 from ttft_otel.bench.limit_search import MAX_ROUNDS, LimitSearch, parse_condition
-from ttft_otel.bench.load_plan import ARRIVALS, DEFAULT_REQUESTS, SHAPE_FLAGS, LoadPlan
+from ttft_otel.bench.load_plan import (
+    ARRIVALS,
+    DEFAULT_REQUESTS,
+    SHAPE_FLAGS,
+    BenchSide,
+    LoadPlan,
+    read_data_file,
+)
 from ttft_otel.bench.request_factory import BenchInputError
-from ttft_otel.bench.result_document import RESULT_FORMAT, build_document
+from ttft_otel.bench.result_document import (
+    RESULT_FORMAT,
+    build_document,
+    compare_targets,
+    list_load_differences,
+)
 from ttft_otel.commands.command_options import (
     add_options,
     make_number_option,
     make_parsed_option,
 )
 from ttft_otel.commands.source_options import add_source_options
-from ttft_otel.explain.diff import release_gate
-from ttft_otel.explain.diff.release_gate import Condition
+from ttft_otel.explain import window_difference
+from ttft_otel.explain.window_difference import Condition
 from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.show.terminal import remove_controls
 from ttft_otel.report.store.database_reader import RequestFilter
@@ -189,7 +200,7 @@ LOAD_OPTIONS: Final = (
         "times: all hold), from --rate or 1 on; with --concurrency the highest of these.",
         list_name="conditions",
     ),
-    # One round gives figures; comparison.py needs three for an interval.
+    # One round gives figures; compare_targets() needs three for an interval.
     make_number_option(
         "--repeat",
         POSITIVE_INT,
@@ -203,7 +214,7 @@ LOAD_OPTIONS: Final = (
 FAIL_IF_OPTION: Final = make_parsed_option(
     "--fail-if",
     "CONDITION",
-    release_gate.parse_condition,
+    window_difference.parse_condition,
     "'ttft.p95 > +10%' of a comparison; several times. The exit code is 1 if one holds, 2 if that "
     "cannot be told.",
     list_name="gates",
@@ -265,10 +276,10 @@ def _compare_results(old: Any, new: Any, subject: str) -> dict[str, Any]:
 
 def _judge_comparison(comparison: Mapping[str, Any] | None, gates: Sequence[Condition]) -> int:
     """The exit code of --fail-if, whose verdicts are printed to stderr; 2 where nothing was compared."""
-    verdicts = release_gate.judge_comparison(gates, comparison)
-    for line in release_gate.list_lines(verdicts):
+    verdicts = window_difference.judge_comparison(gates, comparison)
+    for line in window_difference.list_lines(verdicts):
         click.echo(line, err=True)
-    return release_gate.EXIT_CODES[release_gate.find_outcome(verdicts)]
+    return window_difference.EXIT_CODES[window_difference.find_outcome(verdicts)]
 
 
 def _read_results(path: Path) -> Any:
@@ -440,7 +451,7 @@ def _refuse_flags(names: Sequence[str], where: str) -> None:
 
 def _build_plans(options: dict[str, Any]) -> list[LoadPlan]:
     """The plan of each rate. Raises UsageError, and BenchInputError for a file that cannot be read."""
-    file = data_file.read_data_file(options["file"]) if options["file"] else None
+    file = read_data_file(options["file"]) if options["file"] else None
     if file:
         if file.is_trace:
             _refuse_flags(["think"], "with a trace")
@@ -470,17 +481,17 @@ def _ask_whatif(source: SourceChoice, targets_text: str, side: BenchSide) -> str
     if not (source.db or source.tempo) or not side.plan.rate:
         return None
     # Imported here: without --db and --tempo nothing of it is needed.
-    from ttft_otel.explain.whatif import plan_search, what_if, what_if_text
-    from ttft_otel.explain.whatif.planned_change import PlannedChange
-    from ttft_otel.explain.window.request_facts import CannotTellError
-    from ttft_otel.explain.window.window_reading import record_window
+    from ttft_otel.explain import what_if
+    from ttft_otel.explain.request_facts import CannotTellError
+    from ttft_otel.explain.window_check import PlannedChange
+    from ttft_otel.explain.window_reading import record_window
     from ttft_otel.report.breakdown_source import open_source
 
     run, offset_ns = side.runs[-1], time_ns() - monotonic_ns()
     wanted = RequestFilter(since_ns=run.start_ns + offset_ns, until_ns=run.end_ns + offset_ns)
     deadline_s = monotonic() + SPANS_TIMEOUT_S
     try:
-        targets = plan_search.parse_targets(targets_text)
+        targets = what_if.parse_targets(targets_text)
         with open_source(source) as opened:
             while True:
                 recording, _ = record_window(opened, wanted)
@@ -490,11 +501,11 @@ def _ask_whatif(source: SourceChoice, targets_text: str, side: BenchSide) -> str
                 sleep(1)
         learned = what_if.learn_fleet(recording, PlannedChange())
         change = PlannedChange(rate=WHATIF_RATE)
-        found = plan_search.search_plan(learned, targets, change, WHATIF_REPETITIONS)
+        found = what_if.search_plan(learned, targets, change, WHATIF_REPETITIONS)
     except (CannotTellError, StoreError, ValueError) as error:
         return f"whatif cannot tell: {remove_controls(str(error))}"
     rate = f"{WHATIF_RATE:g} times {side.rate:g} requests/s"
-    return f"At {rate}, by whatif: {what_if_text.name_found(found)}"
+    return f"At {rate}, by whatif: {what_if.name_found(found)}"
 
 
 def _build_sides(options: dict[str, Any], plans: Sequence[LoadPlan]) -> list[BenchSide]:

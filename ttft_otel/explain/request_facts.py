@@ -17,7 +17,7 @@ from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.report.assemble.summary import find_clock_error
-from ttft_otel.report.report_types import Leg, Request, StoredSpan
+from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.report.show.terminal import format_short, round_ms
 
 TEXT, MEDIA = "text", "media"
@@ -141,13 +141,10 @@ def _find_failed(request: Request, spans: Iterable[StoredSpan]) -> str:
 
 def _find_value(spans: Iterable[StoredSpan], name: str) -> str:
     """The attribute's values on a request's spans or their resources, joined where servers differ."""
-    found: dict[str, None] = {}
     # In order of time, so that the same servers always join to the same text.
-    for span in sorted(spans, key=lambda each: each.start_ns):
-        value: Any = span.attributes.get(name, span.resource.get(name))
-        if value is not None:
-            found[str(value)] = None
-    return ", ".join(found)
+    ordered = sorted(spans, key=lambda each: each.start_ns)
+    values = (span.attributes.get(name, span.resource.get(name)) for span in ordered)
+    return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
 
 
 def read_count(span: StoredSpan, name: str) -> int:
@@ -177,16 +174,13 @@ def find_instance(request: Request, stage: str) -> str:
     """The service.instance.id of the server that had `stage`; "" where that is not known."""
     if stage.startswith(HOP):
         # A hop's time passes on the way to its leg, and in that leg's accept queue.
-        return _name_instance(request.find_leg(stage.removeprefix(HOP)))
-    if stage in stages.ROUTER_STAGES:
-        return _name_instance(request.router)
-    role = stages.find_leg(stage)
-    if role:
-        return _name_instance(request.find_leg(role))
-    return _name_instance(request.legs[-1] if request.legs else None)
-
-
-def _name_instance(leg: Leg | None) -> str:
+        leg = request.find_leg(stage.removeprefix(HOP))
+    elif stage in stages.ROUTER_STAGES:
+        leg = request.router
+    elif role := stages.find_leg(stage):
+        leg = request.find_leg(role)
+    else:
+        leg = request.legs[-1] if request.legs else None
     return leg.instance if leg is not None else ""
 
 
@@ -282,11 +276,7 @@ class LostRequests:
         if self.died:
             stage, count = max(self.died.items(), key=lambda each: (each[1], each[0]))
             details.append(f"most in {stage}: {count}")
-        return (
-            f"{summary} at the median ({'; '.join(details)})"
-            if details
-            else f"{summary} at the median"
-        )
+        return f"{summary} at the median" + (f" ({'; '.join(details)})" if details else "")
 
 
 def count_lost(lost: Sequence[Request], weight: float = 1.0) -> LostRequests:

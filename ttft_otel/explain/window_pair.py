@@ -15,24 +15,22 @@ from typing import Final
 import numpy
 
 from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.explain.late_case import (
+from ttft_otel.explain.late_case import (
+    BLOCKS,
+    LEVEL,
     MIN_FACTOR,
     MIN_OWN_REQUESTS,
     STEP_WORDS,
     SURE_FACTOR,
     Candidate,
-    compare_speed,
-    expect_compute,
-)
-from ttft_otel.explain.window.request_facts import RequestFacts, count_values
-from ttft_otel.explain.window.request_table import (
-    BLOCKS,
-    LEVEL,
     Floats,
     Mask,
     RequestTable,
+    compare_speed,
     draw_pieces,
+    expect_compute,
 )
+from ttft_otel.explain.request_facts import RequestFacts, count_values
 from ttft_otel.model.statistics import find_interval, find_start
 from ttft_otel.report.show.terminal import format_signed, to_local_time
 

@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse a what-if that a recorded window cannot answer, with a sentence; list what an answer assumes. Pure.
+"""What `whatif` is asked to change, whether a recorded window can answer that, and what is assumed. Pure.
 
-what_if.py asks before it replays, after the first replay, and at its end. Blocks that requests share, of
-prefixes that are cached, are in no trace: where the replay has too few KV blocks and the recorded window had
-enough, they are taken as sufficient, and changes that would need more memory are refused.
+A change is parsed from words such as `1.5x`, `+1` and `+20%`. what_if.py asks before it replays, after the
+first replay, and at its end; a refusal is a sentence. Blocks that requests share, of prefixes that are
+cached, are in no trace: where the replay has too few KV blocks and the recorded window had enough, they are
+taken as sufficient, and changes that would need more memory are refused.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Final
 
-from ttft_otel.explain.whatif.engine_model import EngineLimits
-from ttft_otel.explain.whatif.fleet_model import BLIND_POLICIES, FleetModel
-from ttft_otel.explain.whatif.planned_change import PlannedChange
-from ttft_otel.explain.whatif.replay_facts import RANK_MARK, Recording, ReplayRequest
-from ttft_otel.explain.whatif.step_fit import StepFit, StepSamples
-from ttft_otel.explain.whatif.step_work import find_unseen
-from ttft_otel.explain.window.request_facts import CannotTellError
+from ttft_otel.explain.engine_model import BLIND_POLICIES, EngineLimits, FleetModel
+from ttft_otel.explain.replay_facts import RANK_MARK, Recording, ReplayRequest, find_unseen
+from ttft_otel.explain.request_facts import CannotTellError
+from ttft_otel.explain.step_fit import StepFit, StepSamples
 from ttft_otel.model import stages
 
+RATE_PATTERN: Final = re.compile(r"(\d+(?:\.\d+)?)x?")
+SHARE_PATTERN: Final = re.compile(r"([+-]?\d+(?:\.\d+)?)%")
+COUNT_PATTERN: Final = re.compile(r"\+(\d+)")
+MAX_MORE: Final = 1000  # servers; each is an engine of the model
 MIN_REQUESTS: Final = 50
 MAX_FAILED: Final = 0.05  # share of requests that loaded the engines and have no breakdown
 MAX_LOST: Final = 0.1  # share of requests whose part of the engine, or whose end, is not known
@@ -39,6 +43,45 @@ NOTABLE_UNEXPLAINED: Final = 0.05  # of a step's length, on average
 MAX_BLOCK_WAIT: Final = 0.05  # share of all waiting that is for KV blocks, without a model of them
 MAX_PREEMPTED: Final = 0.01  # share of preempted requests, likewise
 MAX_BLOCK_ERROR: Final = 0.2  # of that share, as recorded to as replayed
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChange:
+    """What is changed; a field with its default leaves things as they were."""
+
+    instances: int = 0  #: how many more; below 0 the last ones are gone
+    encoders: int = 0  #: how many more
+    max_num_seqs: int = 0
+    max_batched_tokens: int = 0
+    policy: str = ""  #: name of --routing-logic
+    rate: float = 1.0  #: arrivals come so many times as fast
+    cache_hit: float = 0.0  #: share of all prompt tokens that is cached in addition
+    kv_cache: float = 1.0  #: the KV cache takes so many times as much
+
+
+def parse_more(text: str) -> int:
+    """`+2` -> 2. Raises ValueError with a sentence."""
+    found = COUNT_PATTERN.fullmatch(text.strip())
+    # Before int(): thousands of digits are no number of servers either.
+    if found is None or len(found[1]) > 4 or int(found[1]) > MAX_MORE:
+        raise ValueError(f"{text!r} is not a number of servers to add: write +1, up to +{MAX_MORE}")
+    return int(found[1])
+
+
+def parse_rate(text: str) -> float:
+    """`1.5x` -> 1.5. Raises ValueError with a sentence."""
+    found = RATE_PATTERN.fullmatch(text.strip())
+    if found is None or not 0.01 <= float(found[1]) <= 100:
+        raise ValueError(f"{text!r} is not a factor: write 1.5x for half as many again")
+    return float(found[1])
+
+
+def parse_share(text: str) -> float:
+    """`+20%` -> 0.2. Raises ValueError with a sentence."""
+    found = SHARE_PATTERN.fullmatch(text.strip())
+    if found is None or abs(float(found[1])) > 100:
+        raise ValueError(f"{text!r} is not a share of all prompt tokens: write +20%")
+    return float(found[1]) / 100
 
 
 def check_window(recording: Recording, limits: Mapping[str, EngineLimits]) -> None:

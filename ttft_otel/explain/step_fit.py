@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learn from a recorded window how long an engine's steps take. Pure; needs numpy.
 
-Input: EngineVisits of replay_facts.py, and their steps' work by step_work.py. Output: StepTimes, by which
-engine_model.py runs its steps.
+Input: EngineVisits, and their steps' work, of replay_facts.py. Output: StepTimes, by which engine_model.py
+runs its steps.
 
 A forward pass takes what the columns of WORK cost, and more for tokens beyond a knee: up to it, reading the
 weights decides. Least squares with non-negative coefficients, relative errors, and Huber's weights: a step
@@ -24,9 +24,8 @@ from typing import Final
 
 import numpy
 
-from ttft_otel.explain.whatif.engine_model import Step, StepLength
-from ttft_otel.explain.whatif.replay_facts import EngineVisit
-from ttft_otel.explain.whatif.step_work import Array, WorkSamples, collect_work
+from ttft_otel.explain.engine_model import Step, StepLength
+from ttft_otel.explain.replay_facts import Array, EngineVisit, WorkSamples, collect_work
 
 # Tokens of a step; the one with which the line fits best. 0: a straight line.
 KNEES: Final = (0, 64, 128, 256, 512)

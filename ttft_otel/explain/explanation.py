@@ -2,7 +2,7 @@
 """Put an explanation together: which stage, which cause, how sure, when, and what to change. Pure.
 
 Input: ComparedRequests. Output: Explanation, whose sentences have their numbers from the data;
-explanation_text.py prints it, commands/answers.py asks. The cause is the candidate that survives and explains
+window_answer.py has it in words. The cause is the candidate that survives and explains
 most, else "not known".
 """
 
@@ -15,25 +15,25 @@ from typing import Final
 import numpy
 
 from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.explain.cause_detectors import DETECTORS
-from ttft_otel.explain.explain.late_case import HIGH, LOW, MEDIUM, Candidate, LateCase, is_outlier
-from ttft_otel.explain.explain.late_requests import (
+from ttft_otel.explain.cause_detectors import DETECTORS
+from ttft_otel.explain.cause_kinds import Remedy, find_remedy
+from ttft_otel.explain.late_case import HIGH, LOW, MEDIUM, Candidate, LateCase, is_outlier
+from ttft_otel.explain.late_requests import (
     UNUSUAL_RANK,
     ComparedRequests,
+    HoldingWork,
     LateDifference,
     StagePart,
     compute_ttft,
     divide_difference,
 )
-from ttft_otel.explain.explain.remedies import Remedy, find_remedy
-from ttft_otel.explain.whatif.what_if import TTFT, Prediction
-from ttft_otel.explain.window.holding_work import HoldingWork
-from ttft_otel.explain.window.request_facts import (
+from ttft_otel.explain.request_facts import (
     LostRequests,
     RequestFacts,
     count_requests,
     count_values,
 )
+from ttft_otel.explain.what_if import TTFT, Prediction
 from ttft_otel.model.stages import WAIT_REASONS
 from ttft_otel.report.report_types import Coverage
 from ttft_otel.report.show.terminal import format_short, to_local_time
@@ -43,6 +43,7 @@ CONFIDENCE: Final = ((0.95, HIGH), (0.8, MEDIUM), (0.0, LOW))
 NOTABLE_SHARE: Final = 0.1  # of a stage, from which on a reason is told
 MIN_NAMED_SHARE: Final = 0.3  # of the difference, that the largest stage has at least
 MAX_EXAMPLES: Final = 3
+MAX_LINES: Final = 6  # of an answer, without --verbose
 MIN_GAIN: Final = 0.02  # of the p99, below which a remedy moves nothing
 BURST_GAP: Final = 0.02  # of the window's time without a late request, which ends a burst
 MAX_LOST_SHARE: Final = 0.05  # of a window's requests; with more, those that are left say little
@@ -128,7 +129,7 @@ class Explanation:
             # By no more than the prediction's interval.
             if p99.high >= (1 - MIN_GAIN) * p99.recorded:
                 return None
-        return find_remedy(self.cause) if self.is_unusual else None
+        return find_remedy(self.cause.kind, self.cause.subject) if self.is_unusual else None
 
 
 def explain_requests(
@@ -315,3 +316,8 @@ def describe_reasons(reasons: Sequence[tuple[str, float]]) -> str:
     """The reasons that have a tenth or more, as words; "" without any."""
     shown = [(reason, share) for reason, share in reasons if share >= NOTABLE_SHARE]
     return ", ".join(f"{reason} ({share:.0%})" for reason, share in shown if reason in WAIT_REASONS)
+
+
+def describe_shares(each: Candidate | StagePart) -> dict[str, float]:
+    """Of the lateness, or of the change, that it accounts for."""
+    return {name: round(getattr(each, name), 4) for name in ("share", "low", "high")}

@@ -3,27 +3,32 @@
 
 Input: RequestFacts of a window. Output: ComparedRequests, and their LateDifference, whose parts add up to the
 difference of the mean TTFT, for the detectors and for explanation.py. Windows that cannot tell are refused
-with the sentence that says why. Intervals are a bootstrap by request, as those of `diff`. Pure; needs numpy.
+with the sentence that says why. Intervals are a bootstrap by request, as those of `diff`. Needs numpy.
+Who held them while they waited is asked of the store: links of the queues' spans, which otlp_decoder.py
+keeps as an attribute; window_answer.py asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
 import numpy
+from msgspec import structs
 
-from ttft_otel.explain.diff.stage_difference import LEVEL, RESAMPLES
-from ttft_otel.explain.window.request_facts import (
+from ttft_otel.explain.request_facts import (
     CannotTellError,
     RequestFacts,
     count_requests,
     count_values,
     describe_request,
 )
+from ttft_otel.explain.window_difference import LEVEL, RESAMPLES
 from ttft_otel.model import stages
+from ttft_otel.model.names import span_names
 from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.model.statistics import (
     average_draws,
@@ -31,7 +36,9 @@ from ttft_otel.model.statistics import (
     draw_weights,
     find_interval,
 )
-from ttft_otel.report.report_types import LATE_SHARE, MIN_LATE
+from ttft_otel.report.breakdown_source import BreakdownSource
+from ttft_otel.report.receive.otlp_decoder import StoredHolder, read_holders
+from ttft_otel.report.report_types import LATE_SHARE, MIN_LATE, StoredSpan
 
 MIN_WINDOW: Final = 20  # requests; with fewer there is no p99, and no usual length of a stage
 MIN_LIKE: Final = 20  # like requests that one request is compared with
@@ -45,6 +52,8 @@ LIKENESS: Final = (
 MAX_UNCLOSED_SHARE: Final = 0.01  # of requests whose stages do not add up
 MAX_UNATTRIBUTED: Final = 0.5  # share of the difference from which on no cause is named
 MAIN_SHARE: Final = 0.8  # of a stage's difference, from which on it is one instance's
+MAX_READ: Final = 50  # late requests whose spans are read for their holders, the longest first
+MAX_HOLDERS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +127,14 @@ def choose_like(request: RequestFacts, window: Sequence[RequestFacts]) -> Compar
         label = describe_request(request, detail)
         like = [each for each in others if describe_request(each, detail) == label]
         if len(like) >= MIN_LIKE:
-            return replace(_compare_like(request, like, words), around=[request, *others])
+            like.sort(key=lambda each: (each.ttft_us, each.trace_id))
+            rank = sum(each.ttft_us < request.ttft_us for each in like) / len(like)
+            around = [request, *others]
+            return ComparedRequests([request], take_middle(like), like, words, rank, around)
     raise CannotTellError(
         f"only {len(like)} other requests of its kind ({request.kind}) are stored, {MIN_LIKE} are "
         f"needed to say what is usual; its stages: ttft-otel report --request {request.request_id}"
     )
-
-
-def _compare_like(request: RequestFacts, like: list[RequestFacts], words: str) -> ComparedRequests:
-    """One request and its like, which have `words` in common."""
-    like.sort(key=lambda each: (each.ttft_us, each.trace_id))
-    faster = sum(each.ttft_us < request.ttft_us for each in like)
-    return ComparedRequests([request], take_middle(like), like, words, faster / len(like))
 
 
 def take_middle(ordered: Sequence[RequestFacts]) -> Sequence[RequestFacts]:
@@ -210,16 +215,13 @@ class LateDifference:
         return name if share >= MAIN_SHARE and requests < MAIN_SHARE else ""
 
 
-def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifference:
-    """Compare both sides. Raises CannotTellError where nothing can be named.
-
-    seed: of the bootstrap; the same requests and seed give the same intervals.
-    """
+def divide_difference(compared: ComparedRequests) -> LateDifference:
+    """Compare both sides. Raises CannotTellError where nothing can be named."""
     late, typical = compared.late, compared.typical
     names = sorted(
         {name for each in (*late, *typical) for name in each.stages}, key=stages.rank_stage
     )
-    chance = numpy.random.default_rng(seed)
+    chance = numpy.random.default_rng(0)  # the same requests give the same intervals
     # In this order: the draws come from one sequence of chance.
     drawn_late, drawn_typical = (
         average_draws(
@@ -307,3 +309,56 @@ def _divide_by_instance(
         if instance
     ]
     return tuple(sorted(found, key=lambda each: (-each[1], each[0])))
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingWork:
+    """What the engine did while the late requests waited."""
+
+    kinds: Mapping[str, float]  #: shares of that time, together 1
+    holders: tuple[StoredHolder, ...]  #: the largest are first
+    requests: int  #: late requests whose spans were read for `holders`
+
+
+def read_holding(opened: BreakdownSource, late: Sequence[RequestFacts]) -> HoldingWork | None:
+    """Who held the late requests; None where their servers do not tell. Raises StoreError."""
+    sums = Counter[str]()
+    for each in late:
+        sums.update(each.held)
+    if not (total := sums.total()):
+        return None
+    longest = sorted(late, key=lambda each: -sum(each.held.values()))[:MAX_READ]
+    found: list[StoredHolder] = []
+    for each in longest:
+        trace = opened.find_trace(each.trace_id)
+        # A client's trace may have many requests: only the queues of this one.
+        spans = [span for span in (trace.spans if trace else ()) if span.parent_id in each.legs]
+        # It was held once, in whichever of its legs.
+        held = _join_holders(holder for span in spans for holder in list_holders(span))
+        found += [structs.replace(holder, delayed=1) for holder in held]
+    kinds = {kind: us / total for kind, us in sums.most_common()}
+    return HoldingWork(kinds, _join_holders(found)[:MAX_HOLDERS], len(longest))
+
+
+def list_holders(span: StoredSpan) -> list[StoredHolder]:
+    """The holders that a queue's span names; [] for others, and for text that is not ours."""
+    return read_holders(span.attributes) if span.scope == span_names.SCOPE else []
+
+
+def _join_holders(found: Iterable[StoredHolder]) -> tuple[StoredHolder, ...]:
+    """Each holder once, with the sum of its times, the longest first."""
+    joined: dict[tuple[str, str, str], StoredHolder] = {}
+    for each in found:
+        key = (each.trace_id, each.request_id, each.kind)
+        known = joined.get(key)
+        joined[key] = (
+            each
+            if known is None
+            else structs.replace(
+                known,
+                us=known.us + each.us,
+                tokens=max(known.tokens, each.tokens),
+                delayed=known.delayed + 1,
+            )
+        )
+    return tuple(sorted(joined.values(), key=lambda each: (-each.us, each.request_id)))

@@ -1,32 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict what a recorded window's TTFT would have been with other settings, and how far to trust that.
 
-Input: a Recording of replay_facts.py and a PlannedChange. Output: a Prediction, which what_if_text.py shows.
+Input: a Recording of replay_facts.py and a PlannedChange. Output: a Prediction, and it as a table, as
+sentences and as JSON for commands/answers.py.
 First the window itself is predicted, with nothing changed: the error of that is part of every answer.
 The time per output token, the price of many changes, is the mean of a request whose server measured it:
-single tokens that came late are not told apart. Pure; needs numpy.
+single tokens that came late are not told apart. Needs numpy.
+
+For `whatif --autotune` the cheapest plan that holds targets is searched: it has the fewest instances, then
+the fewest changed settings. One replay without noise tells which plans may do; the first of these that holds
+in most replays with noise is the answer.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from statistics import NormalDist
 from typing import Any, Final
 
 import numpy
+from rich.console import Console
+from rich.table import Table
 
-from ttft_otel.explain.whatif import window_check
-from ttft_otel.explain.whatif.engine_model import BLOCK_TOKENS, EngineLimits
-from ttft_otel.explain.whatif.fleet_model import FleetModel, PlannedEngines
-from ttft_otel.explain.whatif.planned_change import PlannedChange
-from ttft_otel.explain.whatif.replay_facts import Recording, ReplayRequest
-from ttft_otel.explain.whatif.step_fit import StepSamples, fit_steps
+from ttft_otel.explain import window_check
+from ttft_otel.explain.engine_model import BLOCK_TOKENS, EngineLimits, FleetModel, PlannedEngines
+from ttft_otel.explain.replay_facts import Recording, ReplayRequest
+from ttft_otel.explain.request_facts import CannotTellError
+from ttft_otel.explain.step_fit import StepSamples, fit_steps
+from ttft_otel.explain.window_check import PlannedChange
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 from ttft_otel.model.statistics import find_interval
+from ttft_otel.report.show.terminal import format_short, print_sentence, remove_controls, round_ms
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 
@@ -40,6 +51,19 @@ PLAIN_EVERY: Final = 2  # so-manieth repetition also replays the unchanged windo
 
 
 Targets = Mapping[tuple[str, float], float]  # by figure and quantile, milliseconds
+MAX_MORE: Final = 4  # instances
+MAX_REPLAYS: Final = 60  # without noise
+MAX_CHECKED: Final = 4  # plans that are replayed with noise
+# Of max_num_seqs and max_num_batched_tokens, fewer changes first; what-if refuses what is further away.
+FACTORS: Final = (
+    *((1, 1), (2, 1), (0.5, 1), (4, 1), (1, 2), (1, 0.5), (1, 4)),
+    *((2, 2), (2, 0.5), (0.5, 2), (0.5, 0.5)),
+)
+NAMES: Final = {TTFT: "ttft", TOKEN_TIME: "tpot"}
+
+TARGET_PATTERN: Final = re.compile(r"(ttft|tpot)_p(50|95|99)=(\d+(?:\.\d+)?)")
+QUANTILE_NAMES: Final = tuple(f"p{round(100 * share)}" for share in QUANTILES)
+SHOWN_SHARE: Final = 0.005  # of the predicted p95 of the TTFT; smaller stages are only in the JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,3 +388,267 @@ def plan_cached(requests: Sequence[ReplayRequest], more: float) -> list[int]:
         moved = share * (each.main.computed if share > 0 else each.main.cached)
         planned.append(min(max(round(each.main.cached + moved), 0), tokens - 1))
     return planned
+
+
+def parse_targets(text: str) -> Targets:
+    """`ttft_p99=500,tpot_p99=50`. Raises ValueError with a sentence."""
+    found = [TARGET_PATTERN.fullmatch(each.strip()) for each in text.split(",")]
+    names = {short: name for name, short in NAMES.items()}
+    targets = {
+        (names[each[1]], int(each[2]) / 100): float(each[3]) for each in found if each is not None
+    }
+    if None in found or not all(targets.values()):
+        raise ValueError(f"{text!r} is not a target: write ttft_p99=500,tpot_p99=50 (milliseconds)")
+    return targets
+
+
+def describe_targets(targets: Targets) -> str:
+    """`ttft_p99 <= 500 ms`, and so on."""
+    return ", ".join(
+        f"{NAMES[name]}_p{100 * share:g} <= {limit:g} ms"
+        for (name, share), limit in targets.items()
+    )
+
+
+def _list_plans(fleet: Fleet, base: PlannedChange, count: int) -> Iterator[PlannedChange]:
+    """The plans with so many instances, the cheapest first."""
+    limits = next(iter(fleet.limits.values()))
+    for places, tokens in FACTORS:
+        yield replace(
+            base,
+            instances=count - len(fleet.limits),
+            max_num_seqs=round(places * limits.max_num_seqs) if places != 1 else 0,
+            max_batched_tokens=round(tokens * limits.max_batched_tokens) if tokens != 1 else 0,
+        )
+
+
+def _measure(targets: Targets, columns: Mapping[str, Array]) -> float:
+    """The largest figure as a multiple of its target: up to 1 they are held."""
+    return max(
+        float(numpy.quantile(columns[name], share)) / (1000 * limit)
+        for (name, share), limit in targets.items()
+    )
+
+
+def count_replays(repetitions: int) -> int:
+    """The most that search_plan() makes."""
+    return MAX_REPLAYS + MAX_CHECKED * repetitions
+
+
+def search_plan(
+    fleet: Fleet,
+    targets: Targets,
+    base: PlannedChange,
+    repetitions: int,
+    track: Callable[[int], None] = lambda _: None,
+) -> Prediction:
+    """The cheapest plan. Raises CannotTellError where none holds the targets.
+
+    base: what changes in any case, such as the rate. track: called with 1 after each replay, at most
+    count_replays() times.
+    """
+    if any(name == TOKEN_TIME for name, _ in targets) and not fleet.timed:
+        raise CannotTellError("the spans do not tell the time per output token")
+    excesses: dict[PlannedChange, float] = {}  # without noise; each plan is replayed once
+
+    def list_holding(count: int) -> Iterator[PlannedChange]:
+        """The plans with so many instances that may hold the targets, the cheapest first."""
+        for change in _list_plans(fleet, base, count):
+            if change not in excesses and len(excesses) < MAX_REPLAYS:
+                track(1)
+                try:
+                    model, _ = replay_plainly(fleet, change)
+                    excesses[change] = _measure(targets, collect(fleet, model))
+                except CannotTellError:
+                    excesses[change] = float("inf")
+            if excesses.get(change, 2.0) <= 1:
+                yield change
+
+    recorded = len(fleet.limits)
+    counts = range(1, recorded + MAX_MORE + 1)
+    # More instances are never worse: the first that may do is found by halving.
+    first = bisect_left(counts, True, key=lambda count: any(list_holding(count)))
+    holding = (change for count in counts[first:] for change in list_holding(count))
+    for change in islice(holding, MAX_CHECKED):
+        answer = predict_fleet(fleet, change, repetitions, track=track)
+        held = sum(_measure(targets, each) <= 1 for each in answer.changed)
+        if held >= LEVEL * len(answer.changed):
+            return replace(answer, targets=targets, held=held, tried=len(excesses))
+    nearest = min(excesses, key=lambda each: excesses[each])
+    raise CannotTellError(
+        f"none of {len(excesses)} plans with up to {counts[-1]} instances holds "
+        f"{describe_targets(targets)} in {LEVEL:.0%} of its replays; the nearest is "
+        f"{describe_plan(nearest, recorded)}, at {excesses[nearest]:.0%} of the target"
+    )
+
+
+def describe_plan(change: PlannedChange, recorded: int) -> str:
+    """`3 instances with --max-num-seqs 64`. recorded: instances of the window."""
+    count, flags = recorded + change.instances, " ".join(list_flags(change))
+    return f"{count} instance{'s' * (count > 1)}" + (f" with {flags}" if flags else "")
+
+
+def list_flags(change: PlannedChange) -> list[str]:
+    """The flags of `vllm serve`."""
+    return [
+        f"{flag} {value}"
+        for flag, value in (
+            ("--max-num-seqs", change.max_num_seqs),
+            ("--max-num-batched-tokens", change.max_batched_tokens),
+        )
+        if value
+    ]
+
+
+def describe_answer(answer: Prediction) -> dict[str, Any]:
+    """The JSON of an answer; times in milliseconds. `autotune` is there where a plan was searched."""
+    described: dict[str, Any] = {
+        "answered": True,
+        "requests": answer.requests,
+        "instances": answer.instances,
+        "change": describe_change(answer.change),
+        "level": LEVEL,
+        "replay_error": _describe_errors(answer.errors),
+        "ttft": describe_figures(answer.figures[TTFT]),
+        "time_per_output_token": {
+            "replay_error": _describe_errors(answer.token_errors),
+            **describe_figures(answer.token_time),
+        }
+        if answer.token_time
+        else None,
+        "unexplained": round(answer.unexplained, 4),
+        "stages": [
+            {"name": name, **describe_figures(figures)}
+            for name, figures in answer.figures.items()
+            if name != TTFT
+        ],
+        "notes": list(answer.notes),
+        "warnings": list(answer.warnings),
+    }
+    if answer.targets:
+        described["autotune"] = {
+            "targets": describe_targets(answer.targets),
+            "instances": answer.instances + answer.change.instances,
+            "flags": list_flags(answer.change),
+            "held": answer.held,
+            "replays": len(answer.changed),
+            "tried": answer.tried,
+        }
+    return described
+
+
+def _describe_errors(errors: tuple[float, ...]) -> dict[str, float]:
+    return {name: round(error, 4) for name, error in zip(QUANTILE_NAMES, errors, strict=True)}
+
+
+def describe_figures(figures: tuple[PredictedFigure, ...]) -> dict[str, dict[str, float]]:
+    return {
+        name: {f"{kind}_ms": round_ms(us) for kind, us in asdict(figure).items()}
+        for name, figure in zip(QUANTILE_NAMES, figures, strict=True)
+    }
+
+
+NO_CHANGE: Final = PlannedChange()
+# By field of PlannedChange: its name in the JSON, which is that of the option, and in words.
+CHANGES: Final = {
+    "instances": ("instances", "{:+} instances"),
+    "encoders": ("encoders", "+{} encoders"),
+    "max_num_seqs": ("max_num_seqs", "max-num-seqs {}"),
+    "max_batched_tokens": ("max_num_batched_tokens", "max-num-batched-tokens {}"),
+    "policy": ("routing_logic", "routing by {}"),
+    "rate": ("rate", "{:g} times the rate"),
+    "kv_cache": ("kv_cache", "{:g} times the KV cache"),
+    "cache_hit": ("cache_hit", "{:+.0%} of prompt tokens cached"),
+}
+
+
+def _list_changes(change: PlannedChange) -> Iterator[tuple[str, str, Any]]:
+    """What is not its default: both names, and the value."""
+    for name, words in CHANGES.items():
+        value = getattr(change, name)
+        if value != getattr(NO_CHANGE, name):
+            yield *words, value
+
+
+def describe_change(change: PlannedChange) -> dict[str, Any]:
+    """What was changed, by the names of the options; nothing where nothing was."""
+    return {name: value for name, _, value in _list_changes(change)}
+
+
+def name_found(found: Prediction) -> str:
+    """A plan that was searched in words, and how sure it is."""
+    plan = describe_plan(found.change, found.instances)
+    return (
+        f"The cheapest of {found.tried} plans that holds {describe_targets(found.targets)}: {plan}. "
+        f"It does in {found.held} of {len(found.changed)} replays."
+    )
+
+
+def _list_figures(figures: tuple[PredictedFigure, ...]) -> list[str]:
+    """Each of QUANTILES in words, with its interval."""
+    return [
+        f"{name} {format_short(figure.recorded)} → {format_short(figure.predicted)} "
+        f"({format_short(figure.low)} to {format_short(figure.high)})"
+        for name, figure in zip(QUANTILE_NAMES, figures, strict=True)
+    ]
+
+
+def _list_errors(errors: tuple[float, ...]) -> list[str]:
+    """By how much the replay has each of QUANTILES wrong."""
+    return [f"{name} {error:+.1%}" for name, error in zip(QUANTILE_NAMES, errors, strict=True)]
+
+
+def print_answer(answer: Prediction, console: Console) -> None:
+    """Print the TTFT, every stage that matters, the error of the replay, and what is assumed."""
+    changes = ", ".join(words.format(value) for _, words, value in _list_changes(answer.change))
+    whole = ", ".join(_list_figures(answer.figures[TTFT]))
+    print_sentence(console, f"{changes or 'nothing changed'}: TTFT {whole}", style="bold")
+    errors = ", ".join(_list_errors(answer.errors))
+    print_sentence(
+        console, f"The same model on the {answer.requests} recorded requests, unchanged: {errors}"
+    )
+    if answer.token_time:
+        print_sentence(console, _describe_token_time(answer))
+    console.print(build_table(answer))
+    for warning in answer.warnings:
+        print_sentence(console, remove_controls(warning), "! ", "yellow")
+    for note in answer.notes:
+        print_sentence(console, remove_controls(note), "• ", "dim")
+
+
+def _describe_token_time(answer: Prediction) -> str:
+    """The time per output token in words, which is the price of what shortens the TTFT; without p95."""
+    changes = [f", {figure.change:+.0%}" for figure in answer.token_time]
+    figures = list(map(str.__add__, _list_figures(answer.token_time), changes))
+    errors = ", ".join(_list_errors(answer.token_errors)[::2])
+    return f"Time per output token: {'; '.join(figures[::2])}; unchanged, the model is off by {errors}."
+
+
+def build_table(answer: Prediction) -> Table:
+    """Stages with their recorded and predicted quantiles."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("ms, now→then", no_wrap=True)
+    for name in (*QUANTILE_NAMES, f"p95, {LEVEL:.0%}"):
+        table.add_column(name, justify="right", no_wrap=True)
+    least = SHOWN_SHARE * answer.figures[TTFT][1].predicted
+    for name, figures in answer.figures.items():
+        if max(max(each.recorded, each.predicted) for each in figures) < least:
+            continue
+        cells = [
+            f"{_round_figure(each.recorded)}→{_round_figure(each.predicted)}" for each in figures
+        ]
+        middle = figures[1]
+        table.add_row(
+            # Names come from stored spans, which anybody may have sent.
+            remove_controls(name),
+            *cells,
+            f"{_round_figure(middle.low)}…{_round_figure(middle.high)}",
+            style="bold" if name == TTFT else "",
+        )
+    return table
+
+
+def _round_figure(us: float) -> str:
+    """Milliseconds with three digits, or all of a whole number: four pairs of them fit beside a stage."""
+    ms = us / 1000
+    return f"{ms:.{0 if ms >= 100 else 1 if ms >= 10 else 2}f}"
