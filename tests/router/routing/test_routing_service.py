@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,9 @@ def build_completion(
         **prompt_fields,
         **more,
     }
+
+
+run_ttft = functools.partial(run_routed_instances, routing=build_routing_factory())
 
 
 def get_route_attributes(record: Record) -> Attributes:
@@ -249,11 +253,7 @@ async def test_a_client_that_leaves_in_between() -> None:
 
 async def test_the_choice_is_told() -> None:
     """Policy, reason, candidates' scores and caches are on `router.route`, the prediction on `ttft`."""
-    async with run_routed_instances([None, None], routing=build_routing_factory()) as (
-        router,
-        a,
-        b,
-    ):
+    async with run_ttft([None, None]) as (router, a, b):
         teach_speed(get_state(router), a.url, 0.0001)
         teach_speed(get_state(router), b.url, 0.0002)
         await router.post_body(COMPLETIONS_PATH, build_completion(800), **TRACED_HEADERS)
@@ -369,7 +369,7 @@ async def test_events_before_the_engine_are_no_first_token() -> None:
         for name in ("created", "output_text.delta")
     )
     plan = InstancePlan({}, sends_timing=False, chunks=(created, *[delta] * 60), gap_s=0.5)
-    async with run_routed_instances([plan], routing=build_routing_factory()) as (router, one):
+    async with run_ttft([plan]) as (router, one):
         teach_speed(get_state(router), one.url, 0.0001)
         state, (to,) = get_state(router), router.fleet
         before = state.models.list_fits()["tiny", one.url].samples
@@ -407,9 +407,7 @@ async def test_without_tracing_instances_are_asked_all_the_same(policy: str, wan
 
 async def test_prompts_that_nobody_can_read_are_guessed() -> None:
     """A prompt of unknown length counts by its bytes, also of /v1/messages; loading an adapter is no work."""
-    async with run_routed_instances(
-        [InstancePlan({"prefill.compute": 500})], routing=build_routing_factory()
-    ) as (router, one):
+    async with run_ttft([InstancePlan({"prefill.compute": 500})]) as (router, one):
         load = get_state(router).pending
         for path, least in (
             (COMPLETIONS_PATH, 501),
@@ -439,7 +437,7 @@ def test_what_comes_besides_is_expected_too() -> None:
 async def test_predictions_are_held_against_outcomes() -> None:
     """After some requests the fit is the instance's own speed, and predictions have an error."""
     plan = InstancePlan({"prefill.compute": 40})
-    async with run_routed_instances([plan], routing=build_routing_factory()) as (router, one):
+    async with run_ttft([plan]) as (router, one):
         for number in range(14):
             tokens = 400 + 40 * (number % 3)
             plan.stages_ms = {"prefill.compute": tokens // 10}
@@ -638,7 +636,7 @@ def count_pending(routing: RoutingService) -> int:
 
 async def test_the_same_id_twice() -> None:
     """Clients choose request ids: two requests with one id are two entries, and each ends its own."""
-    async with run_routed_instances([SLOW_PLAN], routing=build_routing_factory()) as (router, one):
+    async with run_ttft([SLOW_PLAN]) as (router, one):
         tasks = [begin_request(router, x_request_id="same") for _ in range(3)]
         pending = get_state(router).pending
         await wait_until(lambda: len(pending) == 3)
@@ -668,7 +666,7 @@ async def test_a_retry_moves_the_entry() -> None:
 async def test_an_entry_ends_with_the_first_token() -> None:
     """While the rest of a stream comes nothing is pending any more."""
     plan = InstancePlan({"prefill.compute": 10}, gap_s=1.0)
-    async with run_routed_instances([plan], routing=build_routing_factory()) as (router, one):
+    async with run_ttft([plan]) as (router, one):
         task = begin_request(router)
         (instance,) = router.fleet
         await wait_until(lambda: instance.in_flight == 1 and not len(get_state(router).pending))
@@ -690,10 +688,7 @@ async def test_the_error_is_what_came_less_what_was_predicted(seconds: float, la
     off_ms: list[float] = []
 
     for _ in range(3):  # whose median is not a busy moment's
-        async with run_routed_instances(
-            [InstancePlan({"prefill.compute": 300})],
-            routing=build_routing_factory(),
-        ) as (router, one):
+        async with run_ttft([InstancePlan({"prefill.compute": 300})]) as (router, one):
             teach_speed(get_state(router), one.url, seconds)
             ttft = await measure_ttft(router)
             predicted = ttft.attributes[keys.PREDICTED_MS]
@@ -710,9 +705,7 @@ async def test_the_error_is_what_came_less_what_was_predicted(seconds: float, la
 @pytest.mark.parametrize(("taught", "stream", "told"), [(0.0, True, False), (0.0001, False, True)])
 async def test_without_both_there_is_no_error(taught: float, stream: bool, told: bool) -> None:
     """Nothing was predicted yet; or an untraced answer came as a whole, whose first token nobody saw."""
-    async with run_routed_instances(
-        [InstancePlan(sends_timing=False)], routing=build_routing_factory()
-    ) as (router, one):
+    async with run_ttft([InstancePlan(sends_timing=False)]) as (router, one):
         if taught:
             teach_speed(get_state(router), one.url, taught)
         ttft = await measure_ttft(router, stream)
