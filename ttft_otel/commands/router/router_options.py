@@ -481,7 +481,7 @@ class RouterOptions:
             from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
 
             return KvEventsSource(self.kv_events_endpoint)
-        except ValueError as error:
+        except (ImportError, ValueError) as error:
             raise click.UsageError(str(error)) from error
 
     def _check_combinations(self) -> None:

@@ -307,7 +307,7 @@ def test_without_zmq(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setitem(sys.modules, "zmq.asyncio", None)
 
-    with pytest.raises(ValueError, match="pip install"):
+    with pytest.raises(ImportError, match="pip install"):
         importlib.import_module("ttft_otel.router.routing.prefixes.kv_events_source")
 
 

@@ -27,7 +27,7 @@ try:
     import zmq.asyncio
     from zmq.utils.monitor import recv_monitor_message
 except ImportError as error:
-    raise ValueError(
+    raise ImportError(
         "--prefix-index kv-events needs pyzmq; install it with pip install 'ttft-otel[router]'."
     ) from error
 
