@@ -47,10 +47,15 @@ from ttft_otel.tracing.engine_report import decode_message
 from ttft_otel.tracing.guard import Guard
 from ttft_otel.tracing.settings import Settings, read_settings
 
+if TYPE_CHECKING:
+    from ttft_otel.exporter.request_metrics import RequestMetrics
+
 log = logging.getLogger("ttft_otel")
 
 RETRY_PAUSES_S: Final = (1.0, 2.0, 4.0)  # seconds between attempts for a batch; then it is lost
 EXPORT_TIMEOUT_S: Final = 4.0  # seconds per attempt, unless OTEL_EXPORTER_OTLP_TIMEOUT is set
+BATCH_WAIT_S: Final = 1.0  # seconds; OTEL_BSP_SCHEDULE_DELAY
+MAX_BATCH_RECORDS: Final = 128  # records per batch; a streamed request has two, of about 16 spans
 
 
 class _FailureLog(logging.Handler):
@@ -167,13 +172,6 @@ def create_span_exporter(settings: Settings) -> SpanExporter:
     exporter = build_span_exporter(settings.protocol)
     take_messages(exporter)
     return exporter
-
-
-if TYPE_CHECKING:
-    from ttft_otel.exporter.request_metrics import RequestMetrics
-
-BATCH_WAIT_S: Final = 1.0  # seconds; OTEL_BSP_SCHEDULE_DELAY
-MAX_BATCH_RECORDS: Final = 128  # records per batch; a streamed request has two, of about 16 spans
 
 
 def run_worker(

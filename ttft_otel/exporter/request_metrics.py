@@ -74,6 +74,22 @@ try:
 except ImportError:  # the SDK before 1.28 has none
     Exemplar = None  # type: ignore[assignment, misc]
 
+log = logging.getLogger("ttft_otel")
+
+MAX_PENDING_ROWS: Final = 4096  # requests that are not counted yet, at some 0.6 KB
+MAX_PLANS: Final = 4096  # heads whose series are known
+# What a few requests have besides their times: a metric, its own label with that label's value ("" for none).
+_RECOMPUTED: Final = (metric_names.EC_RECOMPUTED, "", "")
+_REASONS: Final = tuple(
+    (metric_names.QUEUE_REASON_DURATION, keys.QUEUE_REASON, name)
+    for name in stages.WAIT_REASON_NAMES
+)
+_HELD: Final = tuple(
+    (metric_names.QUEUE_HELD_DURATION, keys.HELD_BY_KIND, name)
+    for name in stages.HOLDING_KIND_NAMES
+)
+MAX_UNSENT: Final = 20  # pushes of delta metrics that are kept during an outage
+PUSH_TIMEOUT_MS: Final = 4000.0  # of one push with its retries, for SDKs that ask for it here
 US_PER_S: Final = 1_000_000
 MAX_IDLE_NS: Final = MAX_IDLE_S * 10**9
 # Prometheus takes no finer ones. 2**8 buckets for each doubling: a value is off by 0.14 % at most.
@@ -353,24 +369,6 @@ class SeriesRegistry:
         else:
             data = ExponentialHistogram(points, temporality)
         return Metric(name, metric.description, metric.unit, data)
-
-
-MAX_PENDING_ROWS: Final = 4096  # requests that are not counted yet, at some 0.6 KB
-MAX_PLANS: Final = 4096  # heads whose series are known
-# What a few requests have besides their times: a metric, its own label with that label's value ("" for none).
-_RECOMPUTED: Final = (metric_names.EC_RECOMPUTED, "", "")
-_REASONS: Final = tuple(
-    (metric_names.QUEUE_REASON_DURATION, keys.QUEUE_REASON, name)
-    for name in stages.WAIT_REASON_NAMES
-)
-_HELD: Final = tuple(
-    (metric_names.QUEUE_HELD_DURATION, keys.HELD_BY_KIND, name)
-    for name in stages.HOLDING_KIND_NAMES
-)
-log = logging.getLogger("ttft_otel")
-
-MAX_UNSENT: Final = 20  # pushes of delta metrics that are kept during an outage
-PUSH_TIMEOUT_MS: Final = 4000.0  # of one push with its retries, for SDKs that ask for it here
 
 
 @dataclass(slots=True)

@@ -34,6 +34,11 @@ from ttft_otel.model.record import (
 from ttft_otel.model.timing import parse_server_timing
 from ttft_otel.tracing.context import SAMPLED_FLAG
 
+if TYPE_CHECKING:
+    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+
+    SpanList: TypeAlias = RepeatedCompositeFieldContainer[Span]
+
 MAX_CACHED_PARTS: Final = 4096  # names and encodings of each kind that are kept; about 1 MB
 MAX_KEPT_NAMES: Final = 256
 _EGRESS: Final = "router.egress"
@@ -162,11 +167,6 @@ def _name_step(stage: str, is_token_repeated: bool) -> tuple[str, str, Attribute
     name = span_names.FIRST_DECODE if is_token_repeated and stage == _EGRESS else stage
     return name, keys.name_handover_attribute(name), {keys.HANDOVER_STAGE: name}
 
-
-if TYPE_CHECKING:
-    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
-
-    SpanList: TypeAlias = RepeatedCompositeFieldContainer[Span]
 
 MAX_VALUE_CHARS: Final = 256  # characters of one attribute's value
 MAX_ATTRIBUTES: Final = 128  # attributes of one span

@@ -22,7 +22,9 @@ from prometheus_client.registry import Collector
 from ttft_otel.model.names import metric_names
 from ttft_otel.model.stages import HOLDING_KIND_NAMES, WAIT_REASON_NAMES
 from ttft_otel.tracing import carrier, clock, guard
-from ttft_otel.tracing.guard import Guard
+
+if TYPE_CHECKING:
+    from ttft_otel.tracing.request_trace import RequestTrace
 
 EngineCall: TypeAlias = Callable[[], Awaitable[str]]
 
@@ -55,7 +57,7 @@ class EngineQueues:
 
     async def _ask_one(self, number: int, call: EngineCall) -> None:
         # A call that fails stays in _tasks: vLLM logs each call of a method that it does not have.
-        with Guard("engine queues"):
+        with guard.Guard("engine queues"):
             report = carrier.decode_answer(carrier.QueueReport, await call())
             if report is not None:
                 self.reports[number] = (clock.now_us(), report)
@@ -101,10 +103,6 @@ class EngineQueues:
 
 
 latest: Final = EngineQueues()
-
-
-if TYPE_CHECKING:
-    from ttft_otel.tracing.request_trace import RequestTrace
 
 AwaitingTraces: TypeAlias = "Mapping[str, RequestTrace]"
 CountsReader: TypeAlias = Callable[[], Mapping[str, int]]
