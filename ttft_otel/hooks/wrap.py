@@ -101,7 +101,10 @@ class Patcher(importlib.abc.MetaPathFinder):
         if raw is None or (outer and name not in vars(owner)):
             return
         # A renamed parameter would only raise at the first request; here the target counts as missing.
-        if inspect.signature(_unwrap_kind(raw)).parameters.keys() >= {*target.reads}:
+        # Compiled code may have no signature; a hook that reads no parameter needs none.
+        if not target.reads or (
+            inspect.signature(_unwrap_kind(raw)).parameters.keys() >= {*target.reads}
+        ):
             self.patch_attribute(target, owner, name, hook)
 
     def patch_attribute(self, target: PatchTarget, owner: Any, name: str, hook: Hook) -> None:

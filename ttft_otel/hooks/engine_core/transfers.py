@@ -4,7 +4,7 @@
 install.py puts these hooks around the scheduler's side of KV and encoder-cache connectors. tracer.py opens a
 request's list of media items when the connector is first asked, or the first chunk scheduled, and passes the
 items that a step encodes. Waits and items go to the request's EngineTimeline (EngineDetails.media, layout in
-media_items.py, is empty for a request without media items). How long something was kept the API server asks
+carrier.py, is empty for a request without media items). How long something was kept the API server asks
 over vLLM's utility channel; KeptAnswers brings its questions and the answers together.
 
 EncodingLeases works only for connectors whose scheduler side serves the fetches (ECCPUConnector over NIXL:
