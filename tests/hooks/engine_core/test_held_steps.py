@@ -327,6 +327,18 @@ def abort_request(driver: Any, number: int, running: Sequence[Any]) -> None:
         driver.abort(ids[number % len(ids)])
 
 
+def test_turnaround(drive: MakeDriver) -> None:
+    """What passes until the next step is scheduled is the step's before, also for one that ended with it."""
+    driver = drive(max_num_seqs=1)
+    driver.queue_behind(10)
+    while "second" not in driver.headers:
+        driver.step(idle_us=700)
+
+    # Nine steps, and nine turnarounds: in that of the first step it came, and after the last its own begins.
+    assert sum_held(driver, "second", *QUEUE_STAGES) == {"decode": 9 * 10_700, "idle": 700}
+    assert read_holders(driver, "second") == [(9 * 10_700, 9, "decode", "first")]
+
+
 @pytest.mark.parametrize("steady", [True, False])
 def test_same_requests_decode(drive: MakeDriver, steady: bool) -> None:
     """Steps in which the same requests decode are one segment, with turnarounds; a prompt divides it."""

@@ -199,12 +199,16 @@ def test_answers(
     kv_core: Any, answers: list[Any], come: bool, waited_us: list[int], tokens: int | None
 ) -> None:
     """Only where blocks are waited for there is a wait; what was found nowhere leaves no details."""
-    add_request(kv_core, *answers)
+    began = add_request(kv_core, *answers)
     assert bool(CORE.blocks.tracked) == (answers[-1] == LATER)
     tell(kv_core, *["a"] * come)
     marks, timeline = finish_first_chunk(kv_core)
     waits = [(name, end - start) for name, start, end in marks.waits]
     assert waits == [("kv.transfer", us) for us in waited_us]
+    if answers[0] == (None, False):
+        assert marks.waits[0][1] == began, (
+            "what is looked for is on its way from the first answer on"
+        )
     assert not marks.queue_lost and not marks.moving
     assert list_timeline_attributes(timeline).get(keys.KV_TOKENS) == tokens
     assert timeline.details is not None or answers == [(0, False)]

@@ -386,12 +386,14 @@ class OwnedEvent(SimulatedEvent):
 class TwoThreads:
     """One run: what is queued, what is read, and the truth of each step."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(
+        self, seed: int, make_clock: Callable[..., device.DeviceClock] = device.DeviceClock
+    ) -> None:
         self.host = SimulatedHost(seed)
         self.device = SimulatedDevice(self.host)
         self.queued: int | None = None
         self.read: int | None = None
-        self.clock = device.DeviceClock(self.make_event, self.device.is_idle)
+        self.clock = make_clock(self.make_event, self.device.is_idle)
         self.to_reader, self.to_main = (SimulatedQueue(self.host, 5) for _ in range(2))
         self.bound: dict[int, tuple[device.DeviceStamps, list[float]]] = {}
         self.errors: list[tuple[float, int]] = []
@@ -518,3 +520,20 @@ def test_any_interleaving(plan: list[PlannedStep], seed: int, pooled: int) -> No
     late = [each for each in threads.errors if each[0] > each[1] + ERROR_US]
     assert len(late) <= 0.01 * len(threads.errors), (late, threads.errors)
     assert not any(event.owner is None for event in threads.clock.pool)
+
+
+class HastyClock(device.DeviceClock):
+    """Gives events back when they are read, before they are placed."""
+
+    def note_pending(self, stamps: Any, awaited: int) -> bool:
+        """As its base's, but too early."""
+        pending = super().note_pending(stamps, awaited)
+        self.release_stamps(stamps)
+        return pending
+
+
+def test_events_that_are_given_back_early() -> None:
+    """The model sees it: another step has recorded them again."""
+    plan = [PlannedStep((1_000, 1_000), 100, True)] * 20
+    with pytest.raises((AssertionError, RuntimeError), match="got|not ready|recorded again"):
+        TwoThreads(1, HastyClock).run(plan, device.MAX_POOLED_EVENTS)
