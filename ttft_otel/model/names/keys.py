@@ -89,7 +89,7 @@ FIRST_TOKEN_MISMATCH: Final = "ttft.first_token_mismatch"
 HANDOVER_STAGE: Final = "ttft.handover.stage"
 HANDOVER_TOTAL_US: Final = "ttft.handover.total_us"
 
-CLOCK_WORDS: Final = ("host", "device", "lengths", "none")  # by breakdown.CLOCK_*
+CLOCK_WORDS: Final = ("host", "device", "lengths", "none")  # by clock.CLOCK_*
 
 # Span attributes, OpenTelemetry semantic conventions.
 OPERATION: Final = "gen_ai.operation.name"
