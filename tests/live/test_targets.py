@@ -32,7 +32,6 @@ from ttft_otel.hooks.targets import TARGETS, TARGETS_BY_NAME
 from ttft_otel.model import stages
 from ttft_otel.model.names import metric_names
 
-PARTS_TIMES = 3
 DELAY_MS = 60.0
 RESOLUTION_MS = 0.75 * DELAY_MS
 MAX_STRAY_MS = 6.0  # by which a stage may move that is not lost
@@ -88,10 +87,7 @@ CASES: dict[str, tuple[Ask, Sequence[str]]] = {
     # V2 runner and async scheduling.
     "newer all": (
         lambda newer: newer.read_one(image=True, max_tokens=1),
-        (
-            *("worker.execute", "worker.encoder", "worker.forward", "worker.sample"),
-            "worker.output",
-        ),
+        [f"worker.{part}" for part in ("execute", "encoder", "forward", "sample", "output")],
     ),
     # Copies that start at the step's end are lost. It runs the language model, too.
     "nixl encoder": (lambda nixl: nixl.read_one("encode", **IMAGE), ("transfer.flush",)),
@@ -186,7 +182,7 @@ def test_a_lost_target_costs_its_stages(deployment: LiveDeployment, case: str, t
 @pytest.mark.parametrize("target", PARTS)
 def test_a_lost_part_costs_no_stage(epd: LiveDeployment, target: str) -> None:
     """Without the target of a part nothing is unattributed: the stage around it has marks of its own."""
-    found = [ask_without(epd, target, "", epd.encode_then_prefill) for _ in range(PARTS_TIMES)]
+    found = [ask_without(epd, target, "", epd.encode_then_prefill) for _ in range(3)]
     epd.control.set_injections()
     epd.control.wait_applied()
 

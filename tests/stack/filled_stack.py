@@ -134,21 +134,10 @@ def send_sampled(bench: StackStarter, stack: RunningStack, rows: list[KnownReque
     )
 
 
-class HttpInstance(HttpServerThread):
+class AnsweringInstance(SilentHandler):
     """An instance for the router: it is healthy, and answers every request with the same status."""
 
-    def __init__(self, status: int) -> None:
-        self.status = status
-        super().__init__(InstanceHandler)
-
-    def handle_error(self, *_: object) -> None:
-        """Ignore it: the router closes its idle connections when it ends."""
-
-
-class InstanceHandler(SilentHandler):
-    """Handles one connection to the instance."""
-
-    server: HttpInstance
+    status = 200
 
     def do_GET(self) -> None:
         """Answer that it is healthy."""
@@ -157,8 +146,14 @@ class InstanceHandler(SilentHandler):
     def do_POST(self) -> None:
         """Answer with a complete response, or with the planned error."""
         self.read_body()
-        answer = json.dumps({"choices": [{"text": "yes"}]}).encode()
-        self.send_answer(self.server.status, answer, content_type="application/json")
+        body = b'{"choices": [{"text": "yes"}]}'
+        self.send_answer(self.status, body, content_type="application/json")
+
+
+class RefusingInstance(AnsweringInstance):
+    """One that is full."""
+
+    status = 503
 
 
 @contextmanager
@@ -167,7 +162,7 @@ def run_router_meanwhile(stack: RunningStack) -> Iterator[None]:
 
     It gets a request per second: rates need values that grow between two scrapes.
     """
-    instances = [HttpInstance(200), HttpInstance(503)]
+    instances = [HttpServerThread(each) for each in (AnsweringInstance, RefusingInstance)]
     env = {
         env_names.OTEL_TRACES_SAMPLER: "always_off",
         env_names.OTEL_EXPORTER_OTLP_ENDPOINT: stack.collector.http,

@@ -22,11 +22,11 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 
-from tests.tracing_fakes import make_short_record
+from tests.report.sample_records import make_leg_record
 from ttft_otel.exporter import span_batch as exporter
 from ttft_otel.model import stages
-from ttft_otel.model.names import keys, span_names
-from ttft_otel.model.record import Attributes, Call, Piece, Record, Server, Ttft
+from ttft_otel.model.names import keys
+from ttft_otel.model.record import RECORD_VERSION, Attributes, Call, Piece, Record, Server
 from ttft_otel.model.stages import QUEUE_STAGES, UNATTRIBUTED, Role
 
 TOTAL_ROWS: Final = 2000
@@ -398,11 +398,9 @@ class _RecordBuilder:
         attributes: Attributes = {keys.INPUT_TOKENS: 512}
         if leg.recomputed is not None:
             attributes[keys.EC_RECOMPUTED_ITEMS] = leg.recomputed
-        name = span_names.ENCODE if leg.role == "encode" else span_names.TTFT
-        ttft = self.build_ttft(name, dict(leg.lengths), leg.lost, pieces, attributes)
-        if self.row.error and not self.row.routed:
-            ttft = msgspec.structs.replace(ttft, error=self.row.error, died="prefill.queue")
-        return self.build_record(leg.role, ttft, start_ns, after_us, parent), leg.instance
+        lengths = dict(leg.lengths)
+        told = (lengths, leg.lost, pieces, attributes, start_ns, after_us, parent)
+        return self.build_record(leg.role, *told), leg.instance
 
     def build_router_record(self, calls: tuple[Call, ...]) -> Record:
         """What the router records: its own stages around its legs', laid end to end."""
@@ -417,54 +415,52 @@ class _RecordBuilder:
             laid += [(f"{leg.role}.{name}", us, where) for name, us in leg.lengths.items()]
             laid.append((UNATTRIBUTED, leg.lost, {}))
         laid.append(("router.egress", row.own.get("router.egress", 0), {}))
-        pieces = _lay_pieces(laid)
-        ttft = self.build_ttft(span_names.TTFT, row.stages, row.unattributed, pieces, {})
-        if row.error:
-            died = f"{row.legs[-1].role}.prefill.queue"
-            ttft = msgspec.structs.replace(ttft, error=row.error, died=died)
-        return self.build_record("router", ttft, self.start_ns, self.response_us, "", calls)
-
-    def build_ttft(
-        self, name: str, lengths: dict[str, int], lost: int, pieces: list[Piece], more: Attributes
-    ) -> Ttft:
-        """The part of a Record that has its first token."""
-        return Ttft(
-            span_id=self.draw_id(),
-            name=name,
-            start=0,
-            end=sum(lengths.values()) + lost,
-            stages=lengths,
-            unattributed=lost,
-            clamped=0,
-            pieces=tuple(pieces),
-            attributes={keys.STREAMING: self.row.streaming, **more},
+        told = (
+            row.stages,
+            row.unattributed,
+            _lay_pieces(laid),
+            {},
+            self.start_ns,
+            self.response_us,
         )
+        return self.build_record("router", *told, "", calls)
 
     def build_record(
         self,
         role: Role,
-        ttft: Ttft,
+        lengths: dict[str, int],
+        lost: int,
+        pieces: list[Piece],
+        more: Attributes,
         start_ns: int,
-        response_us: int,
+        after_us: int,
         parent: str,
         calls: tuple[Call, ...] = (),
     ) -> Record:
-        """A whole one."""
-        row = self.row
-        status = int(ttft.error) if ttft.error.isdigit() else 504 if ttft.error else 200
+        """What one process records; `more` belongs to its first token."""
+        row, replaced = self.row, msgspec.structs.replace
+        error = row.error if role == row.role else ""
+        died = f"{row.legs[-1].role}.prefill.queue" if role == "router" else "prefill.queue"
+        made = make_leg_record(
+            role, lengths, row.trace_id, parent, start_ns, row.request_id, role == row.role, lost
+        )
+        ttft = replaced(
+            made.ttft,
+            span_id=self.draw_id(),
+            pieces=tuple(pieces),
+            attributes={keys.STREAMING: row.streaming, **more},
+            error=error,
+            died=died if error else "",
+        )
+        status = int(error) if error.isdigit() else 504 if error else 200
         served: Attributes = {keys.HTTP_METHOD: "POST", keys.HTTP_ROUTE: ROUTE.split()[1]}
         # Only instances that decode know it, and only of answers.
-        if not ttft.error and role not in ("router", *stages.INTERMEDIATE_ROLES):
+        if not error and role not in ("router", *stages.INTERMEDIATE_ROLES):
             served[keys.TIME_PER_OUTPUT_TOKEN_US] = 5_000 + row.number
-        return make_short_record(
-            trace_id=row.trace_id,
+        return replaced(
+            made,
+            version=RECORD_VERSION,
             span_id=self.draw_id(),
-            parent_id=parent,
-            start_ns=start_ns,
-            role=role,
-            outermost=role == row.role,
-            service=stages.SERVICE_NAMES[role],
-            request_id=row.request_id,
             attributes={
                 keys.OPERATION: "chat",
                 keys.PROVIDER: keys.PROVIDER_VLLM,
@@ -472,7 +468,7 @@ class _RecordBuilder:
                 keys.STREAM: row.streaming,
             },
             ttft=ttft,
-            server=Server(ROUTE, ttft.end + response_us, status, served, ttft.error),
+            server=Server(ROUTE, ttft.end + after_us, status, served, error),
             calls=calls,
         )
 
