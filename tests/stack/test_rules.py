@@ -6,7 +6,6 @@ alert comes with its answer: Prometheus, Alertmanager and `serve`, all three rea
 from __future__ import annotations
 
 import json
-import queue
 import re
 import sys
 import time
@@ -136,36 +135,30 @@ ALERT = "TtftBudgetBurnsFast"
 LATE_US = 2_500_000
 
 
-class Inbox:
-    """Where people get alerts: a webhook that keeps them."""
+class Inbox(HttpServerThread):
+    """Where people get alerts: a webhook that keeps the first one of each name."""
 
-    def __init__(self) -> None:
-        self.alerts: queue.Queue[dict[str, Any]] = queue.Queue()
-        outer = self
+    alerts: dict[str, dict[str, Any]]
 
-        class Handler(SilentHandler):
-            def do_POST(self) -> None:
-                for each in json.loads(self.read_body())["alerts"]:
-                    outer.alerts.put(each)
-                self.send_answer(200, b"")
 
-        self.server = HttpServerThread(Handler)
+class InboxHandler(SilentHandler):
+    """Handles one connection."""
 
-    def wait_for(self, name: str) -> dict[str, Any]:
-        """The first alert of this name that comes within a minute."""
-        deadline = time.monotonic() + 60
-        while True:
-            found = self.alerts.get(timeout=max(deadline - time.monotonic(), 0.01))
-            if found["labels"]["alertname"] == name:
-                return found
+    server: Inbox
+
+    def do_POST(self) -> None:
+        """Keep them."""
+        for each in json.loads(self.read_body())["alerts"]:
+            self.server.alerts.setdefault(each["labels"]["alertname"], each)
+        self.send_answer(200)
 
 
 @pytest.fixture
 def inbox() -> Iterator[Inbox]:
     """An empty one."""
-    made = Inbox()
-    yield made
-    made.server.close()
+    with Inbox(InboxHandler) as made:
+        made.alerts = {}
+        yield made
 
 
 def make_late_records() -> list[Record]:
@@ -234,7 +227,7 @@ def test_answered(
     """People get the alert as it is, and the answer as an alert of its own that wakes nobody."""
     serve_port, alertmanager_port = (free_ports.find_free_port() for _ in range(2))
     alertmanager_url = f"http://{HOST}:{alertmanager_port}"
-    config = write_alertmanager_config(tmp_path / "am.yml", serve_port, inbox.server.url)
+    config = write_alertmanager_config(tmp_path / "am.yml", serve_port, inbox.url)
     words = (
         sys.executable, "-m", "ttft_otel.commands.main", "serve", "--grpc-port=-1",
         f"--http-port={serve_port}", f"--db={fill_database(tmp_path / 'spans.db', *make_late_records())}",
@@ -261,8 +254,8 @@ def test_answered(
         serve.start()
         alertmanager.start()
         with bench.start_prometheus(addresses, prometheus_config):
-            original = inbox.wait_for(ALERT)
-            answer = inbox.wait_for("TtftExplanation")
+            original = wait_until(lambda: inbox.alerts.get(ALERT), 60)
+            answer = wait_until(lambda: inbox.alerts.get("TtftExplanation"), 60)
         assert f"alert {ALERT}: " in serve.log
     assert original["labels"]["severity"] == "page"
     assert original["annotations"]["slo_seconds"] == "1"

@@ -23,6 +23,7 @@ from lab import free_ports
 from lab.local_servers import LocalServer
 from lab.server_commands import ServerCommand
 from tests.fake_tempo import FILES, read_golden, to_sdk_span
+from tests.report.sample_records import fill_database
 from tests.stack.known_requests import build_known_requests, build_known_spans
 from tests.stack.running_stack import RunningTempo, StackStarter, wait_until
 from ttft_otel.commands import main as cli
@@ -30,7 +31,6 @@ from ttft_otel.report.breakdown_source import open_source
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import LATE, LOST, OTHER, REFUSED, SourceChoice
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
-from ttft_otel.report.store.span_store import SpanStore
 from ttft_otel.report.tempo import tempo_source
 from ttft_otel.report.tempo.tempo_client import TempoError
 
@@ -49,17 +49,13 @@ def database(tempo: RunningTempo, tmp_path_factory: pytest.TempPathFactory) -> P
     """Known requests in a database, and the same spans, straight from the exporter's code, in Tempo."""
     rows = [row for row in build_known_requests() if not row.number % EACH or row.error]
     spans = build_known_spans(rows, time.time_ns())
-    store = SpanStore(tmp_path_factory.mktemp("known") / "spans.db")
     client = OTLPSpanExporter(endpoint=tempo.env["TTFT_TEMPO_OTLP"], insecure=True)
     for start in range(0, len(spans), BATCH):
-        batch = spans[start : start + BATCH]
-        assert client.export(batch) is SpanExportResult.SUCCESS
-        message = encode_spans(batch).SerializeToString()
-        store.add(otlp_decoder.decode_export(message).spans).result(20)
+        assert client.export(spans[start : start + BATCH]) is SpanExportResult.SUCCESS
     client.shutdown()
-    store.close()
     assert len({row.kind for row in rows}) == 4
-    return store.path
+    stored = otlp_decoder.decode_export(encode_spans(spans).SerializeToString()).spans
+    return fill_database(tmp_path_factory.mktemp("known") / "spans.db", spans=stored)
 
 
 def test_same_requests(
@@ -129,9 +125,7 @@ def test_other_products(bench: StackStarter, tmp_path: Path) -> None:
         for name in FILES
         for span in read_golden(name, (begin_s + 2 * number) * 10**9)
     ]
-    store = SpanStore(tmp_path / "spans.db")
-    store.add(spans).result(20)
-    store.close()
+    path = fill_database(tmp_path / "spans.db", spans=spans)
     tempo = bench.start_tempo()
     client = OTLPSpanExporter(endpoint=tempo.env["TTFT_TEMPO_OTLP"], insecure=True)
     assert client.export([to_sdk_span(span) for span in spans]) is SpanExportResult.SUCCESS
@@ -141,14 +135,14 @@ def test_other_products(bench: StackStarter, tmp_path: Path) -> None:
         for each in (0, 20, 100)
     )
     wanted = RequestFilter(last=2000)
-    with open_reader(store.path) as stored, open_source(SourceChoice(tempo=tempo.url)) as searched:
+    with open_reader(path) as stored, open_source(SourceChoice(tempo=tempo.url)) as searched:
         count = len(stored.list_latest(wanted))
         wait_until(lambda: len(searched.list_latest(wanted)) == count, 60, 2)
     assert count == 20 * (2 + 3 + 2)
 
     def ask(*words: str) -> list[Any]:
         """What a command says of the store and of Tempo."""
-        sources = (("--db", str(store.path)), ("--tempo", tempo.url))
+        sources = (("--db", str(path)), ("--tempo", tempo.url))
         found = [CliRunner().invoke(cli.main, [*words, "--json", *each]) for each in sources]
         assert all(each.exit_code == 0 for each in found), [each.output for each in found]
         return [json.loads(each.stdout) for each in found]
