@@ -17,9 +17,9 @@ from typing import Final
 from benchmarks.whatif_servers import START_TIMEOUT_S, Bench, RecordedRun, raise_priority
 from lab import session_processes
 from lab.local_servers import LocalServer, run_servers
-from ttft_otel.explain import what_if
-from ttft_otel.explain.what_if import TTFT
-from ttft_otel.explain.window_check import PlannedChange
+from ttft_otel.explain.whatif import what_if
+from ttft_otel.explain.whatif.what_if import TTFT
+from ttft_otel.explain.whatif.window_check import PlannedChange
 from ttft_otel.model.statistics import compute_quantiles
 
 BUSY_RATE: Final = 1.8  # times as many requests, for two instances

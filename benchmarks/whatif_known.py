@@ -20,11 +20,11 @@ import numpy
 
 from benchmarks.answers.known_engine import EngineSettings, Job, KnownEngine
 from benchmarks.figures import Figure, build_figure, build_figure_parser, report_figures
-from ttft_otel.explain import what_if
-from ttft_otel.explain.replay_facts import EngineVisit, Recording, ReplayRequest
-from ttft_otel.explain.request_facts import CannotTellError
-from ttft_otel.explain.what_if import QUANTILES, TTFT, describe_change
-from ttft_otel.explain.window_check import PlannedChange
+from ttft_otel.explain.whatif import what_if
+from ttft_otel.explain.whatif.replay_facts import EngineVisit, Recording, ReplayRequest
+from ttft_otel.explain.whatif.what_if import QUANTILES, TTFT, describe_change
+from ttft_otel.explain.whatif.window_check import PlannedChange
+from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.model.names import keys
 
 BEFORE_US: Final = 1500  # from the client to the engine

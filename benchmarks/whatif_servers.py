@@ -25,8 +25,8 @@ from lab.server_commands import (
     build_prefill_decode_command,
 )
 from lab.ttft_client import TimedRequest, send_timed_request
-from ttft_otel.explain.replay_facts import Recording
-from ttft_otel.explain.window_reading import record_window
+from ttft_otel.explain.whatif.replay_facts import Recording
+from ttft_otel.explain.window.window_reading import record_window
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.model.names import env_names
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader

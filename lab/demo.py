@@ -39,7 +39,7 @@ from lab.report_files import ClientMeasurement
 from lab.server_commands import EC_CPU_CONNECTOR, EC_EXAMPLE_CONNECTOR, VllmOptions
 from lab.ttft_client import TimedRequest, TimedResponse
 from lab.vllm_releases import PROJECT_ROOT
-from ttft_otel.explain.window_answer import answer_question
+from ttft_otel.explain.explain.window_answer import answer_question
 from ttft_otel.model import stages
 from ttft_otel.model.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
 from ttft_otel.model.names import header_names, keys

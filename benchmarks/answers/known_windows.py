@@ -3,7 +3,7 @@
 
 Each window is two Hours, and a third one that is the bad hour without its cause: the true effect is the
 difference. answer_scores.py compares with Truth what the commands say. Kinds are those of
-ttft_otel/explain/cause_kinds.py, written out: nothing here may come from what is judged.
+ttft_otel/explain/explain/cause_kinds.py, written out: nothing here may come from what is judged.
 """
 
 from __future__ import annotations

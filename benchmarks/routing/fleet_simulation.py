@@ -23,7 +23,7 @@ from benchmarks.routing.oracle_policy import OraclePolicy
 from benchmarks.routing.peer_policies import PEER_POLICIES, DynamoPolicy
 from benchmarks.routing.predicted_latency import PredictedLatencyPolicy
 from benchmarks.routing.simulated_instance import SimulatedInstance
-from ttft_otel.explain.engine_model import QueuedPrompt
+from ttft_otel.explain.whatif.engine_model import QueuedPrompt
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.model.statistics import compute_quantile
 from ttft_otel.router import types

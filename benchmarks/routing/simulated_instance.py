@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from benchmarks.routing.mooncake_traces import CONTEXT_READ_S, PREFILL_COST, TRACE_BLOCK_TOKENS
-from ttft_otel.explain.engine_model import (
+from ttft_otel.explain.whatif.engine_model import (
     EngineLimits,
     EngineModel,
     QueuedPrompt,

@@ -16,7 +16,7 @@ from benchmarks.routing.fleet_simulation import MODEL_NAME, SESSION_HEADER, Simu
 from benchmarks.routing.mooncake_traces import TRACE_BLOCK_TOKENS, TraceRow, compute_speedup
 from benchmarks.routing.peer_policies import PEER_POLICIES
 from benchmarks.routing.simulated_instance import SimulatedInstance
-from ttft_otel.explain.engine_model import QueuedPrompt
+from ttft_otel.explain.whatif.engine_model import QueuedPrompt
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.router import types
 from ttft_otel.router.routing.policies.block_index import SentHistory

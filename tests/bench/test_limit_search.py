@@ -37,8 +37,8 @@ from ttft_otel.bench.limit_search import LimitSearch, RateEvidence, parse_condit
 from ttft_otel.bench.load_driver import LoadRun, RequestResult
 from ttft_otel.bench.request_factory import BenchRequest
 from ttft_otel.commands import bench as bench_command
-from ttft_otel.explain.engine_model import EngineLimits
-from ttft_otel.explain.what_if import FACTORS
+from ttft_otel.explain.whatif.engine_model import EngineLimits
+from ttft_otel.explain.whatif.what_if import FACTORS
 from ttft_otel.model.names import keys
 from ttft_otel.model.timing import ServerTiming
 

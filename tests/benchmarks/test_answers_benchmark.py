@@ -38,8 +38,8 @@ from benchmarks.answers.known_windows import NOTHING, KnownWindow, Truth, list_w
 from benchmarks.whatif_changes import Outcome
 from benchmarks.whatif_known import Judged
 from benchmarks.whatif_servers import BLOCK_TOKENS, build_request, plan_load
-from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.window_check import PlannedChange
+from ttft_otel.explain.explain import cause_kinds
+from ttft_otel.explain.whatif.window_check import PlannedChange
 
 
 def find_windows(*names: str) -> list[KnownWindow]:

@@ -18,7 +18,7 @@ from tests.explain.stored_records import (
     store_served_window,
 )
 from ttft_otel.commands import bench
-from ttft_otel.explain.engine_model import EngineLimits
+from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.report.report_types import SourceChoice
 
 LIMITS = EngineLimits(4, 512)

@@ -27,12 +27,12 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 from tests.fake_tempo import FakeTempo
 from ttft_otel.commands import main as cli
-from ttft_otel.explain import what_if
-from ttft_otel.explain.engine_model import EngineLimits
-from ttft_otel.explain.replay_facts import EngineVisit, Recording, ReplayRequest
-from ttft_otel.explain.request_facts import RequestFacts
-from ttft_otel.explain.what_if import TTFT, Fleet
-from ttft_otel.explain.window_check import PlannedChange
+from ttft_otel.explain.whatif import what_if
+from ttft_otel.explain.whatif.engine_model import EngineLimits
+from ttft_otel.explain.whatif.replay_facts import EngineVisit, Recording, ReplayRequest
+from ttft_otel.explain.whatif.what_if import TTFT, Fleet
+from ttft_otel.explain.whatif.window_check import PlannedChange
+from ttft_otel.explain.window.request_facts import RequestFacts
 from ttft_otel.exporter import span_batch
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, Piece, Record, Server, Ttft

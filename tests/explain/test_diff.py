@@ -12,25 +12,14 @@ import numpy
 import pytest
 
 from tests.explain.stored_records import SECOND_NS, make_window
-from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.change_answer import (
+from ttft_otel.explain.diff.change_answer import (
     MAX_LINES,
     ChangeAnswer,
     compare_sides,
     list_notes,
     list_sentences,
 )
-from ttft_otel.explain.request_facts import (
-    MEDIA,
-    MIN_PER_WINDOW,
-    TEXT,
-    UNMATCHED,
-    CannotTellError,
-    LostRequests,
-    RequestFacts,
-    assign_strata,
-)
-from ttft_otel.explain.window_difference import (
+from ttft_otel.explain.diff.window_difference import (
     AS_ASKED,
     MIN_REQUESTS,
     MIX,
@@ -45,7 +34,18 @@ from ttft_otel.explain.window_difference import (
     judge_windows,
     parse_condition,
 )
-from ttft_otel.explain.window_reading import WindowReading
+from ttft_otel.explain.explain import cause_kinds
+from ttft_otel.explain.window.request_facts import (
+    MEDIA,
+    MIN_PER_WINDOW,
+    TEXT,
+    UNMATCHED,
+    CannotTellError,
+    LostRequests,
+    RequestFacts,
+    assign_strata,
+)
+from ttft_otel.explain.window.window_reading import WindowReading
 from ttft_otel.model import statistics
 from ttft_otel.report.report_types import LATE, LOST, OTHER, REFUSED, Coverage
 

@@ -24,7 +24,7 @@ from tests.explain.stored_records import (
     run_scheduler,
 )
 from tests.report.sample_records import assemble_trace
-from ttft_otel.explain.engine_model import (
+from ttft_otel.explain.whatif.engine_model import (
     EngineLimits,
     EngineModel,
     FleetModel,
@@ -32,14 +32,14 @@ from ttft_otel.explain.engine_model import (
     Step,
     StepLength,
 )
-from ttft_otel.explain.replay_facts import (
+from ttft_otel.explain.whatif.replay_facts import (
     EngineVisit,
     ReplayRequest,
     collect_recording,
 )
-from ttft_otel.explain.step_fit import StepTimes
-from ttft_otel.explain.what_if import plan_cached
-from ttft_otel.explain.window_check import parse_more, parse_rate, parse_share
+from ttft_otel.explain.whatif.step_fit import StepTimes
+from ttft_otel.explain.whatif.what_if import plan_cached
+from ttft_otel.explain.whatif.window_check import parse_more, parse_rate, parse_share
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.report_types import ReadRequest, StoredSpan
 

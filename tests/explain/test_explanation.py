@@ -23,24 +23,24 @@ from benchmarks.answers.known_fleet import (
 )
 from benchmarks.answers.known_windows import ROUTED, repeat_stops, slow_down, with_special
 from tests.explain.stored_records import make_window
-from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.explanation import Explanation, divide_lateness, explain_requests
-from ttft_otel.explain.late_case import HIGH, LOW
-from ttft_otel.explain.late_requests import (
+from ttft_otel.explain.explain import cause_kinds
+from ttft_otel.explain.explain.explanation import Explanation, divide_lateness, explain_requests
+from ttft_otel.explain.explain.late_case import HIGH, LOW
+from ttft_otel.explain.explain.late_requests import (
     MIN_LIKE,
     MIN_WINDOW,
     choose_like,
     divide_difference,
     split_window,
 )
-from ttft_otel.explain.request_facts import (
+from ttft_otel.explain.explain.window_answer import list_explanation
+from ttft_otel.explain.window.request_facts import (
     HOP,
     MEDIA,
     CannotTellError,
     LostRequests,
     RequestFacts,
 )
-from ttft_otel.explain.window_answer import list_explanation
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import UNATTRIBUTED, WAIT_REASONS
 

@@ -33,8 +33,8 @@ from tests.explain.stored_records import (
 )
 from tests.fake_tempo import FakeTempo
 from ttft_otel.commands import main as cli
-from ttft_otel.explain.late_requests import list_holders
-from ttft_otel.explain.window_reading import (
+from ttft_otel.explain.explain.late_requests import list_holders
+from ttft_otel.explain.window.window_reading import (
     WindowReading,
     describe_coverage,
     describe_reading,
@@ -294,7 +294,7 @@ def test_million(tmp_path: Path) -> None:
     large = store_lengths(tmp_path / "large.db", draw_hour(1, 1_000_000), 3600)
     program = (
         "import resource, sys, pathlib\n"
-        "from ttft_otel.explain.window_reading import read_window\n"
+        "from ttft_otel.explain.window.window_reading import read_window\n"
         "from ttft_otel.report.store.database_reader import RequestFilter, open_reader\n"
         "with open_reader(pathlib.Path(sys.argv[1])) as opened:\n"
         "    read_window(opened, RequestFilter(last=0))\n"

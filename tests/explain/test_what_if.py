@@ -37,13 +37,14 @@ from tests.explain.stored_records import (
     run_scheduler,
     store_served_window,
 )
-from ttft_otel.explain import what_if, window_answer, window_check
-from ttft_otel.explain.engine_model import EngineLimits, Step
-from ttft_otel.explain.replay_facts import WORK, Recording, ReplayRequest
-from ttft_otel.explain.request_facts import CannotTellError
-from ttft_otel.explain.step_fit import StepSamples, fit_steps
-from ttft_otel.explain.what_if import TTFT, Prediction
-from ttft_otel.explain.window_check import PlannedChange
+from ttft_otel.explain.explain import window_answer
+from ttft_otel.explain.whatif import what_if, window_check
+from ttft_otel.explain.whatif.engine_model import EngineLimits, Step
+from ttft_otel.explain.whatif.replay_facts import WORK, Recording, ReplayRequest
+from ttft_otel.explain.whatif.step_fit import StepSamples, fit_steps
+from ttft_otel.explain.whatif.what_if import TTFT, Prediction
+from ttft_otel.explain.whatif.window_check import PlannedChange
+from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.model.names import keys
 
 pytestmark = pytest.mark.filterwarnings("ignore")

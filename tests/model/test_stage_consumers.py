@@ -15,7 +15,7 @@ import pytest
 
 from grafana.build import ttft_queries
 from lab.vllm_plugins.inject.ttft_inject import places
-from ttft_otel.explain.cause_kinds import LOOK_AT
+from ttft_otel.explain.explain.cause_kinds import LOOK_AT
 from ttft_otel.hooks.targets import TARGETS, WORKER_STAGES
 from ttft_otel.model import breakdown, stages
 from ttft_otel.model.names import keys
@@ -114,7 +114,7 @@ def is_in_dashboards(stage: Stage) -> bool:
 
 
 BREAKDOWN: Final = "ttft_otel/model/breakdown.py"
-FLEET_MODEL: Final = "ttft_otel/explain/engine_model.py"
+FLEET_MODEL: Final = "ttft_otel/explain/whatif/engine_model.py"
 # Files that have to follow the table of stages: what to do in each, and whether that is done for a stage.
 CONSUMERS: Final[tuple[tuple[str, str, Callable[[Stage], bool]], ...]] = (
     (
@@ -134,7 +134,7 @@ CONSUMERS: Final[tuple[tuple[str, str, Callable[[Stage], bool]], ...]] = (
         is_lost_with_its_hook,
     ),
     (
-        "ttft_otel/explain/cause_kinds.py",
+        "ttft_otel/explain/explain/cause_kinds.py",
         "say in LOOK_AT what to look at, or take a rule_group that has it",
         lambda stage: stage.rule_group in LOOK_AT,
     ),

@@ -18,24 +18,26 @@ from rich.console import Console
 
 from ttft_otel.commands import source_options
 from ttft_otel.commands.command_options import add_watch_option, make_parsed_option, write_whole
-from ttft_otel.explain import change_answer, what_if, window_answer, window_difference
-from ttft_otel.explain.change_answer import ChangeAnswer, compare_sides
-from ttft_otel.explain.request_facts import (
-    CannotTellError,
-    RequestFacts,
-    build_facts,
-    count_lost,
-)
-from ttft_otel.explain.what_if import Targets
-from ttft_otel.explain.window_answer import LIKE_LAST, explain_one, explain_window
-from ttft_otel.explain.window_check import (
+from ttft_otel.explain.diff import change_answer, window_difference
+from ttft_otel.explain.diff.change_answer import ChangeAnswer, compare_sides
+from ttft_otel.explain.diff.window_difference import Condition, Verdict
+from ttft_otel.explain.explain import window_answer
+from ttft_otel.explain.explain.window_answer import LIKE_LAST, explain_one, explain_window
+from ttft_otel.explain.whatif import what_if
+from ttft_otel.explain.whatif.what_if import Targets
+from ttft_otel.explain.whatif.window_check import (
     PlannedChange,
     parse_more,
     parse_rate,
     parse_share,
 )
-from ttft_otel.explain.window_difference import Condition, Verdict
-from ttft_otel.explain.window_reading import (
+from ttft_otel.explain.window.request_facts import (
+    CannotTellError,
+    RequestFacts,
+    build_facts,
+    count_lost,
+)
+from ttft_otel.explain.window.window_reading import (
     WindowReading,
     describe_coverage,
     describe_reading,

@@ -44,8 +44,8 @@ from ttft_otel.commands.command_options import (
     make_parsed_option,
 )
 from ttft_otel.commands.source_options import add_source_options
-from ttft_otel.explain import window_difference
-from ttft_otel.explain.window_difference import Condition
+from ttft_otel.explain.diff import window_difference
+from ttft_otel.explain.diff.window_difference import Condition
 from ttft_otel.report.report_types import SourceChoice
 from ttft_otel.report.show.terminal import remove_controls
 from ttft_otel.report.store.database_reader import RequestFilter
@@ -481,10 +481,10 @@ def _ask_whatif(source: SourceChoice, targets_text: str, side: BenchSide) -> str
     if not (source.db or source.tempo) or not side.plan.rate:
         return None
     # Imported here: without --db and --tempo nothing of it is needed.
-    from ttft_otel.explain import what_if
-    from ttft_otel.explain.request_facts import CannotTellError
-    from ttft_otel.explain.window_check import PlannedChange
-    from ttft_otel.explain.window_reading import record_window
+    from ttft_otel.explain.whatif import what_if
+    from ttft_otel.explain.whatif.window_check import PlannedChange
+    from ttft_otel.explain.window.request_facts import CannotTellError
+    from ttft_otel.explain.window.window_reading import record_window
     from ttft_otel.report.breakdown_source import open_source
 
     run, offset_ns = side.runs[-1], time_ns() - monotonic_ns()

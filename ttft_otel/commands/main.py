@@ -147,7 +147,7 @@ def answer_question(
     The page is below explain/ in the layers, and works without its packages.
     """
     try:
-        from ttft_otel.explain import window_answer
+        from ttft_otel.explain.explain import window_answer
     except ModuleNotFoundError as error:
         from ttft_otel.report.breakdown_source import ExplainAnswer
 

@@ -17,14 +17,14 @@ import click
 from rich import progress
 from rich.console import Console
 
-from ttft_otel.explain.replay_facts import (
+from ttft_otel.explain.whatif.replay_facts import (
     EngineVisit,
     Recording,
     collect_recording,
     find_unseen,
     read_request,
 )
-from ttft_otel.explain.request_facts import (
+from ttft_otel.explain.window.request_facts import (
     LostRequests,
     RequestFacts,
     build_facts,

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Final
 
-from ttft_otel.explain.engine_model import BLIND_POLICIES, EngineLimits, FleetModel
-from ttft_otel.explain.replay_facts import RANK_MARK, Recording, ReplayRequest, find_unseen
-from ttft_otel.explain.request_facts import CannotTellError
-from ttft_otel.explain.step_fit import StepFit, StepSamples
+from ttft_otel.explain.whatif.engine_model import BLIND_POLICIES, EngineLimits, FleetModel
+from ttft_otel.explain.whatif.replay_facts import RANK_MARK, Recording, ReplayRequest, find_unseen
+from ttft_otel.explain.whatif.step_fit import StepFit, StepSamples
+from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.model import stages
 
 RATE_PATTERN: Final = re.compile(r"(\d+(?:\.\d+)?)x?")

@@ -24,8 +24,8 @@ from typing import Final
 
 import numpy
 
-from ttft_otel.explain.engine_model import Step, StepLength
-from ttft_otel.explain.replay_facts import Array, EngineVisit, WorkSamples, collect_work
+from ttft_otel.explain.whatif.engine_model import Step, StepLength
+from ttft_otel.explain.whatif.replay_facts import Array, EngineVisit, WorkSamples, collect_work
 
 # Tokens of a step; the one with which the line fits best. 0: a straight line.
 KNEES: Final = (0, 64, 128, 256, 512)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol, TypeAlias
 
-from ttft_otel.explain.replay_facts import MODELLED_STAGES, EngineVisit, ReplayRequest
+from ttft_otel.explain.whatif.replay_facts import MODELLED_STAGES, EngineVisit, ReplayRequest
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.router import types
 from ttft_otel.router.routing.policies.block_index import BlockHolders

@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.cause_detectors import MIN_BLOCKS, SHARED_DETECTORS
-from ttft_otel.explain.cause_kinds import Remedy, find_remedy
-from ttft_otel.explain.explanation import (
+from ttft_otel.explain.diff.window_difference import LEVEL, MIX, Change, Difference, compare_windows
+from ttft_otel.explain.explain import cause_kinds
+from ttft_otel.explain.explain.cause_detectors import MIN_BLOCKS, SHARED_DETECTORS
+from ttft_otel.explain.explain.cause_kinds import Remedy, find_remedy
+from ttft_otel.explain.explain.explanation import (
     MAX_LINES,
     MAX_LOST_SHARE,
     NOT_EXPLAINED,
@@ -27,22 +28,21 @@ from ttft_otel.explain.explanation import (
     describe_shares,
     find_bursts,
 )
-from ttft_otel.explain.late_case import HIGH, LOW, MEDIUM, MIN_SHARE, Candidate, LateCase
-from ttft_otel.explain.late_requests import (
+from ttft_otel.explain.explain.late_case import HIGH, LOW, MEDIUM, MIN_SHARE, Candidate, LateCase
+from ttft_otel.explain.explain.late_requests import (
     ComparedRequests,
     divide_difference,
     take_middle,
 )
-from ttft_otel.explain.request_facts import (
+from ttft_otel.explain.explain.window_pair import PAIR_DETECTORS, WindowFigure, WindowPair
+from ttft_otel.explain.window.request_facts import (
     CannotTellError,
     LostRequests,
     RequestFacts,
     count_requests,
     describe_lost,
 )
-from ttft_otel.explain.window_difference import LEVEL, MIX, Change, Difference, compare_windows
-from ttft_otel.explain.window_pair import PAIR_DETECTORS, WindowFigure, WindowPair
-from ttft_otel.explain.window_reading import (
+from ttft_otel.explain.window.window_reading import (
     WindowReading,
     describe_coverage,
     describe_reading,

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import numpy
 
-from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.late_requests import LateDifference
-from ttft_otel.explain.request_facts import RequestFacts
+from ttft_otel.explain.explain import cause_kinds
+from ttft_otel.explain.explain.late_requests import LateDifference
+from ttft_otel.explain.window.request_facts import RequestFacts
 from ttft_otel.model import stages
 from ttft_otel.model.statistics import compute_weighted_quantiles, draw_weights, find_interval
 

@@ -28,12 +28,17 @@ import numpy
 from rich.console import Console
 from rich.table import Table
 
-from ttft_otel.explain import window_check
-from ttft_otel.explain.engine_model import BLOCK_TOKENS, EngineLimits, FleetModel, PlannedEngines
-from ttft_otel.explain.replay_facts import Recording, ReplayRequest
-from ttft_otel.explain.request_facts import CannotTellError
-from ttft_otel.explain.step_fit import StepSamples, fit_steps
-from ttft_otel.explain.window_check import PlannedChange
+from ttft_otel.explain.whatif import window_check
+from ttft_otel.explain.whatif.engine_model import (
+    BLOCK_TOKENS,
+    EngineLimits,
+    FleetModel,
+    PlannedEngines,
+)
+from ttft_otel.explain.whatif.replay_facts import Recording, ReplayRequest
+from ttft_otel.explain.whatif.step_fit import StepSamples, fit_steps
+from ttft_otel.explain.whatif.window_check import PlannedChange
+from ttft_otel.explain.window.request_facts import CannotTellError
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 from ttft_otel.model.statistics import find_interval

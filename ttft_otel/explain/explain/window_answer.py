@@ -16,25 +16,30 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from ttft_otel.explain import cause_kinds, change_answer, what_if
-from ttft_otel.explain.cause_kinds import CACHE_MEMORY, LOOK_AT
-from ttft_otel.explain.explanation import (
+from ttft_otel.explain.diff import change_answer
+from ttft_otel.explain.diff.window_difference import LEVEL
+from ttft_otel.explain.explain import cause_kinds
+from ttft_otel.explain.explain.cause_kinds import CACHE_MEMORY, LOOK_AT
+from ttft_otel.explain.explain.explanation import (
     MAX_LINES,
     Explanation,
     describe_reasons,
     describe_shares,
     explain_requests,
 )
-from ttft_otel.explain.late_case import Candidate
-from ttft_otel.explain.late_requests import (
+from ttft_otel.explain.explain.late_case import Candidate
+from ttft_otel.explain.explain.late_requests import (
     HoldingWork,
     StagePart,
     choose_like,
     read_holding,
     split_window,
 )
-from ttft_otel.explain.replay_facts import Recording
-from ttft_otel.explain.request_facts import (
+from ttft_otel.explain.whatif import what_if
+from ttft_otel.explain.whatif.replay_facts import Recording
+from ttft_otel.explain.whatif.what_if import TTFT, learn_fleet, predict_fleet
+from ttft_otel.explain.whatif.window_check import PlannedChange
+from ttft_otel.explain.window.request_facts import (
     CannotTellError,
     RequestFacts,
     build_facts,
@@ -42,10 +47,7 @@ from ttft_otel.explain.request_facts import (
     describe_lost,
     refuse_foreign,
 )
-from ttft_otel.explain.what_if import TTFT, learn_fleet, predict_fleet
-from ttft_otel.explain.window_check import PlannedChange
-from ttft_otel.explain.window_difference import LEVEL
-from ttft_otel.explain.window_reading import (
+from ttft_otel.explain.window.window_reading import (
     describe_coverage,
     describe_reading,
     leave_foreign_out,

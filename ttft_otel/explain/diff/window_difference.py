@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 
 import numpy
 
-from ttft_otel.explain.request_facts import (
+from ttft_otel.explain.window.request_facts import (
     MEDIA,
     TEXT,
     UNMATCHED,

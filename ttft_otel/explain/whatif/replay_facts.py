@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy
 
-from ttft_otel.explain.request_facts import read_count, refuse_foreign
+from ttft_otel.explain.window.request_facts import read_count, refuse_foreign
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import UNATTRIBUTED

@@ -13,8 +13,8 @@ from typing import Final
 
 import numpy
 
-from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.late_case import (
+from ttft_otel.explain.explain import cause_kinds
+from ttft_otel.explain.explain.late_case import (
     BLOCKS,
     MIN_FACTOR,
     MIN_OWN_REQUESTS,
@@ -31,14 +31,14 @@ from ttft_otel.explain.late_case import (
     is_outlier,
     measure_share,
 )
-from ttft_otel.explain.request_facts import HOP, RequestFacts, count_values
-from ttft_otel.explain.window_pair import (
+from ttft_otel.explain.explain.window_pair import (
     PAIR_DETECTORS,
     WindowPair,
     describe_since,
     detect_slow_steps,
     find_slowdown,
 )
+from ttft_otel.explain.window.request_facts import HOP, RequestFacts, count_values
 from ttft_otel.model.stages import HOLD, RETRY
 from ttft_otel.model.waits import WAIT_STAGES
 from ttft_otel.report.show.terminal import format_short

@@ -14,11 +14,11 @@ from typing import Final
 
 import numpy
 
-from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.cause_detectors import DETECTORS
-from ttft_otel.explain.cause_kinds import Remedy, find_remedy
-from ttft_otel.explain.late_case import HIGH, LOW, MEDIUM, Candidate, LateCase, is_outlier
-from ttft_otel.explain.late_requests import (
+from ttft_otel.explain.explain import cause_kinds
+from ttft_otel.explain.explain.cause_detectors import DETECTORS
+from ttft_otel.explain.explain.cause_kinds import Remedy, find_remedy
+from ttft_otel.explain.explain.late_case import HIGH, LOW, MEDIUM, Candidate, LateCase, is_outlier
+from ttft_otel.explain.explain.late_requests import (
     UNUSUAL_RANK,
     ComparedRequests,
     HoldingWork,
@@ -27,13 +27,13 @@ from ttft_otel.explain.late_requests import (
     compute_ttft,
     divide_difference,
 )
-from ttft_otel.explain.request_facts import (
+from ttft_otel.explain.whatif.what_if import TTFT, Prediction
+from ttft_otel.explain.window.request_facts import (
     LostRequests,
     RequestFacts,
     count_requests,
     count_values,
 )
-from ttft_otel.explain.what_if import TTFT, Prediction
 from ttft_otel.model.stages import WAIT_REASONS
 from ttft_otel.report.report_types import Coverage
 from ttft_otel.report.show.terminal import format_short, to_local_time

@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy
 
-from ttft_otel.explain import cause_kinds
-from ttft_otel.explain.late_case import (
+from ttft_otel.explain.explain import cause_kinds
+from ttft_otel.explain.explain.late_case import (
     BLOCKS,
     LEVEL,
     MIN_FACTOR,
@@ -30,7 +30,7 @@ from ttft_otel.explain.late_case import (
     draw_pieces,
     expect_compute,
 )
-from ttft_otel.explain.request_facts import RequestFacts, count_values
+from ttft_otel.explain.window.request_facts import RequestFacts, count_values
 from ttft_otel.model.statistics import find_interval, find_start
 from ttft_otel.report.show.terminal import format_signed, to_local_time
 

@@ -19,14 +19,14 @@ from typing import Final
 import numpy
 from msgspec import structs
 
-from ttft_otel.explain.request_facts import (
+from ttft_otel.explain.diff.window_difference import LEVEL, RESAMPLES
+from ttft_otel.explain.window.request_facts import (
     CannotTellError,
     RequestFacts,
     count_requests,
     count_values,
     describe_request,
 )
-from ttft_otel.explain.window_difference import LEVEL, RESAMPLES
 from ttft_otel.model import stages
 from ttft_otel.model.names import span_names
 from ttft_otel.model.stages import UNATTRIBUTED
