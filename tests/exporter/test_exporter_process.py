@@ -164,6 +164,13 @@ def _list_policies(process: int) -> set[int]:
     return {os.sched_getscheduler(thread) for thread in threads}
 
 
+def test_close_waits(start_host: Any, collector: Any) -> None:
+    """When close returns in time, every record is with the collector."""
+    started = start_host(after="sender.close(60)")
+    assert started.wait(70) == 0
+    assert len(collector.spans) == RECORDS * SPANS
+
+
 def test_exit_is_bounded(start_host: Any, collector: Any, eventually: Any) -> None:
     """With a collector that never answers, the host leaves after 2 s and the exporter after 5."""
     collector.hang.set()

@@ -192,9 +192,8 @@ def test_predictions(tmp_path: Path, part: str) -> None:
 
 
 # To compare with: 20 are needed, and those that were delayed on purpose must stay below a tenth.
-LIKE = 70
+LIKE = 100
 FEWER_LIKE = 40
-FEWEST_LIKE = 25
 MAX_WAIT_S = 20.0
 MIN_SHARE = 0.95  # of a wait, that its reason has
 DELAY_MS = 400.0
@@ -324,7 +323,7 @@ def test_delays_of_an_image(epd: LiveDeployment) -> None:
 
 def test_remote_kv(pd: LiveDeployment) -> None:
     """KV blocks come late from the prefill instance, of a prompt that fills some."""
-    like = LikeRequests(pd, count=FEWEST_LIKE, words=300)
+    like = LikeRequests(pd, count=FEWER_LIKE, words=300)
     reported = like.explain(like.delay_one("kv_wait"))
     check_cause(reported, "slow_hop")
     assert reported["cause"]["stage"] == "decode.kv.transfer"
@@ -333,7 +332,7 @@ def test_remote_kv(pd: LiveDeployment) -> None:
 def test_the_wire(epd: LiveDeployment) -> None:
     """A delay between router and server is the hop's, and no server's."""
     with run_router_behind_proxies(epd) as (router, legs):
-        like = LikeRequests(epd, url=router.url, count=FEWEST_LIKE)
+        like = LikeRequests(epd, url=router.url, count=FEWER_LIKE)
         legs["prefill_decode"].delay_s = DELAY_MS / 1000
         reported = like.explain(like.send_one())
     check_cause(reported, "slow_hop")

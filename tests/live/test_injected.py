@@ -182,6 +182,17 @@ def test_delays_show_in_their_stage(deployment: LiveDeployment, case: str, place
     check_stage(deployment, place, places[place], lambda: ask(deployment), *delays_ms)
 
 
+def test_nothing_is_unattributed_while_delays_run(epd: LiveDeployment) -> None:
+    """With delays in four places at once the stages still add up to the TTFT."""
+    epd.control.set_injections(dict.fromkeys(("tokenize", "forward", "sample", "output"), 20))
+    try:
+        found = epd.read_one("prefill_decode", max_tokens=1)
+    finally:
+        epd.control.set_injections()
+    assert found[stages.UNATTRIBUTED] == 0
+    assert found["prefill.compute"] >= 20_000
+
+
 @pytest.mark.full
 def test_a_delay_in_another_stage_than_expected_fails(epd: LiveDeployment) -> None:
     """The measurement itself fails when a delay of the forward pass is expected in `sample`."""

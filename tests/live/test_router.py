@@ -111,6 +111,14 @@ def send_long_prompt(bench: LiveDeployment, pictures: int = 0, words: int = 2500
     return bench.send_request(bench.front_url, **fields)
 
 
+def measure_router_clock(epd: LiveDeployment, pictures: int) -> tuple[float, float]:
+    """One request: the client's TTFT, and that minus the router's; ms."""
+    answer = send_long_prompt(epd, pictures)
+    assert answer.client_ttft_us is not None
+    excess_us = answer.client_ttft_us - read_breakdown(answer)["ttft"]
+    return answer.client_ttft_us / 1000, excess_us / 1000
+
+
 @pytest.mark.parametrize(
     ("pictures", "rounds"),
     ((1, FEW_ROUNDS), *(pytest.param(many, ALL_ROUNDS, marks=pytest.mark.full) for many in (0, 1))),
@@ -126,10 +134,7 @@ def test_the_routers_ttft_is_what_the_client_measured(
     shares: dict[str, list[float]] = {"router": [], "echo": []}
 
     def measure_round() -> Errors:
-        answer, own_ms = send_long_prompt(epd, pictures), measure_clock()
-        assert answer.client_ttft_us is not None
-        ttft_ms = answer.client_ttft_us / 1000
-        excess_ms = ttft_ms - read_breakdown(answer)["ttft"] / 1000
+        (ttft_ms, excess_ms), own_ms = measure_router_clock(epd, pictures), measure_clock()
         shares["router"].append(abs(excess_ms) / ttft_ms)
         shares["echo"].append(own_ms / ttft_ms)
         return {"router's clock": excess_ms - own_ms}
@@ -142,16 +147,32 @@ def test_the_routers_ttft_is_what_the_client_measured(
         assert p95["router"] <= 0.03 + p95["echo"], p95
 
 
+@pytest.mark.full
+def test_a_router_that_starts_its_clock_late_fails(
+    epd: LiveDeployment, measure_clock: MeasureClock
+) -> None:
+    """The measurement itself: five milliseconds that the router does not see are found."""
+
+    def measure_round() -> Errors:
+        (_, excess_ms), own_ms = measure_router_clock(epd, 0), measure_clock()
+        return {"late": excess_ms + 5 - own_ms}
+
+    with pytest.raises(AssertionError, match="late: .* is outside"):
+        measure_until_decided(measure_round, lambda _: ErrorTolerance(-1.0, 1.0, 4.0))
+
+
 def check_unaccounted_share(
     send_request: Callable[[int], TimedResponse],
     measure_clock: MeasureClock,
     *,
-    min_rounds: int,
+    min_rounds: int = 5,
     max_rounds: int = 21,
+    added_share: float = 0.0,
 ) -> dict[str, list[float]]:
     """Check that the median of hops and `unattributed` is at most MAX_SHARE of the TTFT.
 
     send_request: gets the number of the round, sends one request through the router.
+    added_share: a part of the TTFT that is counted as unaccounted, to prove that the check can fail.
     What an echo takes in the same round is subtracted: that much the machine adds to any exchange.
     Returns the shares of the TTFT of all rounds, of "router" and of "echo".
     """
@@ -162,6 +183,7 @@ def check_unaccounted_share(
         assert found["ttft"] > MIN_TTFT_US, found
         hops_us = sum(us for name, us in found.items() if name.startswith("router.hop."))
         ttft_ms, own_ms = found["ttft"] / 1000, (hops_us + found[UNATTRIBUTED]) / 1000
+        own_ms += added_share * ttft_ms
         echo_ms = measure_clock()
         shares["router"].append(own_ms / ttft_ms)
         shares["echo"].append(echo_ms / ttft_ms)
@@ -201,6 +223,16 @@ def test_what_no_server_accounts_for_is_little_with_two_legs(
     """
     send = partial(send_long_prompt, pd, words=5000)
     check_unaccounted_share(lambda _: send(), measure_clock, min_rounds=8)
+
+
+@pytest.mark.full
+def test_twice_the_allowed_unaccounted_time_fails(
+    epd: LiveDeployment, measure_clock: MeasureClock
+) -> None:
+    """The measurement itself fails when twice the allowed share of the TTFT is added."""
+    added = {"max_rounds": 10, "added_share": 2 * MAX_SHARE}
+    with pytest.raises(AssertionError, match="unaccounted: .* is outside"):
+        check_unaccounted_share(lambda _: send_long_prompt(epd), measure_clock, **added)
 
 
 @contextmanager
