@@ -278,6 +278,14 @@ def test_a_configuration_that_does_not_fit_changes_nothing() -> None:
         found.set_configured(configure(prefill_decode=B))
 
 
+def test_a_reload_without_sources_is_applied() -> None:
+    """Such a file's instances are of a leg that no source names; found ones stay until a restart."""
+    found = build_found()
+    found.add_instance("prefill_decode", A)
+    found.set_configured(configure(mono=B))
+    assert [(each.leg, each.url) for each in found.pool] == [("mono", B), ("prefill_decode", A)]
+
+
 async def test_a_router_without_instances_says_what_it_waits_for() -> None:
     """Not ready, and requests are refused naming the missing leg, until the first instance is found.
 

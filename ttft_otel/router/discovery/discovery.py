@@ -290,7 +290,9 @@ class Discovery:
         Raises ValueError, without any change, if both cannot be served together.
         """
         legs = {instance.leg for instance in self._found.values()}
-        if any(legs & CONFLICTING_ROLES[leg] for leg, several in configured.items() if several):
+        # A file without --discover says legs that no source may have; they take effect with a restart.
+        others = [CONFLICTING_ROLES.get(leg, frozenset()) for leg in configured if configured[leg]]
+        if any(map(legs.intersection, others)):
             raise ValueError(
                 f"found instances have the roles {', '.join(sorted(legs))}, which cannot be mixed with "
                 f"the configured {', '.join(configured)}: change what --discover names, or restart"
