@@ -490,8 +490,8 @@ class _RenderedPrompt(msgspec.Struct):
     cache_salt: str | None = None
 
 
-# Of a completion request it is a list.
-_rendered_decoder: Final = msgspec.json.Decoder(_RenderedPrompt | list[_RenderedPrompt])
+_prompt_decoder: Final = msgspec.json.Decoder(_RenderedPrompt)
+_prompts_decoder: Final = msgspec.json.Decoder(list[_RenderedPrompt])
 
 
 class EnginePromptReader(LocalPromptReader):
@@ -521,7 +521,7 @@ class EnginePromptReader(LocalPromptReader):
             try:
                 answer = await self._render_prompt(instance, route, body, remaining_s)
                 if answer is not None:
-                    return self._build_prompt(model, answer, block_size)
+                    return self._build_prompt(route, model, answer, block_size)
             except asyncio.TimeoutError:
                 # The time is used up, so no other instance is asked.
                 self._pause_instance(instance, FAILURE_PAUSE_S)
@@ -571,10 +571,13 @@ class EnginePromptReader(LocalPromptReader):
         available = [instance for instance in candidates if instance not in self._paused_until_s]
         return min(available, key=lambda instance: instance.in_flight, default=None)
 
-    def _build_prompt(self, model: str, answer: bytes, block_size: int) -> Prompt:
+    def _build_prompt(self, route: str, model: str, answer: bytes, block_size: int) -> Prompt:
         try:
-            rendered = _rendered_decoder.decode(answer)
-            prompts = rendered if isinstance(rendered, list) else [rendered]
+            prompts = (
+                _prompts_decoder.decode(answer)
+                if route == COMPLETIONS_PATH
+                else [_prompt_decoder.decode(answer)]
+            )
             first_prompt = prompts[0]
             ids = array("I", first_prompt.token_ids)
             tokenizer = self.find_tokenizer(model)
