@@ -264,11 +264,14 @@ class SentHistory(BlockHolders):
     Args:
         block_size: tokens per block.
         max_blocks: limit per instance.
+        max_instances: instances remembered, each of which is a bit of every block's holders; the one that
+            was used least recently is dropped first.
     """
 
-    def __init__(self, block_size: int, max_blocks: int) -> None:
+    def __init__(self, block_size: int, max_blocks: int, max_instances: int = 1024) -> None:
         super().__init__(block_size)
         self.max_blocks = max_blocks
+        self.max_instances = max_instances
         self._recent_by_url: dict[str, RecentBlocks] = {}
         self._followed_urls: Collection[str] | None = None  # None: no restriction
 
@@ -283,9 +286,13 @@ class SentHistory(BlockHolders):
         """Note that the instance at `url` has just computed a prompt of `blocks`."""
         if self._followed_urls is not None and url not in self._followed_urls:
             return
-        recent = self._recent_by_url.get(url)
+        # Taken out and put in again: dicts keep the order of insertion, here that of use.
+        recent = self._recent_by_url.pop(url, None)
         if recent is None:
-            recent = self._recent_by_url[url] = RecentBlocks(self.max_blocks)
+            recent = RecentBlocks(self.max_blocks)
+            if len(self._recent_by_url) >= self.max_instances:
+                self.forget_instance(next(iter(self._recent_by_url)))
+        self._recent_by_url[url] = recent
         added, evicted = recent.record_use(blocks)
         self.add_blocks(url, added, SENT_RANK)
         self.remove_blocks(url, evicted, SENT_RANK)
