@@ -271,7 +271,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
 
 
 class AttemptLoad(Protocol):
-    """One attempt's entry in what its leg's policy decides by; routing.load_entry.LoadEntry.
+    """One attempt's entry in what its leg's policy decides by; routing_service.LoadEntry.
 
     requested_timing: the policy, and nobody else, asked the server for its breakdown.
     awaits_delta: the first chunks had no token, so that more of them have to be read.

@@ -112,13 +112,15 @@ class WorkerLink:
         if self.slot.is_successor:
             for data in await self._ask_others("instances", wanted=1):
                 apply_instances(self.app, data)
+        tasks: list[asyncio.Task[None]] = []
+        # Pushed first, hence ended last: while the companion closes, the others still see this worker alive.
+        self._stack.push_async_callback(end_tasks, tasks)
         if self.companion is not None:
             await self._stack.enter_async_context(self.companion)
         self._write_metrics(self.app.metrics.collect_own())
         # Last, as it is also the sign for the supervisor that this worker has started.
         self._own.heartbeat = clock.now_us()
-        comparing = asyncio.create_task(self._compare_forever())
-        self._stack.push_async_callback(end_tasks, [comparing])
+        tasks.append(asyncio.create_task(self._compare_forever()))
 
     async def close(self) -> None:
         """Leave; the others forget what was under way here."""
