@@ -247,6 +247,17 @@ def test_the_first_end_of_an_attempt_counts() -> None:
     assert (attempt.error, attempt.ended_us, attempt.first_byte_us) == ("", ended_us, ended_us)
 
 
+def test_a_lost_attempt_says_why() -> None:
+    """By its exception, or by the status that it was refused with."""
+    broken, refused = build_attempt(), build_attempt()
+    broken.record_lost("ClientOSError")
+    refused.record_head(503)
+    refused.record_lost()
+
+    assert (broken.error, refused.error) == ("ClientOSError", "503")
+    assert broken.is_lost and refused.is_lost and broken.ended_us and refused.ended_us
+
+
 BREAKER_STEPS: dict[str, Callable[[CircuitBreaker], object]] = {
     "failure": lambda it: it.open(2.0) if it.record_failure(3) else None,
     "success": lambda it: it.record_success(),

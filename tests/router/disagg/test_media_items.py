@@ -79,6 +79,14 @@ async def test_the_next_leg_gets_what_was_announced(stream: bool) -> None:
         assert EC_PARAMS_FIELD not in e1.received[0].json
 
 
+async def test_parts_that_differ_may_be_the_same_image() -> None:
+    """Two spellings of one image are two encoder calls and one entry."""
+    async with run_routed_instances(encoders=[plan_encoder()]) as (router, e, server):
+        assert (await router.post_chat("a?1", "a?2"))[0] == 200
+        assert len(e.received) == 2
+        assert server.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -158,6 +166,21 @@ async def test_a_decode_that_has_to_prefill_gets_them() -> None:
         assert asked.json[EC_PARAMS_FIELD] == expect_params("a")
         assert asked.headers[header_names.MEDIA_ENCODED] == "1"
         assert "kv_transfer_params" not in asked.json
+
+
+async def test_a_retry_keeps_them() -> None:
+    """Another backend gets what the first one got, and the encoder is not asked again."""
+    async with run_routed_instances([InstancePlan(status=503), None], [plan_encoder()]) as (
+        router,
+        e,
+        busy,
+        idle,
+    ):
+        assert (await router.post_chat("a"))[0] == 200
+        assert busy.received[0].body == idle.received[0].body
+        assert idle.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
+        assert idle.received[0].headers[header_names.MEDIA_ENCODED] == "1"
+        assert len(e.received) == 1
 
 
 def build_nested_answer(depth: int) -> bytes:

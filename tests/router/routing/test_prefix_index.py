@@ -117,6 +117,21 @@ def test_limit() -> None:
     assert index.match_blocks(range(10_000, 10_010), ["a"]) == [10]
 
 
+def test_too_many_instances() -> None:
+    """For one instance too many the oldest counts no more at once; its memory goes in steps."""
+    index = SentHistory(16, 10_000, max_instances=2)
+    index.record_served("a", range(10_000))
+    index.record_served("b", range(10_000, 10_001))
+
+    index.record_served("c", range(10_001, 10_002))
+
+    assert index.match_blocks(range(5), ["a"]) == [0]
+    assert 9_000 < len(index) < 10_000
+    for _ in range(30):
+        index.record_served("c", range(10_001, 10_002))
+    assert len(index) == 2
+
+
 def test_history() -> None:
     """What was sent counts as cached; the latest blocks stay, ends of prompts go before beginnings."""
     index = SentHistory(16, 6)
@@ -311,6 +326,29 @@ def test_never_more(
     for ids in list_prompts():
         assert world.count_indexed_blocks(ids) <= world.engine.count_cached_blocks(ids)
     assert len(world.index) <= len(world.engine.block_copies)
+
+
+async def test_backwards() -> None:
+    """Numbers that begin anew are another engine's, whose messages are all asked for at once."""
+    world = FeedHarness(FakeEngine(BLOCK_TOKENS))
+    first, second = [1] * 3 * BLOCK_TOKENS, [2] * BLOCK_TOKENS
+
+    await world.feed.handle_connected()
+    for ids in (first, second):
+        world.engine.compute_prompt(ids)
+        await world.deliver_events("heard")
+    world.engine.restart()
+    world.engine.compute_prompt(second)
+    await world.deliver_events("lost")
+    world.engine.compute_prompt([3] * BLOCK_TOKENS)
+    await world.deliver_events("heard")
+
+    assert [world.count_indexed_blocks(ids) for ids in (first, second, [3] * BLOCK_TOKENS)] == [
+        0,
+        1,
+        1,
+    ]
+    assert world.feed.counts["restarts"] == 1
 
 
 class HeardFeed(FeedHarness):
