@@ -369,7 +369,6 @@ INPUT_BYTES = 5 * 16000 * 2  # 16-bit samples
 QUIET_S = 2.0  # without a message: the answer to an input has ended
 PAUSE_S = 3.0  # in which nobody speaks
 DELAY_MS = 400.0
-ARRIVAL_S = 20.0  # until a span must have come
 INPUTS = 5  # of the first utterance, before two that come at once
 
 
@@ -482,7 +481,6 @@ def test_delays(session: tuple[Utterance, list[dict[str, Any]]]) -> None:
 
 
 REQUESTS = 20
-ARRIVAL_S = 20.0
 ROUTING_S = 0.03  # what the router takes before it calls anybody
 LEGS = {
     "pd": ("prefill", "decode"),

@@ -47,7 +47,7 @@ LATE = 400.0  # ms
 PATIENCE_S = 3.0
 ROLES = ("router", "encode", "prefill_decode")
 COMPUTED = keys.name_stage_attribute("encoder.compute")
-TRANSFER = keys.name_stage_attribute("ec.transfer")
+EC_TRANSFER = keys.name_stage_attribute("ec.transfer")
 
 
 def check_items(consumer: dict[str, Any], remote: int, all_items: int) -> None:
@@ -57,7 +57,7 @@ def check_items(consumer: dict[str, Any], remote: int, all_items: int) -> None:
     assert remote + consumer[keys.EC_LOCAL_ITEMS] == all_items
     assert COMPUTED not in consumer
     if remote:
-        assert consumer[TRANSFER] > 0 and consumer[keys.EC_BYTES] > 0
+        assert consumer[EC_TRANSFER] > 0 and consumer[keys.EC_BYTES] > 0
         assert consumer[keys.EC_CONNECTOR] == "ECCPUConnector"
 
 
@@ -195,7 +195,7 @@ def test_an_image_closes_through_all_three(nixl3: LiveDeployment, kind: str) -> 
 
 
 LEGS = ("prefill", "decode")
-TRANSFER = keys.name_stage_attribute("kv.transfer")
+KV_TRANSFER = keys.name_stage_attribute("kv.transfer")
 
 
 def test_each_kind_closes_on_prefill_and_decode(pd: LiveDeployment) -> None:
@@ -230,7 +230,7 @@ def test_what_moved_is_told(pd: LiveDeployment) -> None:
     assert found[keys.KV_TOKENS] == params["remote_num_tokens"]
     assert found[keys.KV_BLOCKS] == len(blocks)
     assert found[keys.KV_BYTES] > 0 and found[keys.KV_BYTES] % len(blocks) == 0
-    assert 0 < found[keys.KV_MOVE_US] <= found[TRANSFER]
+    assert 0 < found[keys.KV_MOVE_US] <= found[KV_TRANSFER]
     (kept,) = [span for span in spans if span["name"] == span_names.KV_KEPT]
     own = kept["attributes"]
     assert (own[keys.KV_TOKENS], own[keys.KV_BLOCKS]) == (found[keys.KV_TOKENS], len(blocks))
@@ -252,7 +252,7 @@ def test_one_that_hangs_up_while_blocks_move_died_there(pd: LiveDeployment) -> N
     assert second.aborted
     found = get_trunks_by_role(spans)["decode"]
     assert found[keys.DIED_IN] == "kv.transfer", found
-    assert found[TRANSFER] > 300_000
+    assert found[KV_TRANSFER] > 300_000
     assert read_breakdown(pd.prefill_then_decode()[1])[stages.UNATTRIBUTED] == 0
 
 
@@ -263,7 +263,7 @@ def test_another_instance_is_told(tiers: LiveDeployment) -> None:
     found = get_trunks_by_role(tiers.wait_for_roles(trace, *LEGS, also=span_names.KV_KEPT))
 
     own = found["decode"]
-    assert own[keys.UNATTRIBUTED_US] == 0 < own[TRANSFER]
+    assert own[keys.UNATTRIBUTED_US] == 0 < own[KV_TRANSFER]
     assert own[keys.KV_CONNECTOR].startswith("Nixl") and own[keys.KV_SOURCE] == "p2p"
     assert own[keys.KV_BYTES] > 0 and own[keys.KV_MOVE_US] > 0
     assert keys.KV_SOURCE not in found["prefill"]
@@ -279,7 +279,7 @@ def test_cpu_tier_is_told(tiers: LiveDeployment) -> None:
         prefill.call("/reset_prefix_cache")
     own = tiers.fetch_ttft(trace)
 
-    assert own[keys.UNATTRIBUTED_US] == 0 < own[TRANSFER]
+    assert own[keys.UNATTRIBUTED_US] == 0 < own[KV_TRANSFER]
     assert (own[keys.KV_CONNECTOR], own[keys.KV_SOURCE]) == ("OffloadingConnector", "host")
     assert own[keys.KV_TOKENS] == own[keys.CACHED_TOKENS] == own[keys.KV_BLOCKS] * BLOCK_TOKENS
     assert own[keys.KV_BYTES] > 0 and own[keys.KV_MOVE_US] > 0

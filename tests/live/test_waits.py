@@ -67,7 +67,7 @@ pytestmark = pytest.mark.timeout(900)  # what comes next is started meanwhile
 STEP_MS: Final = 40.0
 SHORT_STEP_MS: Final = 20.0  # of who holds the only place
 LONG_STEP_MS: Final = 800.0
-ATTEMPTS: Final = 3  # of each case: programs beside these stretch single steps
+ATTEMPTS: Final = 3  # of each case: programs beside these stretch single steps and gaps
 LARGE_BLOCKS: Final = 58  # leave room for short prompts, and none for another of SECOND_BLOCKS
 SECOND_BLOCKS: Final = CACHE_BLOCKS - LARGE_BLOCKS
 FIRST, SECOND = ADAPTERS
@@ -550,7 +550,6 @@ LONG_BLOCKS, SHORT_BLOCKS = 40, 4  # of one step each
 HELD = 4
 CLOCK_US = 2_000  # what two readings of one clock may differ in by rounding and order
 MAX_GAP_MS = 100.0  # between an answer and the next request; a few on an idle machine
-ATTEMPTS = 3  # programs beside these stretch single gaps
 FLAGS = ("--routing-logic", "ttft", "--max-queue-ms", str(MAX_QUEUE_MS), "--trust-priority")
 
 
