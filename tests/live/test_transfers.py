@@ -153,7 +153,10 @@ def test_a_copy_that_ends_after_the_answer_is_told(nixl: LiveDeployment) -> None
 
 
 def test_an_encoder_killed_after_its_answer_costs_a_wait_and_is_told(newer: LiveDeployment) -> None:
-    """PD waits as long as vLLM allows (here 3 s, not 60), then encodes the image, and its span says so."""
+    """PD waits as long as vLLM allows (here 3 s, not 60), then encodes the image, and its span says so.
+
+    vLLM may also notice that the read has failed, and then waits no longer: its log says which it was.
+    """
     pictures = (newer.new_picture_seed(),)
     plain = ask_alone(newer, pictures)
     first = ask_alone(newer, pictures, max_tokens=1, stream=False)
@@ -167,7 +170,10 @@ def test_an_encoder_killed_after_its_answer_costs_a_wait_and_is_told(newer: Live
     assert (answer.status, answer.text) == (200, plain.text)
     found = read_breakdown(answer)
     assert found[stages.UNATTRIBUTED] == 0 < found["encoder.compute"]
-    assert 0 <= found["ec.transfer"] - PATIENCE_S * 1e6 <= 200_000
+    log = newer.fleet.servers["prefill_decode"].log_path.read_text(errors="replace")
+    is_whole_wait = "the remote wait exceeded" in log
+    assert is_whole_wait or "the remote read failed" in log
+    assert PATIENCE_S * is_whole_wait <= found["ec.transfer"] / 1e6 <= PATIENCE_S + 0.2
     assert newer.fetch_ttft(trace, "prefill_decode")[keys.EC_RECOMPUTED_ITEMS] == 1
 
 
