@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from lab.container_engine import ContainerEngine
+from lab.release_files import copy_files, list_context_files
 from lab.stack import grafana_server
 from lab.stack.binaries import StackBinaries
 from lab.stack.program_pins import CHECKOUT
@@ -237,10 +238,7 @@ def download_wheels(target: Path) -> None:
     """What the Dockerfiles install for this Python, from the package index. Raises CalledProcessError."""
     with tempfile.TemporaryDirectory() as scratch:
         # A copy: building metadata in the checkout would leave files there.
-        for name in ("ttft_otel", "pyproject.toml", "README.md", "LICENSE"):
-            source = CHECKOUT / name
-            copy = Path(scratch, name)
-            shutil.copytree(source, copy) if source.is_dir() else shutil.copy(source, copy)
+        copy_files(CHECKOUT, list_context_files(CHECKOUT), Path(scratch))
         words = ("-m", "pip", "download", "--quiet", "--dest", str(target))
         command = (f"{sys.base_prefix}/bin/python3", *words, f"{scratch}[router]", BUILD_BACKEND)
         subprocess.run(command, check=True)

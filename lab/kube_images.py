@@ -33,7 +33,7 @@ COLLECTOR_IMAGE = "otel/opentelemetry-collector"
 # What decides what is in the images, beside programs of the stack, whose pins have folders of their own.
 SOURCES: Final = (
     "ttft_otel", "deploy/inject", "deploy/inject.Dockerfile", "deploy/router.Dockerfile",
-    "pyproject.toml", "lab/kube_images.py",
+    "pyproject.toml", "hatch_build.py", "lab/kube_images.py",
 )  # fmt: skip
 # Collects processes whose parents have ended, and ends on SIGTERM.
 PAUSE_SCRIPT: Final = "trap 'exit 0' TERM INT; while :; do /bin/sleep 1000000 & wait $!; done"
