@@ -623,10 +623,12 @@ def print_answer(answer: Prediction, console: Console) -> None:
 
 def _describe_token_time(answer: Prediction) -> str:
     """The time per output token in words, which is the price of what shortens the TTFT; without p95."""
-    changes = [f", {figure.change:+.0%}" for figure in answer.token_time]
-    figures = list(map(str.__add__, _list_figures(answer.token_time), changes))
-    errors = ", ".join(_list_errors(answer.token_errors)[::2])
-    return f"Time per output token: {'; '.join(figures[::2])}; unchanged, the model is off by {errors}."
+    p50, _, p99 = (
+        f"{words}, {figure.change:+.0%}"
+        for words, figure in zip(_list_figures(answer.token_time), answer.token_time, strict=True)
+    )
+    error_p50, _, error_p99 = _list_errors(answer.token_errors)
+    return f"Time per output token: {p50}; {p99}; unchanged, the model is off by {error_p50}, {error_p99}."
 
 
 def build_table(answer: Prediction) -> Table:

@@ -178,9 +178,8 @@ class Process:
     #: Slices on one track nest, those that overlap need another one: of each, numbered from 1, the spans that
     #: contain the place reached so far, outermost first. What has ended is removed when a track is looked at.
     tracks: list[list[StoredSpan]] = field(default_factory=list)
-    free: list[int] = field(
-        default_factory=list
-    )  #: heap of the numbers of those without an open span
+    #: Heap of the numbers of tracks on which no span is open.
+    free: list[int] = field(default_factory=list)
     #: Heap of when the outermost span of each of the others ends, with its number.
     busy: list[tuple[int, int]] = field(default_factory=list)
     step_words: set[str] = field(default_factory=set)  #: kinds of engine steps that it has

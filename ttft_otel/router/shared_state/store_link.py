@@ -168,10 +168,8 @@ class StoreLink:
         yield build_gauge(metric_names.ROUTER_REPLICAS, help_text, len(replicas))
         help_text = "Whether the store of --shared-state answers."
         yield build_gauge(metric_names.ROUTER_SHARED_STATE_UP, help_text, bool(self._is_up))
-        name, help_text = (
-            metric_names.ROUTER_SHARED_STATE_EXCHANGES,
-            "Round trips to the store, by result.",
-        )
+        help_text = "Round trips to the store, by result."
+        name = metric_names.ROUTER_SHARED_STATE_EXCHANGES
         yield build_counter(name, help_text, self._exchanges, "result")
         help_text = "Values of other replicas, by what became of them."
         name = metric_names.ROUTER_SHARED_STATE_VALUES

@@ -509,7 +509,7 @@ class EventFeed:
     async def receive_message(self, number: int, payload: bytes) -> None:
         """Handle a published message.
 
-        number: counted by the engine from 0. payload: msgpack, see above.
+        number: counted by the engine from 0. payload: a batch of events in msgpack.
         """
         # A message can overtake the monitor's event that says the connection is back.
         if self._is_disconnected:
