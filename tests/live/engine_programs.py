@@ -44,7 +44,7 @@ async def ask_engine(model: str, answers: int) -> None:
 
 
 async def leave_request(engine: Any, params: Any) -> None:
-    """Begin a request and cancel it as soon as the engine has it."""
+    """Begin a request and cancel it while the engine core computes its prompt."""
 
     async def read() -> None:
         async for _ in engine.generate(PROMPT * 4, params, request_id="left"):
@@ -53,6 +53,8 @@ async def leave_request(engine: Any, params: Any) -> None:
     task = asyncio.ensure_future(read())
     while not (task.done() or engine.output_processor.has_unfinished_requests()):
         await asyncio.sleep(0)
+    # Until the engine core has it, too: of one that is cancelled before nobody can say where it was.
+    await asyncio.sleep(0.01)
     if not task.cancel():
         await task  # raises what has ended it
     await asyncio.gather(task, return_exceptions=True)
